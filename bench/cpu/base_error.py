@@ -57,7 +57,7 @@ def adapters(work: Path) -> Iterator[tuple[str, Path]]:
 
 
 def keep_plan(model: Path, folder: Path) -> None:
-    """As a server's engine does: the measurement need not import transformers then."""
+    """Keep the plan of the model, as a server's engine does: the measurement need not import transformers then."""
     _, part = read_model_config(model)
     plan = FusedPlan(decoder_spec(part.config, part.raw), "bfloat16", part.unread)
     KeptPlans(folder).save_plan(read_config_json(model)[0], 0, plan)

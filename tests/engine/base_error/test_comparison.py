@@ -1,4 +1,4 @@
-"""What another form of the base does to an adapter equals what transformers and PEFT say of it."""
+"""The measured error of another form of the base equals that of transformers and PEFT."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Engine:
         ]
 
     def answer(self, name: str) -> Answer:
-        """Of a request that has ended well."""
+        """The answer of a request that has ended well."""
         events = self.engine.events[name]
         assert events[-1].error is None, events[-1].error
         scores = join_scores([event.scores for event in events if event.scores is not None])

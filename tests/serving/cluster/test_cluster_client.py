@@ -167,7 +167,7 @@ async def test_a_draining_engine_gets_nothing_new(cluster: ClusterEngineClient) 
 
 
 async def test_a_pin_that_is_taken_away_on_its_way_does_not_stay(cluster: ClusterEngineClient) -> None:
-    """As where a round pins it at its new engine while it is unpinned."""
+    """A round may pin a version at its new engine while it is being unpinned."""
     late = cluster.replicas[0].session
     await late.pin(adapter(1))
     await cluster.homes.round(cluster.replicas)
@@ -269,7 +269,7 @@ async def test_engines_are_told_what_lives_elsewhere() -> None:
 
 
 async def test_thirty_two_streams_outlive_five_kills(cluster: ClusterEngineClient) -> None:
-    """Of three engines one is killed, five times; whatever it was writing goes on within a second."""
+    """One of three engines is killed, five times; whatever it was writing goes on within a second."""
     for life in range(1, 6):
         requests = [
             replace(

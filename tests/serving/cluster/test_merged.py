@@ -57,7 +57,7 @@ def test_engines_that_never_come_back_are_one_figure() -> None:
 
 
 def test_each_counter_is_named() -> None:
-    """What a metric of the kind counter reads has to be among them."""
+    """Each field of the statistics is a gauge or a counter, and a new one has to be sorted in."""
     gauges = {
         "num_running", "num_waiting", "num_waiting_for_grammar", "num_kv_blocks", "num_kv_blocks_used",
         "reserved_bytes", "reservable_bytes", "tenant_bytes", "running_adapters", "waiting_adapters", "tenants",
