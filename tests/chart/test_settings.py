@@ -18,6 +18,8 @@ TEXTS = {
     "served_model_name": 'a "name", 100% {{ odd }} $(TMPDIR) $$',
     "host": "127.0.0.2",
     "admin_host": "::1",
+    "engine_host": "0.0.0.0",
+    "engine_token_file": "/run/secrets/engine-token",
     "data_dir": "/srv/loraplex/elsewhere",
     "artifact_url": "file:///srv/adapters",
     "otlp_endpoint": "https://collector.example.com:4318",
