@@ -4,8 +4,8 @@
 
 The model has Llama-3.1-8B's shape and random weights, 16 GB in a temporary folder. Answers are compared with
 transformers and PEFT; then 200 adapters share the memory of 64 slots, a step finds no memory, and a KV cache is too
-small. `engine.json` in --out holds what is known after each part. `--small` runs tiny shapes, interpreted, without a
-GPU. The exit status is 0 if all is right, else 1.
+small. `engine.json` in --out holds what is known after each part. `--codes` serves the base as 8-bit codes.
+`--small` runs tiny shapes, interpreted, without a GPU. The exit status is 0 if all is right, else 1.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--work", type=Path, default=None, help="folder for the checkpoint: 17 GB for a while"
     )
     parser.add_argument("--small", action="store_true", help="tiny shapes, interpreted, without a GPU")
+    parser.add_argument("--codes", action="store_true", help="serve the base's linears as 8-bit codes")
+    parser.add_argument("--layers", type=int, default=None, help="layers of the model (default: the shape's)")
     given = parser.parse_args(arguments)
     if given.small:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -42,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     told = {"environment": environment(device), "rows": (rows := [])}
     with tempfile.TemporaryDirectory(dir=given.work) as folder:
-        for row in run_product(SMALL if given.small else FULL, device, Path(folder)):
+        shape = (SMALL if given.small else FULL).changed(codes=given.codes, layers=given.layers)
+        for row in run_product(shape, device, Path(folder)):
             rows.append(row)
             (given.out / "engine.json").write_text(json.dumps(plain(told), indent=1) + "\n", "utf-8")
             print(" ".join(f"{name}={_shown(value)}" for name, value in row.items()), flush=True)

@@ -15,10 +15,15 @@ from bench.gpu.models import RandomTensors, make_config
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 _SHARD_BYTES = 4 << 30
+_GROUP = 64
+"""Of `--quantise int8`."""
 
 
-def write_base(folder: Path, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """A checkpoint of `make_config(options)` in shards, drawn on `device`."""
+def write_base(
+    folder: Path, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, codes: bool
+) -> None:
+    """A checkpoint of `make_config(options)` in shards, drawn on `device`. `codes`: linears are numbers that 8-bit codes
+    in groups hold exactly, so that an engine that makes codes of them serves what the checkpoint says."""
     from transformers import AutoModelForCausalLM
 
     folder.mkdir(parents=True)
@@ -36,6 +41,8 @@ def write_base(folder: Path, options: Mapping[str, Any], dtype: torch.dtype, dev
     for name, weight in model.named_parameters():
         drawn = torch.empty(weight.shape, dtype=dtype, device=device)
         draw.read_into(name, drawn)
+        if codes and drawn.dim() == 2 and "embed" not in name:
+            drawn = _exact_codes(drawn)
         if size + drawn.nbytes > _SHARD_BYTES:
             _write_shard(folder, shard, files)
             shard, size = {}, 0
@@ -45,6 +52,18 @@ def write_base(folder: Path, options: Mapping[str, Any], dtype: torch.dtype, dev
     _write_shard(folder, shard, files)
     index = {"metadata": {"total_size": total}, "weight_map": files}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+
+
+def _exact_codes(weight: torch.Tensor) -> torch.Tensor:
+    """The weight [N, K] rounded to integers of -127 to 127 times a power of two for each group. The largest number of a
+    group becomes 127 of them, so that its scale is found again."""
+    group = min(_GROUP, weight.shape[1])
+    groups = weight.float().view(-1, group)
+    largest, at = groups.abs().max(-1, keepdim=True)
+    scale = torch.exp2(torch.ceil(torch.log2(largest / 127)))
+    codes = torch.round(groups / scale)
+    codes.scatter_(1, at, 127 * groups.gather(1, at).sign())
+    return (codes * scale).to(weight.dtype).view(weight.shape)
 
 
 def write_adapter(

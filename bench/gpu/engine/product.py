@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ class ProductShape:
     preempted: Load
     small_kv: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def changed(self, *, codes: bool, layers: int | None) -> ProductShape:
+        """This shape with the linears as 8-bit codes and with so many layers, where asked for."""
+        options = dict(self.options) if layers is None else {**self.options, "num_hidden_layers": layers}
+        settings = {**self.settings, "quantise": "int8"} if codes else self.settings
+        return replace(self, options=options, settings=settings)
 
 
 FULL = ProductShape(
@@ -93,7 +99,8 @@ class _Product:
     def write(self) -> list[Row]:
         """The checkpoint and the adapters, as files."""
         shape = self._shape
-        write_base(self._base, shape.options, shape.dtype, self._device)
+        codes = shape.settings.get("quantise") == "int8"
+        write_base(self._base, shape.options, shape.dtype, self._device, codes=codes)
         every, some = self._compared
         write_adapter(every, shape.options, shape.rank, shape.dtype, self._device)
         write_adapter(
@@ -111,7 +118,11 @@ class _Product:
             {
                 "case": "engine",
                 "decoder": info.decoder,
+                "quantise": info.quantise,
                 "kv_blocks": info.num_kv_blocks,
+                "allocated_gib": torch.cuda.memory_allocated() / (1 << 30)
+                if torch.cuda.is_available()
+                else 0.0,
                 "ok": info.decoder == "fused",
             }
         ]
