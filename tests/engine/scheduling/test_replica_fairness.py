@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.engine.ipc import protocol as wire
+from loraplex.engine.scheduling import fair_queue
 from loraplex.engine.scheduling.fair_queue import EXCHANGE_S, LEAD, UNSERVED, FairQueue
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence
 from support.engine.core_engine import CoreEngine
@@ -114,6 +115,20 @@ def test_what_was_served_is_told_from_the_first_exchange_on() -> None:
     queue.charge_tenant("c", 3.0)
     assert queue.exchange_service({}, 1.0) == {"a": 10.0, "b": 20.0, "c": 3.0}
     assert queue.exchange_service({}, 2.0) == {}
+
+
+def test_without_exchanges_what_was_served_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_queue, "MOST_SERVED", 100)
+    queue = busy(a=5)
+    queue.exchange_service({}, 0.0)
+    for number in range(100):
+        queue.charge_tenant(f"tenant-{number}", 1.0)
+    assert len(queue.exchange_service({}, 1.0)) == 100
+    for number in range(250):
+        queue.charge_tenant(f"tenant-{number}", 1.0)
+    assert queue.exchange_service({}, 2.0) == {}
+    queue.charge_tenant("a", 3.0)
+    assert queue.exchange_service({}, 3.0) == {"a": 3.0}
 
 
 def test_service_elsewhere_counts_like_service_here() -> None:

@@ -29,6 +29,9 @@ UNSERVED = 10
 """Exchanges without service here, after which no more service elsewhere is added to a tenant's counter."""
 EXCHANGE_S = 5.0
 """Longest time between two exchanges, in seconds: after a longer one the next only begins to count."""
+MOST_SERVED = 10_000
+"""Tenants whose service is counted for the next exchange: with more of them exchanges have ended, and nothing is
+counted until the next one."""
 
 
 class FairQueue:
@@ -267,6 +270,8 @@ class FairQueue:
         self._most = max(self._most, tenant.charged)
         if self._exchanged is not None:
             self._served[tenant.tenant_id] = self._served.get(tenant.tenant_id, 0.0) + units
+            if len(self._served) > MOST_SERVED:
+                self._served, self._exchanged = {}, None
 
     def _new_tenant(self, tenant_id: str) -> TenantAccount:
         tenant = self._tenants[tenant_id] = TenantAccount(tenant_id, self._weights.get(tenant_id, 1.0))
