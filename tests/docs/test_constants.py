@@ -366,6 +366,8 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "a frame may have {:g} KiB, the handshake {:g} s, and {} connections may be in it",
         (hello.MAX_FRAME_BYTES / KIB, hello.HANDSHAKE_S, members.MAX_HANDSHAKES),
     ),
+    ("cluster.md", "logs the first {} reasons of an address", (members.MAX_LOGGED_REASONS,)),
+    ("cluster.md", "Addresses beyond {} share", (members.MAX_LOGGED_PEERS,)),
     (
         "cluster.md",
         "dials again after {:g} to {:g} s",

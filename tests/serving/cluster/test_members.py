@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -20,9 +20,10 @@ from loraplex.serving.cluster import members as members_module
 from loraplex.serving.cluster.hello import Challenge, Draining, Hello, Identity, Refused, Welcome
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
 from loraplex.serving.supervision.watchdog import WatchdogPolicy
-from support.engine.dialled import CONTENT, TOKEN, Port, dialling, listen
+from support.engine.dialled import CONTENT, EXPECTED, PROBE, TOKEN, Port, dialling, listen
 from support.engine.fake_core import build_fake_engine, fake_tokens
 from support.engine.fake_processes import LONG, adapter, ask, until
+from support.virtual_time import VirtualTimeLoop
 
 INFO = build_fake_engine(EngineConfig("ok", "/nowhere"), lambda: None).info
 
@@ -42,8 +43,9 @@ class Peer:
     writer: asyncio.StreamWriter
 
     @classmethod
-    async def dial(cls, port: Port) -> Peer:
-        return cls(*await asyncio.open_connection("127.0.0.1", port.number))
+    async def dial(cls, port: Port, address: str = "127.0.0.1") -> Peer:
+        """From this address of loopback."""
+        return cls(*await asyncio.open_connection("127.0.0.1", port.number, local_addr=(address, 0)))
 
     async def message(self, kind: Any) -> Any:
         header = await self.reader.readexactly(framing.HEADER_BYTES)
@@ -157,7 +159,7 @@ async def test_a_peer_that_says_nothing_or_speaks_slowly_is_cut(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.2)
-    silent, slow = await Peer.dial(port), await Peer.dial(port)
+    silent, slow = await Peer.dial(port), await Peer.dial(port, "127.0.0.2")
     challenge = await slow.message(Challenge)
     said = Identity("one", "n", 1, 0, "", "")
     frame = framing.encode_frame(handshake.make_hello(challenge, TOKEN, said, CONTENT))
@@ -189,8 +191,11 @@ async def test_a_hello_may_come_in_pieces(port: Port) -> None:
     await port.session()
 
 
-async def test_many_strangers_do_not_keep_an_engine_out(port: Port) -> None:
-    strangers = [await Peer.dial(port) for _ in range(members_module.MAX_HANDSHAKES + 4)]
+async def test_the_oldest_stranger_of_one_address_makes_room(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members_module, "MAX_HANDSHAKES", 8)
+    strangers = [await Peer.dial(port) for _ in range(12)]
     for stranger in strangers[:5]:
         await stranger.message(Challenge)
     for stranger in strangers[:4]:
@@ -198,8 +203,88 @@ async def test_many_strangers_do_not_keep_an_engine_out(port: Port) -> None:
     peer = await Peer.dial(port)
     await peer.join()
     await port.session()
+
+
+async def test_an_address_that_floods_keeps_no_engine_of_another_one_out(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that are in their handshake stay there, whatever comes behind them."""
+    monkeypatch.setattr(members_module, "MAX_HANDSHAKES", 8)
+    strangers = [await Peer.dial(port) for _ in range(8)]
+    engines = {name: await Peer.dial(port, f"127.0.0.{number}") for name, number in (("a", 2), ("b", 3))}
+    strangers += [await Peer.dial(port) for _ in range(40)]
+    for name, engine in engines.items():
+        await engine.join(name, node=name)
+    for name in engines:
+        await port.session(name)
+    refused = port.logged("engine_refused")
+    assert {line["peer"] for line in refused} == {"127.0.0.1"}
     for stranger in strangers:
         stranger.writer.close()
+
+
+class Stranger:
+    """A connection that is refused, as `Members` sees it."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+
+    def refuse(self, reason: str) -> None:
+        raise AssertionError("it is alone")
+
+
+def log_of(refusals: Iterable[tuple[float, str, str]]) -> list[tuple[str, str, int | None]]:
+    """Address, reason and count of each line, of refusals at this time, of this address, for this reason."""
+    log: list[tuple[str, str, int | None]] = []
+
+    def note(event: str, **fields: Any) -> None:
+        log.append((fields["peer"], fields["reason"], fields.get("tries")))
+
+    async def run() -> None:
+        members = members_module.Members(
+            EXPECTED, PROBE, on_join=lambda *_: None, on_leave=lambda _: None, log=note
+        )
+        for at, address, reason in refusals:
+            await asyncio.sleep(at - asyncio.get_running_loop().time())
+            stranger = cast(Any, Stranger(address))
+            members.begin(stranger)
+            members.end(stranger, reason)
+        await members.close()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
+    return log
+
+
+def test_refusals_of_an_address_are_logged_once_and_counted() -> None:
+    """By minutes: five for one reason, three for it again, none, and one more."""
+    assert log_of(
+        [*[(1, "a", "token")] * 5, (2, "b", "token"), *[(70, "a", "token")] * 3, (200, "a", "token")]
+    ) == [
+        ("a", "token", None),
+        ("b", "token", None),
+        ("a", "token", 4),
+        ("a", "token", 3),
+        ("a", "token", None),
+    ]
+
+
+def test_reasons_without_end_are_counted() -> None:
+    most = members_module.MAX_LOGGED_REASONS
+    assert log_of((1, "a", f"reason {number}") for number in range(20)) == [
+        *[("a", f"reason {number}", None) for number in range(most)],
+        ("a", "reason 19", 20 - most),
+    ]
+
+
+def test_addresses_without_end_share_the_lines_of_one() -> None:
+    most = members_module.MAX_LOGGED_PEERS
+    log = log_of((1, f"a{number}", "token") for number in range(1000))
+    assert log == [
+        *[(f"a{number}", "token", None) for number in range(most)],
+        (members_module.OTHERS, "token", None),
+        (members_module.OTHERS, "token", 1000 - most - 1),
+    ]
 
 
 async def test_a_second_engine_of_one_name_is_refused(port: Port) -> None:

@@ -156,9 +156,12 @@ async def test_a_server_may_come_later_than_its_engine(port: Port) -> None:
         assert len(lines) == len(set(lines)), "one line a reason, however often it is tried"
 
 
-async def test_a_refusal_is_told_once_and_the_engine_stays(port: Port) -> None:
+async def test_a_refusal_is_told_once_and_the_engine_stays(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.serving.cluster.members.COUNT_S", 0.1)
     async with dialling(port.number, token=b"wrong") as dialled:
-        await until(lambda: len(port.logged("engine_refused")) >= 3)
+        await until(lambda: len(port.logged("engine_refused")) >= 3)  # the first, and two that count others
         (line,) = dialled.logged("server_not_joined")
         assert "another token" in line["reason"]
         assert not dialled.running.done()

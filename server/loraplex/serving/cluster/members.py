@@ -3,14 +3,18 @@
 A replica's name is connected once. A second connection of the same name replaces the first where both are of one engine
 process, which has noticed before the server that its connection is dead, or where the first has been silent; else it is
 refused, as two engines would replace each other without end.
+
+Strangers keep no engine out and fill no log: connections are ended where one address has most of them, and what each
+address is refused for is logged once, then counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from loraplex.engine.ipc import framing
@@ -24,8 +28,16 @@ from loraplex.serving.demand import Demand
 from loraplex.serving.errors import EngineStartError
 from loraplex.serving.supervision.watchdog import WatchdogPolicy
 
-MAX_HANDSHAKES = 16
-"""Connections that may be in their handshake; one more ends the oldest of them."""
+MAX_HANDSHAKES = 128
+"""Connections that may be in their handshake: more than a server has engines, which all dial when it restarts. One more
+ends the oldest connection of the address that has most of them."""
+MAX_LOGGED_REASONS = 4
+"""Refusals of one address that are logged at once, each of another reason."""
+MAX_LOGGED_PEERS = 64
+"""Addresses whose refusals are logged one by one; those of others are logged as if one had them."""
+COUNT_S = 60.0
+"""Time between two lines with the number of an address's other refusals."""
+OTHERS = "other addresses"
 CLOSE_S = 2.0
 """Time for a refused peer to read why."""
 SILENT_S = 3 * wire.HEARTBEAT_INTERVAL_S
@@ -66,6 +78,7 @@ class Members:
         self._demand = demand
         self._servers: list[asyncio.Server] = []
         self._handshakes: dict[_Handshake, None] = {}  # the oldest first
+        self._refusals = _Refusals(log)
         self._sessions: dict[str, RemoteEngine] = {}
         self._joined: set[RemoteEngine] = set()
         self._joins: set[asyncio.Task[None]] = set()
@@ -95,16 +108,19 @@ class Members:
             connection.end()
         await asyncio.gather(*(session.close(drain_s=drain_s) for session in self._sessions.values()))
         await asyncio.gather(*self._joins, return_exceptions=True)
+        self._refusals.close()
 
     # What a handshake calls.
 
     def begin(self, connection: _Handshake) -> Challenge:
         """Take it in; returns the challenge to send."""
-        if len(self._handshakes) >= MAX_HANDSHAKES:
-            next(iter(self._handshakes)).refuse(
-                f"more than {MAX_HANDSHAKES} connections are in their handshake"
-            )
         self._handshakes[connection] = None
+        if len(self._handshakes) > MAX_HANDSHAKES:
+            by_peer = Counter(each.peer for each in self._handshakes)  # among equals, the one that came first
+            ((most, _),) = by_peer.most_common(1)
+            next(each for each in self._handshakes if each.peer == most).refuse(
+                f"more than {MAX_HANDSHAKES} connections are in their handshake, most of them from this address"
+            )
         *_, newest = self._probes
         return handshake.new_challenge(newest)
 
@@ -114,7 +130,7 @@ class Members:
             return
         del self._handshakes[connection]
         if reason is not None:
-            self._log("engine_refused", peer=connection.peer, reason=reason)
+            self._refusals.note(connection.peer, reason)
 
     def admit(self, payload: bytes, challenge: Challenge) -> Hello:
         """The hello of an engine that may join now, in the place of an older connection. Raises HandshakeRefused."""
@@ -171,6 +187,52 @@ class Members:
         if session in self._joined:
             self._joined.discard(session)
             self._on_leave(hello.replica)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """Refusals of one address: the reasons that were logged, those since the last line, and the newest reason."""
+
+    reasons: set[str] = field(default_factory=set)
+    count: int = 0
+    last: str = ""
+
+
+class _Refusals:
+    """Log lines of refused connections, few of each address: one for each of its first reasons, and one for each
+    `COUNT_S` with the number of the others."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._peers: dict[str, _Peer] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, address: str, reason: str) -> None:
+        if address not in self._peers and len(self._peers) >= MAX_LOGGED_PEERS:
+            address = OTHERS
+        peer = self._peers.setdefault(address, _Peer())
+        if reason in peer.reasons or len(peer.reasons) >= MAX_LOGGED_REASONS:
+            peer.count += 1
+            peer.last = reason
+        else:
+            peer.reasons.add(reason)
+            self._log("engine_refused", peer=address, reason=reason)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(COUNT_S, self._tell_counts)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._tell_counts(is_last=True)
+
+    def _tell_counts(self, *, is_last: bool = False) -> None:
+        """Log the counts; an address that had none since the last time is forgotten, and logged as new."""
+        self._peers = {address: peer for address, peer in self._peers.items() if peer.count}
+        for address, peer in self._peers.items():
+            self._log("engine_refused", peer=address, reason=peer.last, tries=peer.count)
+            peer.count = 0
+        is_over = is_last or not self._peers
+        self._timer = None if is_over else asyncio.get_running_loop().call_later(COUNT_S, self._tell_counts)
 
 
 class _Handshake(asyncio.Protocol):
