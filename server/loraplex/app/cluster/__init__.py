@@ -1,0 +1,1 @@
+"""Engines as replicas of Ray Serve: nothing else imports ray."""
