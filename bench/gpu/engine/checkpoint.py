@@ -22,8 +22,8 @@ _GROUP = 64
 def write_base(
     folder: Path, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, codes: bool
 ) -> None:
-    """A checkpoint of `make_config(options)` in shards, drawn on `device`. `codes`: linears are numbers that 8-bit codes
-    in groups hold exactly, so that an engine that makes codes of them serves what the checkpoint says."""
+    """A checkpoint of `make_config(options)` in shards, drawn on `device`. `codes`: 8-bit codes in groups hold the
+    linears exactly, so that an engine that makes codes of them serves what the checkpoint says."""
     from transformers import AutoModelForCausalLM
 
     folder.mkdir(parents=True)

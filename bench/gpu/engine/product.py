@@ -45,7 +45,7 @@ class ProductShape:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def changed(self, *, codes: bool, layers: int | None) -> ProductShape:
-        """This shape with the linears as 8-bit codes and with so many layers, where asked for."""
+        """This shape with the linears as 8-bit codes and with that number of layers, where given."""
         options = dict(self.options) if layers is None else {**self.options, "num_hidden_layers": layers}
         settings = {**self.settings, "quantise": "int8"} if codes else self.settings
         return replace(self, options=options, settings=settings)
