@@ -24,6 +24,7 @@ from loraplex.api.embeddings.schemas import MAX_ANSWER_BYTES, most_inputs
 from loraplex.api.generation import planning
 from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_sets
 from loraplex.api.openai import schemas
+from loraplex.app.cluster import policy
 from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
 from loraplex.control import rules, types
@@ -380,6 +381,13 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         (default(watchdog.WatchdogPolicy, "hang_timeout_s") - watchdog.MARGIN_S, tcp.PEER_TIMEOUT_S),
     ),
     ("cluster.md", "the engine hangs up at {:g} MiB", (tcp.MAX_UNSENT_BYTES / MIB,)),
+    (
+        "cluster.md",
+        "filled above {:g} on average in any of the three",
+        (policy.FULL,),
+    ),
+    ("cluster.md", "the others would stay below {:g}, for", (policy.EMPTY,)),
+    ("cluster.md", "While engines start, for at most {:g} s,", (policy.STARTING_S,)),
     ("cluster.md", "it gets no requests beyond {:g} MiB", (tcp.MAX_UNSENT_BYTES / MIB,)),
     ("cluster.md", "when it has read nothing for {:g} s", (tcp.UNREAD_S,)),
     (

@@ -11,7 +11,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "tool_format", "reasoning_format",
         "adapter_templates", "default_max_tokens", "kernels", "attention", "batch_invariant", "recorded_prompt_rows",
-        "lookahead", "threads", "replicas", "engine_spare",
+        "lookahead", "threads", "replicas", "max_replicas", "scale_up_delay", "scale_down_delay", "engine_spare",
     ),
     "Memory": (
         "kv_cache_memory", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",
@@ -45,7 +45,8 @@ EXPERT = frozenset(
         "adapter_base_error_warning", "adapter_image_cache", "adapter_load_timeout", "artifact_cache_size",
         "attention", "database_staleness", "drain_grace", "engine_spare", "grammar_processes",
         "grammar_time_limit", "lookahead", "max_num_batched_tokens", "max_waiting", "otlp_service_name",
-        "recorded_prompt_rows", "stream_stall_timeout", "threads", "trace_follow_caller", "usage_journal_size",
+        "recorded_prompt_rows", "scale_down_delay", "scale_up_delay", "stream_stall_timeout", "threads",
+        "trace_follow_caller", "usage_journal_size",
     }
 )  # fmt: skip
 """Settings whose default hardly anyone changes: `--help` leaves them out, `--help-all` shows them."""

@@ -255,6 +255,18 @@ class Settings(BaseSettings):
     replicas: int = Field(
         1, ge=0, le=64, description="Engine processes on this machine, which share its processors and memory"
     )
+    max_replicas: int = Field(
+        0, ge=0, le=64, description="Most engines that Ray may start under load (0: --replicas)"
+    )
+    scale_up_delay: float = Field(
+        10.0, ge=0, le=3600, description="Seconds for which engines must be too full before Ray starts more"
+    )
+    scale_down_delay: float = Field(
+        300.0,
+        ge=0,
+        le=86400,
+        description="Seconds for which fewer engines must be enough before one is ended",
+    )
     engine_spare: bool = Field(
         True, description="Keep a second engine process ready for when the first one dies"
     )
