@@ -44,6 +44,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "grammar_processes": ("3", 3),
     "grammar_time_limit": ("0.25", 0.25),
     "adapter_templates": ("own", "own"),
+    "adapter_base_error": ("false", False),
     "adapter_base_error_warning": ("0.25", 0.25),
     "max_body": ("1MiB", 1 << 20),
     "server_requests_per_minute": ("600", 600),

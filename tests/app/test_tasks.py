@@ -33,6 +33,7 @@ NOT_SUPERVISED = {
     "VersionChecks.start": "it logs its failure, and gives it to the uploads that wait for it",
     "TenantCapacity.in_thread": "waited for, until its request is cancelled",
     "answers": "waited for, or cancelled",
+    "BaseErrors._on_ended": "it logs its failure; what it did not find waits for the next",
     "BaseErrors.start": "it logs its failure; the version keeps its report, and the next server measures again",
 }
 """Where tasks are made, and why their failure is noticed."""

@@ -16,6 +16,7 @@ from loraplex.control.audit.recorder import Actor
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.types import VersionInfo
 from loraplex.engine.base_error.messages import BaseErrorFigures
+from loraplex.lifecycle import base_errors
 from support.adapters.drafts import draft_adapter
 from support.http.admin_plane import ARCH, AdminPlane, admin_client
 
@@ -28,6 +29,14 @@ FIGURES = {"kl": 0.25, "top1": 0.75, "tokens": 256, "reason": None}
 def impatient(tmp_path: Path) -> Iterator[AdminPlane]:
     """A plane whose uploads wait for half a second."""
     made = AdminPlane(tmp_path, wait_s=0.5)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def unmeasured(tmp_path: Path) -> Iterator[AdminPlane]:
+    """A plane whose operator has the measurement turned off."""
+    made = AdminPlane(tmp_path, measures_base=False)
     yield made
     made.close()
 
@@ -146,6 +155,55 @@ async def test_what_cannot_be_computed_is_not_begun(plane: AdminPlane, tmp_path:
     plane.make_tenant()
     assert (await push(plane, tmp_path, form=form)).json()["state"] == "ready"
     assert plane.base_measure.tasks == []
+
+
+async def test_nothing_is_measured_where_the_operator_says_so(unmeasured: AdminPlane, tmp_path: Path) -> None:
+    plane = unmeasured
+    plane.make_tenant()
+    report = (await push(plane, tmp_path)).json()["report"]
+    await plane.base_errors.start_unmeasured()
+    assert report["base_error"]["reason"] == NOT_YET
+    assert (await show(plane))["report"] == report
+    assert plane.base_measure.tasks == []
+
+
+async def test_versions_beyond_the_bound_are_measured_when_their_tenant_has_no_other(
+    impatient: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_errors, "MOST_WAITING", 1)
+    plane = impatient
+    plane.make_tenant()
+    plane.base_measure.hold()
+    names = ("aa", "bbb", "cccc")
+    for name in names:
+        assert (await push(plane, tmp_path, name)).status_code == 201
+    assert plane.base_measure.num_running == 1
+    plane.base_measure.release()
+    await until(lambda: all(_version(plane, name).report["base_error"]["kl"] == 0.25 for name in names))
+    assert len(plane.base_measure.tasks) == 3
+
+
+async def test_a_database_that_is_away_meanwhile_loses_no_measurement_for_good(
+    impatient: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_errors, "MOST_WAITING", 1)
+    plane, unmeasured, asked = impatient, impatient.validation.unmeasured, 0
+    plane.make_tenant()
+
+    def fails() -> list[VersionInfo]:
+        nonlocal asked
+        asked += 1
+        raise DatabaseUnavailable
+
+    plane.base_measure.hold()
+    for name in ("aa", "bbb"):
+        await push(plane, tmp_path, name)
+    monkeypatch.setattr(plane.validation, "unmeasured", fails)
+    plane.base_measure.release()
+    await until(lambda: asked == 1)
+    monkeypatch.setattr(plane.validation, "unmeasured", unmeasured)
+    assert (await push(plane, tmp_path, "cccc")).json()["report"]["base_error"]["kl"] == 0.25
+    await until(lambda: _version(plane, "bbb").report["base_error"]["kl"] == 0.25)
 
 
 async def test_a_reason_takes_the_place_of_figures(plane: AdminPlane, tmp_path: Path) -> None:

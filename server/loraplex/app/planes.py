@@ -190,6 +190,7 @@ def _admin_services(installation: Installation, shared: _Shared) -> AdminService
         store=installation.store,
         served=_served_base(settings, shared.text),
         warn_above=settings.adapter_base_error_warning,
+        measures=settings.adapter_base_error,
     )
     checks = VersionChecks(
         database=installation.database,

@@ -23,10 +23,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "drain_grace", "drain_timeout",
     ),
     "Limits": (
-        "max_adapter_rank", "max_adapter_upload", "max_body", "adapter_load_timeout", "adapter_base_error_warning",
-        "grammar_processes", "grammar_time_limit", "keep_versions", "limits_when_apart", "server_requests_per_minute",
-        "server_tokens_per_minute", "server_max_concurrency", "server_max_sequences", "server_max_output_tokens",
-        "server_token_budget", "server_budget_period",
+        "max_adapter_rank", "max_adapter_upload", "max_body", "adapter_load_timeout", "adapter_base_error",
+        "adapter_base_error_warning", "grammar_processes", "grammar_time_limit", "keep_versions", "limits_when_apart",
+        "server_requests_per_minute", "server_tokens_per_minute", "server_max_concurrency", "server_max_sequences",
+        "server_max_output_tokens", "server_token_budget", "server_budget_period",
     ),
     "Storage": (
         "data_dir", "database_url", "database_staleness", "redis_url", "artifact_url", "artifact_cache_size",
@@ -42,8 +42,8 @@ SERVER_LIMITS = tuple(name.removeprefix(_LIMITS) for name in GROUPS["Limits"] if
 """Names that `--server-limit NAME=VALUE` takes."""
 EXPERT = frozenset(
     {
-        "adapter_base_error_warning", "adapter_image_cache", "adapter_load_timeout", "artifact_cache_size",
-        "attention", "database_staleness", "drain_grace", "engine_spare", "grammar_processes",
+        "adapter_base_error", "adapter_base_error_warning", "adapter_image_cache", "adapter_load_timeout",
+        "artifact_cache_size", "attention", "database_staleness", "drain_grace", "engine_spare", "grammar_processes",
         "grammar_time_limit", "lookahead", "max_num_batched_tokens", "max_waiting", "otlp_service_name",
         "recorded_prompt_rows", "scale_down_delay", "scale_up_delay", "stream_stall_timeout", "threads",
         "trace_follow_caller", "usage_journal_size",

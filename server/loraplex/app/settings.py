@@ -194,6 +194,11 @@ class Settings(BaseSettings):
         description="Whose chat template renders the chats of a version that brings one, and whose tokens end its "
         "answers: the base's alone (base), or the version's (own)",
     )
+    adapter_base_error: bool = Field(
+        True,
+        description="Measure how the form of the base that an adapter was trained on changes its answers, in a process "
+        "beside the engine",
+    )
     adapter_base_error_warning: float = Field(
         0.1,
         ge=0,

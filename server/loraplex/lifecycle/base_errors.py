@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
@@ -53,7 +54,8 @@ class ServedBase:
 
 
 class BaseErrors:
-    """Measurements of one event loop. `warn_above`: the least divergence that makes a warning, in nats a token."""
+    """Measurements of one event loop. `warn_above`: the least divergence that makes a warning, in nats a token.
+    `measures`: False where an operator keeps the machine for the engine; then no version is measured."""
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class BaseErrors:
         store: Store,
         served: ServedBase,
         warn_above: float,
+        measures: bool = True,
         measure: Callable[[BaseErrorTask], Awaitable[BaseErrorFigures]] = measure_in_process,
     ) -> None:
         self._database = database
@@ -70,24 +73,30 @@ class BaseErrors:
         self._store = store
         self._served = served
         self._warn_above = warn_above
+        self._measures = measures
         self._measure = measure
         self._running: dict[_Key, asyncio.Task[VersionInfo]] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._single = asyncio.Lock()
+        self._left_out: set[str] = set()
+        self._search: asyncio.Task[None] | None = None
 
     def start(self, info: VersionInfo) -> None:
         """Begin to measure a version that is ready, if its report lacks figures and no measurement is on its way. A
-        tenant's beyond `MOST_WAITING` are measured after the next start of a server."""
+        tenant's beyond `MOST_WAITING` begin when the tenant has none of those left."""
         key = (info.tenant_id, info.name, info.number)
-        if key in self._running or not is_to_be_measured(info.report):
+        if not self._measures or key in self._running or not is_to_be_measured(info.report):
             return
-        if sum(tenant_id == info.tenant_id for tenant_id, _, _ in self._running) >= MOST_WAITING:
+        if self._waiting_of(info.tenant_id) >= MOST_WAITING:
+            self._left_out.add(info.tenant_id)
             return
         task = self._running[key] = asyncio.create_task(self._record(info))
-        task.add_done_callback(lambda _: self._running.pop(key, None))
+        task.add_done_callback(partial(self._on_ended, key))
 
     async def start_unmeasured(self) -> None:
         """Begin to measure versions that an earlier server left unmeasured. Raises what the database raises."""
+        if not self._measures:
+            return
         for info in await self._database.run(self._validation.unmeasured):
             self.start(info)
 
@@ -101,10 +110,32 @@ class BaseErrors:
 
     async def close(self) -> None:
         """End what is on its way: the next server begins it again."""
-        running = list(self._running.values())
+        self._left_out.clear()
+        running: list[asyncio.Task[Any]] = list(self._running.values())
+        if self._search is not None:
+            running.append(self._search)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    def _waiting_of(self, tenant_id: str) -> int:
+        return sum(other == tenant_id for other, _, _ in self._running)
+
+    def _on_ended(self, key: _Key, _: asyncio.Task[VersionInfo]) -> None:
+        del self._running[key]
+        tenant_id = key[0]
+        searching = self._search is not None and not self._search.done()
+        if tenant_id in self._left_out and not searching and not self._waiting_of(tenant_id):
+            self._left_out.discard(tenant_id)
+            self._search = asyncio.create_task(self._find_left_out(tenant_id))
+
+    async def _find_left_out(self, tenant_id: str) -> None:
+        try:
+            await self.start_unmeasured()
+        except LoraplexError as error:
+            # Those that are left wait for another measurement of the tenant, or for the next start of a server.
+            self._left_out.add(tenant_id)
+            log.warning("base_error_failed", exc_info=error)
 
     async def _record(self, info: VersionInfo) -> VersionInfo:
         """The version with its figures, or as it was where they cannot be written."""
