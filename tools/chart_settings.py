@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from loraplex.app.settings import SECRET_SETTINGS, Settings, parse_size
+from loraplex.app.setting_types import parse_size
+from loraplex.app.settings import SECRET_SETTINGS, Settings
 
 SCHEMA = Path(__file__).resolve().parents[1] / "charts/loraplex/values.schema.json"
 SIZE = r"^\s*[0-9]+(\.[0-9]+)?\s*([kKmMgG]?[bB]|[kKmMgG]([iI][bB])?)?\s*$"

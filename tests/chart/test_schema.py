@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 import yaml
 
-from loraplex.app.settings import SECRET_SETTINGS, Settings, parse_size
+from loraplex.app.setting_types import parse_size
+from loraplex.app.settings import SECRET_SETTINGS, Settings
 from support.chart.helm import CHART, NEEDED, SEVERAL, VALUE_SETS, load, merged
 from support.markdown import ROOT
 

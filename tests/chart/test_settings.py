@@ -8,7 +8,8 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from loraplex.app.settings import SECRET_SETTINGS, Settings, SettingsInvalid, load_settings, parse_size
+from loraplex.app.setting_types import parse_size
+from loraplex.app.settings import SECRET_SETTINGS, Settings, SettingsInvalid, load_settings
 from support.chart.helm import NEEDED, SEVERAL, Helm
 
 pytestmark = pytest.mark.slow

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
@@ -23,7 +21,16 @@ from pydantic_settings import (
 )
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.adapters.sources.urls import AllowedSources
+from loraplex.app.setting_types import (
+    Bytes,
+    Count,
+    Port,
+    checked_headers,
+    checked_sources,
+    comma_list,
+    header_pairs,
+    otlp_url,
+)
 from loraplex.app.suggestions import did_you_mean
 from loraplex.engine.config import MAX_RECORDED_ROWS
 
@@ -35,85 +42,11 @@ OTHER_ENVIRONMENT = frozenset(
 SECRET_SETTINGS = frozenset({"admin_token", "key_pepper", "database_url", "redis_url", "otlp_headers"})
 """Their values are not repeated in messages; the chart takes them from Secrets alone."""
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "k": 1 << 10,
-    "m": 1 << 20,
-    "g": 1 << 30,
-}
-
 
 class SettingsInvalid(LoraplexError):
     """The server cannot start with these settings; the message names each wrong one."""
 
     code = "settings_invalid"
-
-
-def parse_size(value: object) -> object:
-    """Bytes from "2GiB", "512 MiB", "1.5g" or a plain number; what is no text goes on to pydantic's own check."""
-    if not isinstance(value, str):
-        return value
-    if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value):
-        unit = _UNITS.get(match.group(2).lower())
-        if unit is None:
-            raise ValueError(f"'{match.group(2)}' is no unit of size; use KiB, MiB or GiB")
-        return int(float(match.group(1)) * unit)
-    raise ValueError("must be bytes, such as 1048576, 512MiB or 2GiB")
-
-
-def _comma_list(value: object) -> object:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-def _otlp_url(value: str) -> str:
-    if not value:
-        return value
-    try:
-        url = urlsplit(value)
-        port_fits = url.port is None or url.port > 0
-    except ValueError:
-        raise ValueError("must be a URL such as http://collector:4318") from None
-    if url.scheme not in ("http", "https") or not url.hostname or not port_fits or not value.isprintable():
-        raise ValueError("must be a URL such as http://collector:4318")
-    if "@" in url.netloc or url.query or url.fragment:
-        raise ValueError("must have no user, password, query or fragment; use --otlp-headers for a secret")
-    return value
-
-
-def _checked_headers(value: str) -> str:
-    _header_pairs(value)
-    return value
-
-
-def _header_pairs(value: str) -> list[tuple[str, str]]:
-    """Raises ValueError, without the values: they are secrets."""
-    pairs = []
-    for number, part in enumerate(filter(None, map(str.strip, value.split(","))), 1):
-        name, equals, text = part.partition("=")
-        name, text = name.strip(), unquote(text.strip())
-        if not equals or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name):
-            raise ValueError(f"header {number} is not NAME=VALUE")
-        if not (text.isascii() and text.isprintable() and text == text.strip()):
-            raise ValueError(f"the value of header {number} has characters that no header can have")
-        pairs.append((name, text))
-    return pairs
-
-
-def _checked_sources(value: list[str] | str) -> list[str] | str:
-    AllowedSources(value)
-    return value
-
-
-Bytes = Annotated[int, BeforeValidator(parse_size)]
-Count = Annotated[int, Field(ge=0, le=1 << 53)]
-Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Settings(BaseSettings):
@@ -312,7 +245,7 @@ class Settings(BaseSettings):
         10 << 30, ge=1 << 20, description="Disk bytes for adapters of a bucket that were used last"
     )
     adapter_sources: Annotated[
-        list[str] | str, BeforeValidator(_comma_list), AfterValidator(_checked_sources)
+        list[str] | str, BeforeValidator(comma_list), AfterValidator(checked_sources)
     ] = Field(
         [],
         description="Where tenants may import adapters from, separated by commas: file:///DIR, s3://BUCKET/PREFIX, "
@@ -332,7 +265,7 @@ class Settings(BaseSettings):
         description="64 hex digits under which API keys are hashed, the same for all servers on a database "
         "(default: made at the first start)",
     )
-    cors_origins: Annotated[list[str] | str, BeforeValidator(_comma_list)] = Field(
+    cors_origins: Annotated[list[str] | str, BeforeValidator(comma_list)] = Field(
         [], description="Origins allowed by CORS, separated by commas (default: none)"
     )
     metrics_on_data_port: bool = Field(False, description="Serve the vllm:* metrics on the data port too")
@@ -344,11 +277,11 @@ class Settings(BaseSettings):
     drain_timeout: float = Field(
         60.0, ge=0, le=86400, description="Seconds that running requests have to finish"
     )
-    otlp_endpoint: Annotated[str, AfterValidator(_otlp_url)] = Field(
+    otlp_endpoint: Annotated[str, AfterValidator(otlp_url)] = Field(
         "",
         description="http(s)://HOST:PORT of an OpenTelemetry collector that traces are sent to (default: none)",
     )
-    otlp_headers: Annotated[str, AfterValidator(_checked_headers)] = Field(
+    otlp_headers: Annotated[str, AfterValidator(checked_headers)] = Field(
         "", description="Headers for that collector, NAME=VALUE,NAME=VALUE; values may be percent-encoded"
     )
     otlp_service_name: str = Field(
@@ -375,7 +308,7 @@ class Settings(BaseSettings):
     @property
     def otlp_header_pairs(self) -> list[tuple[str, str]]:
         """Names and values of `otlp_headers`."""
-        return _header_pairs(self.otlp_headers)
+        return header_pairs(self.otlp_headers)
 
     @classmethod
     def settings_customise_sources(

@@ -12,7 +12,8 @@ import typer
 
 from loraplex.app.commands.shared.errors import json_failures
 from loraplex.app.output import Output
-from loraplex.app.settings import SettingsInvalid, parse_size
+from loraplex.app.setting_types import parse_size
+from loraplex.app.settings import SettingsInvalid
 
 
 def plan(

@@ -12,7 +12,8 @@ from pydantic.fields import FieldInfo
 from loraplex.app.commands.shared.errors import json_failures
 from loraplex.app.output import Output
 from loraplex.app.setting_groups import GROUPS, SERVER_LIMITS, is_hidden, server_limits
-from loraplex.app.settings import Settings, load_settings, parse_size
+from loraplex.app.setting_types import parse_size
+from loraplex.app.settings import Settings, load_settings
 from loraplex.app.supported_platform import require_supported_platform
 
 _PANELS = {name: panel for panel, names in GROUPS.items() for name in names}

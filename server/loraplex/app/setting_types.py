@@ -1,0 +1,85 @@
+"""Types of settings: what texts are read as, and what is refused of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+from urllib.parse import unquote, urlsplit
+
+from pydantic import BeforeValidator, Field
+
+from loraplex.adapters.sources.urls import AllowedSources
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "k": 1 << 10,
+    "m": 1 << 20,
+    "g": 1 << 30,
+}
+
+
+def parse_size(value: object) -> object:
+    """Bytes from "2GiB", "512 MiB", "1.5g" or a plain number; what is no text goes on to pydantic's own check."""
+    if not isinstance(value, str):
+        return value
+    if match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value):
+        unit = _UNITS.get(match.group(2).lower())
+        if unit is None:
+            raise ValueError(f"'{match.group(2)}' is no unit of size; use KiB, MiB or GiB")
+        return int(float(match.group(1)) * unit)
+    raise ValueError("must be bytes, such as 1048576, 512MiB or 2GiB")
+
+
+def comma_list(value: object) -> object:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def otlp_url(value: str) -> str:
+    if not value:
+        return value
+    try:
+        url = urlsplit(value)
+        port_fits = url.port is None or url.port > 0
+    except ValueError:
+        raise ValueError("must be a URL such as http://collector:4318") from None
+    if url.scheme not in ("http", "https") or not url.hostname or not port_fits or not value.isprintable():
+        raise ValueError("must be a URL such as http://collector:4318")
+    if "@" in url.netloc or url.query or url.fragment:
+        raise ValueError("must have no user, password, query or fragment; use --otlp-headers for a secret")
+    return value
+
+
+def checked_headers(value: str) -> str:
+    header_pairs(value)
+    return value
+
+
+def header_pairs(value: str) -> list[tuple[str, str]]:
+    """Raises ValueError, without the values: they are secrets."""
+    pairs = []
+    for number, part in enumerate(filter(None, map(str.strip, value.split(","))), 1):
+        name, equals, text = part.partition("=")
+        name, text = name.strip(), unquote(text.strip())
+        if not equals or not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name):
+            raise ValueError(f"header {number} is not NAME=VALUE")
+        if not (text.isascii() and text.isprintable() and text == text.strip()):
+            raise ValueError(f"the value of header {number} has characters that no header can have")
+        pairs.append((name, text))
+    return pairs
+
+
+def checked_sources(value: list[str] | str) -> list[str] | str:
+    AllowedSources(value)
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size)]
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Port = Annotated[int, Field(ge=0, le=65535)]
