@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.control.catalog.releases import current_release, current_releases
+from loraplex.control.catalog.sticky import sticky_version
 from loraplex.control.catalog.versions import version_number
 from loraplex.control.db.database import Database
 from loraplex.control.db.read_through import DEFAULT_STALENESS_S, ReadThrough
@@ -159,17 +159,12 @@ class Resolver:
         if not ready:
             return None
         caller = {"user": user or principal.key_id, "key": principal.key_id, "none": None}[release.sticky]
+        weights = {version.ref.version: weight for version, weight in ready}
         if caller is None:
-            point = self._random.random()
+            number = self._random.choices(list(weights), list(weights.values()))[0]
         else:
-            label = f"{principal.tenant_id}/{name}/{caller}".encode("utf-8", "surrogatepass")
-            point = int.from_bytes(hashlib.sha256(label).digest()[:8], "big") / 2**64
-        point *= sum(weight for _, weight in ready)
-        for version, weight in ready:
-            point -= weight
-            if point < 0:
-                return version
-        return ready[-1][0]
+            number = sticky_version(f"{principal.tenant_id}/{name}", caller, weights)
+        return adapter.versions[number]
 
     async def _adapter(self, tenant_id: str | None, name: str) -> _Adapter | None:
         if tenant_id is None or not is_adapter_name(name):
