@@ -6,9 +6,9 @@ A prompt that begins with `CRASH` makes the step raise, with `HANG` never return
 of `SLOW` and n makes each step take n tenths of a second. An adapter named `DAMAGED` has damaged bytes. `python
 tests/support/engine/fake_core.py --socket PATH` is an engine process around it. The model path says how it starts:
 "broken" cannot be built, "slow" never gets ready, anything else works. `FAKE_EXIT=N` in the environment ends the
-process with N before it connects; `FAKE_STEP_S` is how long a step takes, `FAKE_BEAT_S` the time between heartbeats;
-with `FAKE_CLOSE=hang` an engine cannot be closed. SIGUSR1 makes its main thread spin. A spare that is told
-`FAKE_SPARE=exit` ends at once, with `stop` it stops.
+process with N before it connects; `FAKE_STEP_S` is how long a step takes, `FAKE_BEAT_S` the time between heartbeats,
+`FAKE_VOCAB` the number of its tokens; with `FAKE_CLOSE=hang` an engine cannot be closed. SIGUSR1 makes its main thread
+spin. A spare that is told `FAKE_SPARE=exit` ends at once, with `stop` it stops.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HANG = 667
 SLOW = 668
 SPIN = 669
 DAMAGED = "damaged"
-VOCAB_SIZE = 1000
+VOCAB_SIZE = int(os.environ.get("FAKE_VOCAB", "1000"))
 
 
 def fake_token(request: EngineRequest, index: int) -> int:

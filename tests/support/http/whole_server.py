@@ -28,6 +28,7 @@ from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.tenancy.key_use import KeyUse
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.writer import UsageWriter
+from loraplex.serving.client.cluster_view import ClusterClient
 from support.http.admin_plane import SERVED_NAME, AdminPlane
 from support.models.byte_tokenizer import write_byte_tokenizer
 from support.waiting import eventually
@@ -71,9 +72,12 @@ class WholeServer:
 
 
 @contextmanager
-def whole_server(root: Path, *, budget_answer_s: float = 60.0, **settings: Any) -> Iterator[WholeServer]:
+def whole_server(
+    root: Path, *, budget_answer_s: float = 60.0, engine: ClusterClient | None = None, **settings: Any
+) -> Iterator[WholeServer]:
     """On free ports of the loopback address. `settings` are fields of Settings; `budget_answer_s` is how long a request
-    waits for the database: by default longer than a busy machine holds up a thread."""
+    waits for the database: by default longer than a busy machine holds up a thread. `engine` serves in place of the
+    plane's, and ends with its owner."""
     plane = AdminPlane(root)
     services = plane.services
     chosen = Settings(port=0, admin_port=0, data_dir=root, model=str(root), **settings)
@@ -101,7 +105,7 @@ def whole_server(root: Path, *, budget_answer_s: float = 60.0, **settings: Any) 
             lock=lock,
             store_lock=lock,
         )
-        apps = create_apps(installation, plane.engine)
+        apps = create_apps(installation, engine or plane.engine)
         apps.limits._budgets._answer_timeout_s = budget_answer_s
         loop = asyncio.new_event_loop()
         stop = asyncio.Event()
