@@ -45,7 +45,7 @@ from loraplex.http import body, context
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.lifecycle import tenant_terms
-from loraplex.serving.cluster import hello, members, tcp
+from loraplex.serving.cluster import failover, hello, members, tcp
 from loraplex.serving.cluster.relay import DialPolicy
 from loraplex.serving.grammar import builders, checker, schema_rules
 from loraplex.serving.supervision import supervisor, watchdog
@@ -367,6 +367,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "a frame may have {:g} KiB, the handshake {:g} s, and {} connections may be in it",
         (hello.MAX_FRAME_BYTES / KIB, hello.HANDSHAKE_S, members.MAX_HANDSHAKES),
     ),
+    ("cluster.md", "it waits up to {:g} s for one of them", (failover.PATIENCE_S,)),
     ("cluster.md", "logs the first {} reasons of an address", (members.MAX_LOGGED_REASONS,)),
     ("cluster.md", "Addresses beyond {} share", (members.MAX_LOGGED_PEERS,)),
     (

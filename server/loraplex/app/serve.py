@@ -84,7 +84,8 @@ async def _serve(installation: Installation, ports: Ports) -> int:
             releases=installation.releases,
             tenants=installation.tenants,
         )
-        engine = ClusterEngineClient(local_replicas(installation, damage, demand))
+        local = local_replicas(installation, damage, demand)
+        engine = ClusterEngineClient(local, engines_dial=bool(ports.engine))
         # The ports first: clients can distinguish a starting server from none, and get their answer at once.
         data, admin = create_starting_apps(installation, engine)
         listening = Listening(ports, data=data, admin=admin)

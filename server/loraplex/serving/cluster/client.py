@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,31 +20,38 @@ from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import TERMS_A_COMMAND
 from loraplex.serving.cluster.choice import choose
-from loraplex.serving.cluster.failover import PATIENCE_S, Failover, Group
+from loraplex.serving.cluster.failover import Failover, Group
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
 from loraplex.serving.cluster.homes import ROUND_S, Homes
-from loraplex.serving.cluster.merged import Totals, answers, merge_cache, merge_info
+from loraplex.serving.cluster.merged import (
+    NEAREST,
+    Totals,
+    answers,
+    merge_cache,
+    merge_info,
+    run_all,
+    run_some,
+)
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
 
 BLOCK = 16
 """Tokens of a prompt by which a conversation is known: those of its first KV block."""
 T = TypeVar("T")
-_NEAREST: dict[AdapterState, int] = {"hot": 0, "warm": 1, "cold": 2}
 
 
 class ClusterEngineClient:
     """An `EngineClient` over replicas. Those that are given start and end with it; others may `join` and `leave`.
-    `num_wanted`: how many there should be; None: those that are given. All methods belong to one event loop's
-    thread."""
+    `num_wanted`: how many there should be; None: those that are given. `engines_dial`: whether others may join, so
+    that what has lost its engine waits for one. All methods belong to one event loop's thread."""
 
     def __init__(
         self,
         replicas: Iterable[Replica] = (),
         *,
         num_wanted: int | None = None,
+        engines_dial: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        patience_s: float = PATIENCE_S,
     ) -> None:
         self._clock = clock
         self._replicas: dict[str, Replica] = {}
@@ -55,7 +62,7 @@ class ClusterEngineClient:
         self._closing = False
         self._past_restarts: dict[str, int] = {}  # of replicas that are away, each one's in all
         self.homes = Homes(clock)
-        self._failover = Failover(self._replicas, self._choose, clock, patience_s)
+        self._failover = Failover(self._replicas, self._choose, clock, engines_dial=engines_dial)
         for replica in replicas:
             self._add(replica)
         self.num_wanted = len(self._replicas) if num_wanted is None else num_wanted
@@ -166,7 +173,7 @@ class ClusterEngineClient:
         )
 
     async def start(self) -> None:
-        await _all(replica.session.start() for replica in self._replicas.values())
+        await run_all(replica.session.start() for replica in self._replicas.values())
 
     async def place_adapters(self) -> None:
         """Run rounds of placement without end."""
@@ -184,7 +191,7 @@ class ClusterEngineClient:
     async def close(self, *, drain_s: float = 0) -> None:
         self._closing = True
         self._failover.end(EngineError("draining", "the server shut down before it ended"))
-        await _all(replica.session.close(drain_s=drain_s) for replica in self._replicas.values())
+        await run_all(replica.session.close(drain_s=drain_s) for replica in self._replicas.values())
 
     # Requests.
 
@@ -289,14 +296,14 @@ class ClusterEngineClient:
 
     def adapter_state(self, digest: str) -> AdapterState:
         states = (replica.session.adapter_state(digest) for replica in self._replicas.values())
-        return min(states, key=_NEAREST.__getitem__, default="cold")
+        return min(states, key=NEAREST.__getitem__, default="cold")
 
     @property
     def resident(self) -> dict[str, AdapterState]:
         found: dict[str, AdapterState] = {}
         for replica in self._replicas.values():
             for digest, state in replica.session.resident.items():
-                found[digest] = min(state, found.get(digest, state), key=_NEAREST.__getitem__)
+                found[digest] = min(state, found.get(digest, state), key=NEAREST.__getitem__)
         return found
 
     @property
@@ -331,11 +338,11 @@ class ClusterEngineClient:
     async def unpin(self, digest: str) -> None:
         self.homes.pins.pop(digest, None)
         having = [replica for replica in self._replicas.values() if digest in replica.session.pins]
-        await _some(replica.session.unpin(digest) for replica in having or self._replicas.values())
+        await run_some(replica.session.unpin(digest) for replica in having or self._replicas.values())
 
     async def drop(self, digest: str) -> None:
         self.homes.forget(digest)
-        await _some(replica.session.drop(digest) for replica in self._replicas.values())
+        await run_some(replica.session.drop(digest) for replica in self._replicas.values())
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self._deal(refs, lambda replica, its: replica.session.prefetch(its))
@@ -386,20 +393,3 @@ class ClusterEngineClient:
         if not healthy:
             raise self._unavailable()
         return await answers({replica.id: ask(replica) for replica in healthy})
-
-
-async def _some(calls: Iterable[Awaitable[None]]) -> None:
-    """Run all of them to their ends. Engines that are away come back without what they are told to forget: unless all
-    of them are, theirs are no errors."""
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    errors = [error for error in found if error is not None]
-    others = [error for error in errors if not isinstance(error, EngineUnavailable)]
-    if others or len(errors) == len(found):
-        raise next(iter(others or errors), EngineUnavailable("no engine has joined"))
-
-
-async def _all(calls: Iterable[Awaitable[None]]) -> None:
-    """Run all of them to their ends; then raise the first error."""
-    for found in await asyncio.gather(*calls, return_exceptions=True):
-        if found is not None:
-            raise found

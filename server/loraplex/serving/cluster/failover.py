@@ -1,9 +1,9 @@
 """Requests whose engine was lost, on their way to another one.
 
-One engine alone tells its clients at once, as soon as it is lost; where there are others, a request waits for one of
-them. A request goes on once: what ran at two deaths ends with an error, so that one that ends its engine
-walks through two of them at most. An answer that has begun goes on where it was, on an engine of the same numerics;
-with the promise of same bits its text is that of an undisturbed run.
+One engine alone tells its clients at once, as soon as it is lost; where there are others, or engines dial in, a request
+waits for one that takes it. A request goes on once: what ran at two deaths ends with an error, so that one that ends
+its engine walks through two of them at most. An answer that has begun goes on where it was, on an engine of the same
+numerics; with the promise of same bits its text is that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ MOST_DEATHS = 1
 LOOK_S, MOST_LOOK_S = 0.02, 0.25
 """Time between two looks for an engine, while requests have lost theirs: it doubles while none is found."""
 PATIENCE_S = 15.0
-"""How long a request waits for an engine after its own was lost."""
+"""How long a request waits for an engine after its own was lost, whether its answer had begun or not. An engine that is
+there dials again within 5 s, and few clients and proxies cut a stream that is silent for 15 s."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
     """The sequences of one request, which one engine serves together. `born`: its submission, in seconds of the
-    cluster's clock. `deaths`: engines that were lost under it; `avoid`: the last of them."""
+    cluster's clock. `deaths`: engines that were lost under it; `avoid`: the last of them. One that dials again is
+    another replica, whose engine process may be the same."""
 
     streams: Sequence[RequestStream]
     requests: Sequence[EngineRequest]
     replica: Replica
     born: float
     deaths: int = 0
-    avoid: tuple[str, str] | None = None
+    avoid: tuple[Replica, str] | None = None
     numerics: str = ""
     lost_at: float = 0.0
     error: EngineError | None = None
@@ -52,9 +54,10 @@ class Group:
     def lose(self, streams: Sequence[RequestStream], error: EngineError, now: float, by: Replica) -> bool:
         """Note that its engine `by` is gone, or ends, with these streams. Returns whether another one may serve
         them."""
-        if by.life != self.avoid:  # sequences of one engine may be lost one after the other
+        lost = by, by.session.life
+        if lost != self.avoid:  # sequences of one engine may be lost one after the other
             self.deaths += 1
-            self.avoid = by.life
+            self.avoid = lost
         if self.deaths > MOST_DEATHS:
             return False
         self.numerics = by.session.info.numerics
@@ -64,7 +67,7 @@ class Group:
 
     def may_go_to(self, replica: Replica) -> bool:
         """Whether this replica may serve the orphans."""
-        if replica.state != "ready" or replica.life == self.avoid:
+        if replica.state != "ready" or (replica, replica.session.life) == self.avoid:
             return False
         return not self.is_started or replica.session.info.numerics == self.numerics
 
@@ -91,20 +94,21 @@ class Group:
 
 
 class Failover:
-    """The groups that have lost their engine. `replicas`: those of the cluster, by name, as they come and go. For one
-    event loop's thread."""
+    """The groups that have lost their engine. `replicas`: those of the cluster, by name, as they come and go.
+    `engines_dial`: others may come at any time. For one event loop's thread."""
 
     def __init__(
         self,
         replicas: Mapping[str, Replica],
         choose: Choose,
         clock: Callable[[], float],
-        patience_s: float,
+        *,
+        engines_dial: bool,
     ) -> None:
         self._replicas = replicas
         self._choose = choose
         self._clock = clock
-        self._patience_s = patience_s
+        self._engines_dial = engines_dial
         self._waiting: dict[Group, None] = {}
         self._looking: asyncio.Handle | None = None
         self._look_s = LOOK_S
@@ -187,8 +191,8 @@ class Failover:
                 group.orphans.clear()
                 return True
         others = [replica for replica in self._replicas.values() if replica is not group.replica]
-        may_come = bool(among) or any(replica.session.is_coming_back for replica in others)
-        if may_come and now - group.lost_at < self._patience_s:
+        is_coming = self._engines_dial or any(replica.session.is_coming_back for replica in others)
+        if (among or is_coming) and now - group.lost_at < PATIENCE_S:
             return False
         assert group.error is not None
         group.end(group.error)

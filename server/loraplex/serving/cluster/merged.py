@@ -1,15 +1,17 @@
-"""The reports of several engines: asked of all, and as one. Gauges and counters are summed, names united. Those of one
-engine are as it gave them."""
+"""Several engines told and asked at once, and their reports as one: gauges and counters are summed, names united. Those
+of one engine are as it gave them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.engine.reports import EngineInfo, EngineStats, MemoryUse
+from loraplex.engine.types import AdapterState
+from loraplex.serving.errors import EngineUnavailable
 
 T = TypeVar("T")
 
@@ -25,7 +27,8 @@ COUNTERS = (
 """Fields of `EngineStats` that count since an engine process began."""
 _MOST_AWAY = 64
 """Engines that are away whose counters are kept by name."""
-_NEAREST = {"hot": 0, "warm": 1, "cold": 2}
+NEAREST: dict[AdapterState, int] = {"hot": 0, "warm": 1, "cold": 2}
+"""The order in which an adapter's state on one engine stands for that on all."""
 
 
 async def answers(asked: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
@@ -47,6 +50,23 @@ async def answers(asked: Mapping[str, Coroutine[Any, Any, T]]) -> dict[str, T]:
 
 def _has_answered(task: asyncio.Task[T]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def run_some(calls: Iterable[Awaitable[None]]) -> None:
+    """Run all of them to their ends. Engines that are away come back without what they are told to forget: unless all
+    of them are, theirs are no errors."""
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    errors = [error for error in found if error is not None]
+    others = [error for error in errors if not isinstance(error, EngineUnavailable)]
+    if others or len(errors) == len(found):
+        raise next(iter(others or errors), EngineUnavailable("no engine has joined"))
+
+
+async def run_all(calls: Iterable[Awaitable[None]]) -> None:
+    """Run all of them to their ends; then raise the first error."""
+    for found in await asyncio.gather(*calls, return_exceptions=True):
+        if found is not None:
+            raise found
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
@@ -118,7 +138,7 @@ def merge_cache(entries: Mapping[str, Collection[CacheEntry]]) -> list[CacheEntr
 
 def _merge_entries(found: Sequence[tuple[str, CacheEntry]]) -> CacheEntry:
     among = [entry for _, entry in found]
-    nearest = min(among, key=lambda entry: _NEAREST[entry.state])
+    nearest = min(among, key=lambda entry: NEAREST[entry.state])
     idle = [entry.idle_s for entry in among if entry.idle_s is not None]
     return replace(
         nearest,

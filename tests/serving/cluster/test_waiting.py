@@ -1,0 +1,142 @@
+"""Requests that have lost their engine wait for one to dial in, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
+from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.cluster.failover import PATIENCE_S
+from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.errors import EngineUnavailable
+from support.cluster.scripted import STEP_S, ScriptedSession
+from support.engine.fake_core import fake_tokens
+from support.engine.fake_engine import fake_engine_info
+from support.virtual_time import VirtualTimeLoop
+
+REQUEST = EngineRequest("r", "acme", (1, 2), SamplingParams(20))
+
+
+async def join(cluster: ClusterEngineClient, numerics: str = "wide", name: str = "one") -> ScriptedSession:
+    """An engine that dials in; each connection of an engine process has the same `life` here."""
+    session = ScriptedSession(fake_engine_info(numerics=numerics), restarts=False)
+    await session.start()
+    cluster.join(Replica(name, session))
+    return session
+
+
+def lose(cluster: ClusterEngineClient, session: ScriptedSession, name: str = "one") -> None:
+    session.kill()
+    cluster.leave(name)
+
+
+async def read(stream: RequestStream) -> tuple[tuple[int, ...], TokenEvent]:
+    events = [event async for event in stream]
+    return tuple(token for event in events for token in event.token_ids), events[-1]
+
+
+def in_virtual_time(
+    story: Callable[[ClusterEngineClient], Coroutine[Any, Any, None]], *, engines_dial: bool = True
+) -> None:
+    async def run() -> None:
+        cluster = ClusterEngineClient(engines_dial=engines_dial, clock=asyncio.get_running_loop().time)
+        await story(cluster)
+        assert cluster.num_live == 0
+        await cluster.close()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
+
+
+@pytest.mark.parametrize("steps", [0, 7])
+@pytest.mark.parametrize("away_s", [0.1, 14.0])
+def test_an_engine_that_dials_again_goes_on_where_it_was(steps: int, away_s: float) -> None:
+    async def story(cluster: ClusterEngineClient) -> None:
+        session = await join(cluster)
+        (stream,) = cluster.submit(REQUEST)
+        await asyncio.sleep((steps + 0.5) * STEP_S)
+        assert stream.num_received == steps
+        lose(cluster, session)
+        await asyncio.sleep(away_s)
+        assert (stream.finished, cluster.num_live) == (False, 1)
+        await join(cluster)
+        tokens, last = await read(stream)
+        assert (tokens, last.finish_reason) == (fake_tokens(REQUEST), "length")
+        assert last.usage is not None
+        assert last.usage.completion_tokens == len(tokens)
+
+    in_virtual_time(story)
+
+
+def test_no_engine_comes() -> None:
+    async def story(cluster: ClusterEngineClient) -> None:
+        session = await join(cluster)
+        (stream,) = cluster.submit(REQUEST)
+        lose(cluster, session)
+        lost_at = asyncio.get_running_loop().time()
+        with pytest.raises(
+            EngineUnavailable
+        ):  # what is new is refused at once, and may be sent to another server
+            cluster.submit(EngineRequest("new", "acme", (1,), SamplingParams(1)))
+        _, last = await read(stream)
+        assert last.error is not None
+        assert last.error.code == "engine_restarting"
+        assert PATIENCE_S <= asyncio.get_running_loop().time() - lost_at < PATIENCE_S + 1
+
+    in_virtual_time(story)
+
+
+@pytest.mark.parametrize(("steps", "ends"), [(0, "length"), (3, "error")])
+def test_an_engine_of_other_numerics_serves_what_has_not_begun(steps: int, ends: str) -> None:
+    async def story(cluster: ClusterEngineClient) -> None:
+        session = await join(cluster)
+        (stream,) = cluster.submit(REQUEST)
+        await asyncio.sleep((steps + 0.5) * STEP_S)
+        lose(cluster, session)
+        await join(cluster, "narrow")
+        assert (await read(stream))[1].finish_reason == ends
+
+    in_virtual_time(story)
+
+
+def test_the_second_loss_ends_it_at_once() -> None:
+    async def story(cluster: ClusterEngineClient) -> None:
+        first = await join(cluster)
+        (stream,) = cluster.submit(REQUEST)
+        lose(cluster, first)
+        second = await join(cluster)
+        await asyncio.sleep(3 * STEP_S)
+        assert second.num_live == 1
+        lose(cluster, second)
+        assert stream.finished
+
+    in_virtual_time(story)
+
+
+def test_a_request_that_waits_may_be_given_up() -> None:
+    async def story(cluster: ClusterEngineClient) -> None:
+        session = await join(cluster)
+        (stream,) = cluster.submit(REQUEST)
+        lose(cluster, session)
+        await asyncio.sleep(1.0)
+        stream.abort()
+        assert (await read(stream))[1].finish_reason == "abort"
+
+    in_virtual_time(story)
+
+
+def test_where_no_engine_dials_it_ends_at_once() -> None:
+    async def story(cluster: ClusterEngineClient) -> None:
+        session = await join(cluster)
+        (stream,) = cluster.submit(REQUEST)
+        lose(cluster, session)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert stream.finished
+
+    in_virtual_time(story, engines_dial=False)
