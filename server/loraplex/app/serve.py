@@ -12,13 +12,15 @@ import structlog
 import uvloop
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.cluster.choice import cluster_spec, uses_ray
+from loraplex.app.cluster.ray_replicas import RayReplicas
 from loraplex.app.engine_settings import engine_config
 from loraplex.app.engines.logs import StartLog, log_engine
 from loraplex.app.engines.port import listen_for_engines
 from loraplex.app.installation import Installation, prepare
 from loraplex.app.logs import configure_logging, log_everything
 from loraplex.app.planes import Apps, create_apps, create_starting_apps
-from loraplex.app.ports.sockets import Ports, open_ports, url
+from loraplex.app.ports.sockets import Ports, address, open_ports, url
 from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.stop_signals import StopSignals
@@ -52,7 +54,10 @@ def serve(settings: Settings) -> int:
         raise SettingsInvalid(
             "--replicas 0 starts no engine: give --engine-port too, for engines that dial in."
         )
-    with open_ports(settings) as ports:
+    by_ray, why = uses_ray(settings)
+    if settings.replicas > 1 or by_ray:
+        log.info("engines_managed", manager="ray" if by_ray else "local", reason=why)
+    with open_ports(settings, engines_dial=by_ray) as ports:
         try:
             installation = prepare(settings, lambda line: log.info("preparing", step=line))
         except OSError as error:
@@ -60,7 +65,7 @@ def serve(settings: Settings) -> int:
         try:
             if installation.new_admin_token is not None:
                 _show_token(installation)
-            return uvloop.run(_serve(installation, ports))
+            return uvloop.run(_serve(installation, ports, by_ray=by_ray))
         finally:
             installation.close()
 
@@ -70,7 +75,7 @@ def _show_token(installation: Installation) -> None:
     print(f"admin token (kept in {path}, shown this once): {installation.new_admin_token}", file=sys.stderr)
 
 
-async def _serve(installation: Installation, ports: Ports) -> int:
+async def _serve(installation: Installation, ports: Ports, *, by_ray: bool) -> int:
     settings = installation.settings
     stop = StopSignals()
     with stop.installed():
@@ -84,8 +89,8 @@ async def _serve(installation: Installation, ports: Ports) -> int:
             releases=installation.releases,
             tenants=installation.tenants,
         )
-        local = local_replicas(installation, damage, demand)
-        engine = ClusterEngineClient(local, engines_dial=bool(ports.engine))
+        local = [] if by_ray else local_replicas(installation, damage, demand)
+        engine = ClusterEngineClient(local, num_wanted=settings.replicas, engines_dial=bool(ports.engine))
         # The ports first: clients can distinguish a starting server from none, and get their answer at once.
         data, admin = create_starting_apps(installation, engine)
         listening = Listening(ports, data=data, admin=admin)
@@ -93,12 +98,20 @@ async def _serve(installation: Installation, ports: Ports) -> int:
         at_end.push_async_callback(engine.close)
         at_end.push_async_callback(installation.background.close)
         async with at_end:
-            joined = asyncio.Event()
+            joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             if ports.engine:
                 dialled = engines_port(installation, ports, engine, damage, demand, joined)
                 await at_end.enter_async_context(dialled)
-            if settings.replicas:
-                joined.set()
+            if by_ray:
+                replicas = RayReplicas(
+                    cluster_spec(settings, address(ports.engine)),
+                    engine,
+                    settings.drain_timeout,
+                    on_unusable=partial(_fail, joined),
+                )
+                installation.background.start("ray", replicas.run)
+            elif settings.replicas:
+                joined.set_result(None)
             start_background(installation, engine, damage, warming)
             installation.background.start("placement", engine.place_adapters)
             installation.background.start("service-exchange", engine.exchange_service)
@@ -117,7 +130,7 @@ async def _serve_on(
     warming: Warming,
     stop: StopSignals,
     at_end: contextlib.AsyncExitStack,
-    joined: asyncio.Event,
+    joined: asyncio.Future[None],
 ) -> int:
     log = structlog.get_logger("loraplex")
     stopping = stop.first_task()
@@ -176,13 +189,14 @@ def engines_port(
     engine: ClusterEngineClient,
     damage: DamageReports,
     demand: Demand,
-    joined: asyncio.Event,
+    joined: asyncio.Future[None],
 ) -> contextlib.AbstractAsyncContextManager[Members]:
-    """The port that engines dial. `joined` is set with the first of them."""
+    """The port that engines dial. `joined` is done with the first of them."""
 
     def on_join(replica: str, node: str, session: RemoteEngine) -> None:
         engine.join(Replica(replica, session, node))
-        joined.set()
+        if not joined.done():
+            joined.set_result(None)
 
     return listen_for_engines(
         installation.settings,
@@ -218,10 +232,10 @@ async def _start(
     engine: ClusterClient,
     warming: Warming,
     at_end: contextlib.AsyncExitStack,
-    joined: asyncio.Event,
+    joined: asyncio.Future[None],
 ) -> Apps:
     await engine.start()
-    await joined.wait()
+    await asyncio.shield(joined)
     await warming.pin(engine)
     apps = create_apps(installation, engine)
     if apps.tracing is not None:
@@ -238,6 +252,11 @@ async def _start(
     watch = CatalogWatch(installation.database, installation.catalog, installation.tenants)
     installation.background.start("catalog-watch", partial(watch.run, engine))
     return apps
+
+
+def _fail(joined: asyncio.Future[None], error: LoraplexError) -> None:
+    if not joined.done():
+        joined.set_exception(error)
 
 
 async def _drain(settings: Settings, apps: Apps, engine: EngineClient, stop: StopSignals) -> None:

@@ -11,7 +11,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "tool_format", "reasoning_format",
         "adapter_templates", "default_max_tokens", "kernels", "attention", "batch_invariant", "recorded_prompt_rows",
-        "lookahead", "threads", "replicas", "max_replicas", "scale_up_delay", "scale_down_delay", "engine_spare",
+        "lookahead", "threads", "replicas", "max_replicas", "scale_up_delay", "scale_down_delay", "replica_manager",
+        "ray_address", "engine_spare",
     ),
     "Memory": (
         "kv_cache_memory", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",

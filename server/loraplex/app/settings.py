@@ -205,6 +205,14 @@ class Settings(BaseSettings):
         le=86400,
         description="Seconds for which fewer engines must be enough before one is ended",
     )
+    replica_manager: Literal["auto", "ray", "local"] = Field(
+        "auto",
+        description="What starts several engines: ray, local (the server itself) or auto (ray where loraplex[cluster] "
+        "is installed)",
+    )
+    ray_address: str = Field(
+        "", description="HOST:PORT of a running Ray cluster whose machines run the engines (default: Ray here)"
+    )
     engine_spare: bool = Field(
         True, description="Keep a second engine process ready for when the first one dies"
     )

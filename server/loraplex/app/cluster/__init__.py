@@ -1,1 +1,7 @@
-"""Engines as replicas of Ray Serve: nothing else imports ray."""
+"""Engines whose processes, machines and number are Ray's. Nothing else in the repository imports ray, and of this
+package only `manager`, `app`, `replica` and `policy` do: never in the server's own process, which Ray would end with its
+head.
+
+    server ─ ray_replicas.RayReplicas ─ManagerProcess─▶ manager ─ Ray Serve ─▶ replica.Engine × N ─▶ engine process × N
+       ▲──────────────────────────────── engine port ◀───────────────────────────┘
+"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import Sequence
 from functools import partial
 
 import structlog
@@ -21,7 +22,7 @@ from loraplex.app.stop_signals import StopSignals
 from loraplex.app.storage.artifacts import artifact_store
 from loraplex.serving.cluster.hello import MAX_NAME, NAME
 from loraplex.serving.cluster.relay import Door, Relay
-from loraplex.serving.supervision.engine_supervisor import Supervision
+from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND, Supervision
 
 
 def run_engine(settings: Settings, join: str, replica: str | None) -> int:
@@ -29,9 +30,17 @@ def run_engine(settings: Settings, join: str, replica: str | None) -> int:
     engine stays down."""
     configure_logging(settings.log_level)
     log_everything()
-    log = structlog.get_logger("loraplex")
+    return uvloop.run(_run(make_relay(settings, join, replica or socket.gethostname()), settings.drain_timeout))
+
+
+def make_relay(
+    settings: Settings, join: str, replica: str, command: Sequence[str] = ENGINE_COMMAND
+) -> Relay:
+    """The relay of an engine that is to join the server at this address under this name. The model is fetched first
+    where this machine does not have it. Raises LoraplexError. `command` starts the engine process."""
     host, port = parse_address(join)
-    name = check_name(replica or socket.gethostname())
+    name = check_name(replica)
+    log = structlog.get_logger("loraplex")
     if not settings.model:
         raise SettingsInvalid("--model (or LORAPLEX_MODEL) is needed: that of the server.")
     make_data_dir(settings.data_dir)
@@ -42,14 +51,15 @@ def run_engine(settings: Settings, join: str, replica: str | None) -> int:
         raise SettingsInvalid(f"the engine cannot start: {error}.") from error
     model_dir = ensure_model(settings.model, lambda line: log.info("preparing", step=line))
     served_name = settings.served_model_name or default_served_name(settings.model)
-    relay = Relay(
+    return Relay(
         engine_config(settings, model_dir, served_name),
         Door(host, port, lambda: load_engine_token(settings), partial(read_probe, store)),
         replica=name,
         node=socket.gethostname(),
-        rules=Supervision(log=log_engine, on_progress=StartLog(), keep_spare=settings.engine_spare),
+        rules=Supervision(
+            command=command, log=log_engine, on_progress=StartLog(), keep_spare=settings.engine_spare
+        ),
     )
-    return uvloop.run(_run(relay, settings.drain_timeout))
 
 
 def parse_address(join: str) -> tuple[str, int]:

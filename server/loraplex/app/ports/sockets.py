@@ -22,8 +22,9 @@ class Ports:
 
 
 @contextlib.contextmanager
-def open_ports(settings: Settings) -> Iterator[Ports]:
-    """Bind the addresses of both planes, and of the engines' port if there is one. Raises SettingsInvalid, which names
+def open_ports(settings: Settings, *, engines_dial: bool = False) -> Iterator[Ports]:
+    """Bind the addresses of both planes, and of the engines' port if there is one; where `engines_dial` there is one,
+    any that is free unless the settings name it. Raises SettingsInvalid, which names
     the option at fault."""
     # Linux lets two sockets that do not listen yet bind the same port.
     chosen = [
@@ -41,15 +42,20 @@ def open_ports(settings: Settings) -> Iterator[Ports]:
             _bind(stack, settings.host, settings.port, "--host", "--port"),
             _bind(stack, settings.admin_host, settings.admin_port, "--admin-host", "--admin-port"),
             _bind(stack, settings.engine_host, settings.engine_port, "--engine-host", "--engine-port")
-            if settings.engine_port
+            if settings.engine_port or engines_dial
             else [],
         )
 
 
 def url(sockets: list[socket.socket]) -> str:
     """Where the first of these listens, its true port included."""
+    return f"http://{address(sockets)}"
+
+
+def address(sockets: list[socket.socket]) -> str:
+    """HOST:PORT or [HOST]:PORT of the first of these."""
     host, port = sockets[0].getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _bind(

@@ -19,11 +19,11 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
-from loraplex.engine.reports import EngineInfo
-from loraplex.serving.cluster.engine_traces import TOKENS, EngineTraces
+from loraplex.engine.reports import EngineInfo, EngineStats
+from loraplex.serving.cluster.engine_traces import BARRIER, TOKENS, EngineTraces
 from loraplex.serving.cluster.hello import HANDSHAKE_S, Draining, HandshakeRefused, Identity
 from loraplex.serving.cluster.link import Link
-from loraplex.serving.errors import EngineStartError
+from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import EngineSupervisor, Supervision
 from loraplex.serving.supervision.supervisor import EngineProcess
 
@@ -75,6 +75,9 @@ class Relay:
         self._last_reason = ""
         self._draining = False
         self._changed = asyncio.Event()
+        self._asked: asyncio.Future[EngineStats] | None = None
+        self.joined = asyncio.Event()
+        """Set when a server has welcomed the engine for the first time."""
 
     @property
     def pid(self) -> int | None:
@@ -85,6 +88,20 @@ class Relay:
     def num_live(self) -> int:
         """Requests of the server that the engine has not ended."""
         return self._traces.num_live
+
+    @property
+    def places(self) -> int:
+        """Sequences that the engine runs at once; 0 before it has been ready."""
+        return 0 if self._info is None else self._info.max_num_seqs
+
+    async def stats(self) -> EngineStats:
+        """The engine's figures of now. Raises EngineUnavailable while it takes no requests."""
+        if not self._supervisor.healthy:
+            raise EngineUnavailable(self._supervisor.reason or "the engine is not ready")
+        if self._asked is None:
+            self._asked = asyncio.get_running_loop().create_future()
+            self._supervisor.send(wire.GetStats(BARRIER))
+        return await asyncio.shield(self._asked)
 
     async def run(self) -> None:
         """Start the engine and serve with it until it is drained. Raises EngineStartError where it does not start, or
@@ -163,6 +180,7 @@ class Relay:
         self._link = link
         self._log("server_joined", server=self._server, replica=self._replica)
         link.begin(wire.Ready(self._info), *self._traces.greeting())
+        self.joined.set()
         if self._draining:
             link.send(Draining())
         reason = await asyncio.shield(link.gone)
@@ -203,6 +221,16 @@ class Relay:
         if self._link is None:
             self._changed.set()
 
+    def _tell(self, found: EngineStats | EngineUnavailable) -> None:
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        if isinstance(found, EngineStats):
+            asked.set_result(found)
+        else:
+            asked.set_exception(found)
+            asked.exception()  # whoever asked may have given up
+
     # The supervisor's user.
 
     @property
@@ -210,6 +238,9 @@ class Relay:
         return self._traces.num_served
 
     def on_event(self, event: wire.Event) -> None:
+        if isinstance(event, wire.Stats) and event.call == BARRIER:
+            self._tell(event.stats)
+            return
         self._traces.note_event(event)
         if self._link is not None:
             self._link.send(event)
@@ -222,5 +253,6 @@ class Relay:
 
     def on_lost(self, code: Literal["draining", "engine_restarting"], reason: str, *, early: bool) -> int:
         num_live = self._traces.forget()
+        self._tell(EngineUnavailable("the engine was lost"))
         self._hang_up("the engine was lost")
         return num_live

@@ -1,0 +1,86 @@
+"""The environment of Ray's processes, and the folder below which they keep everything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+MARK = "TMPDIR"
+"""The variable by which each process of one Ray is known, whoever its parent is by now."""
+KEPT = frozenset({"LORAPLEX_MODEL_CACHE"})
+"""Our variables that engines read. Settings are passed on by the spec, and secrets of the server not at all."""
+GONE_S = 5.0
+
+
+def ray_environment(base: Mapping[str, str], folder: Path, *, token: str | None) -> dict[str, str]:
+    """Environment for a manager and all that Ray starts. `token` is that of a Ray of our own, on loopback; None: it
+    joins a running cluster, whose own environment says how."""
+    kept = {name: value for name, value in base.items() if not name.startswith("LORAPLEX_") or name in KEPT}
+    ours = {
+        MARK: str(folder),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_COLOR_PREFIX": "0",
+        "RAY_DEDUP_LOGS": "0",
+        # Engines serve on for so long without a head.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+    }
+    if token is not None:
+        ours |= {
+            # By its name for other systems; on Linux it makes every port one of 127.0.0.1.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
+            # It would kill an engine when the machine's memory is nearly used, which is what a KV cache is for.
+            "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
+            "RAY_TMPDIR": str(folder),
+        }
+    return kept | ours
+
+
+def new_token() -> str:
+    return secrets.token_hex(32)
+
+
+def make_ray_folder() -> Path:
+    """A fresh folder of mode 0700 with a path that leaves room for Ray's sockets. Raises OSError."""
+    return Path(tempfile.mkdtemp(prefix="lp-ray-", dir="/tmp"))  # noqa: S108 - mkdtemp makes one that is ours alone
+
+
+def remove_ray_folder(folder: Path) -> None:
+    """Remove it, and end what still runs below it. Takes seconds where that does not go."""
+    end_processes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Processes of the Ray below this folder, zombies excepted."""
+    mark = os.fsencode(f"{MARK}={folder}")
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def end_processes(folder: Path) -> int:
+    """Kill what is left of a Ray whose manager has ended; returns how many there were."""
+    left = processes_of(folder)
+    end = time.monotonic() + GONE_S
+    alive = left
+    while alive and time.monotonic() < end:
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+        alive = processes_of(folder)
+    return len(left)

@@ -1,0 +1,179 @@
+"""The process that holds Ray's driver: `python -m loraplex.app.cluster.manager`, a ClusterSpec as a line of JSON on
+stdin.
+
+It writes `Event` lines on stdout and nothing else there. It ends when stdin does, on SIGTERM, or with a reason in a
+last `failed` event; a Ray that it has started ends with it, however it ends. SIGHUP replaces all engines, new ones
+before old ones. A head that is lost is told and left alone: its engines serve on.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+import msgspec
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus
+
+from loraplex.app.cluster.app import NAME, build
+from loraplex.app.cluster.spec import ClusterSpec, Event
+from loraplex.app.settings import load_settings
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Nearly the least that Ray takes: nothing of ours goes through it."""
+LOOK_S = 1.0
+HEAD_TRIES = 3
+"""Looks in a row at which the head does not answer, before it is taken for lost."""
+STOP_S = 8.0
+"""Time for an orderly end; then Ray's processes die with this one."""
+
+
+class Manager:
+    """Ray, with our application on it, for one spec."""
+
+    def __init__(self, spec: ClusterSpec, tell: Callable[[Event], None]) -> None:
+        self._spec = spec
+        self._tell = tell
+        self._ending = threading.Event()
+        self._replacing = threading.Event()
+        self._woken = threading.Event()
+        self._is_connected = False
+        self._head: tuple[str, int] | None = None
+
+    def end(self) -> None:
+        """Have `run` return. Safe from signals and other threads."""
+        self._ending.set()
+        self._woken.set()
+
+    def replace(self) -> None:
+        self._replacing.set()
+        self._woken.set()
+
+    def run(self) -> None:
+        """Return when it is to end."""
+        started = time.monotonic()
+        load_settings(self._spec.settings)  # before Ray takes its time
+        self._connect()
+        if self._spec.address == "" or not self._is_there():
+            self._deploy()
+        self._tell(Event("ready", seconds=round(time.monotonic() - started, 1)))
+        missed = 0
+        while not self._ending.is_set():
+            self._woken.wait(LOOK_S)
+            self._woken.clear()
+            if self._replacing.is_set():
+                self._replacing.clear()
+                self._deploy()
+            missed = 0 if self._answers() else missed + 1
+            if missed == HEAD_TRIES:
+                self._tell(Event("head_lost"))
+
+    def close(self) -> None:
+        """Take the engines away: with a Ray of our own they end with it, of a running cluster ours alone."""
+        if not self._is_connected:
+            return
+        if self._spec.address and self._answers():
+            serve.delete(NAME)
+        ray.shutdown()
+
+    def _connect(self) -> None:
+        given: dict[str, Any] = {"log_to_driver": True, "logging_level": "error"}
+        if self._spec.address:
+            ray.init(address=self._spec.address, **given)
+        else:
+            ray.init(
+                num_cpus=1,  # Ray starts an idle worker for each
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _temp_dir=os.path.join(self._spec.folder, "r"),
+                **given,
+            )
+        self._is_connected = True
+        host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+        self._head = host.strip("[]"), int(port)
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
+
+    def _deploy(self) -> None:
+        """Run the application. Where it runs already, its replicas are replaced: never call it for another number of
+        them. Raises RuntimeError where the engines do not start."""
+        application = build(self._application())
+        serve.run(application, name=NAME, route_prefix=None)
+
+    def _application(self) -> dict[str, Any]:
+        spec = self._spec
+        if spec.gpus is None and spec.settings.get("device", "auto") == "auto":
+            spec = msgspec.structs.replace(spec, gpus=1.0 if ray.cluster_resources().get("GPU") else 0.0)
+        return dict(msgspec.to_builtins(spec))
+
+    def _is_there(self) -> bool:
+        """Whether an earlier manager of this server has left the application on the cluster."""
+        found = serve.status().applications.get(NAME)
+        return found is not None and found.status == ApplicationStatus.RUNNING
+
+    def _answers(self) -> bool:
+        """Whether the head takes connections."""
+        assert self._head is not None
+        try:
+            with socket.create_connection(self._head, timeout=LOOK_S):
+                return True
+        except OSError:
+            return False
+
+
+def main() -> int:
+    events = _take_stdout()
+
+    def tell(event: Event) -> None:
+        events.write(msgspec.json.encode(event).decode() + "\n")
+        events.flush()
+
+    manager = Manager(msgspec.json.decode(sys.stdin.buffer.readline(), type=ClusterSpec), tell)
+    signal.signal(signal.SIGTERM, lambda number, frame: manager.end())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, lambda number, frame: manager.replace())
+    threading.Thread(target=_end_with_stdin, args=(manager,), daemon=True).start()
+    code = 0
+    try:
+        manager.run()
+    except Exception as error:
+        tell(Event("failed", reason=_one_line(error)))
+        code = 1
+    _end_within(STOP_S, code)
+    try:
+        manager.close()
+    finally:
+        os._exit(code)  # Ray's threads may wait for a head that is gone
+
+
+def _take_stdout() -> TextIO:
+    """The pipe to the server for events alone: whatever prints writes to standard error from here on."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return events
+
+
+def _end_with_stdin(manager: Manager) -> None:
+    sys.stdin.buffer.read()
+    manager.end()
+    _end_within(STOP_S, 0)  # it may be waiting for Ray
+
+
+def _end_within(seconds: float, code: int) -> None:
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:2000]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

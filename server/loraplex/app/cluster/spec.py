@@ -1,0 +1,35 @@
+"""What a manager and its replicas are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND
+
+
+class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`settings` are an engine's, as `loraplex engine` takes them; a value that is missing comes from the environment
+    of the replica. More or fewer replicas must be wanted for `up_delay_s` or `down_delay_s` seconds. Replicas are called by `prefix` and a name that Ray chooses. `gpus` of each; None: 1 where the
+    engine runs on a GPU. `address` is a running cluster's; "" starts Ray on this machine below `folder`."""
+
+    join: str
+    settings: dict[str, Any] = {}
+    min_replicas: int = 1
+    max_replicas: int = 1
+    up_delay_s: float = 10.0
+    down_delay_s: float = 300.0
+    prefix: str = "ray-"
+    gpus: float | None = None
+    address: str = ""
+    folder: str = ""
+    engine_command: tuple[str, ...] = ENGINE_COMMAND
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A line from the manager to the server. `name` is `ready` (all replicas serve), `head_lost` or `failed`."""
+
+    name: str
+    reason: str = ""
+    seconds: float = 0.0
