@@ -85,7 +85,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMP)-dev: $(STAMP)
-	@echo "installing what the tests need"; $(PIP) 'pip>=25.1' && $(PIP) --group dev || { echo "The test tools could not be installed: see pip's lines above"; exit 1; }
+	@echo "installing what the tests need"; $(PIP) 'pip>=25.1' && $(PIP) --group dev --editable '.[cluster]' || { echo "The test tools could not be installed: see pip's lines above"; exit 1; }
 	@touch $@
 
 # Clients that others wrote, and the transformers of a GPU machine, each in a place of its own; the tests that need them are skipped without.

@@ -60,6 +60,8 @@ OTHER: dict[str, tuple[str, Any]] = {
     "max_replicas": ("5", 5),
     "scale_up_delay": ("30", 30.0),
     "scale_down_delay": ("600", 600.0),
+    "replica_manager": ("local", "local"),
+    "ray_address": ("10.0.0.1:6379", "10.0.0.1:6379"),
     "kernels": ("torch", "torch"),
     "attention": ("triton", "triton"),
     "recorded_prompt_rows": ("256", 256),

@@ -38,6 +38,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Names of settings by the panel of `--help` that shows them."""
+ENGINE_SETTINGS = (
+    "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
+    "batch_invariant", "recorded_prompt_rows", "lookahead", "threads", "engine_spare", "kv_cache_memory",
+    "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs", "max_num_batched_tokens",
+    "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url", "artifact_cache_size",
+    "engine_token_file", "drain_timeout", "log_level",
+)  # fmt: skip
+"""Settings of an engine, which `loraplex engine` takes too."""
 _LIMITS = "server_"
 SERVER_LIMITS = tuple(name.removeprefix(_LIMITS) for name in GROUPS["Limits"] if name.startswith(_LIMITS))
 """Names that `--server-limit NAME=VALUE` takes."""

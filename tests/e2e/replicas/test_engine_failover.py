@@ -42,7 +42,12 @@ def has_started(server: LiveServer, times: int) -> bool:
 
 def test_the_text_is_that_of_an_undisturbed_run(real_model_dir: Path, tmp_path: Path) -> None:
     with LiveServer(
-        real_model_dir, tmp_path / "data", served_model_name=SERVED_NAME, replicas=2, **SMALL
+        real_model_dir,
+        tmp_path / "data",
+        served_model_name=SERVED_NAME,
+        replicas=2,
+        replica_manager="local",
+        **SMALL,
     ) as server:
         server.create_tenant("acme")
         for name in EXAMPLES:

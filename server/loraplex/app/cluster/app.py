@@ -25,9 +25,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     settings = load_settings(spec.settings)
     counted: dict[str, Any] = {"num_replicas": spec.min_replicas}
     if spec.max_replicas > spec.min_replicas:
-        bounds = autoscaling_config(
-            spec.min_replicas, spec.max_replicas, spec.up_delay_s, spec.down_delay_s
-        )
+        bounds = autoscaling_config(spec.min_replicas, spec.max_replicas, spec.up_delay_s, spec.down_delay_s)
         counted = {"autoscaling_config": bounds}
     deployment = serve.deployment(
         name=DEPLOYMENT,

@@ -1,4 +1,4 @@
-"""Who starts a server's engines: Ray, or the server itself."""
+"""The choice of what starts a server's engines: Ray, or the server itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib.metadata
 from collections.abc import Callable
 
 from loraplex.app.cluster.spec import ClusterSpec
-from loraplex.app.commands.engine import SETTINGS
 from loraplex.app.engines.port import engine_token_path
+from loraplex.app.setting_groups import ENGINE_SETTINGS
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND
 
@@ -39,7 +39,7 @@ def uses_ray(settings: Settings, version: Callable[[], str | None] = ray_version
         return False, "--replicas 0"
     if 0 < settings.max_replicas < settings.replicas:
         raise SettingsInvalid(
-            f"--max-replicas {settings.max_replicas} is below --replicas {settings.replicas}: raise it, or leave it out."
+            f"--max-replicas {settings.max_replicas} is below --replicas {settings.replicas}: raise it or leave it out."
         )
     if not is_wanted and max(settings.replicas, settings.max_replicas) == 1:
         return False, "one engine needs no Ray"
@@ -58,7 +58,7 @@ def uses_ray(settings: Settings, version: Callable[[], str | None] = ray_version
 
 def cluster_spec(settings: Settings, address: str, command: tuple[str, ...] = ENGINE_COMMAND) -> ClusterSpec:
     """The spec of a server's engines, which dial `address` (HOST:PORT). Raises SettingsInvalid."""
-    given = settings.model_dump(mode="json", include=set(SETTINGS), exclude_defaults=True)
+    given = settings.model_dump(mode="json", include=set(ENGINE_SETTINGS), exclude_defaults=True)
     given |= {
         "data_dir": str(settings.data_dir.resolve()),
         "engine_token_file": str(engine_token_path(settings).resolve()),
@@ -71,6 +71,8 @@ def cluster_spec(settings: Settings, address: str, command: tuple[str, ...] = EN
         settings=given,
         min_replicas=settings.replicas,
         max_replicas=most,
+        up_delay_s=settings.scale_up_delay,
+        down_delay_s=settings.scale_down_delay,
         address=settings.ray_address,
         engine_command=command,
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MARK = "TMPDIR"
-"""The variable by which each process of one Ray is known, whoever its parent is by now."""
+"""The variable by which each process of one Ray is known, even when its parent has ended."""
 KEPT = frozenset({"LORAPLEX_MODEL_CACHE"})
 """Our variables that engines read. Settings are passed on by the spec, and secrets of the server not at all."""
 GONE_S = 5.0
@@ -28,6 +28,8 @@ def ray_environment(base: Mapping[str, str], folder: Path, *, token: str | None)
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_COLOR_PREFIX": "0",
         "RAY_DEDUP_LOGS": "0",
+        # Ray runs its workers at 15, and an engine is a child of one.
+        "RAY_worker_niceness": "0",
         # Engines serve on for so long without a head.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     }
@@ -51,7 +53,7 @@ def new_token() -> str:
 
 def make_ray_folder() -> Path:
     """A fresh folder of mode 0700 with a path that leaves room for Ray's sockets. Raises OSError."""
-    return Path(tempfile.mkdtemp(prefix="lp-ray-", dir="/tmp"))  # noqa: S108 - mkdtemp makes one that is ours alone
+    return Path(tempfile.mkdtemp(prefix="lp-ray-", dir="/tmp"))
 
 
 def remove_ray_folder(folder: Path) -> None:

@@ -9,6 +9,7 @@ first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -109,9 +110,7 @@ class RayReplicas:
         def on_event(event: Event) -> None:
             if event.name == "ready":
                 assert life.process is not None
-                self._log.info(
-                    "ray_ready", pid=life.process.pid, prefix=life.prefix, seconds=event.seconds
-                )
+                self._log.info("ray_ready", pid=life.process.pid, prefix=life.prefix, seconds=event.seconds)
                 self._has_joined = True
             life.is_headless |= event.name == "head_lost"
             life.changed.set()
@@ -160,17 +159,14 @@ class RayReplicas:
 
     async def _replace(self, life: _Life) -> None:
         """Return when as many others serve as are wanted and the old manager has ended, its engines idle."""
-        assert life.task is not None
         try:
-            while not life.task.done() and not self._others_serve(life):
-                await asyncio.sleep(LOOK_S)
+            await _until(lambda: _has_ended(life) or self._others_serve(life))
             old = self._of(life)
             for replica in old:
                 self._client.drain(replica.id)
-            loop = asyncio.get_running_loop()
-            end = loop.time() + self._drain_s
-            while any(replica.session.num_live for replica in self._of(life)) and loop.time() < end:
-                await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._drain_s):
+                    await _until(lambda: not any(replica.session.num_live for replica in self._of(life)))
             self._log.info("ray_replaced", prefix=life.prefix, engines=len(old))
         finally:
             await _end(life)
@@ -178,6 +174,17 @@ class RayReplicas:
     def _others_serve(self, life: _Life) -> bool:
         ready = [replica for replica in self._client.replicas if replica.state == "ready"]
         return sum(not replica.id.startswith(life.prefix) for replica in ready) >= self._spec.min_replicas
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def _has_ended(life: _Life) -> bool:
+    return life.task is None or life.task.done()
 
 
 async def _end(life: _Life) -> None:

@@ -35,9 +35,7 @@ class Engine:
         configure_logging(settings.log_level)
         name = f"{given.prefix}{serve.get_replica_context().replica_id.unique_id}"
         # It may fetch the model.
-        self._relay = await asyncio.to_thread(
-            make_relay, settings, given.join, name, given.engine_command
-        )
+        self._relay = await asyncio.to_thread(make_relay, settings, given.join, name, given.engine_command)
         self._drain_s = settings.drain_timeout
         self._running = asyncio.create_task(self._relay.run())
         joined = asyncio.create_task(self._relay.joined.wait())

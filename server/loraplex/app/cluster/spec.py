@@ -1,4 +1,4 @@
-"""What a manager and its replicas are given."""
+"""Messages between the server, its manager and the replicas."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """`settings` are an engine's, as `loraplex engine` takes them; a value that is missing comes from the environment
-    of the replica. More or fewer replicas must be wanted for `up_delay_s` or `down_delay_s` seconds. Replicas are called by `prefix` and a name that Ray chooses. `gpus` of each; None: 1 where the
+    """Engines that dial `join` (HOST:PORT). `settings` are an engine's, as `loraplex engine` takes them; one that is
+    missing comes from the environment of the replica. More or fewer replicas must be wanted for `up_delay_s` or
+    `down_delay_s` seconds. They are called by `prefix` and a name that Ray chooses. `gpus` of each; None: 1 where the
     engine runs on a GPU. `address` is a running cluster's; "" starts Ray on this machine below `folder`."""
 
     join: str

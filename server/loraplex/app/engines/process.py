@@ -30,12 +30,12 @@ def run_engine(settings: Settings, join: str, replica: str | None) -> int:
     engine stays down."""
     configure_logging(settings.log_level)
     log_everything()
-    return uvloop.run(_run(make_relay(settings, join, replica or socket.gethostname()), settings.drain_timeout))
+    return uvloop.run(
+        _run(make_relay(settings, join, replica or socket.gethostname()), settings.drain_timeout)
+    )
 
 
-def make_relay(
-    settings: Settings, join: str, replica: str, command: Sequence[str] = ENGINE_COMMAND
-) -> Relay:
+def make_relay(settings: Settings, join: str, replica: str, command: Sequence[str] = ENGINE_COMMAND) -> Relay:
     """The relay of an engine that is to join the server at this address under this name. The model is fetched first
     where this machine does not have it. Raises LoraplexError. `command` starts the engine process."""
     host, port = parse_address(join)

@@ -229,7 +229,7 @@ class Relay:
             asked.set_result(found)
         else:
             asked.set_exception(found)
-            asked.exception()  # whoever asked may have given up
+            asked.exception()  # the caller may have given up
 
     # The supervisor's user.
 

@@ -1,0 +1,1 @@
+"""Faults of replicas on Ray, with scripted engines."""
