@@ -44,7 +44,7 @@ class Drill:
         return [replica for replica in self.client.replicas if replica.state == "ready"]
 
     async def whole(self, count: int, gone: frozenset[str] = frozenset(), timeout_s: float = 300.0) -> float:
-        """Seconds until exactly so many engines serve, none of them in `gone`."""
+        """Seconds until exactly `count` engines serve, none of them in `gone`."""
         begun = time.monotonic()
 
         def is_whole() -> bool:

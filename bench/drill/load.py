@@ -21,7 +21,7 @@ RETRY_S = 0.1
 @dataclass
 class Load:
     """`ended`: whole answers, equal to an undisturbed engine's. `lost`: answers that broke, or whose tokens are
-    wrong. `refused`: requests that no engine took, each of which is asked again. `gap_s`: longest time between two
+    wrong. `refused`: requests that no engine took, and that are asked again. `gap_s`: longest time between two
     tokens of a stream."""
 
     ended: int = 0
@@ -69,7 +69,7 @@ class Load:
 
 @contextlib.asynccontextmanager
 async def under_load(client: ClusterEngineClient, streams: int, tokens: int = 100) -> AsyncIterator[Load]:
-    """So many streams at a time; what runs at the end of the context comes to its end."""
+    """This number of streams at a time; at the end of the context all that run are read to their end."""
     load = Load()
     running = [asyncio.create_task(load.run(client, tokens)) for _ in range(streams)]
     try:

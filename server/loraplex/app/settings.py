@@ -211,7 +211,8 @@ class Settings(BaseSettings):
         "is installed)",
     )
     ray_address: str = Field(
-        "", description="HOST:PORT of a running Ray cluster whose machines run the engines (default: Ray here)"
+        "",
+        description="HOST:PORT of a running Ray cluster whose machines run the engines (default: Ray here)",
     )
     engine_spare: bool = Field(
         True, description="Keep a second engine process ready for when the first one dies"
