@@ -27,8 +27,8 @@ from loraplex.serving.cluster.hello import (
 )
 
 TOKEN = b"the token of this server"
-EXPECTED = Expected(TOKEN, "fingerprint-a", b"content of the probe")
-IDENTITY = Identity("one", "node-1", 42, 0, "fingerprint-a", "numerics")
+EXPECTED = Expected(TOKEN, "fingerprint-a", b"content of the probe", 4096, 64)
+IDENTITY = Identity("one", "node-1", 42, 0, "fingerprint-a", "numerics", 4096, 64)
 CHALLENGE = new_challenge("a" * 64)
 
 
@@ -66,6 +66,8 @@ def test_both_sides_know_each_other_by_the_token() -> None:
         (lambda: hello(base_fingerprint="fingerprint-b"), "'fingerprint-b', the server's 'fingerprint-a'"),
         (lambda: hello(probe=b""), "cannot read the server's artifact store"),
         (lambda: hello(probe=b"of another store"), "cannot read the server's artifact store"),
+        (lambda: hello(max_model_len=4095), "a context of 4095 tokens, the server's --max-model-len is 4096"),
+        (lambda: hello(max_adapter_rank=16), "up to rank 16, the server takes them up to 64"),
         (lambda: msgspec.structs.replace(hello(), pid=43), "has another token"),
         (lambda: msgspec.structs.replace(hello(), mac=b""), "has another token"),
         (lambda: msgspec.structs.replace(hello(), protocol=2), "speaks protocol 2, this side protocol 1"),
@@ -77,6 +79,11 @@ def test_both_sides_know_each_other_by_the_token() -> None:
 )
 def test_a_hello_is_refused_in_one_line(make: Callable[[], msgspec.Struct], reason: str) -> None:
     assert reason in refusal(encoded(make()))
+
+
+def test_an_engine_that_takes_more_is_let_in() -> None:
+    mine = hello(max_model_len=8192, max_adapter_rank=512)
+    assert check_hello(encoded(mine), CHALLENGE, EXPECTED) == mine
 
 
 def test_an_older_protocol_is_named_whatever_else_it_says() -> None:

@@ -66,7 +66,7 @@ class Peer:
     ) -> Hello:
         """Send a hello."""
         challenge = await self.message(Challenge)
-        said = Identity(replica, node, pid, 0, "", "numerics")
+        said = Identity(replica, node, pid, 0, "", "numerics", 1024, 64)
         mine = handshake.make_hello(challenge, token, said, CONTENT)
         await self.send(mine)
         return mine
@@ -161,7 +161,7 @@ async def test_a_peer_that_says_nothing_or_speaks_slowly_is_cut(
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.2)
     silent, slow = await Peer.dial(port), await Peer.dial(port, "127.0.0.2")
     challenge = await slow.message(Challenge)
-    said = Identity("one", "n", 1, 0, "", "")
+    said = Identity("one", "n", 1, 0, "", "", 1024, 64)
     frame = framing.encode_frame(handshake.make_hello(challenge, TOKEN, said, CONTENT))
 
     async def drip() -> None:
@@ -182,7 +182,7 @@ async def test_a_peer_that_says_nothing_or_speaks_slowly_is_cut(
 async def test_a_hello_may_come_in_pieces(port: Port) -> None:
     peer = await Peer.dial(port)
     challenge = await peer.message(Challenge)
-    said = Identity("one", "n", 1, 0, "", "")
+    said = Identity("one", "n", 1, 0, "", "", 1024, 64)
     for byte in framing.encode_frame(handshake.make_hello(challenge, TOKEN, said, CONTENT)):
         peer.writer.write(bytes([byte]))
         await peer.writer.drain()

@@ -22,9 +22,12 @@ from support.virtual_time import VirtualTimeLoop
 REQUEST = EngineRequest("r", "acme", (1, 2), SamplingParams(20))
 
 
-async def join(cluster: ClusterEngineClient, numerics: str = "wide", name: str = "one") -> ScriptedSession:
+async def join(
+    cluster: ClusterEngineClient, numerics: str = "wide", name: str = "one", max_model_len: int = 4096
+) -> ScriptedSession:
     """An engine that dials in; each connection of an engine process has the same `life` here."""
-    session = ScriptedSession(fake_engine_info(numerics=numerics), restarts=False)
+    info = fake_engine_info(numerics=numerics, max_model_len=max_model_len)
+    session = ScriptedSession(info, restarts=False)
     await session.start()
     cluster.join(Replica(name, session))
     return session
@@ -100,6 +103,23 @@ def test_an_engine_of_other_numerics_serves_what_has_not_begun(steps: int, ends:
         lose(cluster, session)
         await join(cluster, "narrow")
         assert (await read(stream))[1].finish_reason == ends
+
+    in_virtual_time(story)
+
+
+def test_an_engine_of_a_shorter_context_is_not_waited_for() -> None:
+    async def story(cluster: ClusterEngineClient) -> None:
+        session = await join(cluster)
+        (stream,) = cluster.submit(REQUEST)
+        lose(cluster, session)
+        most = len(REQUEST.prompt_ids) + REQUEST.sampling.max_tokens
+        short = await join(cluster, name="short", max_model_len=most - 1)
+        await asyncio.sleep(1.0)
+        assert (short.num_live, stream.finished) == (0, False)
+        long = await join(cluster, name="long", max_model_len=most)
+        await asyncio.sleep(2 * STEP_S)
+        assert (short.num_live, long.num_live) == (0, 1)
+        assert (await read(stream))[0] == fake_tokens(REQUEST)
 
     in_virtual_time(story)
 

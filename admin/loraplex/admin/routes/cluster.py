@@ -77,6 +77,7 @@ def _replica(report: ReplicaReport) -> ReplicaRow:
         restarts=report.num_restarts,
         live_requests=report.num_live,
         places=None if info is None else info.max_num_seqs,
+        max_model_len=None if info is None else info.max_model_len,
         mean_request_seconds=report.mean_s,
         adapters=ReplicaAdapters(hot=report.num_hot, warm=report.num_warm),
         numerics=None if info is None else info.numerics,

@@ -15,8 +15,8 @@ class ReplicaAdapters(ResponseBody):
 
 
 class ReplicaRow(ResponseBody):
-    """One engine. `reason`: why it is not ready. `pid` is null while no process runs; `places`, `numerics`,
-    `base_fingerprint` and `device` are null before it has been up. `places`: sequences at once.
+    """One engine. `reason`: why it is not ready. `pid` is null while no process runs; `places`, `max_model_len`,
+    `numerics`, `base_fingerprint` and `device` are null before it has been up. `places`: sequences at once.
     `mean_request_seconds`: of a request, lately."""
 
     id: str
@@ -27,6 +27,7 @@ class ReplicaRow(ResponseBody):
     restarts: int
     live_requests: int
     places: int | None
+    max_model_len: int | None
     mean_request_seconds: float
     adapters: ReplicaAdapters
     numerics: str | None

@@ -68,7 +68,13 @@ async def listen_for_engines(
     except OSError as error:
         raise SettingsInvalid(f"--engine-port cannot be served: {error}.") from error
     members = Members(
-        Expected(token.encode(), base_fingerprint, probes[0].content),
+        Expected(
+            token.encode(),
+            base_fingerprint,
+            probes[0].content,
+            settings.max_model_len,
+            settings.max_adapter_rank,
+        ),
         probes[0].digest,
         on_join=on_join,
         on_leave=on_leave,

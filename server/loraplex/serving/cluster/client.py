@@ -20,7 +20,7 @@ from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import TERMS_A_COMMAND
 from loraplex.serving.cluster.choice import choose
-from loraplex.serving.cluster.failover import Failover, Group
+from loraplex.serving.cluster.failover import Failover, Group, most_tokens
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
 from loraplex.serving.cluster.homes import ROUND_S, Homes
 from loraplex.serving.cluster.merged import (
@@ -230,7 +230,7 @@ class ClusterEngineClient:
     def _choose(self, ready: Sequence[Replica], request: EngineRequest) -> Replica:
         if len(ready) == 1:
             return ready[0]
-        most = len(request.prompt_ids) + request.sampling.max_tokens
+        most = most_tokens(request)
         # The context may follow the memory that an engine found.
         ready = [replica for replica in ready if replica.session.info.max_model_len >= most] or ready
         by_name = {replica.id: replica for replica in ready}

@@ -66,8 +66,10 @@ class Group:
         return True
 
     def may_go_to(self, replica: Replica) -> bool:
-        """Whether this replica may serve the orphans."""
+        """Whether this replica may serve the orphans, whose length it has to take."""
         if replica.state != "ready" or (replica, replica.session.life) == self.avoid:
+            return False
+        if replica.session.info.max_model_len < most_tokens(self.requests[0]):
             return False
         return not self.is_started or replica.session.info.numerics == self.numerics
 
@@ -197,6 +199,11 @@ class Failover:
         assert group.error is not None
         group.end(group.error)
         return True
+
+
+def most_tokens(request: EngineRequest) -> int:
+    """Its prompt's, and those that it may generate."""
+    return len(request.prompt_ids) + request.sampling.max_tokens
 
 
 def _abort(group: Group, name: str) -> None:

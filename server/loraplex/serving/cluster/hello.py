@@ -59,8 +59,9 @@ class Challenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """`pid` is the engine process, `num_restarts` the number of those before it. `probe` is a MAC of the content
-    of the challenge's probe, empty where the engine cannot read it."""
+    """`pid` is the engine process, `num_restarts` the number of those before it. `max_model_len` is in tokens,
+    `max_adapter_rank` the largest rank that it loads. `probe` is a MAC of the content of the challenge's probe, empty
+    where the engine cannot read it."""
 
     protocol: int
     messages: Text
@@ -70,6 +71,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     num_restarts: int
     base_fingerprint: Text
     numerics: Text
+    max_model_len: int
+    max_adapter_rank: int
     probe: Mac
     nonce: Nonce
     mac: Mac = b""
@@ -100,11 +103,14 @@ MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Requirements of a server for its engines. `probe` is the content of its probe."""
+    """Requirements of a server for its engines. `probe` is the content of its probe; `max_model_len` and
+    `max_adapter_rank` are what each of them has to take at least. A length of 0 is any."""
 
     token: bytes
     base_fingerprint: str
     probe: bytes
+    max_model_len: int = 0
+    max_adapter_rank: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,8 @@ class Identity:
     num_restarts: int
     base_fingerprint: str
     numerics: str
+    max_model_len: int
+    max_adapter_rank: int
 
 
 @cache
@@ -150,6 +158,8 @@ def make_hello(challenge: Challenge, token: bytes, identity: Identity, probe: by
         identity.num_restarts,
         identity.base_fingerprint,
         identity.numerics,
+        identity.max_model_len,
+        identity.max_adapter_rank,
         _mac(token, _PROBE, challenge.nonce, probe) if probe else b"",
         secrets.token_bytes(NONCE_BYTES),
     )
@@ -170,6 +180,16 @@ def check_hello(payload: bytes, challenge: Challenge, expected: Expected) -> Hel
         raise HandshakeRefused(
             f"the engine serves another base model: its fingerprint is '{hello.base_fingerprint}', the server's "
             f"'{expected.base_fingerprint}'; start it with the server's --model"
+        )
+    if hello.max_model_len < expected.max_model_len:
+        raise HandshakeRefused(
+            f"the engine takes a context of {hello.max_model_len} tokens, the server's --max-model-len is "
+            f"{expected.max_model_len}; give the engine the same"
+        )
+    if hello.max_adapter_rank < expected.max_adapter_rank:
+        raise HandshakeRefused(
+            f"the engine loads adapters up to rank {hello.max_adapter_rank}, the server takes them up to "
+            f"{expected.max_adapter_rank}; give it the server's --max-adapter-rank"
         )
     if not hmac.compare_digest(hello.probe, _mac(expected.token, _PROBE, challenge.nonce, expected.probe)):
         raise HandshakeRefused(

@@ -152,7 +152,16 @@ class Relay:
         assert info is not None
         assert pid is not None
         restarts = self._supervisor.num_restarts
-        identity = Identity(self._replica, self._node, pid, restarts, info.base_fingerprint, info.numerics)
+        identity = Identity(
+            self._replica,
+            self._node,
+            pid,
+            restarts,
+            info.base_fingerprint,
+            info.numerics,
+            info.max_model_len,
+            info.max_adapter_rank,
+        )
         reason = "the engine was lost meanwhile"
         try:
             async with asyncio.timeout(HANDSHAKE_S):
