@@ -25,7 +25,8 @@ def test_everything_selects_the_servers_and_not_the_migration(helm: Helm, path: 
     rendering = helm.template(load(path))
     selectors = [service["spec"]["selector"] for service in rendering.of("Service")]
     selectors.append(rendering.one("StatefulSet")["spec"]["selector"]["matchLabels"])
-    selectors += [it["spec"]["podSelector"]["matchLabels"] for it in rendering.of("NetworkPolicy")]
+    policies = [it for it in rendering.of("NetworkPolicy") if it["metadata"]["name"] == NAME]
+    selectors += [it["spec"]["podSelector"]["matchLabels"] for it in policies]
     selectors += [it["spec"]["selector"]["matchLabels"] for it in rendering.of("PodDisruptionBudget")]
     for selector in selectors:
         assert selector.items() <= server_labels(rendering).items()

@@ -27,12 +27,19 @@ EVERYTHING = merged(
     },
 )
 """With every object that excludes no other."""
+CLUSTER = {
+    "cluster": {"enabled": True, "maxReplicas": 3},
+    "secrets": {"engineToken": {"existingSecret": "engine"}},
+    "gpu": {"enabled": True},
+}
 CONDITIONS: dict[str, dict[str, Any]] = {
     "gpu.r": {"gpu": {"enabled": True}},
     "autoscaling.": {"autoscaling": {"provider": "hpa"}},
     "autoscaling.keda.": {
         "autoscaling": {"provider": "keda", "keda": {"prometheusUrl": "http://prometheus"}}
     },
+    "cluster.": CLUSTER,
+    "secrets.engineToken": CLUSTER,
     "extraVolumeMounts": {"extraVolumes": [{"name": "x", "emptyDir": {}}]},
     "serviceMonitor.enabled": {"prometheusRule": {"enabled": False}},
 }
@@ -65,6 +72,13 @@ OTHER: dict[str, Any] = {
     "migration.resources.requests": {"cpu": "3"},
     "migration.resources.limits": {"cpu": "3"},
     "gpu.resourceName": "amd.com/gpu",
+    "cluster.rayVersion": "2.60.9",
+    "cluster.resources": {"limits": {"memory": "3Gi"}},
+    "cluster.headResources.requests": {"cpu": "3"},
+    "cluster.headResources.limits": {"cpu": "3"},
+    "cluster.tolerations": [{"operator": "Exists"}],
+    "cluster.affinity": {"nodeAffinity": {}},
+    "cluster.dashboardFrom": PEERS,
 }
 """Values of a form of their own; the others are changed by their type."""
 MAPS_OF_TEXTS = ("annotations", "labels", "podLabels", "podAnnotations", "nodeSelector")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.chart.helm import NEEDED, SEVERAL, Helm, merged
+from support.chart.helm import CLUSTER, NEEDED, SEVERAL, Helm, merged
 
 pytestmark = pytest.mark.slow
 
@@ -55,6 +55,19 @@ def test_the_schema_is_asked(helms: list[Helm], values: dict[str, Any], said: st
         ),
         (merged(SEVERAL, {"replicas": 2, "artifacts": {"shared": False}}), "artifacts.shared is needed"),
         ({"resources": {"limits": {"cpu": "8"}}}, "resources.limits.memory is needed"),
+        (
+            {"cluster": {"resources": {"limits": {"cpu": "8"}}}},
+            "cluster.resources.limits.memory is needed",
+        ),
+        (merged(SEVERAL, CLUSTER, {"replicas": 2}), "cluster.enabled needs replicas: 1"),
+        (merged(CLUSTER, {"cluster": {"minReplicas": 3}}), "cluster.minReplicas is larger"),
+        (
+            merged(CLUSTER, {"secrets": {"engineToken": {"existingSecret": ""}}}),
+            "secrets.engineToken.existingSecret is needed",
+        ),
+        (merged(CLUSTER, {"artifacts": {"shared": False}}), "artifacts.shared is needed for cluster.enabled"),
+        (merged(CLUSTER, {"cluster": {"enginePort": 8001}}), "cluster.enginePort is settings.port"),
+        (merged(CLUSTER, {"settings": {"replicas": 2}}), "settings.replicas is decided by the chart"),
         (
             merged(SEVERAL, {"replicas": 2, "persistence": {"existingClaim": "old"}}),
             "persistence.existingClaim is for one replica",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import pytest
 
 from loraplex.app.setting_types import parse_size
-from loraplex.app.settings import SECRET_SETTINGS, Settings, SettingsInvalid, load_settings
-from support.chart.helm import NEEDED, SEVERAL, Helm
+from loraplex.app.settings import SECRET_SETTINGS, Settings, SettingsInvalid
+from support.chart.helm import NEEDED, SEVERAL, Helm, read_by_server
 
 pytestmark = pytest.mark.slow
 
@@ -52,15 +51,6 @@ def other_value(name: str) -> Any:
     if "port" in name:
         return field.default + 1000
     return bounds["le"]
-
-
-def read_by_server(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Settings:
-    for name in [name for name in os.environ if name.startswith("LORAPLEX_")]:
-        monkeypatch.delenv(name)
-    for name, value in environment.items():
-        if name.startswith("LORAPLEX_"):
-            monkeypatch.setenv(name, value)
-    return load_settings({})
 
 
 def test_every_setting_reaches_the_server(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> None:

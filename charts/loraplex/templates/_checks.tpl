@@ -37,6 +37,9 @@
 {{- if and $values.resources (not (dig "limits" "memory" "" $values.resources)) }}
 {{- fail "resources.limits.memory is needed where resources are given: the server sizes its pools by it. Without any resources the chart chooses them." }}
 {{- end }}
+{{- if and $values.cluster.resources (not (dig "limits" "memory" "" $values.cluster.resources)) }}
+{{- fail "cluster.resources.limits.memory is needed where cluster.resources are given: the engine sizes its pools by it." }}
+{{- end }}
 {{- $device := default "auto" $values.settings.device }}
 {{- if and $values.gpu.enabled (eq $device "cpu") }}
 {{- fail "gpu.enabled asks for a GPU and settings.device is cpu: change one of them." }}
@@ -59,6 +62,9 @@
 {{- if and (ne $values.autoscaling.provider "none") (not $values.serviceMonitor.enabled) }}
 {{- fail "autoscaling needs serviceMonitor.enabled: it decides by series that Prometheus has scraped." }}
 {{- end }}
+{{- if $values.cluster.enabled }}
+{{- include "loraplex.clusterChecks" . }}
+{{- end }}
 {{- if and $values.prometheusRule.enabled (not $values.prometheusRule.runbookUrl) }}
 {{- fail "prometheusRule.enabled needs prometheusRule.runbookUrl: where you show docs/runbooks, with {alert} for the alert's name." }}
 {{- end }}
@@ -67,5 +73,29 @@
 {{- end }}
 {{- if and $values.prometheusRule.enabled (not $values.serviceMonitor.enabled) }}
 {{- fail "prometheusRule.enabled needs serviceMonitor.enabled, by whose labels the rules select." }}
+{{- end }}
+{{- end }}
+
+{{- define "loraplex.clusterChecks" -}}
+{{- $values := .Values }}
+{{- if include "loraplex.several" . }}
+{{- fail "cluster.enabled needs replicas: 1 and autoscaling.provider: none: engines dial one server. cluster.maxReplicas is the number of engines." }}
+{{- end }}
+{{- if gt (int $values.cluster.minReplicas) (int $values.cluster.maxReplicas) }}
+{{- fail "cluster.minReplicas is larger than cluster.maxReplicas." }}
+{{- end }}
+{{- if not $values.secrets.engineToken.existingSecret }}
+{{- fail (printf "secrets.engineToken.existingSecret is needed for cluster.enabled: the name of a Secret whose key %s holds a token, from openssl rand -hex 32, that server and engines share." $values.secrets.engineToken.key) }}
+{{- end }}
+{{- if not (or $values.artifacts.shared (hasPrefix "s3://" (default "" $values.settings.artifact_url))) }}
+{{- fail "artifacts.shared is needed for cluster.enabled: engines read adapters by themselves, from one volume for all, or from a bucket as settings.artifact_url." }}
+{{- end }}
+{{- range $name := list "replicas" "max_replicas" "engine_host" "engine_port" "engine_token_file" "ray_address" "replica_manager" }}
+{{- if hasKey $values.settings $name }}
+{{- fail (printf "settings.%s is decided by the chart where cluster.enabled is true: leave it out." $name) }}
+{{- end }}
+{{- end }}
+{{- if has (int $values.cluster.enginePort) (list (int $values.settings.port) (int $values.settings.admin_port)) }}
+{{- fail "cluster.enginePort is settings.port or settings.admin_port: choose another." }}
 {{- end }}
 {{- end }}

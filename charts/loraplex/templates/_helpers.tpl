@@ -111,7 +111,17 @@ securityContext:
 {{- end }}
 {{- end }}
 
-{{/* The settings as the pod has them, as YAML: those of the values, and two that other values decide. */}}
+{{/* Those that an engine has: a change of others leaves engines alone. */}}
+{{- define "loraplex.engineSettings" -}}
+["model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
+"batch_invariant", "recorded_prompt_rows", "lookahead", "threads", "engine_spare", "kv_cache_memory",
+"adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs", "max_num_batched_tokens",
+"max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url", "artifact_cache_size",
+"engine_token_file", "drain_timeout", "log_level"]
+{{- end }}
+
+{{/* The settings as the pod has them, as YAML: those of the values, and what other values decide. With isEngine those of
+     an engine. */}}
 {{- define "loraplex.settings" -}}
 {{- $settings := deepCopy .Values.settings }}
 {{- if and .Values.artifacts.shared (not $settings.artifact_url) }}
@@ -119,6 +129,20 @@ securityContext:
 {{- end }}
 {{- if and .Values.gpu.enabled (not $settings.device) }}
 {{- $_ := set $settings "device" "cuda" }}
+{{- end }}
+{{- if .Values.cluster.enabled }}
+{{- $_ := set $settings "engine_token_file" (printf "%s/token" (include "loraplex.engineTokenDir" .)) }}
+{{- if .isEngine }}
+{{- range $name := keys $settings }}
+{{- if not (has $name (include "loraplex.engineSettings" $ | fromJsonArray)) }}
+{{- $_ := unset $settings $name }}
+{{- end }}
+{{- end }}
+{{- else }}
+{{- $_ := set $settings "replicas" 0 }}
+{{- $_ := set $settings "engine_host" "0.0.0.0" }}
+{{- $_ := set $settings "engine_port" .Values.cluster.enginePort }}
+{{- end }}
 {{- end }}
 {{- range $name, $value := $settings }}
 {{- if not (kindIs "invalid" $value) }}
@@ -128,20 +152,33 @@ securityContext:
 {{- end }}
 {{- end }}
 
+{{- define "loraplex.engineTokenDir" -}}/run/secrets/loraplex-engine{{- end }}
+
+{{/* The volume of the token that server and engines share. */}}
+{{- define "loraplex.engineTokenVolume" -}}
+- name: engine-token
+  secret:
+    secretName: {{ .Values.secrets.engineToken.existingSecret }}
+    defaultMode: 0400
+    items:
+      - {key: {{ .Values.secrets.engineToken.key }}, path: token}
+{{- end }}
+
 {{/* By which alerts and the autoscaler select this release's series: labels that the ServiceMonitor brings. */}}
 {{- define "loraplex.series" -}}
 namespace="{{ .Release.Namespace }}",job="{{ include "loraplex.fullname" . }}-admin"
 {{- end }}
 
-{{/* The server's requests and limits as YAML: those of the values, or what the device needs; and the device. */}}
+{{/* Requests and limits as YAML: those that are given, or what the device needs; and the devices. A dict of `given`, the
+     number of `gpus`, and `gpu` of the values. */}}
 {{- define "loraplex.resources" -}}
 {{- $small := dict "cpu" "2" "memory" "4Gi" }}
 {{- $large := dict "cpu" "4" "memory" "32Gi" }}
-{{- $default := ternary $large $small .Values.gpu.enabled }}
-{{- $resources := deepCopy (default (dict "requests" $default "limits" $default) .Values.resources) }}
+{{- $default := ternary $large $small (gt .gpus 0) }}
+{{- $resources := deepCopy (default (dict "requests" $default "limits" $default) .given) }}
 {{- $limits := default dict $resources.limits }}
-{{- if .Values.gpu.enabled }}
-{{- $limits = set $limits .Values.gpu.resourceName 1 }}
+{{- if gt .gpus 0 }}
+{{- $limits = set $limits .gpu.resourceName .gpus }}
 {{- end }}
 {{- toYaml (set $resources "limits" $limits) }}
 {{- end }}

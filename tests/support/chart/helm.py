@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from loraplex.app.settings import Settings, load_settings
 from support.markdown import ROOT
 
 CHART = ROOT / "charts/loraplex"
@@ -32,6 +33,12 @@ SEVERAL: dict[str, Any] = {
     "artifacts": {"shared": True},
 }
 """What several replicas need beside."""
+CLUSTER: dict[str, Any] = {
+    "cluster": {"enabled": True},
+    "secrets": {"engineToken": {"existingSecret": "loraplex"}},
+    "artifacts": {"shared": True},
+}
+"""What engines in pods of their own need beside."""
 RELEASE, NAMESPACE, NAME = "rel", "ns", "rel-loraplex"
 
 
@@ -44,6 +51,16 @@ def need_helm() -> list[Path]:
             pytest.fail(message)
         pytest.skip(message)
     return found
+
+
+def read_by_server(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """The settings of a server that has these variables."""
+    for name in [name for name in os.environ if name.startswith("LORAPLEX_")]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        if name.startswith("LORAPLEX_"):
+            monkeypatch.setenv(name, value)
+    return load_settings({})
 
 
 def version(program: Path) -> tuple[int, ...]:
@@ -73,6 +90,14 @@ class _Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
         assert len(keys) == len(set(keys)), f"a key twice: {keys}"
         return super().construct_mapping(node, deep)
+
+
+def ray_templates(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pods of a RayService, the head's first; none of another object."""
+    if found["kind"] != "RayService":
+        return []
+    cluster = found["spec"]["rayClusterConfig"]
+    return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
 
 @dataclass(frozen=True)
@@ -114,6 +139,7 @@ class Rendering:
         for found in self.objects:
             if "template" in found.get("spec", {}):
                 yield found["spec"]["template"]["spec"]
+            yield from (template["spec"] for template in ray_templates(found))
 
 
 @dataclass(frozen=True)

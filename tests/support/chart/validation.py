@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 
+from support.chart.helm import ray_templates
 from support.markdown import ROOT
 
 OLDEST, NEWEST = "1.29", "1.37"
@@ -28,6 +29,9 @@ def validate(found: dict[str, Any]) -> None:
     """Raises jsonschema.ValidationError for a wrong object, SchemaNotFoundError for an unknown kind."""
     if (CRDS / f"{found['kind']}.json").is_file():
         _crd(found["kind"]).validate(found)
+        for template in ray_templates(found):
+            pod = {"apiVersion": "v1", "kind": "Pod", **template}
+            _validate_core(json.dumps(pod | {"metadata": {"name": "x", **template["metadata"]}}))
         return
     _validate_core(json.dumps(found))
 
