@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from loraplex.app.cluster.autoscaling import autoscaling_config
-from loraplex.app.commands.engine import SETTINGS
+from loraplex.app.cluster.spec import ClusterSpec
+from loraplex.app.setting_groups import ENGINE_SETTINGS
+from loraplex.app.settings import Settings
 from support.chart.helm import (
     CLUSTER,
     NAME,
@@ -64,7 +67,7 @@ def test_the_server_only_listens_and_engines_dial_it(helm: Helm, monkeypatch: py
     assert service["ports"] == [{"name": "engine", "port": 9100, "targetPort": "engine"}]
     # The server is not ready before the first engine has joined.
     assert service["publishNotReadyAddresses"] is True
-    assert application(rendering)["args"]["join"] == f"{NAME}-engines:9100"
+    assert msgspec.convert(application(rendering)["args"], ClusterSpec).join == f"{NAME}-engines:9100"
 
 
 def test_both_sides_read_one_token_from_a_secret(helm: Helm) -> None:
@@ -93,7 +96,7 @@ def test_engines_have_their_settings_and_no_secret_of_the_server(
     for pod in pods(rendering):
         listed = {it["name"] for it in pod["containers"][0]["env"]}
         ours = {name.removeprefix("LORAPLEX_").lower() for name in listed if name.startswith("LORAPLEX_")}
-        assert ours <= set(SETTINGS)
+        assert ours <= set(ENGINE_SETTINGS)
         assert {"LORAPLEX_KV_CACHE_MEMORY", "LORAPLEX_MAX_ADAPTER_RANK", "HF_TOKEN"} <= listed
         settings = read_by_server(variables(pod), monkeypatch)
         assert (settings.kv_cache_memory, settings.max_adapter_rank) == (3 << 30, 32)
@@ -109,20 +112,37 @@ def test_every_setting_of_an_engine_reaches_it(helm: Helm) -> None:
         )
     template = (VALUE_SETS[0].parents[1] / "templates/_helpers.tpl").read_text()
     block = template.partition('define "loraplex.engineSettings" -}}')[2].partition("{{-")[0]
-    assert yaml.safe_load(block) == list(SETTINGS)
+    assert yaml.safe_load(block) == list(ENGINE_SETTINGS)
 
 
 def test_the_number_of_engines_is_the_values_and_so_are_the_delays(helm: Helm) -> None:
     rendering = helm.template(NEEDED, CLUSTER, BETWEEN)
-    arguments = application(rendering)["args"]
-    assert (arguments["min_replicas"], arguments["max_replicas"]) == (2, 5)
-    assert (arguments["up_delay_s"], arguments["down_delay_s"]) == (10, 300)
-    assert autoscaling_config(2, 5, arguments["up_delay_s"], arguments["down_delay_s"])
+    (deployment,) = application(rendering)["deployments"]
+    fields = Settings.model_fields
+    delays = fields["scale_up_delay"].default, fields["scale_down_delay"].default
+    assert deployment["autoscaling_config"] == autoscaling_config(2, 5, *delays)
     (group,) = rendering.one("RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 5)
-    delays = {"settings": {"scale_up_delay": 2.5, "scale_down_delay": 0.5}}
-    slow = application(helm.template(NEEDED, CLUSTER, delays))["args"]
-    assert (slow["up_delay_s"], slow["down_delay_s"]) == (2.5, 0.5)
+    given = {"settings": {"scale_up_delay": 2.5, "scale_down_delay": 0}}
+    (other,) = application(helm.template(NEEDED, CLUSTER, BETWEEN, given))["deployments"]
+    assert other["autoscaling_config"] == autoscaling_config(2, 5, 2.5, 0)
+    (fixed,) = application(helm.template(NEEDED, CLUSTER, {"cluster": {"minReplicas": 3, "maxReplicas": 3}}))[
+        "deployments"
+    ]
+    assert fixed["num_replicas"] == 3
+    assert "autoscaling_config" not in fixed
+
+
+def test_a_change_of_the_number_alone_replaces_no_engine(helm: Helm) -> None:
+    """Serve replaces all of them where arguments or policy change, the operator where a pod does."""
+    one, other = (
+        helm.template(NEEDED, CLUSTER, {"cluster": {"minReplicas": 2, "maxReplicas": most}})
+        for most in (5, 6)
+    )
+    assert application(one)["args"] == application(other)["args"]
+    policies = [application(it)["deployments"][0]["autoscaling_config"]["policy"] for it in (one, other)]
+    assert policies[0] == policies[1]
+    assert ray_templates(one.one("RayService")) == ray_templates(other.one("RayService"))
 
 
 def test_pods_come_and_go_only_where_the_number_may_change(helm: Helm) -> None:

@@ -20,6 +20,7 @@ TEXTS = {
     "admin_host": "::1",
     "engine_host": "0.0.0.0",
     "engine_token_file": "/run/secrets/engine-token",
+    "ray_address": "10.0.0.1:6379",
     "data_dir": "/srv/loraplex/elsewhere",
     "artifact_url": "file:///srv/adapters",
     "otlp_endpoint": "https://collector.example.com:4318",
