@@ -69,27 +69,36 @@ class ManagerProcess:
 
     async def _run(self, folder: Path) -> int:
         spec = msgspec.structs.replace(self._spec, folder=str(folder))
-        process = self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=ray_environment(os.environ, folder, token=None if spec.address else new_token()),
-            start_new_session=True,  # a Ctrl-C at the terminal is the server's to handle
-            limit=_LINE_BYTES,
-        )
-        reading = [asyncio.create_task(self._read_events()), asyncio.create_task(self._read_lines(folder))]
-        try:
-            assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(spec) + b"\n")
-            return await process.wait()
-        finally:
-            await self._end(process)
-            # What Ray left may hold the pipes open.
-            await asyncio.wait(reading, timeout=READ_S)
-            for task in reading:
-                task.cancel()
-            await asyncio.gather(*reading, return_exceptions=True)
+        async with contextlib.AsyncExitStack() as pipes:
+            # Pipes of our own: asyncio's are not done with a process before all that inherited them have ended.
+            events, events_end = await _open_pipe(pipes)
+            lines, lines_end = await _open_pipe(pipes)
+            try:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=events_end,
+                    stderr=lines_end,
+                    env=ray_environment(os.environ, folder, token=None if spec.address else new_token()),
+                    start_new_session=True,  # a Ctrl-C at the terminal is the server's to handle
+                )
+            finally:
+                os.close(events_end)
+                os.close(lines_end)
+            reading = [
+                asyncio.create_task(self._read_events(events)),
+                asyncio.create_task(self._read_lines(lines, folder)),
+            ]
+            try:
+                assert process.stdin is not None
+                process.stdin.write(msgspec.json.encode(spec) + b"\n")
+                return await process.wait()
+            finally:
+                await self._end(process)
+                await asyncio.wait(reading, timeout=READ_S)
+                for task in reading:
+                    task.cancel()
+                await asyncio.gather(*reading, return_exceptions=True)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
@@ -102,22 +111,18 @@ class ManagerProcess:
                 process.kill()
             await process.wait()
 
-    async def _read_events(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        while line := await self._process.stdout.readline():
+    async def _read_events(self, pipe: asyncio.StreamReader) -> None:
+        while line := await pipe.readline():
             event = msgspec.json.decode(line, type=Event)
             if event.name == "failed":
                 self.reason = event.reason
             self.was_ready |= event.name == "ready"
             self._on_event(event)
 
-    async def _read_lines(self, folder: Path) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
+    async def _read_lines(self, pipe: asyncio.StreamReader, folder: Path) -> None:
         while True:
             try:
-                line = await self._process.stderr.readline()
+                line = await pipe.readline()
             except ValueError:  # longer than the limit: the buffer goes on behind it
                 continue
             if not line:
@@ -128,3 +133,14 @@ class ManagerProcess:
                 self._write(origin["text"])
             elif text:
                 self._last.append(text.replace(str(folder), "…"))
+
+
+async def _open_pipe(stack: contextlib.AsyncExitStack) -> tuple[asyncio.StreamReader, int]:
+    """A reader, which ends with the stack, and the descriptor of the end that is written, which is the caller's."""
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader(limit=_LINE_BYTES)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+    )
+    stack.callback(transport.close)
+    return reader, write_end
