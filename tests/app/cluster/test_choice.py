@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from loraplex.app.cluster.choice import cluster_spec, uses_ray
-from loraplex.app.cluster.spec import ClusterSpec
+from loraplex.app.cluster.spec import ClusterSpec, application_name
 from loraplex.app.settings import Settings, SettingsInvalid, load_settings
 
 HERE, OLD, NONE = "2.60.0", "2.59.1", None
@@ -25,7 +25,7 @@ HERE, OLD, NONE = "2.60.0", "2.59.1", None
         ({"replicas": 2}, OLD, False),
         ({"replicas": 2, "replica_manager": "local"}, HERE, False),
         ({"replica_manager": "ray"}, HERE, True),
-        ({"ray_address": "head:6379"}, HERE, True),
+        ({"ray_address": "head:6379", "engine_port": 8002}, HERE, True),
         ({"max_replicas": 3}, HERE, True),
         ({"replicas": 2, "max_replicas": 2}, NONE, False),
     ],
@@ -47,7 +47,13 @@ def test_the_reason_says_how_to_install_what_is_missing() -> None:
     ("given", "version", "said"),
     [
         ({"replica_manager": "ray"}, NONE, "Ray is not installed"),
-        ({"ray_address": "head:6379"}, NONE, "Ray is not installed"),
+        ({"ray_address": "head:6379", "engine_port": 8002}, NONE, "Ray is not installed"),
+        ({"ray_address": "head:6379"}, HERE, "--ray-address needs --engine-port"),
+        (
+            {"ray_address": "h:1", "engine_port": 8002, "engine_host": "0.0.0.0"},
+            HERE,
+            "--engine-host 0.0.0.0",
+        ),
         ({"replica_manager": "ray"}, OLD, "2.60 is needed"),
         ({"max_replicas": 3}, NONE, "Ray is not installed"),
         ({"replicas": 3, "max_replicas": 2}, HERE, "--max-replicas 2 is below --replicas 3"),
@@ -89,3 +95,14 @@ def test_engines_of_a_cluster_have_their_machine_to_themselves(tmp_path: Path) -
     spec = cluster_spec(settings, "10.0.0.1:8002")
     assert spec.address == "head:6379"
     assert load_settings(spec.settings).replicas == 1
+
+
+def test_an_application_on_a_shared_cluster_is_known_by_its_server_and_its_settings(tmp_path: Path) -> None:
+    def name(address: str = "10.0.0.1:8002", **given: Any) -> str:
+        settings = Settings(model="/m", data_dir=tmp_path, **{"ray_address": "head:6379", **given})
+        return application_name(cluster_spec(settings, address))
+
+    assert name() == name()
+    assert len({name(), name(max_num_seqs=8), name("10.0.0.2:8002")}) == 3
+    assert name().startswith("loraplex-10-0-0-1-8002-")
+    assert name(ray_address="") == "loraplex"

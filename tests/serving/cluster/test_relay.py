@@ -17,7 +17,7 @@ from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.serving.client.session import EngineSession
 from loraplex.serving.cluster.hello import Expected, check_hello, make_welcome, new_challenge
-from loraplex.serving.errors import EngineStartError
+from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.supervisor import RestartPolicy
 from support.engine.dialled import CONTENT, EXPECTED, TOKEN, Dialling, Port, dial, dialling, listen, listening
 from support.engine.fake_core import CRASH, fake_tokens
@@ -270,3 +270,23 @@ async def test_the_token_never_travels() -> None:
         await asyncio.wait_for(done.wait(), 60)
     assert b"Hello" in received
     assert TOKEN not in received
+
+
+async def test_a_relay_tells_its_engines_figures_and_the_server_hears_nothing_of_it(
+    port: Port, dialled: Dialling
+) -> None:
+    session = await port.session()
+    assert dialled.relay.joined.is_set()
+    (stream,) = session.submit(ask("long", LONG))
+    await anext(stream)
+    both = await asyncio.gather(dialled.relay.stats(), dialled.relay.stats())
+    assert [stats.num_running for stats in both] == [1, 1]
+    assert (await session.stats()).num_running == 1
+    assert dialled.relay.places == session.info.max_num_seqs
+    assert session.pid is not None
+    os.kill(session.pid, signal.SIGSTOP)
+    asked = asyncio.create_task(dialled.relay.stats())
+    await asyncio.sleep(0)
+    os.kill(session.pid, signal.SIGKILL)
+    with pytest.raises(EngineUnavailable):
+        await asked

@@ -13,7 +13,6 @@ from loraplex.app.cluster.replica import Engine
 from loraplex.app.cluster.spec import ClusterSpec
 from loraplex.app.settings import Settings, load_settings
 
-NAME = "loraplex"
 DEPLOYMENT = "engine"
 GRACE_S = 15.0
 """Beyond the drain, for a replica to end by itself before Ray kills it."""

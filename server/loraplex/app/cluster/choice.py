@@ -13,6 +13,7 @@ from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND
 
 RAY = "2.60"
 """The minor version that is used: Ray's private parts and defaults change with each."""
+ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - what is refused
 INSTALL = "pip install 'loraplex[cluster]'"
 
 
@@ -40,6 +41,12 @@ def uses_ray(settings: Settings, version: Callable[[], str | None] = ray_version
     if 0 < settings.max_replicas < settings.replicas:
         raise SettingsInvalid(
             f"--max-replicas {settings.max_replicas} is below --replicas {settings.replicas}: raise it or leave it out."
+        )
+    if settings.ray_address and not settings.engine_port:
+        raise SettingsInvalid("--ray-address needs --engine-port: its engines dial it again after a restart.")
+    if settings.ray_address and settings.engine_host in ANY_ADDRESS:
+        raise SettingsInvalid(
+            f"--engine-host {settings.engine_host}: with --ray-address, name an address that its machines reach."
         )
     if not is_wanted and max(settings.replicas, settings.max_replicas) == 1:
         return False, "one engine needs no Ray"

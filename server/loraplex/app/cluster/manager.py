@@ -22,8 +22,8 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 
-from loraplex.app.cluster.app import NAME, build
-from loraplex.app.cluster.spec import ClusterSpec, Event
+from loraplex.app.cluster.app import build
+from loraplex.app.cluster.spec import ClusterSpec, Event, application_name, application_prefix
 from loraplex.app.settings import load_settings
 
 OBJECT_STORE_BYTES = 80 << 20
@@ -40,6 +40,7 @@ class Manager:
 
     def __init__(self, spec: ClusterSpec, tell: Callable[[Event], None]) -> None:
         self._spec = spec
+        self._name = application_name(spec)
         self._tell = tell
         self._ending = threading.Event()
         self._replacing = threading.Event()
@@ -61,8 +62,10 @@ class Manager:
         started = time.monotonic()
         load_settings(self._spec.settings)  # before Ray takes its time
         self._connect()
-        if self._spec.address == "" or not self._is_there():
+        if not self._spec.address or not self._is_there():
             self._deploy()
+        if self._spec.address:
+            self._remove_others()
         self._tell(Event("ready", seconds=round(time.monotonic() - started, 1)))
         missed = 0
         while not self._ending.is_set():
@@ -80,7 +83,7 @@ class Manager:
         if not self._is_connected:
             return
         if self._spec.address and self._answers():
-            serve.delete(NAME)
+            serve.delete(self._name)
         ray.shutdown()
 
     def _connect(self) -> None:
@@ -104,7 +107,7 @@ class Manager:
         """Run the application. Where it runs already, its replicas are replaced: never call it for another number of
         them. Raises RuntimeError where the engines do not start."""
         application = build(self._application())
-        serve.run(application, name=NAME, route_prefix=None)
+        serve.run(application, name=self._name, route_prefix=None)
 
     def _application(self) -> dict[str, Any]:
         spec = self._spec
@@ -114,8 +117,14 @@ class Manager:
 
     def _is_there(self) -> bool:
         """Whether an earlier manager of this server has left the application on the cluster."""
-        found = serve.status().applications.get(NAME)
+        found = serve.status().applications.get(self._name)
         return found is not None and found.status == ApplicationStatus.RUNNING
+
+    def _remove_others(self) -> None:
+        """End what earlier servers on this address have left with other settings."""
+        for name in serve.status().applications:
+            if name.startswith(application_prefix(self._spec)) and name != self._name:
+                serve.delete(name)
 
     def _answers(self) -> bool:
         """Whether the head takes connections."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import Any
 
 import msgspec
@@ -26,6 +28,23 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     address: str = ""
     folder: str = ""
     engine_command: tuple[str, ...] = ENGINE_COMMAND
+
+
+NAME = "loraplex"
+
+
+def application_prefix(spec: ClusterSpec) -> str:
+    """Beginning of the names of a server's applications on a cluster that others use too."""
+    return f"{NAME}-{re.sub('[^A-Za-z0-9]+', '-', spec.join).strip('-')}-"
+
+
+def application_name(spec: ClusterSpec) -> str:
+    """Name of the application: by what its engines are given on a running cluster, where an earlier manager may have
+    left one of the same."""
+    if not spec.address:
+        return NAME
+    given = msgspec.json.encode(msgspec.structs.replace(spec, prefix="", folder=""), order="sorted")
+    return application_prefix(spec) + hashlib.sha256(given).hexdigest()[:12]
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

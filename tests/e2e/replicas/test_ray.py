@@ -1,0 +1,73 @@
+"""`serve --replicas 2` on Ray, from its start to its end: engines that are killed, ports, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from support.servers.live_server import TINY_SIZES, LiveServer, checked
+from support.servers.live_streams import Streams
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("ray", reason="loraplex[cluster] is not installed")
+
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+def replicas(server: LiveServer) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = checked(server.admin.get("cluster"))["replicas"]
+    return [replica for replica in found if replica["state"] == "ready"]
+
+
+def listening(family: list[psutil.Process]) -> set[str]:
+    """Addresses on which these processes take connections."""
+    pids = {process.pid for process in family}
+    sockets = psutil.net_connections("tcp")
+    return {s.laddr.ip for s in sockets if s.pid in pids and s.status == psutil.CONN_LISTEN}
+
+
+def test_two_engines_on_ray_outlive_a_kill_and_end_with_the_server(
+    tmp_path: Path, tiny_model: Path, tiny_adapter: Path
+) -> None:
+    before = set(os.listdir("/tmp"))
+    with LiveServer(
+        tiny_model, tmp_path / "data", replicas=2, replica_manager="ray", dtype="float32", **TINY_SIZES
+    ) as server:
+        (managed,) = server.logged("engines_managed")
+        assert managed["manager"] == "ray"
+        server.create_tenant("acme")
+        server.upload("acme", "a", tiny_adapter)
+        key = server.create_key("acme")
+        server.wait(lambda: len(replicas(server)) == 2, 240)
+        undisturbed = Streams(server, key, ["a"], max_tokens=400)
+        undisturbed.join()
+
+        streams = Streams(server, key, ["a"] * 8, max_tokens=400)
+        streams.wait_until_all_run()
+        victim = replicas(server)[0]["pid"]
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        streams.join()
+        assert [story.finished for story in streams.stories] == [True] * 8
+        assert {story.text for story in streams.stories} == {undisturbed.stories[0].text}
+        server.wait(
+            lambda: victim not in [one["pid"] for one in replicas(server)] and len(replicas(server)) == 2
+        )
+        assert time.monotonic() - killed < 60
+
+        server.wait(lambda: bool(server.logged("ray_ready")))
+        family = psutil.Process(server.pid).children(recursive=True)
+        assert any(process.name() == "raylet" for process in family)
+        assert listening(family) <= LOOPBACK
+        with open(f"/proc/{server.pid}/maps") as maps:
+            assert "_raylet" not in maps.read()  # the server's own process has not loaded it
+        assert server.stop(20) == 0
+        gone, alive = psutil.wait_procs(family, timeout=5)
+        assert (len(gone), alive) == (len(family), [])
+    assert not [name for name in set(os.listdir("/tmp")) - before if name.startswith("lp-ray-")]
