@@ -116,6 +116,8 @@ def test_thresholds_are_the_values(helm: Helm, alerts: dict[str, dict[str, Any]]
         "preemptionsPerSecond": ("LoraplexKvPressure", 3.25),
         "adapterLoadsPerSecond": ("LoraplexAdapterThrash", 7.5),
         "adapterMemoryUsage": ("LoraplexAdapterThrash", 0.66),
+        "replicaRestarts": ("LoraplexReplicaFlapping", 5),
+        "failoversPerMinute": ("LoraplexFailovers", 44),
         "ledgerLagSeconds": ("LoraplexLedgerLag", 777),
         "diskFree": ("LoraplexDiskFilling", 0.33),
     }

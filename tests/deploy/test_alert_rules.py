@@ -118,7 +118,7 @@ def test_the_configuration_of_compose_s_prometheus(tmp_path: Path) -> None:
     assert f"./deploy/compose/alerts.yml:{mounted}:ro" in volumes
     path = tmp_path / "prometheus.yml"
     path.write_text(config.replace(mounted, str(COMPOSE_RULES)))
-    assert "12 rules found" in promtool("check", "config", path)
+    assert "16 rules found" in promtool("check", "config", path)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools.dashboards.model import INSTANCES, Board, Panel, Query, Row, quantiles, rates, share
+from tools.dashboards.replicas import REPLICAS
 
 _SERVES = Row(
     "Does it serve?",
@@ -323,6 +324,6 @@ FLEET = Board(
     "loraplex-fleet",
     "Loraplex / Fleet",
     "All servers: do they serve, how fast, how full, and what is refused.",
-    (_SERVES, _LATENCY, _LOAD, Row("Adapters", ADAPTER_MEMORY), _LIMITS),
+    (_SERVES, _LATENCY, _LOAD, REPLICAS, Row("Adapters", ADAPTER_MEMORY), _LIMITS),
     INSTANCES,
 )

@@ -98,6 +98,39 @@ CASES: dict[str, Case] = {
         },
         only_server=True,
     ),
+    "LoraplexReplicasMissing": Case(
+        10,
+        "1 engines of a take no requests; the others serve",
+        {
+            'loraplex_replicas{state="wanted"}': {"a": "3x30", "b": "3x30", "c": "3x30"},
+            'loraplex_replicas{state="ready"}': {"a": "2x30", "b": "0x30", "c": "2x9 3 2x9 3x10"},
+            'loraplex_replicas{state="away"}': {"a": "1x30", "b": "3x30", "c": "1x9 0 1x9 0x10"},
+        },
+        only_server=True,
+    ),
+    "LoraplexReplicaFlapping": Case(
+        9,  # one each two minutes: above three after eight
+        "Engines of a come and go",
+        {
+            'loraplex_replica_restarts_total{replica="replica-1"}': {
+                "a": "0 0 1 1 2 2 3 3 4 4 5 5 6 6 7 7 8 8 9 9 10 10 11 11 12 12 13 13 14 14 15",
+                "b": "0+0x30",
+                "c": "0 1 2 2x28",
+            },
+            'loraplex_replicas{state="ready"}': {"a": "2x30", "b": "2x30", "c": "2 1 2 1 2x28"},
+        },
+        only_server=True,
+    ),
+    "LoraplexFailovers": Case(
+        10,
+        "12 sequences a minute of a lose their engine and go on with another",
+        {"loraplex_failed_over_sequences_total": {"a": "0+12x30", "b": "0+9x30", "c": "0 40 40x28"}},
+    ),
+    "LoraplexRayManagerLost": Case(
+        5,
+        "Ray of a ends again and again",
+        {"loraplex_managers_lost_total": {"a": "0 1 1 1 2 2x26", "b": "0 1 1x28", "c": "0x30"}},
+    ),
     "LoraplexLedgerLag": Case(
         5,
         "Usage of a has waited for the database for 5m 1s",

@@ -39,7 +39,7 @@ class FakeClusterView:
 
     def __init__(self) -> None:
         self.num_wanted = 1
-        self.num_failed_over = self.num_continued = self.num_moved = 0
+        self.num_failed_over = self.num_continued = self.num_moved = self.num_managers_lost = 0
         self.replicas: dict[str, ReplicaReport] | None = None
         """Engines by name in place of the only one."""
         self.replica_figures: dict[str, EngineStats] = {}

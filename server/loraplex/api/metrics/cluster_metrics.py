@@ -22,6 +22,7 @@ class ClusterSnapshot:
     num_failed_over: int = 0
     num_continued: int = 0
     num_moved: int = 0
+    num_managers_lost: int = 0
 
 
 def cluster_snapshot(view: ClusterView, stats: Mapping[str, EngineStats]) -> ClusterSnapshot:
@@ -32,6 +33,7 @@ def cluster_snapshot(view: ClusterView, stats: Mapping[str, EngineStats]) -> Clu
         view.num_failed_over,
         view.num_continued,
         view.num_moved,
+        view.num_managers_lost,
     )
 
 
@@ -59,6 +61,11 @@ def cluster_families(snapshot: ClusterSnapshot) -> Iterable[Metric]:
         "loraplex_adapter_moves",
         "Adapters that began to move to another engine without need.",
         value=snapshot.num_moved,
+    )
+    yield CounterMetricFamily(
+        "loraplex_managers_lost",
+        "Processes that start engines, as Ray's manager, which ended or lost their head.",
+        value=snapshot.num_managers_lost,
     )
 
 

@@ -86,6 +86,7 @@ class RayReplicas:
                 except asyncio.CancelledError:
                     await _end(life)
                     raise
+                self._client.num_managers_lost += 1
                 if life.is_headless:
                     self._log.error("ray_head_lost", prefix=life.prefix)
                     if self._holds_gpus(life):

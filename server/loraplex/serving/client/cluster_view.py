@@ -66,6 +66,11 @@ class ClusterView(Protocol):
         """Adapters that began to move to another engine without need."""
         ...
 
+    @property
+    def num_managers_lost(self) -> int:
+        """Processes that start engines, as Ray's manager, which ended or lost their head."""
+        ...
+
     def reports(self) -> Sequence[ReplicaReport]:
         """The engines, by name."""
         ...

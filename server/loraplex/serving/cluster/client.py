@@ -66,6 +66,7 @@ class ClusterEngineClient:
         for replica in replicas:
             self._add(replica)
         self.num_wanted = len(self._replicas) if num_wanted is None else num_wanted
+        self.num_managers_lost = 0
 
     # Replicas.
 
