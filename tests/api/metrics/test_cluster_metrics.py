@@ -19,7 +19,7 @@ async def scrape(engine: FakeEngineClient, *, tenant_data: bool = True) -> dict[
         f"{sample.name}{sorted(sample.labels.values())}": sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name.startswith("loraplex_replica")
+        if sample.name.startswith(("loraplex_replica", "loraplex_managers"))
     }
 
 
@@ -27,6 +27,7 @@ async def test_each_engine_has_its_own_series() -> None:
     engine = FakeEngineClient()
     await engine.start()
     engine.num_wanted = 3
+    engine.num_managers_lost = 2
     engine.replicas = {
         "replica-1": fake_report("replica-1", num_hot=3, num_warm=2, num_restarts=4),
         "replica-2": fake_report("replica-2", "it died"),
@@ -39,6 +40,7 @@ async def test_each_engine_has_its_own_series() -> None:
         "loraplex_replicas['ready']": 1,
         "loraplex_replicas['draining']": 0,
         "loraplex_replicas['away']": 1,
+        "loraplex_managers_lost_total[]": 2,
         "loraplex_replica_up['replica-1']": 1,
         "loraplex_replica_up['replica-2']": 0,
         "loraplex_replica_restarts_total['replica-1']": 4,

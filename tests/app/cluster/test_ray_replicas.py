@@ -89,8 +89,10 @@ async def test_a_manager_that_ends_is_followed_by_another() -> None:
 
 
 async def test_a_ray_that_never_starts_is_reported_with_its_reason() -> None:
-    async with running("failing") as found:
+    client = ClusterEngineClient(engines_dial=True)
+    async with running("failing", client) as found:
         await until(lambda: bool(found.unusable))
+        assert client.num_managers_lost >= 3
         assert str(found.unusable[0]) == "Ray cannot start the engines: the machine is on fire"
         delays = [line["delay_s"] for line in await found.has_logged("ray_manager_lost", 4)]
         assert delays[:4] == [0.02, 0.04, 0.08, 0.16]
@@ -111,6 +113,7 @@ async def test_without_a_head_the_old_engines_serve_until_new_ones_do() -> None:
     async with running("headless", client) as found:
         await found.has_logged("ray_head_lost")
         first, second = await found.has_logged("ray_ready", 2)
+        assert client.num_managers_lost >= 1
         assert old.state == "ready"
         assert psutil.pid_exists(first["pid"])
         await join(client, "ray-2-b")
