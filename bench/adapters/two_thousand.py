@@ -11,7 +11,8 @@ for `--warm`, and `--adapters` uploads of `--tenants` tenants through the admin 
 or for one of the `--few` first ones. More streams than `--slots` keep the batch full. A number is a trace as S-LoRA
 has it: place = adapters * u ** (1 / number), arrivals with Gamma gaps of `--variation`, at `--load` of the rate of
 requests that the few got in a closed loop. The two take turns of `--seconds`, in changing order, after `--ramp`; a
-ratio is of the neighbours of one round. The first round does not count.
+ratio is of the neighbours of one round. The first round does not count. Each of the few is asked once before their
+turn, so that it is on the device.
 
 Printed for each trace: output tokens a second, milliseconds of the processor for each token in the engine process and
 in the server's, tokens of a step (prompts' as well), the tiers on which requests found their adapters, milliseconds to
@@ -47,7 +48,17 @@ from bench.adapters.population import (
     register,
     zipf,
 )
-from bench.adapters.traffic import STATES, Answer, Question, Questions, Seen, ask_at, keep_asking, open_client
+from bench.adapters.traffic import (
+    STATES,
+    Answer,
+    Question,
+    Questions,
+    Seen,
+    ask,
+    ask_at,
+    keep_asking,
+    open_client,
+)
 from bench.beside_vllm import place
 from support.servers.live_server import LiveServer
 
@@ -82,10 +93,12 @@ class Bench:
     async def turn(self, arm: str, trace: str, seed: int, seen: Seen) -> float:
         """One window of one arm. Returns its output tokens a second."""
         options, used = self._options, self.processor[arm]
-        used.subtract(self._used())
         questions = self.questions(self.numbers(arm, trace, seed), seed)
         answers: list[Answer] = []
         async with open_client(self._server.data_url) as client:
+            if arm == FEW:
+                await self._make_few_resident(client)
+            used.subtract(self._used())
             begin = time.perf_counter() + options.ramp
             end = begin + options.seconds
             if trace == "zipf":
@@ -102,6 +115,17 @@ class Bench:
         used.update(self._used())
         used["tokens"] += sum(answer.tokens for answer in answers)
         return seen.add(answers, begin, end)
+
+    async def _make_few_resident(self, client: httpx.AsyncClient) -> None:
+        """Asks each of the few and waits for the answers: the many may have evicted them, and a ramp may hold no
+        request for one of them. Raises RuntimeError where one is not answered."""
+        once = Questions(0, tokens=(1, 1))
+        drawn = [
+            once.draw(self._population.name(n), self._population.key(n)) for n in range(self._options.few)
+        ]
+        answers = await asyncio.gather(*(ask(client, each, time.perf_counter()) for each in drawn))
+        if errors := [answer.error for answer in answers if answer.error is not None]:
+            raise RuntimeError(f"an adapter of the few was not loaded before its turn: {errors[0]}")
 
     def _used(self) -> dict[str, float]:
         used = {name: sum(process.cpu_times()[:2]) for name, process in self._processes.items()}
