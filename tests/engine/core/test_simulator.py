@@ -11,7 +11,7 @@ import pytest
 
 from support.simulator.histories import MIN_EVENTS, Summary, Violation, play, play_many
 
-SEEDS = 200
+SEEDS = 100
 CHUNK = 50
 SOAK_SEEDS = 10_000
 

@@ -174,7 +174,7 @@ def live_through(seed: int, *, is_mild: bool = False) -> History:
 
 
 @pytest.mark.parametrize(
-    "first", [pytest.param(first, marks=[pytest.mark.slow] if first else []) for first in range(0, 1000, 50)]
+    "first", [0, 50, *(pytest.param(first, marks=pytest.mark.soak) for first in range(100, 1000, 50))]
 )
 def test_each_request_has_one_end(first: int) -> None:
     for seed in range(first, first + 50):
