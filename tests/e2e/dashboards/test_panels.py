@@ -22,7 +22,8 @@ RATE = "15s"
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BusyServer]:
     """After load, a canary and a rollback, a Redis that was away and an engine that died; Prometheus still runs."""
-    with busy_server(tmp_path_factory.mktemp("busy")) as busy:
+    # With pauses, as the load goes on for a minute beside other tests.
+    with busy_server(tmp_path_factory.mktemp("busy"), pause=0.1) as busy:
         busy.get_into_trouble()
         yield busy
 

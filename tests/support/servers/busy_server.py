@@ -37,10 +37,11 @@ TENANTS: dict[str, dict[str, Any]] = {
 
 
 class BusyServer:
-    """`server` under load of every tenant until the block ends; its Prometheus scrapes it every second."""
+    """`server` under load of every tenant until the block ends; its Prometheus scrapes it every second. `pause`:
+    seconds between an answer and the client's next request."""
 
-    def __init__(self, server: LiveServer, prometheus: Prometheus, redis: RedisServer) -> None:
-        self.server, self.prometheus, self.redis = server, prometheus, redis
+    def __init__(self, server: LiveServer, prometheus: Prometheus, redis: RedisServer, pause: float) -> None:
+        self.server, self.prometheus, self.redis, self._pause = server, prometheus, redis, pause
         self.began = time.time()
         self._keys: dict[str, str] = {}
         self._end = threading.Event()
@@ -117,8 +118,9 @@ class BusyServer:
             assert time.monotonic() < end, f"never scraped: {expression}\n{self.server.log_tail()}"
             time.sleep(0.1)
 
-    def _asks(self, tenant: str, models: list[str], pause: float = 0.02) -> Callable[[], None]:
+    def _asks(self, tenant: str, models: list[str], pause: float | None = None) -> Callable[[], None]:
         rng = random.Random(f"{tenant} {models}")
+        pause = self._pause if pause is None else pause
         base = checked(self.server.client(self._keys["acme"]).get("/v1/models"))["data"][0]["id"]
         system = "You are a helpful assistant. " * 3
 
@@ -150,7 +152,7 @@ class BusyServer:
 
 
 @contextmanager
-def busy_server(directory: Path) -> Iterator[BusyServer]:
+def busy_server(directory: Path, pause: float = 0.02) -> Iterator[BusyServer]:
     """A server of a tiny model with a Redis and a Prometheus of its own, filled and under load."""
     model = write_tiny_model(directory / "tiny")
     folders = [
@@ -164,7 +166,7 @@ def busy_server(directory: Path) -> Iterator[BusyServer]:
             LiveServer(model, directory / "data", **settings) as server,
             Prometheus(directory / "prometheus", {f"127.0.0.1:{server.admin_port}": {}}, JOB) as prometheus,
         ):
-            busy = BusyServer(server, prometheus, redis)
+            busy = BusyServer(server, prometheus, redis, pause)
             busy.fill(folders)
             busy.scraped("loraplex_engine_up == 1")
             busy.begin()
