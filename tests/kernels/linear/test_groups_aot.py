@@ -15,6 +15,15 @@ from support.kernels.triton_aot import ARCHS, Variant, check, products_in_flight
 
 RECORD = Path(__file__).parents[1] / "aot" / "groups.json"
 MOST_ROWS = {80: 128, 90: 256}
+FEW = (
+    "o, groups of 64, 16 rows",
+    "o, groups of 64, 256 rows",
+    "gate and up, groups of 128, 16 rows",
+    "q, k and v of Q4_K_M, 16 rows",
+    "q, k and v of Q4_K_M, 256 rows",
+    "down, a scale a row, 2048 rows",
+)
+"""What the short version compiles: each kind of codes and of splits."""
 
 
 def variants() -> list[Variant]:
@@ -54,18 +63,27 @@ def variant(name: str, rows: int, shape: tuple[int, int], group: int, arch: int,
     )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_all_compile_and_take_no_more_than_recorded() -> None:
-    for name, by_arch in check(variants(), RECORD).items():
+def chosen(every: bool) -> list[Variant]:
+    return [variant for variant in variants() if every or any(name in variant.name for name in FEW)]
+
+
+short_and_long = pytest.mark.parametrize(
+    "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.soak)]
+)
+
+
+@short_and_long
+def test_all_compile_and_take_no_more_than_recorded(every: bool) -> None:
+    for name, by_arch in check(variants(), RECORD, compiled=chosen(every)).items():
         for usage in by_arch.values():
             assert usage.spill_bytes == 0, name
             assert usage.wide_loads > 0, name
             assert usage.tensor_cores > 0, name
 
 
-@pytest.mark.slow
-def test_on_hopper_no_product_of_weights_in_registers_is_left_in_flight() -> None:
-    hopper = [variant for variant in variants() if variant.archs == (90,)]
+@short_and_long
+def test_on_hopper_no_product_of_weights_in_registers_is_left_in_flight(every: bool) -> None:
+    hopper = [variant for variant in chosen(every) if variant.archs == (90,)]
     assert products_in_flight(*hopper) == [(1, 0)] * len(hopper)
     # The trap is there, and this is how it looks.
     trap = replace(hopper[0], constants={**hopper[0].constants, "AWAIT": False})
