@@ -16,7 +16,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,10 @@ def texts() -> dict[str, str]:
     }
 
 
-def logits(model_dir: Path, prompts: list[list[int]], *, quantise: bool) -> dict[str, torch.Tensor]:
-    """[tokens of all prompts, V] log probabilities, of the base and of each adapter."""
+def logits(
+    model_dir: Path, prompts: list[list[int]], *, quantise: bool, names: Sequence[str] = ("base", *ADAPTERS)
+) -> dict[str, torch.Tensor]:
+    """[tokens of all prompts, V] log probabilities, of the base and of each adapter, or of those in `names`."""
     model = load_model(model_dir, "cpu", torch.float32, quantise=quantise)
     spec = load_base_spec(model_dir, quantise="int8" if quantise else "none")
     layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=64, head=model.head_group)
@@ -84,6 +86,8 @@ def logits(model_dir: Path, prompts: list[list[int]], *, quantise: bool) -> dict
         arena.write(image, slot, tuple(range(used, used + image.num_pages)))
         used += image.num_pages
     for slot, name in enumerate(("base", *ADAPTERS), -1):
+        if name not in names:
+            continue
         run = PagedRun(model, prompts)
         for number, prompt in enumerate(prompts):
             segments = [] if slot < 0 else [(slot, 0, len(prompt))]

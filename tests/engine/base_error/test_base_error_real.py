@@ -16,9 +16,17 @@ from loraplex.engine.base_error.prompts import prompt_tokens
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("trained_on", "quantise"), [(NF4, "none"), (FULL_PRECISION, "int8")])
+@pytest.mark.parametrize(
+    ("trained_on", "quantise", "name"),
+    [
+        (NF4, "none", "json"),
+        (FULL_PRECISION, "int8", "pirate"),
+        pytest.param(NF4, "none", "pirate", marks=pytest.mark.soak),
+        pytest.param(FULL_PRECISION, "int8", "json", marks=pytest.mark.soak),
+    ],
+)
 def test_figures_equal_those_of_the_bench(
-    trained_on: str, quantise: str, real_model_dir: Path, tmp_path: Path
+    trained_on: str, quantise: str, name: str, real_model_dir: Path, tmp_path: Path
 ) -> None:
     tokenizer = Tokenizer.from_file(str(real_model_dir / "tokenizer.json"))
     prompts = prompt_tokens(lambda text: list(tokenizer.encode(text).ids))
@@ -27,22 +35,21 @@ def test_figures_equal_those_of_the_bench(
         as_trained = tmp_path / "nf4"
         as_trained.mkdir()
         write_nf4(real_model_dir, as_trained)
-    expected = logits(as_trained, prompts, quantise=False)
-    served = logits(real_model_dir, prompts, quantise=quantise == "int8")
-    for name in ("json", "pirate"):
-        folder = ROOT / "examples" / "adapters" / name
-        task = BaseErrorTask(
-            model_dir=str(real_model_dir),
-            quantise=quantise,
-            trained_on=trained_on,
-            config_path=str(folder / "adapter_config.json"),
-            tensors_path=str(folder / "adapter_model.safetensors"),
-            digest="0" * 64,
-            max_rank=64,
-            prompts=prompts,
-        )
-        found = compare_answers(read_subject(task), 1 << 30)
-        p, q = expected[name].double(), served[name].double()
-        assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=2e-3)
-        assert found.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=1 / 256)
-        assert found.tokens == 256
+    expected = logits(as_trained, prompts, quantise=False, names=[name])
+    served = logits(real_model_dir, prompts, quantise=quantise == "int8", names=[name])
+    folder = ROOT / "examples" / "adapters" / name
+    task = BaseErrorTask(
+        model_dir=str(real_model_dir),
+        quantise=quantise,
+        trained_on=trained_on,
+        config_path=str(folder / "adapter_config.json"),
+        tensors_path=str(folder / "adapter_model.safetensors"),
+        digest="0" * 64,
+        max_rank=64,
+        prompts=prompts,
+    )
+    found = compare_answers(read_subject(task), 1 << 30)
+    p, q = expected[name].double(), served[name].double()
+    assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=2e-3)
+    assert found.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=1 / 256)
+    assert found.tokens == 256
