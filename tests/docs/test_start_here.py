@@ -87,7 +87,8 @@ class Stranger:
 
 @pytest.fixture(scope="module")
 def stranger(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stranger]:
-    """Models and compiled kernels come from the cache: CI's quickstart begins without."""
+    """Models and compiled kernels come from the cache: CI's quickstart begins without. The second training, of whose
+    answers the page shows none, is a shorter one."""
     folder, home = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("home")
     for name in ("examples", "tools", "constraints.txt"):
         (folder / name).symlink_to(markdown.ROOT / name)
@@ -132,7 +133,8 @@ def stranger(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
             assert time.monotonic() < end, log.read_text()
             time.sleep(0.2)
         assert str(real_model_dir) in log.read_text(), "the folder of the base is printed"
-        yield Stranger(folder, environment, {"127.0.0.1:8000": f"127.0.0.1:{data_port}"})
+        here = {"127.0.0.1:8000": f"127.0.0.1:{data_port}", "--steps 10": "--steps 2"}
+        yield Stranger(folder, environment, here)
     finally:
         quickstart.terminate()
         quickstart.wait(timeout=90)

@@ -246,9 +246,9 @@ async def run_streams(
 
 
 @pytest.mark.slow
-async def test_sixteen_streams_for_ten_seconds(real_model_dir: Path, tmp_path: Path) -> None:
+async def test_sixteen_streams_for_five_seconds(real_model_dir: Path, tmp_path: Path) -> None:
     with open_shop(real_model_dir, tmp_path, streams=16) as shop:
-        figures = await run_streams(*shop, streams=16, seconds=10, seed=1, max_growth=MAX_GROWTH_OF_SECONDS)
+        figures = await run_streams(*shop, streams=16, seconds=5, seed=1, max_growth=MAX_GROWTH_OF_SECONDS)
         print("\n" + figures)
 
 

@@ -122,19 +122,20 @@ def questions(rng: random.Random) -> list[Question]:
 
 
 CASES = [
-    ("none", 40),
-    ("int8", 40),
-    pytest.param("none", 250, marks=pytest.mark.slow),
+    ("none", "float32", 40),
+    ("none", "bfloat16", 40),
+    ("int8", "bfloat16", 40),
     *(
-        pytest.param(quantise, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+        pytest.param(quantise, dtype, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
         for quantise in ("none", "int8")
+        for dtype in ("float32", "bfloat16")
     ),
 ]
-"""How linears are kept, and the requests of each engine: four of them for each family and dtype."""
+"""How linears are kept, the dtype, and the requests of each engine: four of them for each family. The short version has
+codes with one dtype alone."""
 
 
-@pytest.mark.parametrize(("quantise", "count"), CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("quantise", "dtype", "count"), CASES)
 def test_bits_do_not_depend_on_neighbours(
     make_asked: Callable[..., Asked], quantise: str, dtype: str, count: int
 ) -> None:

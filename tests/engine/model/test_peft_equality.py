@@ -116,14 +116,15 @@ def mixed_run(
     poolings: Sequence[Pooling] = (),
 ) -> dict[tuple[str | None, int], tuple[list[int], torch.Tensor]]:
     """Every adapter and the base, in one engine at once: (tokens, [outputs, V] logits). The last prompt comes in
-    chunks. Between them are requests for the prompts' embeddings, of these poolings."""
+    chunks. Behind each is a request for its prompt's embedding, of one of these poolings in turns."""
     refs = {name: engine.publish(folder, name=name) for name, folder in subject.adapters.items()}
     rows: dict[str, list[torch.Tensor]] = {}
     asked = [(name, number) for name in (None, *subject.adapters) for number in subject.asked]
-    for name, number in asked:
+    for place, (name, number) in enumerate(asked):
         adapter = None if name is None else refs[name]
         engine.add(f"{name}/{number}", prompts[number], adapter, max_tokens=NUM_OUTPUTS)
-        for pooling in poolings:
+        if poolings:
+            pooling = poolings[place % len(poolings)]
             engine.embed(f"{name}/{number}/{pooling}", prompts[number], adapter, pooling)
     submit = engine.built.runner.submit
 
@@ -197,17 +198,18 @@ def test_float32_tokens_and_logits_equal_peft(
         "the adapters did not share steps"
     )
     worst = worst_hidden = 0.0
-    for (name, number), (tokens, logits) in results.items():
+    pooled = {"mean": lambda hidden: hidden.mean(0), "last": lambda hidden: hidden[-1]}
+    for place, ((name, number), (tokens, logits)) in enumerate(results.items()):
         prompt = prompts[number]
         expected, hidden = subject.exact(name, prompt, tokens)
         # Each the likeliest after those before it: what PEFT would have generated, token by token.
         assert len(tokens) == NUM_OUTPUTS
         assert tokens == expected.argmax(-1).tolist(), f"{name} on prompt {number}"
         worst = max(worst, float((logits - expected).abs().max()))
-        for pooling, vector in (("mean", hidden.mean(0)), ("last", hidden[-1])):
-            embedding = engine.embedding(f"{name}/{number}/{pooling}")
-            worst_hidden = max(worst_hidden, float((embedding - vector).abs().max()))
-            assert torch.cosine_similarity(embedding, vector, dim=0) > 1 - 1e-6, f"{name} on prompt {number}"
+        pooling = POOLINGS[place % len(POOLINGS)]
+        embedding, vector = engine.embedding(f"{name}/{number}/{pooling}"), pooled[pooling](hidden)
+        worst_hidden = max(worst_hidden, float((embedding - vector).abs().max()))
+        assert torch.cosine_similarity(embedding, vector, dim=0) > 1 - 1e-6, f"{name} on prompt {number}"
     print(
         f"float32, lookahead {lookahead}: worst error of a logit {worst:.2e}, of an embedding {worst_hidden:.2e}, "
         f"over {len(results)} sequences"
