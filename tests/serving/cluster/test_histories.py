@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,7 @@ from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.replica import Replica
-from loraplex.serving.errors import ServingError
+from loraplex.serving.errors import EngineOverloaded, ServingError
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_core import CRASH, fake_tokens
 from support.engine.fake_engine import fake_engine_info
@@ -193,14 +194,27 @@ def test_one_death_costs_nobody_an_answer() -> None:
     assert sum(session.num_restarts for history in histories for session in history.sessions) > 30
 
 
+class CountingSession(ScriptedSession):
+    """Counts how often it is asked to take over, in vain."""
+
+    num_asked_in_vain = 0
+
+    def adopt(self, streams: Sequence[RequestStream], requests: Sequence[EngineRequest]) -> None:
+        try:
+            super().adopt(streams, requests)
+        except EngineOverloaded:
+            self.num_asked_in_vain += 1
+            raise
+
+
 def test_the_orphans_of_a_full_cluster_wait_their_turn() -> None:
     """Two engines, each with room for one tenant's four sequences more: of 12 orphans the rest waits until answers have
-    ended, and all are served."""
+    ended, and all are served. A full engine is asked for one of them now and then, not for all of them each time."""
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         info = fake_engine_info(max_num_seqs=8, max_waiting=4)
-        sessions = [ScriptedSession(info, restarts=False) for _ in range(2)]
+        sessions = [CountingSession(info, restarts=False) for _ in range(2)]
         replicas = [Replica(f"replica-{number}", session) for number, session in enumerate(sessions)]
         cluster = ClusterEngineClient(replicas, clock=loop.time)
         await cluster.start()
@@ -217,6 +231,7 @@ def test_the_orphans_of_a_full_cluster_wait_their_turn() -> None:
                 story.tokens += event.token_ids
             assert tuple(story.tokens) == fake_tokens(request)
         assert loop.time() < 5
+        assert 0 < sessions[1].num_asked_in_vain <= 10
         await cluster.close()
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
