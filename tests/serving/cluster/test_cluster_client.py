@@ -340,7 +340,7 @@ async def test_it_counts_what_went_on_elsewhere(cluster: ClusterEngineClient) ->
     async with asyncio.timeout(WAIT_S):
         await read(stream)
     assert (cluster.num_failed_over, cluster.num_continued) == (1, 0)
-    stream = cluster.submit(ask("begun", 2000))[0]
+    stream = cluster.submit(ask("begun", 1000))[0]
     await anext(stream)
     kill(holder(cluster))
     async with asyncio.timeout(WAIT_S):
