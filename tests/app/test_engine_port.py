@@ -12,6 +12,7 @@ import pytest
 
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.probe import read_probe
+from loraplex.app.cluster.choice import cluster_spec
 from loraplex.app.engines import port as engine_port
 from loraplex.app.engines.port import listen_for_engines, load_engine_token
 from loraplex.app.engines.process import check_name, parse_address, run_engine
@@ -111,6 +112,15 @@ async def test_a_probe_is_replaced_before_a_sweep_takes_it(
                 read_probe=lambda digest: read_probe(store, digest),
             ) as dialled:
                 await until(lambda: bool(dialled.logged("server_joined")))
+
+
+def test_engines_that_ray_starts_are_given_the_ca_of_the_port(tmp_path: Path) -> None:
+    files = {"engine_tls_cert": "server.crt", "engine_tls_key": "server.key"}
+    with pytest.raises(SettingsInvalid, match="needs --engine-tls-ca too"):
+        cluster_spec(settings(tmp_path, **files), "127.0.0.1:1")
+    spec = cluster_spec(settings(tmp_path, engine_tls_ca="ca.crt", **files), "127.0.0.1:1")
+    assert spec.settings["engine_tls_ca"] == str(Path("ca.crt").resolve())
+    assert not files.keys() & spec.settings.keys()
 
 
 def test_the_engines_port_is_taken_with_the_others(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ NOT_SUPERVISED = {
     "_drain": "waited for",
     "StopSignals.first_task": "waited for",
     "StopSignals.second_task": "waited for",
+    "Members.listen": "goes on after each connection that it cannot take; waited for when the port closes",
+    "_Handshake.secure": "its failure is the connection's end, which is logged, and the handshake has its time",
     "Members.welcome": "its failure is the session's end, which is logged",
     "Generation._events": "waited for",
     "VersionChecks.start": "it logs its failure, and gives it to the uploads that wait for it",

@@ -20,8 +20,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Ports": (
         "host", "port", "admin_host", "admin_port", "admin_token", "key_pepper", "engine_host", "engine_port",
-        "engine_token_file", "cors_origins", "metrics_on_data_port", "residency_metrics", "stream_stall_timeout",
-        "drain_grace", "drain_timeout",
+        "engine_token_file", "engine_tls_cert", "engine_tls_key", "engine_tls_ca", "cors_origins",
+        "metrics_on_data_port", "residency_metrics", "stream_stall_timeout", "drain_grace", "drain_timeout",
     ),
     "Limits": (
         "max_adapter_rank", "max_adapter_upload", "max_body", "adapter_load_timeout", "adapter_base_error",
@@ -43,7 +43,7 @@ ENGINE_SETTINGS = (
     "batch_invariant", "recorded_prompt_rows", "lookahead", "threads", "engine_spare", "kv_cache_memory",
     "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs", "max_num_batched_tokens",
     "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url", "artifact_cache_size",
-    "engine_token_file", "drain_timeout", "log_level",
+    "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level",
 )  # fmt: skip
 """Settings of an engine, which `loraplex engine` takes too."""
 _LIMITS = "server_"

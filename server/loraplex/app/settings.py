@@ -82,6 +82,13 @@ class Settings(BaseSettings):
         "",
         description="File of the token by which engines and server know each other (default: in the data directory)",
     )
+    engine_tls_cert: str = Field(
+        "", description="PEM file of the engine port's certificate and its chain: engines dial by TLS alone"
+    )
+    engine_tls_key: str = Field("", description="PEM file of the private key of --engine-tls-cert")
+    engine_tls_ca: str = Field(
+        "", description="PEM file of the certificates that an engine trusts: it dials its server by TLS alone"
+    )
     data_dir: Path = Field(Path("data"), description="Database, artifacts, admin token")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(

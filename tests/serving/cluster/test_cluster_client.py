@@ -23,7 +23,9 @@ from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import Supervision
+from support.cluster.scripted import ScriptedSession
 from support.engine.fake_core import CRASH, SLOW, FakeCore, FakeEngine, build_fake_engine, fake_tokens
+from support.engine.fake_engine import fake_engine_info
 
 FAKE_ENGINE = (sys.executable, str(Path(__file__).parents[2] / "support" / "engine" / "fake_core.py"))
 LONG = 1_000_000
@@ -201,6 +203,17 @@ async def test_one_that_joins_serves_and_knows_the_terms(cluster: ClusterEngineC
     cluster.leave(newcomer.id)
     await newcomer.session.close()
     assert [each.id for each in cluster.replicas] == ["replica-0", "replica-1", "replica-2"]
+
+
+async def test_restarts_of_an_engine_that_is_away_stay_in_the_count() -> None:
+    cluster = ClusterEngineClient(engines_dial=True)
+    for restarts in (2, 3):
+        session = ScriptedSession(fake_engine_info())
+        session.num_restarts = restarts
+        cluster.join(Replica("one", session))
+        assert cluster.num_restarts == restarts
+        cluster.leave("one")
+        assert cluster.num_restarts == restarts
 
 
 async def test_a_full_engine_leaves_it_to_another() -> None:

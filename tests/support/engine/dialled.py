@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ async def listen(
     on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
     on_join: OnJoin = lambda replica, node, session: None,
     on_leave: OnLeave = lambda replica: None,
+    tls: ssl.SSLContext | None = None,
 ) -> Port:
     """A port on loopback; 0 for any that is free."""
     bound = socket.socket()
@@ -83,6 +85,7 @@ async def listen(
         log=lambda event, **fields: port.log.append((event, fields)),
         watchdog=watchdog,
         on_damaged=on_damaged,
+        tls=tls,
     )
     port = Port(members, bound.getsockname()[1])
     await members.listen([bound])
@@ -124,12 +127,14 @@ def dial(
     config: EngineConfig | None = None,
     restart: RestartPolicy | None = None,
     node: str = NODE,
+    tls: ssl.SSLContext | None = None,
+    host: str = "127.0.0.1",
 ) -> Dialling:
     """Run a relay with a fake engine that dials this port."""
     log: list[tuple[str, dict[str, Any]]] = []
     relay = Relay(
         config or EngineConfig("ok", "/nowhere"),
-        Door("127.0.0.1", number, lambda: token, read_probe),
+        Door(host, number, lambda: token, read_probe, tls),
         replica=replica,
         node=node,
         rules=Supervision(

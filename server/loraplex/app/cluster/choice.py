@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from pathlib import Path
 
 from loraplex.app.cluster.spec import ClusterSpec
 from loraplex.app.engines.port import engine_token_path
@@ -70,6 +71,12 @@ def cluster_spec(settings: Settings, address: str, command: tuple[str, ...] = EN
         "data_dir": str(settings.data_dir.resolve()),
         "engine_token_file": str(engine_token_path(settings).resolve()),
     }
+    if settings.engine_tls_cert and not settings.engine_tls_ca:
+        raise SettingsInvalid(
+            "--engine-tls-cert needs --engine-tls-ca too: the engines that Ray starts trust it."
+        )
+    if settings.engine_tls_ca:
+        given["engine_tls_ca"] = str(Path(settings.engine_tls_ca).resolve())
     most = settings.max_replicas or settings.replicas
     if not settings.ray_address:
         given["replicas"] = most  # they share this machine

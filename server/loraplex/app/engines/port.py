@@ -15,6 +15,7 @@ from loraplex.adapters.errors import StoreFailed
 from loraplex.adapters.store.interface import Store
 from loraplex.adapters.store.probe import Probe, write_probe
 from loraplex.app.engines.logs import log_engine
+from loraplex.app.engines.tls import port_tls
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.tenancy.secrets import load_or_create
 from loraplex.serving.cluster.hello import Expected
@@ -62,6 +63,7 @@ async def listen_for_engines(
     """Take engines on these bound sockets for the length of the context. The token is made at the first start. Raises
     SettingsInvalid, SecretUnusable, StoreFull, StoreFailed."""
     path = engine_token_path(settings)
+    tls = port_tls(settings)
     try:
         token, _ = load_or_create(path, secrets.token_urlsafe(32))
         probes = [await asyncio.to_thread(write_probe, store)]
@@ -82,11 +84,12 @@ async def listen_for_engines(
         taken=taken,
         on_damaged=on_damaged,
         demand=demand,
+        tls=tls,
     )
     log = structlog.get_logger("loraplex")
     addresses = [bound.getsockname()[:2] for bound in sockets]
     await members.listen(sockets)
-    log.info("engine_port_open", addresses=addresses, token_file=str(path.resolve()))
+    log.info("engine_port_open", addresses=addresses, token_file=str(path.resolve()), tls=tls is not None)
     renewing = asyncio.create_task(_renew(members, store, probes))
     try:
         yield members

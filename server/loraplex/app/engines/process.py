@@ -16,6 +16,7 @@ from loraplex.app.base_model.source import default_served_name, ensure_model
 from loraplex.app.engine_settings import engine_config
 from loraplex.app.engines.logs import StartLog, log_engine
 from loraplex.app.engines.port import load_engine_token
+from loraplex.app.engines.tls import engine_tls
 from loraplex.app.logs import configure_logging, log_everything
 from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
 from loraplex.app.stop_signals import StopSignals
@@ -45,6 +46,7 @@ def make_relay(settings: Settings, join: str, replica: str, command: Sequence[st
         raise SettingsInvalid("--model (or LORAPLEX_MODEL) is needed: that of the server.")
     make_data_dir(settings.data_dir)
     load_engine_token(settings)
+    tls = engine_tls(settings)
     try:
         store = artifact_store(settings)
     except OSError as error:
@@ -53,7 +55,7 @@ def make_relay(settings: Settings, join: str, replica: str, command: Sequence[st
     served_name = settings.served_model_name or default_served_name(settings.model)
     return Relay(
         engine_config(settings, model_dir, served_name),
-        Door(host, port, lambda: load_engine_token(settings), partial(read_probe, store)),
+        Door(host, port, lambda: load_engine_token(settings), partial(read_probe, store), tls),
         replica=name,
         node=socket.gethostname(),
         rules=Supervision(

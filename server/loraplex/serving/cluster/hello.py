@@ -6,8 +6,8 @@
 
 All MACs are HMAC-SHA256 under the shared token, of different labels, so that none can be sent back as another. A Hello
 covers the server's nonce, so that a recorded one is worth nothing. Neither the token nor anything from the store ever
-travels: a strange server learns nothing from an engine. What follows the handshake is neither encrypted nor
-authenticated: that is the network's part.
+travels: a strange server learns nothing from an engine. Without TLS what follows the handshake is neither
+encrypted nor authenticated: that is the network's part then.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,8 @@ COUNT_S = 60.0
 OTHERS = "other addresses"
 CLOSE_S = 2.0
 """Time for a refused peer to read why."""
+ACCEPT_AGAIN_S = 0.1
+"""Pause after a connection that could not be taken."""
 SILENT_S = 3 * wire.HEARTBEAT_INTERVAL_S
 """Silence after which another engine of the same name takes a connection's place."""
 
@@ -52,7 +55,8 @@ OnLeave = Callable[[str], None]
 class Members:
     """Listens for engines, and keeps the sessions of those that are connected, by replica. `probe_digest` names the
     probe whose content is `expected.probe`. `taken` are names of engines that do not dial. `on_join` and `on_leave`
-    come in turns for each replica. All methods belong to one event loop's thread."""
+    come in turns for each replica. `tls`: the server's end of it; None: none. All methods belong to one event loop's
+    thread."""
 
     def __init__(
         self,
@@ -66,7 +70,9 @@ class Members:
         watchdog: WatchdogPolicy | None = None,
         on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
         demand: Demand | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self._tls = tls
         self._expected = expected
         self._probes = {probe_digest: expected.probe}  # the newest last
         self._on_join = on_join
@@ -77,6 +83,7 @@ class Members:
         self._on_damaged = on_damaged
         self._demand = demand
         self._servers: list[asyncio.Server] = []
+        self._accepting: list[asyncio.Task[None]] = []
         self._handshakes: dict[_Handshake, None] = {}  # the oldest first
         self._refusals = _Refusals(log)
         self._sessions: dict[str, RemoteEngine] = {}
@@ -98,12 +105,33 @@ class Members:
         loop = asyncio.get_running_loop()
         for bound in sockets:
             bound.listen(128)
-        self._servers = [await loop.create_server(lambda: _Handshake(self), sock=bound) for bound in sockets]
+        if self._tls is None:
+            self._servers = [
+                await loop.create_server(lambda: _Handshake(self), sock=bound) for bound in sockets
+            ]
+        else:
+            self._accepting = [loop.create_task(self._accept(bound, self._tls)) for bound in sockets]
+
+    async def _accept(self, bound: socket.socket, context: ssl.SSLContext) -> None:
+        """Take connections to speak TLS with. They count from here on: a server of the loop has them agree on TLS
+        first, as many as come."""
+        bound.setblocking(False)
+        with bound:
+            while True:
+                try:
+                    sock, address = await asyncio.get_running_loop().sock_accept(bound)
+                except OSError:  # no descriptor is left, or the peer has gone already
+                    await asyncio.sleep(ACCEPT_AGAIN_S)
+                    continue
+                _Handshake(self).secure(sock, str(address[0]), context)
 
     async def close(self, *, drain_s: float = 0) -> None:
         """Take no engine any more, let answers finish within `drain_s` seconds, and hang up on all of them."""
         for server in self._servers:
             server.close()
+        for accepting in self._accepting:
+            accepting.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         for connection in list(self._handshakes):
             connection.end()
         await asyncio.gather(*(session.close(drain_s=drain_s) for session in self._sessions.values()))
@@ -244,6 +272,8 @@ class _Handshake(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._challenge: Challenge | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._sock: socket.socket | None = None
+        self._securing: asyncio.Task[None] | None = None
         self.peer = ""
 
     def refuse(self, reason: str) -> None:
@@ -259,17 +289,45 @@ class _Handshake(asyncio.Protocol):
             self._transport.close()
             # It waits for a peer that does not read.
             self._timer = asyncio.get_running_loop().call_later(CLOSE_S, self._transport.abort)
+        elif self._securing is not None:
+            self._securing.cancel()
+        if self._sock is not None:
+            self._sock.close()
         self._challenge = None
         self._members.end(self, reason)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self.peer = str((transport.get_extra_info("peername") or ("unknown",))[0])
-        watch_peer(transport)
+    def secure(self, sock: socket.socket, peer: str, context: ssl.SSLContext) -> None:
+        """Agree on TLS over this connection, within the time of the handshake."""
+        self._sock = sock
+        self._begin(peer)
+        if self._challenge is not None:
+            self._securing = asyncio.get_running_loop().create_task(self._secure(context))
+
+    async def _secure(self, context: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        sock, self._sock = self._sock, None  # the loop closes it from here on
+        assert sock is not None
+        try:
+            await loop.connect_accepted_socket(lambda: self, sock, ssl=context)
+        except OSError as error:  # ssl.SSLError is one
+            self._securing = None
+            self.end(f"it does not speak TLS as the server does: {handshake.one_line(str(error))}")
+
+    def _begin(self, peer: str) -> None:
+        self.peer = peer
         self._challenge = self._members.begin(self)
         late = f"no handshake came within {handshake.HANDSHAKE_S:g} s"
         self._timer = asyncio.get_running_loop().call_later(handshake.HANDSHAKE_S, self.refuse, late)
-        self._transport.write(framing.encode_frame(self._challenge))
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        watch_peer(transport)
+        if self._securing is None:
+            self._begin(str((transport.get_extra_info("peername") or ("unknown",))[0]))
+        if self._challenge is None:
+            self._transport.abort()  # it was ended while TLS was agreed on
+        else:
+            self._transport.write(framing.encode_frame(self._challenge))
 
     def data_received(self, data: bytes) -> None:
         if self._challenge is None:

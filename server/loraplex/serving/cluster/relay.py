@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -42,12 +43,14 @@ class DialPolicy:
 @dataclass(frozen=True, slots=True)
 class Door:
     """Where the server listens, and what opens it. `token` and `read_probe` (its content, by its name; raises as
-    `loraplex.adapters.store.probe.read_probe`) are asked at each try; `read_probe` in a thread."""
+    `loraplex.adapters.store.probe.read_probe`) are asked at each try; `read_probe` in a thread. `tls`: the engine's end
+    of it; None: none."""
 
     host: str
     port: int
     token: Callable[[], bytes]
     read_probe: Callable[[str], bytes]
+    tls: ssl.SSLContext | None = None
 
 
 class Relay:
@@ -165,13 +168,19 @@ class Relay:
         reason = "the engine was lost meanwhile"
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                await asyncio.get_running_loop().create_connection(lambda: link, door.host, door.port)
+                await asyncio.get_running_loop().create_connection(
+                    lambda: link, door.host, door.port, ssl=door.tls
+                )
                 await link.shake_hands(identity, door.token(), door.read_probe, self._log)
             if self._supervisor.pid == pid:
                 self._last_reason = ""
                 return link
         except TimeoutError:
             reason = f"no handshake within {HANDSHAKE_S:g} s"
+            if door.tls is None:
+                reason += "; a server with --engine-tls-cert waits for TLS: then give --engine-tls-ca"
+        except ssl.SSLError as error:
+            reason = f"no TLS with the server: {error}; look at --engine-tls-ca, and at the names in its certificate"
         except (HandshakeRefused, LoraplexError, OSError) as error:
             reason = str(error)
         except asyncio.CancelledError:
