@@ -15,6 +15,7 @@ import asyncio
 import os
 import platform
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import structlog
 import uvloop
 
 from bench.drill.cluster import PLACES, Drill, drilled, folders, usage
@@ -213,6 +215,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(SCENES), help="scenes, separated by commas")
     arguments = parser.parse_args()
     os.environ["FAKE_STEP_S"] = STEP_S
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     return 0 if uvloop.run(run(arguments.only.split(","), arguments.rounds)) else 1
 
 

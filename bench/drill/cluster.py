@@ -132,4 +132,5 @@ def usage(processes: list[psutil.Process]) -> tuple[float, float]:
 
 
 def folders() -> set[str]:
+    """Folders of any Ray of ours on this machine."""
     return {entry.name for entry in os.scandir("/tmp") if entry.name.startswith("lp-ray-")}

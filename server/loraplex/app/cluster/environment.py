@@ -17,6 +17,9 @@ MARK = "TMPDIR"
 KEPT = frozenset({"LORAPLEX_MODEL_CACHE"})
 """Our variables that engines read. Settings are passed on by the spec, and secrets of the server not at all."""
 GONE_S = 5.0
+LOOK_S = 0.05
+REMOVALS = 5
+"""Times that a folder is removed: a process that ends may still write, and one between fork and exec is not seen."""
 
 
 def ray_environment(base: Mapping[str, str], folder: Path, *, token: str | None) -> dict[str, str]:
@@ -58,8 +61,12 @@ def make_ray_folder() -> Path:
 
 def remove_ray_folder(folder: Path) -> None:
     """Remove it, and end what still runs below it. Takes seconds where that does not go."""
-    end_processes(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(REMOVALS):
+        end_processes(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(LOOK_S)
+        if not folder.exists():
+            return
 
 
 def processes_of(folder: Path) -> list[int]:
@@ -83,6 +90,6 @@ def end_processes(folder: Path) -> int:
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(LOOK_S)
         alive = processes_of(folder)
     return len(left)

@@ -9,6 +9,7 @@ before old ones. A head that is lost is told and left alone: its engines serve o
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -45,8 +46,12 @@ class Manager:
         self._ending = threading.Event()
         self._replacing = threading.Event()
         self._woken = threading.Event()
-        self._is_connected = False
+        self._is_connected = self._has_head = False
         self._head: tuple[str, int] | None = None
+
+    @property
+    def folder(self) -> str:
+        return self._spec.folder
 
     def end(self) -> None:
         """Have `run` return. Safe from signals and other threads."""
@@ -71,18 +76,19 @@ class Manager:
         while not self._ending.is_set():
             self._woken.wait(LOOK_S)
             self._woken.clear()
-            if self._replacing.is_set():
-                self._replacing.clear()
-                self._deploy()
             missed = 0 if self._answers() else missed + 1
             if missed == HEAD_TRIES:
+                self._has_head = False
                 self._tell(Event("head_lost"))
+            if self._replacing.is_set() and not missed:
+                self._replacing.clear()
+                self._deploy()
 
     def close(self) -> None:
         """Take the engines away: with a Ray of our own they end with it, of a running cluster ours alone."""
         if not self._is_connected:
             return
-        if self._spec.address and self._answers():
+        if self._spec.address and self._has_head:  # else the next manager's engines may have the name by now
             serve.delete(self._name)
         ray.shutdown()
 
@@ -98,7 +104,7 @@ class Manager:
                 _temp_dir=os.path.join(self._spec.folder, "r"),
                 **given,
             )
-        self._is_connected = True
+        self._is_connected = self._has_head = True
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._head = host.strip("[]"), int(port)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
@@ -158,6 +164,8 @@ def main() -> int:
     try:
         manager.close()
     finally:
+        # The server removes the folder too, unless it was killed.
+        shutil.rmtree(manager.folder, ignore_errors=True)
         os._exit(code)  # Ray's threads may wait for a head that is gone
 
 
