@@ -26,14 +26,15 @@ def build(args: dict[str, Any]) -> serve.Application:
     if spec.max_replicas > spec.min_replicas:
         bounds = autoscaling_config(spec.min_replicas, spec.max_replicas, spec.up_delay_s, spec.down_delay_s)
         counted = {"autoscaling_config": bounds}
+    resources = actor_options(settings, spec.gpus)
     deployment = serve.deployment(
         name=DEPLOYMENT,
-        ray_actor_options=actor_options(settings, spec.gpus),
+        ray_actor_options=resources,
         graceful_shutdown_timeout_s=settings.drain_timeout + GRACE_S,
         graceful_shutdown_wait_loop_s=0.1,
         health_check_period_s=3,
         health_check_timeout_s=9,
-        max_surge_percent=100,
+        max_surge_percent=0 if resources["num_gpus"] else 100,  # a GPU has no room for a second engine
         logging_config={"log_level": "WARNING", "enable_access_log": False},
         **counted,
     )(Engine)
