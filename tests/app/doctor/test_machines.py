@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.app.doctor.checks import checks_of, report
-from loraplex.app.doctor.machine import Disk, Machine, Port, SecretFile
+from loraplex.app.doctor.machine import Disk, Machine, Port, SecretFile, read_machine
 from loraplex.app.output import Output
 from loraplex.app.settings import Settings
 from loraplex.migrations.run import upgrade
@@ -190,3 +190,65 @@ def test_a_machine_where_all_is_wrong(capsys: pytest.CaptureFixture[str], tmp_pa
     code, text = said(capsys, machine, Torch(), tmp_path, **options)
     assert (code, text) == (1, expected("wrong"))
     assert "hunter2" not in text
+
+
+RAY = replace(GOOD, ray="2.60.1", shared_memory=8 * GIB)
+ENGINES = [
+    (GOOD, {"replicas": 2}, "ok    engines: 2 by this server: Ray is not installed: pip install"),
+    (RAY, {"replicas": 2}, "ok    engines: 2 by Ray 2.60.1, which takes 0.8 GiB beside them"),
+    (RAY, {"replicas": 2, "max_replicas": 4}, "ok    engines: 2 to 4 by Ray 2.60.1, which takes 0.9 GiB"),
+    (GOOD, {"replicas": 2, "max_replicas": 4}, "wrong engines: Ray is not installed: pip install"),
+    (
+        replace(RAY, ray="2.61.0"),
+        {"replica_manager": "ray"},
+        "wrong engines: Ray 2.61.0 is installed, and 2.60",
+    ),
+    (replace(RAY, shared_memory=64 << 20), {"replicas": 2}, "/dev/shm has 64 MiB free, and Ray wants 80 MiB"),
+    (replace(RAY, memory_available=GIB // 2), {"replicas": 2}, "warn  engines: 2 by Ray"),
+    (
+        replace(RAY, shared_memory=0),
+        {"ray_address": "10.0.0.1:6379", "engine_port": 8002, "engine_host": "10.0.0.2"},
+        "ok    engines: 1 by Ray 2.60.1 at 10.0.0.1:6379",
+    ),
+    (GOOD, {"replicas": 0, "engine_port": 8002}, "ok    engines: 0 by this server: --replicas 0"),
+]
+
+
+@pytest.mark.parametrize(("machine", "settings", "expected"), ENGINES)
+def test_where_several_engines_come_from(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    machine: Machine,
+    settings: dict[str, object],
+    expected: str,
+) -> None:
+    code, text = said(capsys, machine, CPU_TORCH, tmp_path, **settings)
+    assert expected in text
+    assert code == ("wrong" in text)
+    assert " engines: " not in said(capsys, machine, CPU_TORCH, tmp_path)[1]
+
+
+def test_pools_count_for_each_engine_of_this_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    _, text = said(capsys, RAY, CPU_TORCH, tmp_path, replicas=2, max_replicas=4, kv_cache_memory=10 * GIB)
+    assert "the settings want 40.0 GiB for pools of 4 engines, beside" in text
+
+
+def test_the_engine_port_is_looked_at_where_one_is_wanted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    taken = replace(GOOD, engine_port=Port("127.0.0.1:8002", "Address already in use", is_in_use=True))
+    code, text = said(capsys, taken, CPU_TORCH, tmp_path)
+    assert code == 1
+    assert "wrong engine port: 127.0.0.1:8002 cannot be used: Address already in use" in text
+    assert "engine port" not in said(capsys, GOOD, CPU_TORCH, tmp_path)[1]
+
+
+def test_a_token_that_others_may_read_is_found_where_it_is(tmp_path: Path) -> None:
+    token = tmp_path / "engine-token"
+    token.write_text("x")
+    token.chmod(0o644)
+    machine = read_machine(Settings(data_dir=tmp_path / "data", engine_token_file=str(token), engine_port=0))
+    assert [(file.path, file.mode) for file in machine.secrets] == [(token, 0o644)]
+    assert machine.shared_memory > 0

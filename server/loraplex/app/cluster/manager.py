@@ -24,11 +24,10 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from loraplex.app.cluster.app import build
+from loraplex.app.cluster.cost import OBJECT_STORE_BYTES
 from loraplex.app.cluster.spec import ClusterSpec, Event, application_name, application_prefix
 from loraplex.app.settings import load_settings
 
-OBJECT_STORE_BYTES = 80 << 20
-"""Nearly the least that Ray takes: nothing of ours goes through it."""
 LOOK_S = 1.0
 HEAD_TRIES = 3
 """Looks in a row at which the head does not answer, before it is taken for lost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +33,9 @@ def plan(
     max_num_seqs: Annotated[int | None, typer.Option(min=1, max=4096, help="As of serve")] = None,
     dtype: Annotated[str, typer.Option(help="As of serve: auto, bfloat16, float16 or float32")] = "auto",
     quantise: Annotated[str, typer.Option(help="As of serve: none or int8")] = "none",
+    replicas: Annotated[
+        int, typer.Option(min=1, max=64, help="Engines, each with a copy of the base; on a CPU they share it")
+    ] = 1,
     gpu_memory: Annotated[
         str,
         typer.Option(metavar="<bytes>", help="Memory of the device, for example 48GiB, in place of its own"),
@@ -51,6 +54,7 @@ def plan(
             gpu=gpu,
             dtype=dtype,
             quantise=quantise,
+            replicas=replicas,
             memory=_bytes(gpu_memory),
             bandwidth=bandwidth,
             wanted={
@@ -71,12 +75,14 @@ def _plan(
     gpu: str,
     dtype: str,
     quantise: str,
+    replicas: int,
     memory: int,
     bandwidth: float,
     wanted: dict[str, Any],
 ) -> None:
     import torch
 
+    from loraplex.app.cluster.cost import ray_bytes
     from loraplex.app.plan.devices import find_device
     from loraplex.app.plan.memory import RESERVES, Wanted, make_plan
     from loraplex.app.plan.speed import decode_speeds
@@ -88,7 +94,10 @@ def _plan(
         raise SettingsInvalid(f"--quantise {quantise[:40]}: give none or int8.")
     is_cpu = gpu.lower() == "cpu"
     cpu_memory = available_memory(torch.device("cpu")) if is_cpu and not memory else memory
+    shared = ray_bytes(replicas) if replicas > 1 else 0  # of the host, whatever the engines run on
     device = find_device(gpu, memory, bandwidth, cpu_memory)
+    if is_cpu and replicas > 1:
+        device = replace(device, memory=max(0, device.memory - shared) // replicas)
     outline = _outline(
         model, device.kind, dtype, max_model_len=wanted["max_model_len"], quantise=quantise != "none"
     )
@@ -99,6 +108,8 @@ def _plan(
     settings = {"model": _source(model), **made.settings}
     if quantise != "none":
         settings["quantise"] = quantise
+    if replicas > 1 and is_cpu:
+        settings["replicas"] = replicas
     if out.as_json:
         out.json(
             {
@@ -107,14 +118,18 @@ def _plan(
                 "device": asdict(device),
                 **asdict(made),
                 "settings": settings,
+                "replicas": replicas,
+                "ray_bytes": shared,
                 "speed": [asdict(speed) for speed in speeds],
                 "speed_is_estimated": True,
             }
         )
         return
-    from loraplex.app.plan.report import print_plan
+    from loraplex.app.plan.report import print_plan, print_replicas
 
     print_plan(out, device, settings, made, speeds)
+    if replicas > 1:
+        print_replicas(out, replicas, made, shared)
 
 
 def _source(model: str) -> str:

@@ -81,6 +81,16 @@ def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list
         ("data port", lambda: _port(machine.data_port, machine)),
         ("admin port", lambda: _port(machine.admin_port, machine)),
     ]
+    if machine.engine_port is not None:
+        port = machine.engine_port
+        checks.append(("engine port", lambda: _port(port, machine)))
+    if (
+        settings.replicas != 1
+        or settings.max_replicas
+        or settings.replica_manager == "ray"
+        or settings.ray_address
+    ):
+        checks.append(("engines", lambda: production.check_engines(settings, machine)))
     return checks
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from loraplex.app.cluster.choice import ray_version
+from loraplex.app.engines.port import engine_token_path
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.data_dir_lock import is_data_dir_locked
@@ -69,7 +71,8 @@ class Port:
 class Machine:
     """Memory in bytes, of this machine and of its control group. `open_files` None: no limit. `huge_pages` is the
     kernel's setting of transparent huge pages, "" where it has none. `clock_synchronised` None: unknown. `store` are
-    the folders between which an upload is renamed. `is_held`: a server runs on the data directory."""
+    the folders between which an upload is renamed. `is_held`: a server runs on the data directory. `engine_port`
+    None: none is wanted. `shared_memory`: what is free of /dev/shm. `ray`: the version of Ray that is installed."""
 
     python: str
     memory_total: int
@@ -83,6 +86,9 @@ class Machine:
     data_port: Port
     admin_port: Port
     is_held: bool = False
+    engine_port: Port | None = None
+    shared_memory: int = 0
+    ray: str | None = None
 
 
 def read_machine(settings: Settings) -> Machine:
@@ -99,10 +105,13 @@ def read_machine(settings: Settings) -> Machine:
         clock_synchronised=_clock_synchronised(),
         data=_disk(settings.data_dir),
         store=tuple(_disk(store / name) for name in ("staging", "sha256")),
-        secrets=tuple(_secrets(settings.data_dir)),
+        secrets=tuple(_secrets(settings)),
         data_port=_port(settings.host, settings.port),
         admin_port=_port(settings.admin_host, settings.admin_port),
         is_held=is_data_dir_locked(settings.data_dir),
+        engine_port=_port(settings.engine_host, settings.engine_port) if settings.engine_port else None,
+        shared_memory=_shared_memory(),
+        ray=ray_version(),
     )
 
 
@@ -204,12 +213,20 @@ def _file_system(path: Path) -> str:
     return best[1]
 
 
-def _secrets(data_dir: Path) -> list[SecretFile]:
+def _shared_memory() -> int:
+    try:
+        usage = os.statvfs("/dev/shm")  # noqa: S108 - where Ray keeps its objects
+    except OSError:
+        return 0
+    return usage.f_bavail * usage.f_frsize
+
+
+def _secrets(settings: Settings) -> list[SecretFile]:
     found = []
-    for name in _SECRETS:
+    for path in (*(settings.data_dir / name for name in _SECRETS), engine_token_path(settings)):
         try:
-            status = (data_dir / name).lstat()
+            status = path.lstat()
         except OSError:
             continue
-        found.append(SecretFile(data_dir / name, stat.S_IMODE(status.st_mode), status.st_uid == os.geteuid()))
+        found.append(SecretFile(path, stat.S_IMODE(status.st_mode), status.st_uid == os.geteuid()))
     return found

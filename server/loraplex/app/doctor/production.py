@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from loraplex.app.cluster.choice import uses_ray
+from loraplex.app.cluster.cost import OBJECT_STORE_BYTES, ray_bytes
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
 from loraplex.app.doctor.machine import Device, Disk, Machine
 from loraplex.app.ports.connections import RESERVED_FILES
@@ -26,10 +28,12 @@ def check_memory(settings: Settings, machine: Machine, device: Device) -> Findin
     on_device = {"kv_cache_memory": settings.kv_cache_memory, "adapter_memory": settings.adapter_memory}
     if device.kind == "cpu":
         in_host |= on_device
-    wanted = sum(in_host.values())
+    engines = engines_here(settings)
+    wanted = sum(in_host.values()) * engines
+    of_engines = f" of {engines} engines" if engines > 1 else ""
     found = f"{_gib(machine.memory_available)} of {_gib(machine.memory_total)} free"
     if wanted:
-        found += f"; the settings want {_gib(wanted)} for pools, beside the model's weights"
+        found += f"; the settings want {_gib(wanted)} for pools{of_engines}, beside the model's weights"
     elif not any(on_device.values()):
         found += "; pools are chosen at the start from what is free then"
     remedy = f"lower {_options(in_host)}, or add memory"
@@ -49,6 +53,34 @@ def check_memory(settings: Settings, machine: Machine, device: Device) -> Findin
 def _options(pools: Mapping[str, int]) -> str:
     """The options that are set."""
     return " or ".join(f"--{name.replace('_', '-')}" for name, size in pools.items() if size) or "the pools"
+
+
+def engines_here(settings: Settings) -> int:
+    """Engines that this machine may have at a time."""
+    return 0 if settings.ray_address else max(settings.replicas, settings.max_replicas)
+
+
+def check_engines(settings: Settings, machine: Machine) -> Finding:
+    """Where several engines come from. Raises SettingsInvalid where the settings do not fit together."""
+    by_ray, why = uses_ray(settings, lambda: machine.ray)
+    if not by_ray:
+        return ok(f"{settings.replicas} by this server: {why}")
+    most = max(settings.replicas, settings.max_replicas)
+    number = str(most) if most == settings.replicas else f"{settings.replicas} to {most}"
+    found = f"{number} by {why}"
+    if settings.ray_address:
+        return ok(f"{found} at {settings.ray_address}")
+    wanted = ray_bytes(most)
+    found += f", which takes {_gib(wanted)} beside them"
+    if machine.shared_memory < OBJECT_STORE_BYTES:
+        return fail(
+            f"{found}; /dev/shm has {machine.shared_memory >> 20} MiB free, and Ray wants "
+            f"{OBJECT_STORE_BYTES >> 20} MiB of it",
+            "make /dev/shm larger (--shm-size of a container), or use --replica-manager local",
+        )
+    if machine.memory_available < wanted:
+        return warn(found, "stop what else runs here, or use --replica-manager local")
+    return ok(found)
 
 
 def check_data_dir(settings: Settings, disk: Disk, *, held: bool) -> Finding:

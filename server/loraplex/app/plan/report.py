@@ -67,3 +67,13 @@ def _size(num_bytes: int) -> str:
     if abs(num_bytes) >= 1 << 30:
         return f"{num_bytes / (1 << 30):.2f} GiB"
     return f"{num_bytes / (1 << 20):.1f} MiB" if abs(num_bytes) >= 1 << 20 else f"{num_bytes / 1024:.0f} KiB"
+
+
+def print_replicas(out: Output, replicas: int, plan: Plan, ray: int) -> None:
+    """Several engines: the above is each one's."""
+    out.line(f"\n{replicas} engines, the above for each:")
+    out.line(f"  {'sequences at once, at most':<38}{replicas * plan.wanted.max_num_seqs:>11}")
+    out.line(
+        f"  {'weights, adapters and KV of all':<38}{_size(replicas * (plan.weights + plan.arena + plan.kv)):>11}"
+    )
+    out.line(f"  {'Ray, in host memory':<38}{_size(ray):>11}  none without it")
