@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,24 @@ def test_the_second_loss_ends_it_at_once() -> None:
         assert second.num_live == 1
         lose(cluster, second)
         assert stream.finished
+
+    in_virtual_time(story)
+
+
+def test_sequences_that_are_lost_one_after_the_other_are_one_loss() -> None:
+    async def story(cluster: ClusterEngineClient) -> None:
+        first = await join(cluster)
+        requests = [replace(REQUEST, request_id=f"r{number}") for number in range(3)]
+        streams = cluster.submit(*requests)
+        second = await join(cluster, name="two")
+        await asyncio.sleep(3 * STEP_S)
+        for number, request in enumerate(requests):
+            first.cut(request.request_id)
+            await asyncio.sleep(2 * STEP_S)
+            assert (first.num_live, second.num_live) == (2 - number, number + 1)
+        lose(cluster, first)
+        for stream in streams:
+            assert (await read(stream))[0] == fake_tokens(REQUEST)
 
     in_virtual_time(story)
 

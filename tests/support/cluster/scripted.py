@@ -82,6 +82,10 @@ class ScriptedSession(EngineSession):
             if self._restarts:
                 asyncio.get_running_loop().call_later(RESTART_S, self._come_back)
 
+    def cut(self, request_id: str) -> None:
+        """End a request, as an engine does that is stopped from outside."""
+        self._core.abort(request_id)
+
     def hang(self) -> None:
         """Take no more steps; the watchdog ends it."""
         self._hung_since = asyncio.get_running_loop().time()
