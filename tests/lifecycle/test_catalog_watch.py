@@ -14,8 +14,10 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.control.types import VersionInfo
 from loraplex.lifecycle.catalog_watch import INTERVAL_S, CatalogWatch
 from loraplex.serving.errors import ServingError
+from support.control.plane import use_database
 from support.engine.fake_engine import FakeEngineClient
 from support.http.admin_plane import AdminPlane, admin_client
+from support.servers.postgres import need_programs, postgres_server
 
 VERSION = "/tenants/acme/adapters/support/versions/v1"
 
@@ -28,7 +30,10 @@ class Clock:
 
 
 @pytest.fixture
-def planes(tmp_path: Path) -> Iterator[tuple[AdminPlane, AdminPlane]]:
+def planes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[AdminPlane, AdminPlane]]:
+    if getattr(request, "param", "sqlite") == "postgresql":
+        need_programs()
+        use_database(tmp_path, postgres_server().clear())
     first, second = AdminPlane(tmp_path), AdminPlane(tmp_path)
     first.make_tenant()
     first.make_adapter()
@@ -61,12 +66,18 @@ async def other(planes: tuple[AdminPlane, AdminPlane], clock: Clock) -> AsyncIte
         await task
 
 
+on_each_database = pytest.mark.parametrize(
+    "planes", ["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)], indirect=True
+)
+
+
 async def until(reached: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not reached():
             await asyncio.sleep(0.002)
 
 
+@on_each_database
 async def test_a_pin_comes_and_goes_on_the_other_server(
     planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient
 ) -> None:
@@ -79,6 +90,7 @@ async def test_a_pin_comes_and_goes_on_the_other_server(
     assert 2 * INTERVAL_S < 5, "a change is in force within five seconds"
 
 
+@on_each_database
 async def test_what_is_deleted_leaves_the_other_servers_engine(
     planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient
 ) -> None:
