@@ -89,7 +89,11 @@ def ranks_not_charged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_charge", lambda self, seq, units: self.queue.charge(seq, units))
 
 
-FIRST_HISTORY = {"ranks_not_charged": 120}
+FIRST_HISTORY = {
+    "newcomers_not_lifted": 12,
+    "credit_kept_while_an_adapter_comes": 29,
+    "ranks_not_charged": 130,
+}
 """Where the search begins for a bug that few histories can show; 0 for the others."""
 
 
