@@ -114,9 +114,13 @@ def variants() -> list[Variant]:
     return found + fused()
 
 
-@pytest.mark.slow
-def test_all_compile_and_take_no_more_than_recorded() -> None:
-    report = check(variants(), RECORD)
+@pytest.mark.parametrize(
+    "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.soak)]
+)
+def test_all_compile_and_take_no_more_than_recorded(every: bool) -> None:
+    """The short version without Qwen2, whose heads are narrower than Llama's."""
+    compiled = [variant for variant in variants() if every or "Qwen2" not in variant.name]
+    report = check(variants(), RECORD, compiled=compiled)
     for name, by_arch in report.items():
         for arch, usage in by_arch.items():
             assert usage.spill_bytes == 0, f"{name} on {arch}"

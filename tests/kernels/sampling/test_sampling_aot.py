@@ -5,6 +5,7 @@ After a change that is meant to take more: RECORD_AOT=1 python -m pytest tests/k
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from loraplex.kernels.sampling import triton_edits, triton_logsumexp, triton_programs, triton_sampling
 from loraplex.kernels.sampling.triton_sampling import TritonSampling
 from loraplex.kernels.sampling.types import Biases, Draws, History, SampleRows, TokenMasks
-from support.kernels.triton_aot import Recorder, Variant, check
+from support.kernels.triton_aot import ARCHS, Recorder, Variant, check
 
 RECORD = Path(__file__).parents[1] / "aot" / "sampling.json"
 TYPES = {
@@ -82,9 +83,14 @@ def launched(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     return list(found.values())
 
 
-@pytest.mark.slow
-def test_all_compile_and_take_no_more_than_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = check(launched(128256, monkeypatch), RECORD)
+@pytest.mark.parametrize(
+    "archs", [pytest.param((90,), marks=pytest.mark.slow), pytest.param(ARCHS, marks=pytest.mark.soak)]
+)
+def test_all_compile_and_take_no_more_than_recorded(
+    archs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = launched(128256, monkeypatch)
+    report = check(variants, RECORD, compiled=[replace(variant, archs=archs) for variant in variants])
     for name, by_arch in report.items():
         for arch, usage in by_arch.items():
             assert usage.spill_bytes == 0, f"{name} on {arch}"
