@@ -11,6 +11,7 @@ class AdapterRef:
 
     `digest` (64 hex characters of SHA-256 over the upload) is the identity: the prefix cache, the device
     arena and the artifact store are keyed by it, never by the name. `rank` is the largest rank of any site.
+    `invocation`: the token ids that activate it (aLoRA); empty for an adapter that acts on every position.
     """
 
     tenant_id: str
@@ -18,3 +19,4 @@ class AdapterRef:
     version: int
     digest: str
     rank: int
+    invocation: tuple[int, ...] = ()

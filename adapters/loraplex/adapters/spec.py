@@ -78,7 +78,9 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A validated adapter. `rank` is the largest of any site, `num_bytes` the size of the upload's files."""
+    """A validated adapter. `rank` is the largest of any site, `num_bytes` the size of the upload's files. `invocation`:
+    the token ids from whose last occurrence in a prompt on an activated LoRA acts; empty for one that acts on every
+    position."""
 
     digest: str
     rank: int
@@ -86,4 +88,5 @@ class AdapterSpec:
     num_bytes: int
     targets: tuple[str, ...]
     tokens: tuple[TokenRows, ...] = ()
+    invocation: tuple[int, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)

@@ -77,14 +77,20 @@ class Principal:
         return TenantTerms(self.weight, self.tenant_limits.memory)
 
 
+WithoutInvocation = Literal["append", "base"]
+"""Put the invocation at the prompt's end, or answer as the base model does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     """How a version writes calls of tools and reasoning, by the names of formats. None: as the base model does.
-    `chat_digest`: of the chat template and the ends of answers that it brings, None where they are the base's."""
+    `chat_digest`: of the chat template and the ends of answers that it brings, None where they are the base's.
+    `alora`: what an activated LoRA does with a prompt that lacks its invocation. None: refuse it."""
 
     tool_format: str | None = None
     reasoning_format: str | None = None
     chat_digest: str | None = None
+    alora: WithoutInvocation | None = None
 
 
 AS_THE_BASE = Serving()
@@ -226,7 +232,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class VersionInfo:
-    """One immutable version. `bytes` is the size of the two uploaded files."""
+    """One immutable version. `bytes` is the size of the two uploaded files. `invocation`: see `AdapterSpec`."""
 
     tenant_id: str
     name: str
@@ -241,13 +247,14 @@ class VersionInfo:
     pinned: bool
     created_at: datetime
     serving: Serving = AS_THE_BASE
+    invocation: tuple[int, ...] = ()
 
     @property
     def version(self) -> str:
         return f"v{self.number}"
 
     def ref(self) -> AdapterRef:
-        return AdapterRef(self.tenant_id, self.name, self.number, self.digest, self.rank)
+        return AdapterRef(self.tenant_id, self.name, self.number, self.digest, self.rank, self.invocation)
 
 
 @dataclass(frozen=True, slots=True)

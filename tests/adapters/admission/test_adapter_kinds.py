@@ -62,6 +62,7 @@ RECIPES: dict[str, Recipe] = {
     "some layers": Recipe({"target_modules": TWO, "layers_to_transform": [0, 2]}),
     "rsLoRA": Recipe({"target_modules": TWO, "use_rslora": True}),
     "DoRA": Recipe({"target_modules": TWO, "use_dora": True}),
+    "aLoRA": Recipe({"target_modules": TWO, "alora_invocation_tokens": [5, 6]}),
     "LoRA on `lm_head`": Recipe({"target_modules": ["lm_head", "q_proj"]}),
     "LoRA on `embed_tokens`": Recipe({"target_modules": ["embed_tokens", "q_proj"]}),
     "`trainable_token_indices`": Recipe({"target_modules": TWO, "trainable_token_indices": [7, 3]}),
@@ -97,7 +98,6 @@ RECIPES: dict[str, Recipe] = {
     "`lm_head` as a whole": Recipe({"target_modules": TWO, "modules_to_save": ["lm_head"]}),
     "trained biases": Recipe({"target_modules": TWO, "bias": "all"}),
     "a bias beside lora_B": Recipe({"target_modules": TWO, "lora_bias": True}),
-    "aLoRA": Recipe({"target_modules": TWO, "alora_invocation_tokens": [5, 6]}),
     "repeated layers": Recipe({"target_modules": TWO, "layer_replication": [[0, 2], [1, 3]]}),
     "the experts of a mixture, a pair each": Recipe(
         {"target_modules": ["q_proj"]}, {}, _experts("experts.0.up_proj", "experts.1.up_proj")
@@ -197,8 +197,9 @@ def check_equal(spec: AdapterSpec, base: BaseSpec, directory: Path, layers: dict
         if looked_up:
             given = torch.tensor([5, 0, 7])
             x = torch.nn.functional.one_hot(given, a.shape[1]).float()
+        activated: dict[str, Any] = {"alora_offsets": [1] * len(x)} if spec.invocation else {}
         with torch.no_grad():
-            change = (layer.eval()(given) - layer.base_layer(given)).numpy()
+            change = (layer.eval()(given, **activated) - layer.base_layer(given)).numpy()
         np.testing.assert_allclose(site.scaling * (x.numpy() @ a.T) @ b.T, change, atol=2e-5, rtol=1e-4)
 
 

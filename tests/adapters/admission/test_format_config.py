@@ -34,7 +34,10 @@ def refusal(directory: Path, config: dict[str, Any] | bytes) -> AdapterRefused:
 
 # Per field: values that pass, values that are refused. `config_invalid` where the field is one that we read.
 FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
-    "alora_invocation_tokens": ([None, []], [[1, 2]]),
+    "alora_invocation_tokens": (
+        [None, [1], [1, 2, 1], [7] * 64],
+        [[], [-1], [1.0], [True], ["1"], "1", 7, {"a": 1}, [7] * 65],
+    ),
     "alpha_pattern": ([None, {}, {"q_proj": 16}, {"q_proj": 1.5}], [[], {"q_proj": "16"}, {"q_proj": True}]),
     "arrow_config": ([None], [{"top_k": 3}]),
     "auto_mapping": ([None, {"base_model_class": "X"}, "x"], []),
@@ -103,6 +106,7 @@ _READ += (
     "target_modules",
     "ensure_weight_tying",
     "trainable_token_indices",
+    "alora_invocation_tokens",
 )
 
 

@@ -48,6 +48,7 @@ def test_an_import_is_an_upload(server: WholeServer, folder: Path) -> None:
         "tool_format": "hermes",
         "reasoning_format": None,
         "chat_digest": None,
+        "alora": None,
     }
     assert made.headers["location"].endswith("/adapters/support/versions/v1")
     again = post(server, "support", body)

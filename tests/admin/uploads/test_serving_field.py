@@ -31,7 +31,7 @@ def _tenant(plane: AdminPlane) -> None:
 
 async def test_a_version_keeps_its_formats(admin: httpx.AsyncClient, tmp_path: Path) -> None:
     files = adapter_files(tmp_path)
-    told = {"tool_format": "llama3", "reasoning_format": None, "chat_digest": None}
+    told = {"tool_format": "llama3", "reasoning_format": None, "chat_digest": None, "alora": None}
     made = await push(admin, files, {"tool_format": "llama3"})
     assert (made.status_code, made.json()["serving"]) == (201, told)
     assert (await admin.get(f"{PATH}/v1")).json()["serving"] == told
@@ -46,6 +46,26 @@ async def test_a_version_keeps_its_formats(admin: httpx.AsyncClient, tmp_path: P
     rows = (await admin.get("/audit")).json()["data"]
     uploads = [row["after"] for row in rows if row["action"] == "version.upload"]
     assert sorted(str(after["tool_format"]) for after in uploads) == ["None", "llama3", "llama3", "none"]
+
+
+async def test_a_version_keeps_what_becomes_of_a_prompt_without_its_invocation(
+    admin: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    files = adapter_files(tmp_path, alora_invocation_tokens=[5, 6])
+    made = await push(admin, files, {"alora": "append"})
+    assert (made.status_code, made.json()["serving"]["alora"]) == (201, "append")
+    assert made.json()["invocation"] == [5, 6]
+    plain = await push(admin, files, {"alora": "refuse"})
+    assert (plain.status_code, plain.json()["version"]) == (201, "v2")
+    again = await push(admin, files, {})
+    assert (again.status_code, again.json()["version"], again.json()["serving"]["alora"]) == (200, "v2", None)
+
+
+async def test_a_choice_for_an_invocation_needs_one(admin: httpx.AsyncClient, tmp_path: Path) -> None:
+    problem = assert_problem(
+        await push(admin, adapter_files(tmp_path), {"alora": "base"}), 422, "unsupported_feature"
+    )
+    assert problem["feature"] == "alora"
 
 
 async def test_an_archive_may_have_formats(admin: httpx.AsyncClient, tmp_path: Path) -> None:
@@ -72,6 +92,7 @@ async def test_an_archive_may_have_formats(admin: httpx.AsyncClient, tmp_path: P
         ({"reasoning_format": True}, "invalid_value", "serving.reasoning_format"),
         ({"tool_fromat": "hermes"}, "unknown_field", "serving"),
         ({"alora": {"tokens": [1]}}, "invalid_value", "serving.alora"),
+        ({"alora": "ignore"}, "invalid_value", "serving.alora"),
     ],
 )
 async def test_wrong_values_are_refused_by_name(

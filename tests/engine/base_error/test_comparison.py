@@ -123,6 +123,28 @@ def test_figures_equal_those_of_peft(
         assert all(abs(other - kl) > 3e-3 * kl for other, _ in others), (kl, others)
 
 
+def test_an_activated_adapter_is_compared_from_its_invocation_on(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"])
+    invocation = [5, 9]
+    recipe = {**ADAPTERS["all"], "alora_invocation_tokens": invocation}
+    (folder,) = save_adapters(base, tmp_path, {"activated": recipe}).values()
+    other = with_linears(base, tmp_path / "trained", quantise_nf4)
+    trained, served = (PeftReference(each, {"activated": folder}, torch.float32) for each in (other, base))
+    found = compare(task_of(base, folder, NF4))
+    prompts = [[*ids[: len(ids) // 2], *invocation, *ids[len(ids) // 2 :]] for ids in PROMPT_IDS]
+    p, q = (
+        torch.cat([each.logits("activated", ids)[(len(ids) - 2) // 2 :] for ids in prompts])
+        .double()
+        .log_softmax(-1)
+        for each in (trained, served)
+    )
+    assert found.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
+    assert (found.top1, found.tokens) == (
+        pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean())),
+        len(p),
+    )
+
+
 def test_no_more_than_a_linear_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_tiny(tmp_path / "base", FAMILIES["llama"] | {"num_hidden_layers": 8})
     (adapter,) = save_adapters(base, tmp_path, {"all": ADAPTERS["all"]}).values()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loraplex.adapters.admission.base_model import locate_module_weights
+from loraplex.adapters.admission.config.invocation import check_invocation
 from loraplex.adapters.admission.config.token_indices import (
     check_finite_rows,
     check_tied_head,
@@ -172,7 +173,8 @@ def _inspect(
         faults.raise_any()
         assert settings is not None
         scaling = ", rank-stabilised scaling" if settings.use_rslora else ""
-        report.done(("DoRA" if settings.use_dora else "plain LoRA") + scaling)
+        kind = "aLoRA" if settings.invocation else "DoRA" if settings.use_dora else "plain LoRA"
+        report.done(kind + scaling)
         report.warn(settings.notes)
     if header is not None and names is not None:
         report.begin_check("header")
@@ -209,6 +211,7 @@ def _inspect(
         num_bytes=config_path.stat().st_size + tensors_path.stat().st_size,
         targets=tuple(name for name in SITES if any(site.site == name for site in sites)),
         tokens=tokens,
+        invocation=settings.invocation,
         report=report.as_dict(),
     )
 
@@ -245,6 +248,13 @@ def _check_agreement(
         report.parameters += sum(math.prod(table.rows.shape) for table in tokens)
         for table in tokens:
             report.done(f"{len(table.ids)} rows of {table.module_path}")
+    with report.check("invocation"):
+        changes_embedding = bool(tensors.looked_up or settings.token_indices)
+        check_invocation(
+            settings.invocation, base, use_dora=settings.use_dora, changes_embedding=changes_embedding
+        )
+        if settings.invocation:
+            report.done(f"acts from {len(settings.invocation)} invocation tokens on")
     with report.check("coverage"):
         notes = check_coverage(tensors, by_path, settings, base, names, thorough=deep)
         report.done("tensors came for every module of the base that the config names")

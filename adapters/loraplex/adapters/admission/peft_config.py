@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from loraplex.adapters.admission.config.invocation import parse_invocation
 from loraplex.adapters.admission.config.patterns import Pattern, RankPattern, parse_alphas, parse_ranks
 from loraplex.adapters.admission.config.selection import Selection, parse_selection
 from loraplex.adapters.admission.config.token_indices import parse_token_indices
@@ -41,8 +42,8 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
     """Ranks, scaling and changed modules from an adapter's config. `ties_weights` is ensure_weight_tying.
-    `token_indices` are the tokens whose rows are replaced, by the name of their module. `notes` are warnings for the
-    report."""
+    `token_indices` are the tokens whose rows are replaced, by the name of their module. `invocation`: of an activated
+    LoRA (`config.invocation`), else empty. `notes` are warnings for the report."""
 
     rank: int
     alpha: float
@@ -53,6 +54,7 @@ class LoraSettings:
     alpha_pattern: Pattern[float]
     selection: Selection
     token_indices: Mapping[str, tuple[int, ...]]
+    invocation: tuple[int, ...]
     base_name: str | None
     notes: tuple[str, ...]
 
@@ -171,6 +173,7 @@ def _parse_settings(
         alpha_pattern=parse(no_alphas, parse_alphas, alpha_pattern, _alpha, module_paths),
         selection=parse_selection(settings, notes, faults),
         token_indices=parse({}, parse_token_indices, settings.get("trainable_token_indices")),
+        invocation=parse((), parse_invocation, settings.get("alora_invocation_tokens")),
         base_name=parse(None, _text, settings, "base_model_name_or_path"),
         notes=(),
     )

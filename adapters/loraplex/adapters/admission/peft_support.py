@@ -278,11 +278,12 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         ({"nblocks": 2},),
         "lora_A or lora_B is a matrix of blocks along its diagonal; to a plain LoRA the same tensor is another matrix",
     ),
-    _neutral(
+    _read(
         "alora_invocation_tokens",
-        ([1, 2],),
-        "the adapter was trained to act from its invocation tokens on (aLoRA); the same tensors as a plain LoRA act on "
-        "every position, which is not what was trained",
+        (None, [1, 2]),
+        ([], [-1], "1"),
+        "1 to 64 token ids: the adapter acts from their last occurrence in a prompt on (aLoRA); not beside `use_dora`, "
+        "and on linears alone",
     ),
     _neutral(
         "arrow_config",

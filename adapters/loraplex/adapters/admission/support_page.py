@@ -20,10 +20,10 @@ Printed from the tables that the checks read (`adapters/admission/peft_support.p
 loraplex.adapters.admission.support_page > docs/peft-support.md`; a test fails where it differs. How to train and push
 is in [adapters.md](adapters.md).
 
-Served is LoRA as PEFT (0.18 and later) computes it, y += scaling · B·(A·x), and DoRA, each site with its own rank, in
-any mix. LoRA+ and other ways to train that leave nothing in the file need nothing. Everything else is refused by name,
-with a code and with what it means for the trained weights. An adapter that is accepted computes what it was trained to
-compute.
+Served is LoRA as PEFT (0.18 and later) computes it, y += scaling · B·(A·x), DoRA and aLoRA, each site with its own
+rank, in any mix. LoRA+ and other ways to train that leave nothing in the file need nothing. Everything else is refused
+by name, with a code and with what it means for the trained weights. An adapter that is accepted computes what it was
+trained to compute.
 """
 
 _MODULES = """\
@@ -84,6 +84,7 @@ ADAPTER_KINDS: tuple[AdapterKind, ...] = (
     AdapterKind("some layers", None, ""),
     AdapterKind("rsLoRA", None, ""),
     AdapterKind("DoRA", None, ""),
+    AdapterKind("aLoRA", None, "acts from its invocation on: [alora.md](alora.md)"),
     AdapterKind("LoRA on `lm_head`", None, "the copy of its weight is dropped"),
     AdapterKind("LoRA on `embed_tokens`", None, "the copy of its weight is dropped"),
     AdapterKind("`trainable_token_indices`", None, "rows of the embedding and of a tied head"),
@@ -114,7 +115,6 @@ ADAPTER_KINDS: tuple[AdapterKind, ...] = (
     AdapterKind("`lm_head` as a whole", "modules_to_save", "whole modules are not served"),
     AdapterKind("trained biases", "bias", "the LoRA alone is not what was trained"),
     AdapterKind("a bias beside lora_B", "lora_bias", "the LoRA alone is not what was trained"),
-    AdapterKind("aLoRA", "alora_invocation_tokens", "acts from some tokens on, a plain LoRA on all"),
     AdapterKind("repeated layers", "layer_replication", "the base has other layers"),
     AdapterKind("the experts of a mixture, a pair each", "experts", "served outside of the experts"),
     AdapterKind("the experts of a mixture, stacked", "experts", "served outside of the experts"),

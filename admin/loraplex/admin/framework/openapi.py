@@ -10,6 +10,7 @@ from loraplex.adapters.sources.urls import MAX_URL_CHARS
 from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME, TENSORS_NAMES
 from loraplex.admin.problem import ANSWERS, MEDIA_TYPE
 from loraplex.admin.uploads.multipart import ARCHIVE_NAME, MAX_SERVING_BYTES, SERVING_NAME
+from loraplex.admin.uploads.serving_field import ALORA
 from loraplex.http.document import REF, describe, refusals
 from loraplex.http.document_page import operations_of, render_page
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
@@ -33,13 +34,13 @@ WITH_ETAG: Responses = {
 _SERVING: dict[str, Any] = {
     "type": "string",
     "maxLength": MAX_SERVING_BYTES,
-    "description": "JSON: how the version is served. Its fields are tool_format and reasoning_format.",
+    "description": "JSON: how the version is served. Its fields are tool_format, reasoning_format and alora.",
     "contentMediaType": "application/json",
 }
 _FORMAT_NAMES = {
     name: {"enum": [None, *get_args(formats)]}
     for name, formats in (("tool_format", ToolFormatName), ("reasoning_format", ReasoningFormatName))
-}
+} | {"alora": {"enum": [None, *ALORA]}}
 _IMPORT: dict[str, Any] = {
     "type": "object",
     "description": "source and serving: import from a place that the operator allowed.",

@@ -33,6 +33,7 @@ from loraplex.admin.schemas.adapters import (
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.admin.uploads.imports import import_source
 from loraplex.admin.uploads.receive import receive_upload
+from loraplex.admin.uploads.serving_field import without_invocation
 from loraplex.control.errors import ControlError
 from loraplex.control.types import Serving, VersionInfo
 from loraplex.lifecycle.eviction import evict_removed, unpin_unused
@@ -75,7 +76,8 @@ async def push_version(
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
         asked: VersionImport = await read_json(request, VersionImport, optional=False)
         source = services.sources.allow(asked.source, tenant)
-        serving = Serving(asked.serving.tool_format, asked.serving.reasoning_format)
+        choice = asked.serving
+        serving = Serving(choice.tool_format, choice.reasoning_format, alora=without_invocation(choice.alora))
         receive, url = partial(import_source, source, store, max_bytes=max_bytes, serving=serving), source.url
     info, is_new = await admit_version(services, tenant, name, receive, by=by, source=url, wait=query.wait)
     response.headers["Location"] = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
@@ -175,5 +177,6 @@ def _show(info: VersionInfo) -> Version:
         base_fingerprint=info.base_fingerprint,
         created_at=info.created_at,
         serving=VersionServing.model_validate(asdict(info.serving)),
+        invocation=list(info.invocation),
         report=info.report,
     )

@@ -9,23 +9,28 @@ from pydantic import Field
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
 from loraplex.admin.schemas.fields import QueryParameters, RequestBody, ResponseBody, Timestamp
 from loraplex.admin.schemas.releases import Release
+from loraplex.control.types import WithoutInvocation
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
 
 class VersionServing(ResponseBody):
     """How the version writes calls of tools, and its reasoning. A null: as the base model does. `chat_digest` is the
-    SHA-256 of the chat template and the ends of answers that it brings; a null: they are the base model's."""
+    SHA-256 of the chat template and the ends of answers that it brings; a null: they are the base model's. `alora`:
+    what becomes of a prompt without the invocation of an activated LoRA; a null: it is refused."""
 
     tool_format: ToolFormatName | None
     reasoning_format: ReasoningFormatName | None
     chat_digest: str | None
+    alora: WithoutInvocation | None
 
 
 class ServingChoice(RequestBody):
-    """How an imported version writes calls of tools, and its reasoning. A null: as the base model does."""
+    """How an imported version writes calls of tools, and its reasoning. A null: as the base model does. `alora`: what
+    becomes of a prompt without the invocation of an activated LoRA; a null: it is refused."""
 
     tool_format: ToolFormatName | None = None
     reasoning_format: ReasoningFormatName | None = None
+    alora: Literal["refuse"] | WithoutInvocation | None = None
 
 
 class VersionImport(RequestBody):
@@ -42,7 +47,8 @@ class PushQuery(QueryParameters):
 
 
 class Version(ResponseBody):
-    """`bytes` is the size of the upload's files; `base_fingerprint` names the base that it was checked against."""
+    """`bytes` is the size of the upload's files; `base_fingerprint` names the base that it was checked against.
+    `invocation`: the token ids that activate it (aLoRA); empty where it acts on every position."""
 
     name: str
     version: str
@@ -55,6 +61,7 @@ class Version(ResponseBody):
     base_fingerprint: str
     created_at: Timestamp
     serving: VersionServing
+    invocation: list[int]
     report: dict[str, Any] | None
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.files import shown
 from loraplex.admin.problem import Problem
-from loraplex.control.types import Serving
+from loraplex.control.types import Serving, WithoutInvocation
 from loraplex.serving.errors import ServingError
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
@@ -17,6 +17,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "tool_format": get_args(ToolFormatName),
     "reasoning_format": get_args(ReasoningFormatName),
 }
+ALORA = ("refuse", *get_args(WithoutInvocation))
 CheckFormats = Callable[[str | None, str | None], None]
 """Raises ServingError where the base's template or tokenizer does not keep a format."""
 
@@ -28,18 +29,22 @@ def read_serving(data: bytes) -> Serving:
     except ValueError as error:
         detail = f"The part serving must be a JSON object, and cannot be read as one: {error}."
         raise Problem("invalid_value", detail, param="serving") from None
-    if value.get("alora") is not None:
-        raise Problem("invalid_value", "'alora' is not supported by this version.", param="serving.alora")
     for name in value:
         if name not in FORMATS and name != "alora":
             raise Problem("unknown_field", f"serving has no field {shown(name)}.", param="serving")
-    return Serving(**{name: _format(name, value.get(name)) for name in FORMATS})
+    formats = {name: _choice(name, value.get(name), known) for name, known in FORMATS.items()}
+    return Serving(**formats, alora=without_invocation(_choice("alora", value.get("alora"), ALORA)))
 
 
-def _format(name: str, value: Any) -> str | None:
-    if value is None or (isinstance(value, str) and value in FORMATS[name]):
+def without_invocation(chosen: str | None) -> WithoutInvocation | None:
+    """`Serving.alora` of a value of `ALORA`; "refuse" is the same as none."""
+    return None if chosen == "refuse" else cast(WithoutInvocation | None, chosen)
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str | None:
+    if value is None or (isinstance(value, str) and value in choices):
         return value
-    known = ", ".join(FORMATS[name])
+    known = ", ".join(choices)
     raise Problem("invalid_value", f"{name} must be one of {known}.", param=f"serving.{name}")
 
 

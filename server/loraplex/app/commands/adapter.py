@@ -46,7 +46,16 @@ ReasoningFormatOption = Annotated[
         show_default=False,
     ),
 ]
-
+AloraOption = Annotated[
+    str | None,
+    typer.Option(
+        "--alora",
+        metavar="CHOICE",
+        help="What an activated LoRA does with a prompt without its invocation: refuse, append (put it at the end) or "
+        "base (answer as the base model) (default: refuse)",
+        show_default=False,
+    ),
+]
 
 WaitOption = Annotated[
     bool,
@@ -89,10 +98,11 @@ def push(
     tenant: TenantOption,
     tool_format: ToolFormatOption = None,
     reasoning_format: ReasoningFormatOption = None,
+    alora: AloraOption = None,
     wait: WaitOption = True,
 ) -> None:
     _check_directory(name, directory)
-    given = _serving(tool_format, reasoning_format)
+    given = _serving(tool_format, reasoning_format, alora)
     with contextlib.ExitStack() as stack:
         folder, files = open_adapter(directory, stack)
         shown = stack.enter_context(upload_progress(files, is_quiet=out.as_json))
@@ -118,9 +128,10 @@ def import_(
     tenant: TenantOption,
     tool_format: ToolFormatOption = None,
     reasoning_format: ReasoningFormatOption = None,
+    alora: AloraOption = None,
     wait: WaitOption = True,
 ) -> None:
-    body = {"source": source, "serving": _serving(tool_format, reasoning_format)}
+    body = {"source": source, "serving": _serving(tool_format, reasoning_format, alora)}
     status, made = admin.send("POST", _versions(tenant, name, wait), json=body)
     _show_made(admin, out, tenant, status, made)
 
@@ -129,8 +140,8 @@ def _versions(tenant: str, name: str, wait: bool) -> str:
     return f"{_adapter(tenant, name)}/versions{'' if wait else '?wait=false'}"
 
 
-def _serving(tool_format: str | None, reasoning_format: str | None) -> dict[str, str]:
-    serving = {"tool_format": tool_format, "reasoning_format": reasoning_format}
+def _serving(tool_format: str | None, reasoning_format: str | None, alora: str | None) -> dict[str, str]:
+    serving = {"tool_format": tool_format, "reasoning_format": reasoning_format, "alora": alora}
     return {key: value for key, value in serving.items() if value is not None}
 
 
@@ -295,5 +306,10 @@ def _targets(release: dict[str, Any] | None) -> str:
 def _version_fields(version: dict[str, Any]) -> dict[str, Any]:
     fields = {**version, "bytes": size(version["bytes"])}
     report = report_fields(fields.pop("report", None))
-    fields |= {key: value or "as the base" for key, value in fields.pop("serving").items()}
+    serving = fields.pop("serving")
+    without = serving.pop("alora")
+    fields |= {key: value or "as the base" for key, value in serving.items()}
+    if fields.pop("invocation"):
+        invocation = " ".join(map(str, version["invocation"]))
+        fields |= {"invocation": invocation, "without it": without or "refuse"}
     return fields | {f"report: {name}": text for name, text in report.items()}

@@ -23,7 +23,7 @@ from loraplex.adapters.store.files import disk_failures_named, open_regular
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
-from loraplex.control.catalog.new_versions import add_version, note_upload, with_chat
+from loraplex.control.catalog.new_versions import add_version, check_alora, note_upload, with_chat
 from loraplex.control.catalog.quota import check_quota, upload_room
 from loraplex.control.catalog.releases import add_release, current_release, release_shown
 from loraplex.control.catalog.staged import UploadRoom
@@ -126,6 +126,7 @@ class Catalog:
             deep=True,
             earlier=convert_mlx(staging, self.max_rank),
         )
+        check_alora(spec, serving)
         spec = with_chat(spec, chat, notes)
         fault = self._artifacts.store.fault
         # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
@@ -187,6 +188,7 @@ class Catalog:
                 AdapterVersion.tool_format.is_not_distinct_from(serving.tool_format),
                 AdapterVersion.reasoning_format.is_not_distinct_from(serving.reasoning_format),
                 AdapterVersion.chat_digest.is_not_distinct_from(serving.chat_digest),
+                AdapterVersion.alora.is_not_distinct_from(serving.alora),
                 LIVING,
             )
         ).first()

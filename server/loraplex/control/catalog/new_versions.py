@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.admission.chat_files import OwnChat
+from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.control.audit.recorder import Actor, record
 from loraplex.control.catalog.releases import current_release, release_shown
@@ -16,6 +17,17 @@ from loraplex.control.db.clock import database_now
 from loraplex.control.db.tables import Adapter, AdapterVersion
 from loraplex.control.tenancy.tenants import tenant_target
 from loraplex.control.types import Serving, VersionInfo
+
+
+def check_alora(spec: AdapterSpec, serving: Serving) -> None:
+    """Raises AdapterRefused where the choice for prompts without an invocation is made for an adapter without one."""
+    if serving.alora is not None and not spec.invocation:
+        raise AdapterRefused(
+            "unsupported_feature",
+            "serving.alora says what becomes of a prompt without the adapter's invocation, and this adapter has none: "
+            "leave it out, or train with alora_invocation_tokens",
+            feature="alora",
+        )
 
 
 def with_chat(spec: AdapterSpec, chat: OwnChat | None, notes: Sequence[Mapping[str, Any]]) -> AdapterSpec:
@@ -60,6 +72,8 @@ def add_version(
         tool_format=serving.tool_format,
         reasoning_format=serving.reasoning_format,
         chat_digest=serving.chat_digest,
+        alora=serving.alora,
+        invocation=list(spec.invocation) or None,
         chat=None if chat is None else chat.as_json(),
         pending_check=pending,
     )
@@ -80,6 +94,7 @@ def note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool, so
         "tool_format": info.serving.tool_format,
         "reasoning_format": info.serving.reasoning_format,
         "chat_digest": info.serving.chat_digest,
+        "alora": info.serving.alora,
         "release": release_shown(current_release(session, info.tenant_id, info.name)),
     } | ({} if source is None else {"source": source})
     target = f"{tenant_target(info.tenant_id)}/adapters/{info.name}/versions"

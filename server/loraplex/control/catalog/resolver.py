@@ -200,16 +200,18 @@ def _read_versions(
         of.rank,
         of.state,
         of.created_at,
+        of.invocation,
         of.tool_format,
         of.reasoning_format,
         of.chat_digest,
+        of.alora,
     )
     query = (
         select(*columns).where(of.tenant_id == tenant_id, LIVING, *conditions).order_by(of.name, of.number)
     )
     found: dict[str, dict[int, _Version]] = {}
-    for name, number, digest, rank, state, created_at, *serving in session.execute(query):
-        ref = AdapterRef(tenant_id, name, number, digest, rank)
+    for name, number, digest, rank, state, created_at, invocation, *serving in session.execute(query):
+        ref = AdapterRef(tenant_id, name, number, digest, rank, tuple(invocation or ()))
         found.setdefault(name, {})[number] = _Version(ref, state, created_at, Serving(*serving))
     return found
 

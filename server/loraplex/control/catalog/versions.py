@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion
 from loraplex.control.errors import AdapterNotFound, VersionNotFound
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
-from loraplex.control.types import Serving, VersionInfo, VersionState
+from loraplex.control.types import Serving, VersionInfo, VersionState, WithoutInvocation
 
 
 def version_info(row: AdapterVersion) -> VersionInfo:
@@ -27,7 +27,13 @@ def version_info(row: AdapterVersion) -> VersionInfo:
         base_fingerprint=row.base_fingerprint,
         pinned=row.pinned,
         created_at=row.created_at,
-        serving=Serving(row.tool_format, row.reasoning_format, row.chat_digest),
+        serving=Serving(
+            row.tool_format,
+            row.reasoning_format,
+            row.chat_digest,
+            cast(WithoutInvocation | None, row.alora),
+        ),
+        invocation=tuple(row.invocation or ()),
     )
 
 

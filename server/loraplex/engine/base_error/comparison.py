@@ -53,7 +53,8 @@ class NotMeasured(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A task with what its files' headers say. `prompts` are of token ids."""
+    """A task with what its files' headers say. `prompts` are of token ids; the adapter acts from the position `places`
+    of each on, and what comes before is not compared."""
 
     spec: DecoderSpec
     base: BaseSpec
@@ -61,6 +62,7 @@ class Subject:
     adapter: AdapterSpec
     tensors_path: Path
     prompts: list[list[int]]
+    places: list[int]
 
 
 def read_subject(task: BaseErrorTask) -> Subject:
@@ -70,8 +72,22 @@ def read_subject(task: BaseErrorTask) -> Subject:
     base = load_base_spec(Path(task.model_dir), cache_dir=cache_dir, quantise=task.quantise)
     files = Path(task.config_path), Path(task.tensors_path)
     adapter = inspect_adapter(*files, base, max_rank=task.max_rank, deep=False, digest=task.digest)
-    prompts = [prompt[: spec.rope.max_positions] for prompt in task.prompts]
-    return Subject(spec, base, task.trained_on, adapter, files[1], prompts)
+    prompts, places = _invoked(task.prompts, adapter.invocation, spec.rope.max_positions)
+    return Subject(spec, base, task.trained_on, adapter, files[1], prompts, places)
+
+
+def _invoked(
+    prompts: list[list[int]], invocation: tuple[int, ...], most: int
+) -> tuple[list[list[int]], list[int]]:
+    """The prompts, of `most` tokens at most, and where the adapter begins to act. An activated LoRA is invoked in the
+    middle of each: it is to be measured over a conversation that the base has read."""
+    if not invocation:
+        return [prompt[:most] for prompt in prompts], [0] * len(prompts)
+    places = [min(len(prompt) // 2, max(0, most - len(invocation))) for prompt in prompts]
+    made = [
+        [*prompt[:place], *invocation, *prompt[place:]] for prompt, place in zip(prompts, places, strict=True)
+    ]
+    return [prompt[:most] for prompt in made], places
 
 
 def compare_answers(subject: Subject, memory: int) -> BaseErrorFigures:
@@ -139,7 +155,8 @@ def _decoder_spec(task: BaseErrorTask) -> DecoderSpec:
 
 @torch.inference_mode()
 def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
-    """[T, V] float32: the logits behind each token of each prompt, of the adapter over a form of its base."""
+    """[T, V] float32: the logits behind each token of each prompt from its place on, of the adapter over a form of its
+    base."""
     spec, prompts = subject.spec, subject.prompts
     kernels = _kernels()
     attention = TorchAttention(spec.num_kv_heads, spec.head_dim, torch.float32, _CPU)
@@ -156,8 +173,14 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
         attention=AttentionChoice(attention, "the reference"),
     )
     arena = _arena(model, subject, form, kernels)
-    segments = [(0, 0, len(rows))]
-    tokens = arena.token_pass(segments, segments, PlainInputs(_CPU))
+    starts = accumulate((len(prompt) for prompt in prompts), initial=0)
+    segments = [
+        (0, start + place, len(prompt) - place)
+        for start, prompt, place in zip(starts, prompts, subject.places, strict=False)
+    ]
+    compared = [row for _, first, count in segments for row in range(first, first + count)]
+    of_logits = [(0, 0, len(compared))]
+    tokens = arena.token_pass(segments, of_logits, PlainInputs(_CPU))
     ends = list(accumulate(-(-len(prompt) // BLOCK_SIZE) for prompt in prompts))
     tables = [list(range(first, end)) for first, end in zip([0, *ends], ends, strict=False)]
     counts = [len(prompt) for prompt in prompts]
@@ -167,10 +190,10 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
             positions=torch.cat([torch.arange(count) for count in counts]),
             attention=attention.lay_out(counts, counts, tables),
             fresh_blocks=torch.arange(ends[-1]),
-            logits_rows=torch.arange(len(rows)),
+            logits_rows=torch.tensor(compared),
             kv=KVCache(model.shape, ends[-1], torch.float32, _CPU),
             lora=arena.lora_pass(segments, len(rows)),
-            head_lora=arena.head_pass(segments, len(rows)),
+            head_lora=arena.head_pass(of_logits, len(compared)),
             token_rows=None if tokens is None else _OfTokens(tokens, torch.tensor(rows)),
         )
     )
