@@ -105,6 +105,9 @@ class EngineRequest:
     them as after a preemption: at output index len(generated), and all limits and options count them. What was told
     of them, and of the prompt before them, is not told again. It waits for its adapter however long that takes, and is
     not refused in a full queue."""
+    adapter_from: int = 0
+    """The first position at which the adapter acts (of an activated LoRA, where its invocation begins in the prompt).
+    The positions before are computed as the base model's, and share their KV with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,7 @@ class Sequence:
     num_cached: int = 0
     block_ids: tuple[int, ...] = ()
     epoch: int = 0
-    slot: int = -1  # the adapter's device slot while running; -1 for base rows
+    slot: int = -1  # the adapter's device slot while running; -1 on the base
     adapter_opened: float | None = None  # when its adapter became schedulable, as of its first step
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -304,12 +307,12 @@ class ScheduledSequence:
     will be output number `output_index` (0-based). If `pending_input` is set, the token at position `start` is the one
     that the previous submitted step samples for this sequence and is not on the host yet (then num_tokens is 1).
     `block_ids` and `slot` are those at planning, so that a later change to the sequence cannot reach a step that is
-    already submitted. `token_ids` are the input tokens of the slice (the placeholder 0 where pending). `targets` are
-    the prompt tokens whose log probabilities are wanted: the first is the one behind position `score_start`, which lies
-    in the slice. With `pool_start` the sequence is pooled: the hidden states from this position on are wanted; none
-    where it is the slice's end. `outputs` are the collected tokens of the answer, of a slice that samples and has a
-    grammar or a penalty; else empty. Nobody changes it, though it is not frozen: one is made for every sequence of
-    every step, and a frozen one takes three times as long to make."""
+    already submitted; the slot is -1 where no adapter acts. `token_ids` are the input tokens of the slice (the
+    placeholder 0 where pending). `targets` are the prompt tokens whose log probabilities are wanted: the first is the
+    one behind position `score_start`, which lies in the slice. With `pool_start` the sequence is pooled: the hidden
+    states from this position on are wanted; none where it is the slice's end. `outputs` are the collected tokens of the
+    answer, of a slice that samples and has a grammar or a penalty; else empty. Nobody changes it, though it is not
+    frozen: one is made for every sequence of every step, and a frozen one takes three times as long to make."""
 
     request: EngineRequest
     order: int

@@ -32,6 +32,8 @@ CHOSEN = {name: (ADAPTERS | KINDS)[name] for name in ("all", "some", "many-ranks
 CHOSEN |= {
     name: BY_TOKEN[name] for name in ("embedding-rslora-and-layers", "rows-and-head", "other-rows-of-head")
 }
+INVOCATION = (1, 2)
+CHOSEN |= {"activated": {**ADAPTERS["all"], "r": 6, "alora_invocation_tokens": list(INVOCATION)}}
 FAMILIES_ASKED = {
     # Groups of three heads, as in SmolLM2; sums over more inputs than a tile has rows.
     "llama": {
@@ -110,10 +112,13 @@ def questions(rng: random.Random) -> list[Question]:
             {"logprobs": 3},
             {"logprobs": 0, "prompt_logprobs": 2},
         ]
+        adapter = rng.choice([None, *CHOSEN])
+        if adapter == "activated":
+            start = (*start, *INVOCATION)
         made.append(
             Question(
                 (*start, *(rng.randrange(3, VOCAB) for _ in range(min(own, LONGEST - 50 - len(start))))),
-                rng.choice([None, *CHOSEN]),
+                adapter,
                 {"max_tokens": rng.choice([1, 4, 12, 50]), **options[number % 4]},
                 pooled=number % 9 == 8,
             )

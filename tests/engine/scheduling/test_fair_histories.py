@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 
 from loraplex.engine.scheduling import scheduler
+from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
 from support.simulator.fair_histories import Outcome, play, play_all
@@ -86,7 +87,7 @@ def one_tenant_keeps_all_places(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def ranks_not_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_charge", lambda self, seq, units: self.queue.charge(seq, units))
+    patch.setattr(SequenceCharges, "work", lambda self, seq, units: self._queue.charge(seq, units))
 
 
 FIRST_HISTORY = {

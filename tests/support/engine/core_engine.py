@@ -97,4 +97,4 @@ def adapter(number: int, tenant: str = "acme") -> AdapterRef:
 
 def expected(request: EngineRequest, count: int) -> list[int]:
     digest = None if request.adapter is None else request.adapter.digest
-    return reference(digest, request.prompt_ids, count, VOCAB_SIZE)
+    return reference(digest, request.prompt_ids, count, VOCAB_SIZE, request.adapter_from)

@@ -54,11 +54,19 @@ def draw(values: tuple[int, ...], vocab_size: int) -> int:
     return hash(values) % vocab_size
 
 
-def reference(digest: str | None, prompt: tuple[int, ...], count: int, vocab_size: int) -> list[int]:
-    """The `count` tokens that follow `prompt` on one adapter version."""
-    mark, values, drawn = adapter_mark(digest), [0], []
-    for token in prompt:
-        values.append(attend(values[-1], mark, token))
+def _kv(digest: str | None, tokens: tuple[int, ...], place: int) -> list[int]:
+    """0, and the KV of each of these positions; the adapter version acts from position `place` on."""
+    mark, values = adapter_mark(digest), [0]
+    for position, token in enumerate(tokens):
+        values.append(attend(values[-1], mark if position >= place else BASE, token))
+    return values
+
+
+def reference(
+    digest: str | None, prompt: tuple[int, ...], count: int, vocab_size: int, place: int = 0
+) -> list[int]:
+    """The `count` tokens that follow `prompt` on one adapter version, which acts from position `place` on."""
+    mark, values, drawn = adapter_mark(digest), _kv(digest, prompt, place), []
     while True:
         drawn.append(draw(tuple(values[1:]), vocab_size))
         if len(drawn) == count:
@@ -77,14 +85,17 @@ def score(values: tuple[int, ...], token: int, num_top: int) -> Row:
 
 
 def reference_scores(
-    digest: str | None, prompt: tuple[int, ...], outputs: tuple[int, ...], sampling: SamplingParams
+    digest: str | None,
+    prompt: tuple[int, ...],
+    outputs: tuple[int, ...],
+    sampling: SamplingParams,
+    place: int = 0,
 ) -> Scores:
     """The log probabilities that a request with these outputs asks for, on one adapter version."""
     if sampling.logprobs is None and sampling.prompt_logprobs is None:
         return Scores()
-    mark, values, tokens = adapter_mark(digest), [0], (*prompt, *outputs)
-    for token in tokens:
-        values.append(attend(values[-1], mark, token))
+    tokens = (*prompt, *outputs)
+    values = _kv(digest, tokens, place)
 
     def at(positions: range, num_top: int | None) -> Logprobs | None:
         if num_top is None or not positions:
@@ -103,11 +114,9 @@ def hidden(values: tuple[int, ...]) -> tuple[int, int]:
     return hash((values, -3)) % 2001 - 1000, hash((values, -4)) % 2001 - 1000
 
 
-def reference_pooled(digest: str | None, prompt: tuple[int, ...], pooling: Pooling) -> bytes:
+def reference_pooled(digest: str | None, prompt: tuple[int, ...], pooling: Pooling, place: int = 0) -> bytes:
     """The embedding of a prompt on one adapter version."""
-    mark, values = adapter_mark(digest), [0]
-    for token in prompt:
-        values.append(attend(values[-1], mark, token))
+    values = _kv(digest, prompt, place)
     states = [hidden(tuple(values[1 : place + 2])) for place in range(len(prompt))]
     if pooling == "last":
         return struct.pack("<2f", *states[-1])

@@ -15,12 +15,22 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.api.generation.invocation import find_invocation
 from loraplex.engine.build import build_engine
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.inputs import Recorder
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, TokenEvent
+
+
+def _place(prompt: tuple[int, ...], adapter: AdapterRef | None) -> int:
+    """Where the adapter begins to act; an activated one must be invoked."""
+    if adapter is None or not adapter.invocation:
+        return 0
+    place = find_invocation(prompt, adapter.invocation)
+    assert place is not None
+    return place
 
 
 class LocalEngine:
@@ -60,7 +70,7 @@ class LocalEngine:
             put(folder / "adapter_model.safetensors", staging.tensors_path)
             spec = inspect_adapter(staging.config_path, staging.tensors_path, self.base, max_rank=64)
             self.store.commit(staging, spec.digest)
-        return AdapterRef(tenant, name or folder.name, 1, spec.digest, spec.rank)
+        return AdapterRef(tenant, name or folder.name, 1, spec.digest, spec.rank, spec.invocation)
 
     def add(
         self, request_id: str, prompt: Iterable[int], adapter: AdapterRef | None = None, **sampling: Any
@@ -68,7 +78,14 @@ class LocalEngine:
         given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 16, **sampling}
         tenant = "acme" if adapter is None else adapter.tenant_id
         self.core.add_request(
-            EngineRequest(request_id, tenant, tuple(prompt), SamplingParams(**given), adapter)
+            EngineRequest(
+                request_id,
+                tenant,
+                ids := tuple(prompt),
+                SamplingParams(**given),
+                adapter,
+                adapter_from=_place(ids, adapter),
+            )
         )
 
     def embed(
@@ -81,7 +98,15 @@ class LocalEngine:
         tenant = "acme" if adapter is None else adapter.tenant_id
         sampling = SamplingParams(max_tokens=0)
         self.core.add_request(
-            EngineRequest(request_id, tenant, tuple(prompt), sampling, adapter, pooling=pooling)
+            EngineRequest(
+                request_id,
+                tenant,
+                ids := tuple(prompt),
+                sampling,
+                adapter,
+                pooling=pooling,
+                adapter_from=_place(ids, adapter),
+            )
         )
 
     def embedding(self, request_id: str) -> torch.Tensor:

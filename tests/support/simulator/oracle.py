@@ -187,7 +187,7 @@ class Oracle:
         digest = None if request.adapter is None else request.adapter.digest
         if sampling.max_tokens == 0:
             return [], "length"
-        tokens = reference(digest, request.prompt_ids, sampling.max_tokens, VOCAB_SIZE)
+        tokens = reference(digest, request.prompt_ids, sampling.max_tokens, VOCAB_SIZE, request.adapter_from)
         grammar = grammar_of(request)
         for index, token in enumerate(tokens):
             if grammar == ("ends", index + 1):
@@ -201,13 +201,15 @@ class Oracle:
     def _expected_scores(self, record: Record) -> Scores:
         request = record.request
         digest = None if request.adapter is None else request.adapter.digest
-        return reference_scores(digest, request.prompt_ids, tuple(record.tokens), request.sampling)
+        return reference_scores(
+            digest, request.prompt_ids, tuple(record.tokens), request.sampling, request.adapter_from
+        )
 
     def _expected_pooled(self, request: EngineRequest) -> bytes | None:
         if request.pooling is None:
             return None
         digest = None if request.adapter is None else request.adapter.digest
-        return reference_pooled(digest, request.prompt_ids, request.pooling)
+        return reference_pooled(digest, request.prompt_ids, request.pooling, request.adapter_from)
 
     def _expected_measured(self, request: EngineRequest) -> SiteOutputs | None:
         if request.request_id not in self._world.measured or request.adapter is None:

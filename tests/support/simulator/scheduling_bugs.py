@@ -14,6 +14,7 @@ from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.tenant_turns import TenantTurns
 from loraplex.engine.types import ScheduledSequence, Sequence
+from loraplex.kernels.attention import BLOCK_SIZE
 
 
 def lease_released_twice(patch: pytest.MonkeyPatch) -> None:
@@ -54,6 +55,22 @@ def prefix_key_without_tenant(patch: pytest.MonkeyPatch) -> None:
 def prefix_key_of_the_block_alone(patch: pytest.MonkeyPatch) -> None:
     link = prefix_keys.next_link
     patch.setattr(prefix_keys, "next_link", lambda _, token_ids: link(b"", token_ids))
+
+
+def prefix_key_without_the_place(patch: pytest.MonkeyPatch) -> None:
+    link = prefix_keys.next_link
+    patch.setattr(prefix_keys, "next_link", lambda before, token_ids: link(before, token_ids[:BLOCK_SIZE]))
+
+
+def slot_before_the_place(patch: pytest.MonkeyPatch) -> None:
+    schedule = Scheduler._schedule
+
+    def keep(self: Scheduler, draft: Any, seq: Sequence) -> None:
+        schedule(self, draft, seq)
+        if seq in draft.scheduled:
+            draft.scheduled[seq].slot = seq.slot
+
+    patch.setattr(Scheduler, "_schedule", keep)
 
 
 def blocks_leaked_by_an_early_end(patch: pytest.MonkeyPatch) -> None:
@@ -228,6 +245,8 @@ SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     lease_kept_by_a_preempted_sequence,
     prefix_key_without_digest,
     prefix_key_without_tenant,
+    prefix_key_without_the_place,
+    slot_before_the_place,
     prefix_key_of_the_block_alone,
     blocks_leaked_by_an_early_end,
     blocks_freed_twice,

@@ -35,6 +35,7 @@ class World:
         self.embedding = random.Random(seed)
         self.measuring = random.Random(seed)
         self.hurrying = random.Random(seed)  # requests that do not wait long for their adapters
+        self.activating = random.Random(seed)  # places from which adapters act
         self.continuing = random.Random(seed)  # answers that go on in another engine
         self.seed = seed
         self.fair = fair
@@ -154,6 +155,8 @@ class World:
             grammar=self._grammar() if self.constraining.random() < 0.25 else None,
             max_load=self._max_load(),
         )
+        if request.adapter is not None and len(prompt) > 1 and self.activating.random() < 0.3:
+            request = replace(request, adapter_from=self.activating.randrange(1, len(prompt)))
         if self.embedding.random() < 0.15:
             pooling = self.embedding.choice(POOLINGS)
             return replace(request, sampling=SamplingParams(max_tokens=0), grammar=None, pooling=pooling)

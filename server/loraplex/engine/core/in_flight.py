@@ -144,7 +144,7 @@ class InFlightSteps:
             seq = None if scheduled.order in void else tracker.sequence(scheduled)
             if seq is not None:
                 scores = result.scores.get(index)
-                if index in result.not_finite and seq.request.adapter is not None:
+                if index in result.not_finite and scheduled.slot >= 0:
                     tracker.blame_adapter(seq)
                 elif index in result.grammar_failed:
                     tracker.blame_grammar(seq, result.grammar_failed[index])

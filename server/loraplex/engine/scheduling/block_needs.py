@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.types import Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -35,3 +36,10 @@ def reserved_blocks(seq: Sequence) -> int:
         missing = blocks_missing(seq)
         room += missing * BLOCK_SIZE
     return missing + _GROWTH if seq.most_computed > room else missing
+
+
+def blocks_short(blocks: BlockManager, seq: Sequence, reserved: int, found: list[int]) -> int:
+    """The number of blocks, if above 0, that a waiting sequence lacks to start beside the reserved ones. `found` hold
+    its beginning."""
+    needed = blocks_for(seq.num_tokens) - len(found)
+    return needed and needed - (blocks.num_free - blocks.num_idle(found) - reserved)

@@ -6,6 +6,9 @@ tokens from position 0 up to the block's end. (Hash-chained block names: vLLM, "
 
 The namespace is part of the key itself, beside the hash. Two tenants can't come to one block even if SHA-256
 were broken, and a version is its digest: a new version of an adapter never meets KV of the old one.
+
+An activated LoRA acts from a position in the prompt on. What ends before is the base's, and has its names. The link of
+the block in which it begins to act names this position too.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ def root_link(space: Namespace) -> bytes:
 
 
 def next_link(link: bytes, token_ids: Row[int]) -> bytes:
-    """The link of the block that holds `token_ids` (BLOCK_SIZE of them, each below 2**32)."""
+    """The link of the block that holds `token_ids` (BLOCK_SIZE of them, each below 2**32; with the position behind them
+    in the block in which the adapter begins to act)."""
     return hashlib.sha256(link + array("I", token_ids).tobytes()).digest()
 
 
@@ -63,12 +67,17 @@ def cached_prompt_tokens(seq: Sequence) -> int:
 
 def extend_keys(seq: Sequence) -> list[BlockKey]:
     """Name every block that `seq.token_ids` fill by now; what was named before is kept. Returns all keys."""
-    keys = seq.block_keys
+    keys, place = seq.block_keys, seq.request.adapter_from
     full = len(seq.token_ids) // BLOCK_SIZE
     if len(keys) < full:
-        space = keys[-1][0] if keys else namespace(seq.request)
-        link = keys[-1][1] if keys else root_link(space)
+        own = namespace(seq.request)
+        before = (own[0], None) if place else own
+        link = keys[-1][1] if keys else root_link(before)
         for start in range(len(keys) * BLOCK_SIZE, full * BLOCK_SIZE, BLOCK_SIZE):
-            link = next_link(link, seq.token_ids[start : start + BLOCK_SIZE])
-            keys.append((space, link))
+            end = start + BLOCK_SIZE
+            token_ids = seq.token_ids[start:end]
+            # Tokens alone do not tell where the adapter begins to act: an answer may spell the invocation once more.
+            begins = place > 0 and start <= place < end
+            link = next_link(link, (*token_ids, place) if begins else token_ids)
+            keys.append((before if end <= place else own, link))
     return keys

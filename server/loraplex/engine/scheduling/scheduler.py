@@ -17,8 +17,15 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.scheduling import prefix_keys, step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
-from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, holds_blocks, reserved_blocks
+from loraplex.engine.scheduling.block_needs import (
+    blocks_for,
+    blocks_missing,
+    blocks_short,
+    holds_blocks,
+    reserved_blocks,
+)
 from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.integrity import check_places
 from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
@@ -48,10 +55,10 @@ class Scheduler:
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._max_scored = config.max_scored_tokens
-        self._charges = config.charges
         self.blocks = BlockManager(config.num_blocks)
         cache.watch_residency(self.blocks.set_resident)
         self.queue = FairQueue()
+        self._charge = SequenceCharges(self.queue, config.charges)
         self.adapters = AdapterScheduler(
             cache,
             self.queue,
@@ -141,7 +148,7 @@ class Scheduler:
 
     def delivered(self, seq: Sequence, num_tokens: int) -> None:
         """Output tokens have been sampled: charge them."""
-        self._charge(seq, num_tokens * self._charges.decode)
+        self._charge.work(seq, num_tokens * self._charge.prices.decode)
 
     def plan(self, now: float, max_tokens: int | None = None) -> StepPlan:
         """The next step, of at most `max_tokens` (None: as configured); it has no `parts` if nothing can be
@@ -151,18 +158,7 @@ class Scheduler:
         self._cache.begin_pass()
         self._shrink_batch(draft)
         draft.forced_budget = step_draft.forced_budget(draft, len(self.running), self.queue.num_ready)
-        decoding: list[Sequence] = []
-        forced: list[Sequence] = []
-        prefilling: list[Sequence] = []
-        measuring: list[Sequence] = []
-        for seq in self.running:
-            lag = len(seq.token_ids) + seq.num_pending - seq.num_computed
-            if lag == 1:
-                decoding.append(seq)
-            elif lag > 1:
-                (forced if step_draft.is_forced(seq) else prefilling).append(seq)
-            elif seq.measured is not None and seq.num_computed < MEASURE_STEPS:
-                measuring.append(seq)
+        decoding, forced, prefilling, measuring = step_draft.sort_running(self.running)
         if forced:
             decoding += sorted(forced, key=self._counter)
         self._preempt_for_head(draft, decoding, prefilling)
@@ -182,6 +178,7 @@ class Scheduler:
             self._schedule_running(draft, [seq])
         if len(draft.preempted) == yielded:  # else new requests would take the blocks that were just freed
             self._admit(draft)
+        self._go_on_activated(draft)
         loads = tuple(digest for digest in pending.loading if digest not in self._loading)
         self._loading = pending.loading
         self._step_id += 1
@@ -210,7 +207,8 @@ class Scheduler:
         before = sum(seq.num_tokens - seq.num_computed for seq in prefilling if self._counter(seq) <= level)
         if len(decoding) + before >= draft.budget:
             return
-        missing = self._blocks_short(head, sum(map(reserved_blocks, self.running)), self._cached_prefix(head))
+        reserved = sum(map(reserved_blocks, self.running))
+        missing = blocks_short(self.blocks, head, reserved, self._cached_prefix(head))
         places = len(self.running) + 1 - draft.max_running
         if missing <= 0 and places <= 0:
             return
@@ -261,11 +259,14 @@ class Scheduler:
 
     def _schedule(self, draft: StepDraft, seq: Sequence) -> None:
         # Runs for every sequence of every step: work that decoding does not need is skipped.
-        request, token_ids, start = seq.request, seq.token_ids, seq.num_computed
+        request, token_ids, start, slot = seq.request, seq.token_ids, seq.num_computed, seq.slot
         num_prompt, num_known = len(request.prompt_ids), len(token_ids)
         num_tokens = num_known + seq.num_pending
         scores = request.sampling.prompt_logprobs is not None and seq.num_scored < seq.num_to_score
         count = min(num_tokens - start, draft.budget)
+        if start < request.adapter_from:
+            # The rows of a slice have one slot, and these have none.
+            count, slot = min(count, request.adapter_from - start), -1
         if scores:
             # One at least, so that every scheduled sequence advances.
             count = min(count, max(1, draft.score_budget))
@@ -297,7 +298,7 @@ class Scheduler:
             count,
             (0,) if pending else (token_ids[start],) if count == 1 else tuple(token_ids[start:end]),
             seq.block_ids,
-            seq.slot,
+            slot,
             samples,
             pending,
             num_tokens - num_prompt,
@@ -309,15 +310,27 @@ class Scheduler:
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
         if seq.num_charged < num_prompt:
-            self._charge_prompt(seq, end, self._charges.prefill)
+            self._charge.prompt(seq, end, self._charge.prices.prefill)
+        if slot != seq.slot and end == request.adapter_from:
+            draft.activated.append(seq)
         seq.num_computed = end
         seq.num_pending += samples
+
+    def _go_on_activated(self, draft: StepDraft) -> None:
+        """Give sequences whose slice ends where their adapter begins to act another slice of this step, as far as there
+        is room: what follows is short as a rule, and a step of its own would delay the first token. Each layer writes
+        the KV of all rows before it reads any."""
+        for seq in draft.activated:
+            has_room = draft.budget > 0 and draft.score_budget > 0 and draft.num_slices < draft.max_running
+            if has_room and blocks_missing(seq) <= self.blocks.num_free:
+                draft.of_base.append(draft.scheduled.pop(seq))
+                self._schedule(draft, seq)
 
     def _measure(self, draft: StepDraft, measuring: list[Sequence]) -> None:
         seq = step_draft.draft_part(draft, measuring)
         if seq is not None and seq.first_scheduled is None:
             seq.first_scheduled = draft.now
-            self._charge(seq, MEASURE_STEPS * self._charges.prefill)
+            self._charge.work(seq, MEASURE_STEPS * self._charge.prices.prefill)
 
     def _preempt_for_blocks(self, draft: StepDraft, seq: Sequence, missing: int) -> bool:
         """Preempt until `missing` blocks are free. False if `seq` itself was preempted, or must skip this step.
@@ -392,7 +405,7 @@ class Scheduler:
         do not all fit beside the `reserved` blocks of running sequences."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
         found = self._cached_prefix(seq)
-        if self._blocks_short(seq, reserved, found) > 0:
+        if blocks_short(self.blocks, seq, reserved, found) > 0:
             return False
         lane = self.queue.remove(seq)
         self.adapters.request_left(lane, started=True)
@@ -415,31 +428,14 @@ class Scheduler:
             self.prefix_hits += seq.num_cached
             if seq.pooled is not None and seq.num_prompt < BLOCK_SIZE:
                 # However short, it takes a place, a block and a vector.
-                self._charge(seq, (BLOCK_SIZE - seq.num_prompt) * self._charges.prefill)
-        self._charge_prompt(seq, seq.num_computed, self._charges.cached)
+                self._charge.work(seq, (BLOCK_SIZE - seq.num_prompt) * self._charge.prices.prefill)
+        self._charge.prompt(seq, seq.num_computed, self._charge.prices.cached)
         self._schedule(draft, seq) if seq.measured is None else self._measure(draft, [seq])
         return True
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks of the prefix cache that hold the beginning of a waiting sequence."""
         return self.blocks.lookup(prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)])
-
-    def _blocks_short(self, seq: Sequence, reserved: int, found: list[int]) -> int:
-        """The number of blocks, if above 0, that a waiting sequence lacks to start beside the reserved ones."""
-        needed = blocks_for(seq.num_tokens) - len(found)
-        return needed and needed - (self.blocks.num_free - self.blocks.num_idle(found) - reserved)
-
-    def _charge_prompt(self, seq: Sequence, end: int, cost: float) -> None:
-        """Charge the prompt's positions up to `end` that were not charged yet."""
-        end = min(end, seq.num_prompt)
-        if end > seq.num_charged:
-            count, seq.num_charged = end - seq.num_charged, end
-            self._charge(seq, count * cost)
-
-    def _charge(self, seq: Sequence, units: float) -> None:
-        """Charge `units` of work on the base model, times the price of the sequence's adapter."""
-        adapter = seq.request.adapter
-        self.queue.charge(seq, units if adapter is None else units * self._charges.price(adapter.rank))
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless exactly the `live` sequences are here, each either held, running or queued, with

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from loraplex.engine.types import MeasuredPart, ScheduledSequence, Sequence, SequenceState, StepPlan
+from loraplex.engine.types import (
+    MEASURE_STEPS,
+    MeasuredPart,
+    ScheduledSequence,
+    Sequence,
+    SequenceState,
+    StepPlan,
+)
 
 SMALL_STEP = 64
 """Positions. On a CPU a larger step takes up to twice as long: it is not a recorded list of calls."""
@@ -23,9 +30,38 @@ class StepDraft:
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     measure: MeasuredPart | None = None
     preempted: list[str] = field(default_factory=list)
+    activated: list[Sequence] = field(default_factory=list)
+    """Sequences whose slice ends where their adapter begins to act."""
+    of_base: list[ScheduledSequence] = field(default_factory=list)
+    """The slices of those that have a second one in this step, which is in `scheduled`."""
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.scheduled) + len(self.of_base)
 
     def plan(self, step_id: int, loads: tuple[str, ...]) -> StepPlan:
-        return StepPlan(step_id, tuple(self.scheduled.values()), tuple(self.preempted), loads, self.measure)
+        scheduled = (*self.of_base, *self.scheduled.values())
+        return StepPlan(step_id, scheduled, tuple(self.preempted), loads, self.measure)
+
+
+def sort_running(
+    running: Iterable[Sequence],
+) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
+    """The running sequences that have something to compute: those with one position, those whose positions hold forced
+    tokens, those in their prompt, and those with a part to measure."""
+    decoding: list[Sequence] = []
+    forced: list[Sequence] = []
+    prefilling: list[Sequence] = []
+    measuring: list[Sequence] = []
+    for seq in running:
+        lag = len(seq.token_ids) + seq.num_pending - seq.num_computed
+        if lag == 1:
+            decoding.append(seq)
+        elif lag > 1:
+            (forced if is_forced(seq) else prefilling).append(seq)
+        elif seq.measured is not None and seq.num_computed < MEASURE_STEPS:
+            measuring.append(seq)
+    return decoding, forced, prefilling, measuring
 
 
 def draft_part(draft: StepDraft, measuring: Iterable[Sequence]) -> Sequence | None:

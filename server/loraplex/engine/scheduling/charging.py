@@ -1,0 +1,34 @@
+"""The prices of sequences' work, charged to their tenants."""
+
+from __future__ import annotations
+
+from loraplex.engine.config import Charges
+from loraplex.engine.scheduling.fair_queue import FairQueue
+from loraplex.engine.types import Sequence
+
+
+class SequenceCharges:
+    """Charges work in units of a prompt token on the base model, times the price of the sequence's adapter where the
+    adapter acts."""
+
+    def __init__(self, queue: FairQueue, charges: Charges) -> None:
+        self._queue = queue
+        self.prices = charges
+
+    def work(self, seq: Sequence, units: float) -> None:
+        """Charge `units` of work at which its adapter acts."""
+        adapter = seq.request.adapter
+        self._queue.charge(seq, units if adapter is None else units * self.prices.price(adapter.rank))
+
+    def prompt(self, seq: Sequence, end: int, cost: float) -> None:
+        """Charge the prompt's positions up to `end` that were not charged yet."""
+        end = min(end, seq.num_prompt)
+        start = seq.num_charged
+        if end <= start:
+            return
+        seq.num_charged = end
+        if (of_base := min(end, seq.request.adapter_from) - start) > 0:
+            self._queue.charge(seq, of_base * cost)
+            start += of_base
+        if end > start:
+            self.work(seq, (end - start) * cost)
