@@ -207,6 +207,7 @@ def a_scrape(*, tenant_data: bool, residency: bool = False) -> dict[str, tuple[s
         timing=timing,
     )
     metrics.request_answered("acme", ref("acme", "pirate", 1), 200)
+    metrics.shared_with_base("acme", ref("acme", "pirate", 1), 16)
     metrics.refused_by_limit("acme", "rate_limit_exceeded")
     metrics.limits_decided("rate_limit_exceeded", 0.001, ReachedLimit("tenant", "requests"))
     metrics.responded(200)

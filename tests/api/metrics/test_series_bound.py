@@ -78,6 +78,7 @@ def use(metrics: Metrics, all_adapters: list[AdapterRef], statuses: list[int]) -
             seconds=1.0,
             timing=None,
         )
+        metrics.shared_with_base(adapter.tenant_id, adapter, 1)
         for code in ("rate_limit_exceeded", "insufficient_quota"):
             metrics.refused_by_limit(adapter.tenant_id, code)
 

@@ -37,6 +37,7 @@ from loraplex.control.types import (
     ResolvedModel,
     Serving,
     VersionInfo,
+    WithoutInvocation,
 )
 from loraplex.control.usage.journal import JournalFull
 from loraplex.control.usage.records import Accepted, Ended
@@ -97,6 +98,7 @@ class FakeResolver:
 
     users: list[str | None] = field(default_factory=list)
     formats: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)  # of adapters, by name
+    alora: dict[str, WithoutInvocation] = field(default_factory=dict)  # of adapters, by name
 
     async def resolve(self, caller: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
         self.users.append(user)
@@ -109,7 +111,9 @@ class FakeResolver:
             raise Refused("model_not_found", "The model does not exist or you do not have access to it.")
         if caller.models is not None and name not in caller.models:
             raise Refused("model_not_allowed", "This key may not use this model.")
-        return ResolvedModel(model, found, Serving(*self.formats.get(name, (None, None))))
+        return ResolvedModel(
+            model, found, Serving(*self.formats.get(name, (None, None)), alora=self.alora.get(name))
+        )
 
     async def list_models(self, caller: Principal) -> Sequence[ModelCard]:
         own = [

@@ -23,6 +23,7 @@ from loraplex.api.generation.charge import Charge, admitted
 from loraplex.api.generation.client_watch import ClientWatch, watch_client
 from loraplex.api.generation.constraints import checked_grammar
 from loraplex.api.generation.generation import Generation
+from loraplex.api.generation.invocation import invoke
 from loraplex.api.generation.kinds import (
     AnswerTo,
     Kind,
@@ -107,6 +108,7 @@ class GenerationEndpoint:
                 context.adapter, context.resolved = model.adapter, True
                 own = None if services.own_chats is None else await services.own_chats.of(model)
                 prompts = await self._tokenise(request, self._formats(model), principal, own)
+            prompts, places = invoke(prompts, model, self._kind.source, services.text.spell)
             plan = make_plan(
                 request,
                 prompts.token_ids,
@@ -121,7 +123,7 @@ class GenerationEndpoint:
                 grammar = await checked_grammar(
                     request, prompts.reading, principal.tenant_id or "", services.grammars, self._capacity
                 )
-            plan = replace(plan, grammar=grammar, end_ids=() if own is None else own.eos_ids)
+            plan = replace(plan, grammar=grammar, end_ids=() if own is None else own.eos_ids, places=places)
             kept = self._kind.kept(plan, services.engine.info)
             with self._capacity.kept_logprobs(principal.tenant_id or "", kept):
                 await self._reserved(client, context, charge, model, plan)

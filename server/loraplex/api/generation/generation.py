@@ -22,6 +22,7 @@ from loraplex.api.openai.schemas import CompletionRequest
 from loraplex.api.tracing.sequence_end import SequenceEnd
 from loraplex.engine.logprobs import ScoreRow
 from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.output.parser import OutputParser
 from loraplex.serving.output.parts import TextPart
@@ -411,6 +412,11 @@ class Generation:
                 seconds=(choice.last_token or now) - choice.started,
                 timing=choice.terminal.timing if choice.terminal is not None else None,
             )
+            request = choice.stream.request
+            if request.adapter is not None and request.adapter_from:
+                # Blocks before the place alone are the base's: those found are whole ones.
+                shared = min(choice.cached_tokens, request.adapter_from // BLOCK_SIZE * BLOCK_SIZE)
+                self._metrics.shared_with_base(tenant_id, request.adapter, shared)
         for choices in self._choices_by_prompt():
             self._metrics.prompt_ended(
                 n=self._plan.n, longest=max(choice.completion_tokens for choice in choices)

@@ -28,7 +28,8 @@ class GenerationPlan:
     that the client asks for (None: the default), which alone can be refused for never fitting a limit; `asked_field` is
     where it stands. `echoes` are the prompts as texts, where they are to be repeated at the head of each choice.
     `reading` says how each choice's text is read. `grammar`: what each choice must follow, checked. `end_ids` end an
-    answer beside the model's own, as those do."""
+    answer beside the model's own, as those do. `places`: the first position of each prompt at which the adapter acts,
+    None where the base is to answer; empty: 0."""
 
     request: ChatRequest | CompletionRequest
     prompts: tuple[tuple[int, ...], ...]
@@ -39,6 +40,7 @@ class GenerationPlan:
     reading: Reading = PLAIN
     grammar: str | None = None
     end_ids: tuple[int, ...] = ()
+    places: tuple[int | None, ...] = ()
 
     @property
     def n(self) -> int:
@@ -176,6 +178,7 @@ def engine_requests(
     requests = []
     for index in range(plan.num_choices):
         of_prompt, choice = divmod(index, plan.n)
+        place = plan.places[of_prompt] if plan.places else 0
         max_tokens = plan.max_tokens[of_prompt]
         if max_output_tokens is not None:
             max_tokens = min(max_tokens, max_output_tokens)
@@ -205,7 +208,8 @@ def engine_requests(
                 tenant_id=tenant_id,
                 prompt_ids=plan.prompts[of_prompt],
                 sampling=sampling,
-                adapter=adapter,
+                adapter=None if place is None else adapter,
+                adapter_from=place or 0,
                 priority=fields.priority or 0,
                 deadline=deadline_s,
                 max_load=max_load_s,

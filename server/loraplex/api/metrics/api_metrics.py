@@ -190,6 +190,14 @@ class Metrics:
         self._tokens = OwnedCounter(
             counter("tokens", "Tokens by kind: prompt, cached, completion.", "tenant", "kind")
         )
+        self._shared = OwnedCounter(
+            counter(
+                "alora_shared_tokens",
+                "Prompt tokens of activated LoRAs whose KV was the base model's in the prefix cache.",
+                "tenant",
+                "adapter",
+            )
+        )
         self._refusals = OwnedCounter(
             counter("limiter_refusals", "Requests refused by a limit.", "tenant", "code")
         )
@@ -344,6 +352,10 @@ class Metrics:
         self._inference.observe(last - timing.queue_s)
         self._per_token.observe((last - first) / max(1, completion_tokens - 1))
 
+    def shared_with_base(self, tenant_id: str, adapter: AdapterRef, num_tokens: int) -> None:
+        """An activated LoRA's sequence found `num_tokens` of its prompt in the prefix cache as the base model's."""
+        self._shared.inc(self._labels.pair(tenant_id, adapter_label(adapter)), amount=num_tokens)
+
     def prompt_ended(self, *, n: int, longest: int) -> None:
         """All `n` sequences of a prompt ended; the longest has this many output tokens."""
         self._n.observe(n)
@@ -377,8 +389,10 @@ class Metrics:
     def _drop_series(self, tenant: str, version: str | None) -> None:
         if version is not None:
             self._requests.remove((tenant, version))
+            self._shared.remove((tenant, version))
             return
         self._requests.remove((tenant, OTHER))
+        self._shared.remove((tenant, OTHER))
         for counter in (self._tenant_requests, self._tokens, self._refusals):
             counter.remove((tenant,))
 

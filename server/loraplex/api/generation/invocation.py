@@ -1,0 +1,70 @@
+"""Where an activated LoRA (aLoRA) begins to act in a prompt.
+
+As PEFT has it: at the first token of the last occurrence of its invocation in the ids that are given. An invocation
+that the model generates changes nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from loraplex.api.errors import ApiError
+from loraplex.api.generation.kinds import Prompts
+from loraplex.control.types import ResolvedModel
+from loraplex.serving.text.processor import Spelling
+
+_ID_BYTES = array("I").itemsize
+
+
+def find_invocation(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """The place of the last occurrence of `invocation`, which is not empty; None where there is none. Ids are below
+    2**32."""
+    text, wanted = (array("I", ids).tobytes() for ids in (prompt, invocation))
+    at = text.rfind(wanted)
+    while at > 0 and at % _ID_BYTES:  # the bytes of parts of ids
+        at = text.rfind(wanted, 0, at + len(wanted) - 1)
+    return None if at < 0 else at // _ID_BYTES
+
+
+def invoke(
+    prompts: Prompts, model: ResolvedModel, source: str, spell: Callable[[Sequence[int]], Spelling]
+) -> tuple[Prompts, tuple[int | None, ...]]:
+    """The prompts, and the first position of each at which the model's adapter acts: 0 for one that acts on every
+    position, None where the base is to answer. The version's setting decides over prompts without its invocation.
+
+    Raises ApiError (400 adapter_not_invoked). `source` is the field that prompts come from."""
+    ref = model.adapter
+    if ref is None or not ref.invocation:
+        return prompts, (0,) * len(prompts.token_ids)
+    token_ids = list(prompts.token_ids)
+    echoes = list(prompts.echoes)
+    places = [find_invocation(ids, ref.invocation) if ids else 0 for ids in token_ids]
+    for number, place in enumerate(places):
+        if place is not None or model.serving.alora == "base":
+            continue
+        if model.serving.alora is None:
+            raise ApiError("adapter_not_invoked", _missing(model, source), param=source)
+        places[number] = len(token_ids[number])
+        token_ids[number] = [*token_ids[number], *ref.invocation]
+        if echoes:
+            echoes[number] = _behind(echoes[number], spell(ref.invocation))
+    return replace(prompts, token_ids=token_ids, echoes=echoes), tuple(places)
+
+
+def _behind(first: Spelling, second: Spelling) -> Spelling:
+    length = len(first.text)
+    spans = ((length + start, length + end) for start, end in second.spans)
+    return Spelling(first.text + second.text, (*first.spans, *spans))
+
+
+def _missing(model: ResolvedModel, source: str) -> str:
+    ref = model.adapter
+    assert ref is not None
+    ids = ", ".join(map(str, ref.invocation))
+    return (
+        f"'{source}' lacks the invocation of {ref.name}@v{ref.version}: the adapter acts from the token ids [{ids}] on "
+        "and would not act at all. Put their text into the prompt as the training did, or push the version with "
+        "serving.alora set to append or base."
+    )
