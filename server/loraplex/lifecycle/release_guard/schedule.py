@@ -1,0 +1,144 @@
+"""Steps of a release: which weight the newest version has, for how long, and when the next step begins.
+
+`advance` moves by at most one step at a look, whatever time has passed, and only on a verdict `pass`. Its result
+depends on its arguments alone: a server that takes over with the persisted state decides as the one before. Each step
+has a guard of its own, which begins where the step does; after the last step all traffic goes to the version.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from loraplex.control.errors import Conflict, InvalidValue
+from loraplex.lifecycle.release_guard.guard import Guard, GuardStateInvalid, Verdict
+from loraplex.lifecycle.release_guard.rules import Rules
+from loraplex.lifecycle.release_guard.window import Arms
+
+ALL = 100
+"""Percent of the traffic."""
+MAX_STEPS = 20
+MIN_STEP_S, MAX_STEP_S = 1, 30 * 86_400
+
+
+class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The newest version has `weight` percent of the traffic for at least `for_seconds`."""
+
+    weight: int
+    for_seconds: int
+
+
+class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Steps by rising weight; the one of 100 % follows by itself."""
+
+    steps: tuple[Step, ...]
+
+    def weight(self, state: ScheduleState) -> int:
+        """Percent of the traffic that the newest version has now."""
+        if state.status == "rolled_back":
+            return 0
+        return ALL if state.step >= len(self.steps) else self.steps[state.step].weight
+
+
+class ScheduleState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a release stands. `step` counts from 0; as many as there are steps means that all were passed. `since`:
+    when this step began, in seconds since the epoch. `reason` says why a release was rolled back."""
+
+    step: int
+    since: float
+    status: Literal["running", "paused", "promoted", "rolled_back"] = "running"
+    reason: str | None = None
+
+
+def parse_schedule(document: object, *, param: str = "schedule") -> Schedule:
+    """A schedule from JSON: `[{weight, for_seconds}, …]`. Raises InvalidValue, which names the field."""
+    if not isinstance(document, list) or not 0 < len(document) <= MAX_STEPS:
+        message = f"'{param}' is one list of 1 to {MAX_STEPS} steps, each with weight and for_seconds."
+        raise InvalidValue(message, param=param)
+    steps: list[Step] = []
+    for index, given in enumerate(document):
+        at = f"{param}[{index}]"
+        if isinstance(given, list):
+            raise InvalidValue(f"'{at}' is a list: a release has one schedule, not several.", param=at)
+        if not isinstance(given, dict) or set(given) != {"weight", "for_seconds"}:
+            raise InvalidValue(
+                f"'{at}' is an object with weight and for_seconds, and nothing else.", param=at
+            )
+        weight = _whole(given["weight"], 1, ALL - 1, f"{at}.weight", "; the step of 100 follows by itself")
+        seconds = _whole(given["for_seconds"], MIN_STEP_S, MAX_STEP_S, f"{at}.for_seconds", "")
+        if steps and weight <= steps[-1].weight:
+            message = (
+                f"'{at}.weight' is {weight}, and that of the step before {steps[-1].weight}: weights rise."
+            )
+            raise InvalidValue(message, param=f"{at}.weight")
+        steps.append(Step(weight, seconds))
+    return Schedule(tuple(steps))
+
+
+def _whole(value: object, least: int, most: int, param: str, hint: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        message = f"'{param}' is a whole number from {least} to {most}{hint}; not {value!r:.50}."
+        raise InvalidValue(message, param=param)
+    return value
+
+
+def begin(now: float, running: ScheduleState | None = None) -> ScheduleState:
+    """The first step, from now on. `running` is the state of the release's schedule before this one, if it had one.
+    Raises Conflict while that has not ended."""
+    if running is not None and running.status in ("running", "paused"):
+        raise Conflict(
+            f"A schedule is {running.status} at step {running.step + 1}, and a release has one: "
+            "promote or roll back first."
+        )
+    return ScheduleState(0, now)
+
+
+def advance(schedule: Schedule, state: ScheduleState, verdict: Verdict, now: float) -> ScheduleState:
+    """The state after this verdict: the same one, the next step from now on, promoted, or rolled back."""
+    if state.status != "running":
+        return state
+    if verdict.kind == "breach":
+        reason = "guard" if verdict.breach is None else f"guard: {verdict.breach.metric}"
+        return msgspec.structs.replace(state, status="rolled_back", since=now, reason=reason)
+    if verdict.kind == "hold" or now - state.since < schedule.steps[state.step].for_seconds:
+        return state
+    after = state.step + 1
+    return ScheduleState(after, now, "promoted" if after == len(schedule.steps) else "running")
+
+
+def pause(state: ScheduleState, now: float) -> ScheduleState:
+    """Keep the weights as they are. Raises Conflict where no schedule is running."""
+    if state.status != "running":
+        raise Conflict(f"The release is {state.status}; only a running one can be paused.")
+    return msgspec.structs.replace(state, status="paused", since=now)
+
+
+def resume(state: ScheduleState, now: float) -> ScheduleState:
+    """Begin the step again, with a guard without evidence. Raises Conflict where the schedule is not paused."""
+    if state.status != "paused":
+        raise Conflict(f"The release is {state.status}; only a paused one can be resumed.")
+    return msgspec.structs.replace(state, status="running", since=now)
+
+
+def guard_of(
+    schedule: Schedule,
+    state: ScheduleState,
+    rules: Rules,
+    *,
+    control: int,
+    candidate: int,
+    persisted: bytes | None,
+) -> Guard:
+    """The guard of the current step: the persisted one if it is this step's, else one without evidence. The steps of a
+    schedule share the allowed false alarms. `control` and `candidate` are versions."""
+    weight = schedule.weight(state)
+    arms = Arms(control, candidate, float(ALL - weight), float(weight))
+    fresh = Guard(rules.split(len(schedule.steps)), arms, since=state.since)
+    if persisted is None:
+        return fresh
+    try:
+        guard = Guard.from_json(persisted)
+    except GuardStateInvalid:
+        return fresh
+    return guard if guard.is_of(fresh) else fresh

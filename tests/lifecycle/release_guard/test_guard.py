@@ -1,0 +1,221 @@
+"""The guard: verdicts over outcomes and running requests, state that a new leader takes over."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from loraplex.lifecycle.release_guard.guard import (
+    MAX_STATE_BYTES,
+    WINDOW_S,
+    Guard,
+    GuardStateInvalid,
+    window_share,
+)
+from loraplex.lifecycle.release_guard.rules import Rules
+from loraplex.lifecycle.release_guard.window import MAX_KEYS, Arms, RunningArm
+from support.releases.traffic import CANDIDATE, CONTROL, Fault, Look, Traffic, ended, looks
+from support.releases.verdicts import first_breach
+
+HALVES = Arms(CONTROL, CANDIDATE, 50.0, 50.0)
+ONE_IN_TEN = Arms(CONTROL, CANDIDATE, 90.0, 10.0)
+
+
+def guard(arms: Arms = HALVES, rules: Rules | None = None) -> Guard:
+    return Guard(rules or Rules(), arms, since=0.0)
+
+
+def feed(to: Guard, *, control: str, candidate: str, keys: int, at: float = 1.0) -> str:
+    """Requests of this many keys of each arm, with these ends; the verdict."""
+    for number in range(keys):
+        of_control = ended(version=CONTROL, key=f"a{number}", status=control, started_at=at)
+        of_candidate = ended(version=CANDIDATE, key=f"b{number}", status=candidate, started_at=at)
+        to.observe([of_control, of_candidate], [], at + 10)
+    return to.verdict().kind
+
+
+def test_a_version_that_fails_is_a_breach_that_names_the_metric_and_its_bound() -> None:
+    worse = guard()
+    assert feed(worse, control="stop", candidate="internal_error", keys=40) == "breach"
+    found = worse.verdict().breach
+    assert found is not None
+    assert found.metric == "error_rate"
+    assert (found.control, found.candidate, found.bound) == (0.0, 1.0, 0.005)
+    assert found.num_candidate < 20
+    assert worse.verdict().e_value >= worse.verdict().threshold == pytest.approx(100 / 0.75)
+    assert feed(worse, control="internal_error", candidate="stop", keys=500, at=50.0) == "breach", "final"
+
+
+def test_few_requests_hold_and_enough_pass() -> None:
+    equal = guard(rules=Rules(min_requests=30))
+    assert equal.verdict().kind == "hold"
+    assert feed(equal, control="stop", candidate="stop", keys=29) == "hold"
+    assert feed(equal, control="stop", candidate="stop", keys=1, at=2.0) == "pass"
+    alone = guard(rules=Rules(min_requests=0))
+    assert alone.observe([ended(version=CANDIDATE, key="b")], [], 5.0).kind == "hold", (
+        "no control to compare with"
+    )
+
+
+@pytest.mark.parametrize("status", ["cancelled", "invalid_value", "rate_limit_exceeded", "server_overloaded"])
+def test_ends_that_are_not_the_versions_doing_are_no_errors(status: str) -> None:
+    assert feed(guard(), control="stop", candidate=status, keys=100) != "breach"
+
+
+def test_an_outage_of_both_versions_is_no_breach() -> None:
+    assert feed(guard(), control="engine_restarting", candidate="engine_restarting", keys=200) == "pass"
+
+
+def test_a_better_version_is_no_breach() -> None:
+    assert feed(guard(), control="internal_error", candidate="stop", keys=200) == "pass"
+
+
+def test_a_heavy_user_counts_once() -> None:
+    """A thousand failures of one user are those of one user."""
+    to = guard()
+    for number in range(1000):
+        control = ended(version=CONTROL, key=f"a{number}", started_at=1.0)
+        candidate = ended(version=CANDIDATE, key="heavy", status="internal_error", started_at=1.0)
+        assert to.observe([control, candidate], [], 20.0).kind != "breach"
+    assert next(r for r in to.readings() if r.metric == "error_rate").num_candidate == 1
+
+
+def test_requests_that_began_before_the_guard_do_not_count() -> None:
+    assert feed(guard(), control="stop", candidate="internal_error", keys=100, at=-5.0) == "hold"
+
+
+def test_other_versions_do_not_count() -> None:
+    to = guard()
+    for number in range(100):
+        to.observe([ended(version=7, key=f"c{number}", status="internal_error")], [], 20.0)
+    assert to.num_requests == 0
+    assert to.verdict().kind == "hold"
+
+
+def running(version: int, *started: float, prefix: str = "r") -> RunningArm:
+    requests = [(hash_of(f"{prefix}{index}"), at) for index, at in enumerate(started)]
+    return RunningArm(version, len(requests), tuple(requests))
+
+
+def hash_of(key: str) -> int:
+    return ended(version=1, key=key).key_hash
+
+
+def test_answers_that_do_not_end_are_found_though_none_has_ended() -> None:
+    to = guard()
+    for number in range(40):
+        to.observe([ended(version=CONTROL, key=f"a{number}", started_at=1.0)], [], 10.0)
+    row = running(CANDIDATE, *[12.0] * 30)
+    assert to.observe([], [row], 12.5).kind == "hold", "no longer than the control's"
+    verdict = to.observe(
+        [ended(version=CONTROL, key=f"more{number}", started_at=12.0) for number in range(60)], [row], 30.0
+    )
+    assert verdict.kind == "breach"
+    assert verdict.breach is not None
+    assert verdict.breach.metric in ("length_share", "output_length")
+
+
+def test_answers_of_both_versions_that_do_not_end_are_no_breach() -> None:
+    to = guard()
+    for number in range(60):
+        to.observe([ended(version=CONTROL, key=f"a{number}", started_at=1.0)], [], 10.0)
+    rows = [running(CANDIDATE, *[12.0] * 15, prefix="b"), running(CONTROL, *[12.0] * 15, prefix="c")]
+    for now in range(13, 100):
+        assert to.observe([], rows, float(now)).kind != "breach"
+
+
+def test_a_version_that_becomes_worse_is_found_by_users_that_were_counted_before() -> None:
+    to = guard()
+    assert feed(to, control="stop", candidate="stop", keys=200) == "pass"
+    assert feed(to, control="stop", candidate="internal_error", keys=200, at=500.0) == "pass", (
+        "the same users"
+    )
+    assert feed(to, control="stop", candidate="internal_error", keys=200, at=WINDOW_S + 1) == "breach"
+
+
+def test_the_windows_share_the_allowed_false_alarms() -> None:
+    assert sum(window_share(index) for index in range(100_000)) == pytest.approx(1.0, abs=1e-5)
+
+
+def fed(traffic: Traffic, fault: Fault, seconds: int) -> Iterator[Look]:
+    return looks(traffic, 3, seconds=seconds, fault=fault)
+
+
+def test_a_leader_that_takes_over_at_any_look_comes_to_the_same_verdicts() -> None:
+    kept, moved = guard(ONE_IN_TEN), guard(ONE_IN_TEN)
+    rng = random.Random(5)
+    for look in fed(Traffic(num_users=300), Fault(errors=0.2), 90):
+        if rng.random() < 0.3:
+            moved = Guard.from_json(moved.to_json())
+        expected = kept.observe(look.outcomes, look.running, look.now)
+        assert moved.observe(look.outcomes, look.running, look.now) == expected
+    assert moved.to_json() == kept.to_json()
+
+
+def test_the_state_is_bounded() -> None:
+    to = guard()
+    for began in (1.0, WINDOW_S + 5):
+        pairs = [ended(version=1 + n % 2, key=f"p{n}", started_at=began) for n in range(400)]
+        many = [ended(version=CANDIDATE, key=f"k{n}", started_at=began) for n in range(MAX_KEYS)]
+        to.observe([*pairs, *many], [], began + 20)
+    written = to.to_json()
+    assert len(written) < MAX_STATE_BYTES
+    assert Guard.from_json(written).to_json() == written
+
+
+def test_a_breach_is_kept_with_the_state() -> None:
+    worse = guard()
+    feed(worse, control="stop", candidate="internal_error", keys=40)
+    assert Guard.from_json(worse.to_json()).verdict() == worse.verdict()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"since": "yesterday"}, "cannot be read"),
+        ({"more": 1}, "cannot be read"),
+        ({"rules": {"margins": {"ttft": 0.1}}}, "not those of its rules"),
+        ({"whole": None}, "cannot be read"),
+    ],
+)
+def test_a_state_of_another_form_is_refused_with_what_to_do(change: dict[str, object], words: str) -> None:
+    state = json.loads(guard().to_json()) | change
+    with pytest.raises(GuardStateInvalid, match=words) as refused:
+        Guard.from_json(json.dumps(state).encode())
+    assert "Restart the step." in str(refused.value)
+
+
+def test_a_state_that_is_too_large_or_torn_is_refused() -> None:
+    with pytest.raises(GuardStateInvalid, match="at most"):
+        Guard.from_json(b" " * (MAX_STATE_BYTES + 1))
+    with pytest.raises(GuardStateInvalid, match="cannot be read"):
+        Guard.from_json(guard().to_json()[:-5])
+
+
+def test_times_that_are_no_times_are_passed_over() -> None:
+    for number in range(50):
+        strange = dataclasses.replace(
+            ended(version=CANDIDATE, key=f"b{number}"), first_token_s=float("nan"), inter_token_s=-1.0
+        )
+        assert guard().observe([strange, ended(version=CONTROL, key=f"a{number}")], [], 9.0).kind == "hold"
+
+
+@pytest.mark.slow
+def test_a_hundred_releases_of_the_same_version_are_left_alone_under_a_look_every_second() -> None:
+    traffic = Traffic(rate=8.0, share=0.3, num_users=500)
+    assert [first_breach(traffic, seed, seconds=120) for seed in range(100)].count(None) >= 99
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "most"), [(Fault(errors=0.05), 200), (Fault(never_stops=True), 50), (Fault(cut=0.5), 200)]
+)
+def test_planted_versions_are_found_within_their_number_of_requests(fault: Fault, most: int) -> None:
+    traffic = Traffic(zipf=0.0, num_users=100_000)
+    found = [first_breach(traffic, seed, seconds=600, fault=fault) for seed in range(9)]
+    needed = sorted(10_000 if one is None else one.num_started for one in found)
+    assert needed[4] <= most
