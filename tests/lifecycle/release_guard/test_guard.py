@@ -70,6 +70,18 @@ def test_an_outage_of_both_versions_is_no_breach() -> None:
     assert feed(guard(), control="engine_restarting", candidate="engine_restarting", keys=200) == "pass"
 
 
+def test_an_outage_that_begins_between_two_looks_meets_both_versions() -> None:
+    """The candidate's first failures are not compared with the control's requests from before the outage."""
+    to = guard()
+    before = [ended(version=CONTROL, key=f"a{number}") for number in range(40)]
+    failing = [
+        ended(version=version, key=f"{version}-{number}", status="engine_restarting", started_at=5.0)
+        for version in (CANDIDATE, CONTROL)
+        for number in range(20)
+    ]
+    assert to.observe([*before, *failing], [], 9.0).kind == "pass"
+
+
 def test_a_better_version_is_no_breach() -> None:
     assert feed(guard(), control="internal_error", candidate="stop", keys=200) == "pass"
 
