@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.app.setting_groups import ENGINE_SETTINGS
 from loraplex.app.settings import Settings, load_settings
 from support.deploy.containerfile import SECRET_VARIABLES, SETTING_VARIABLES, image_config, read_stages
 from support.markdown import ROOT
 
 FOLDER = ROOT / "deploy/systemd"
 UNIT = FOLDER / "loraplex.service"
+ENGINE_UNIT = FOLDER / "loraplex-engine.service"
 EXAMPLE = FOLDER / "loraplex.env.example"
 MAX_EXPOSURE = 1.5
 """Of 10, as `systemd-analyze security` counts. A server needs a network, and kernels that it compiles."""
@@ -48,6 +50,9 @@ def example(*, with_comments: bool) -> dict[str, str]:
     return {match[2]: match[3] for match in found if match and (with_comments or not match[1])}
 
 
+each_unit = pytest.mark.parametrize("path", [UNIT, ENGINE_UNIT], ids=lambda path: path.stem)
+
+
 def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: apt-get install systemd")
@@ -60,21 +65,45 @@ def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_systemd_reads_every_line(tmp_path: Path) -> None:
+@each_unit
+def test_systemd_reads_every_line(tmp_path: Path, path: Path) -> None:
     """Of the unit as of the drop-in; the program that the unit starts need not be installed here."""
     program = SERVICE["ExecStart"][0].split()[0]
-    unit = tmp_path / UNIT.name
-    unit.write_text(UNIT.read_text().replace(program, "/bin/true"))
-    (tmp_path / f"{UNIT.name}.d").mkdir()
-    shutil.copy(FOLDER / "gpu.conf", tmp_path / f"{UNIT.name}.d")
+    unit = tmp_path / path.name
+    unit.write_text(path.read_text().replace(program, "/bin/true"))
+    (tmp_path / f"{path.name}.d").mkdir()
+    shutil.copy(FOLDER / "gpu.conf", tmp_path / f"{path.name}.d")
     done = analyze("verify", "--man=no", unit)
-    told = [line for line in done.stderr.splitlines() if UNIT.name in line or str(tmp_path) in line]
+    told = [line for line in done.stderr.splitlines() if path.name in line or str(tmp_path) in line]
     assert (done.returncode, told) == (0, [])
 
 
-def test_unit_is_confined() -> None:
-    done = analyze("security", "--offline=true", f"--threshold={MAX_EXPOSURE * 10:g}", UNIT)
+@each_unit
+def test_unit_is_confined(path: Path) -> None:
+    done = analyze("security", "--offline=true", f"--threshold={MAX_EXPOSURE * 10:g}", path)
     assert done.returncode == 0, done.stdout
+
+
+def test_an_engine_is_confined_as_the_server_is() -> None:
+    engine = section(ENGINE_UNIT, "Service")
+    own = {"ExecStart", "EnvironmentFile", "Environment", "WorkingDirectory", "LoadCredential"}
+    own |= {"User", "StateDirectory", "CacheDirectory"}
+    assert {name: value for name, value in engine.items() if name not in own} == {
+        name: value for name, value in SERVICE.items() if name not in own
+    }
+    assert engine["ExecStart"] == ["/opt/loraplex/bin/loraplex engine --join ${JOIN} --replica %H"]
+    (name, _, _) = engine["LoadCredential"][0].partition(":")
+    given = environment(ENGINE_UNIT, "Environment")
+    assert given["LORAPLEX_ENGINE_TOKEN_FILE"] == f"%d/{name}"
+    ours = {
+        variable.removeprefix("LORAPLEX_").lower() for variable in given if variable.startswith("LORAPLEX_")
+    }
+    assert ours <= set(ENGINE_SETTINGS)
+    state = f"/var/lib/{engine['StateDirectory'][0]}"
+    assert given["LORAPLEX_DATA_DIR"].startswith(f"{state}/")
+    assert engine["WorkingDirectory"] == [state]
+    drain = Settings.model_fields["drain_timeout"].default
+    assert float(engine["TimeoutStopSec"][0]) >= drain + 10
 
 
 def test_unit_writes_its_data_and_its_cache_alone() -> None:
