@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from support.servers.certificates import make_certificates
 from support.servers.live_server import (
     TINY_SIZES,
     LiveServer,
@@ -74,15 +75,18 @@ def answer(client: httpx.Client, model: str) -> str:
 def test_an_engine_serves_keeps_its_adapters_over_a_server_and_drains(
     tmp_path: Path, tiny_model: Path, tiny_adapter: Path
 ) -> None:
+    """By TLS; the other test dials without it."""
     (port,) = free_ports(1)
+    made = make_certificates(tmp_path)
+    tls = {"engine_tls_cert": made.cert, "engine_tls_key": made.key}
     server = LiveServer(
-        tiny_model, tmp_path / "data", replicas=0, engine_port=port, dtype="float32", **TINY_SIZES
+        tiny_model, tmp_path / "data", replicas=0, engine_port=port, dtype="float32", **TINY_SIZES, **tls
     )
     try:
         server.start(wait=False)
         eventually((tmp_path / "data" / "engine-token").exists)
         assert server.get("/readyz") != 200
-        with engine(tmp_path, port, tiny_model, replica="far") as far:
+        with engine(tmp_path, port, tiny_model, replica="far", engine_tls_ca=made.ca) as far:
             server.wait_ready()
             (joined,) = server.logged("engine_joined")
             assert joined["replica"] == "far"
