@@ -35,6 +35,8 @@ def ray_environment(base: Mapping[str, str], folder: Path, *, token: str | None)
         "RAY_worker_niceness": "0",
         # Engines serve on for so long without a head.
         "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+        # Else the autoscaler hears of a load after 10 s.
+        "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     }
     if token is not None:
         ours |= {
