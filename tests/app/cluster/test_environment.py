@@ -24,7 +24,7 @@ def test_a_ray_of_our_own_is_on_loopback_with_a_token_and_silent(tmp_path: Path)
     assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
     assert environment["RAY_TMPDIR"] == str(tmp_path)
     assert environment["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
-    assert environment["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] == "1"  # a load is heard of soon
+    assert environment["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] == "1"
 
 
 def test_secrets_of_the_server_stay_with_it(tmp_path: Path) -> None:
