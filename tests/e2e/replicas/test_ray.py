@@ -17,6 +17,8 @@ from support.servers.live_streams import Streams
 pytestmark = pytest.mark.slow
 pytest.importorskip("ray", reason="loraplex[cluster] is not installed")
 
+MAX_TOKENS = 2000
+"""A stream of fewer may come in one or two pieces, and be over before the kill."""
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
@@ -45,12 +47,13 @@ def test_two_engines_on_ray_outlive_a_kill_and_end_with_the_server(
         server.upload("acme", "a", tiny_adapter)
         key = server.create_key("acme")
         server.wait(lambda: len(replicas(server)) == 2, 240)
-        undisturbed = Streams(server, key, ["a"], max_tokens=400)
+        undisturbed = Streams(server, key, ["a"], max_tokens=MAX_TOKENS)
         undisturbed.join()
 
-        streams = Streams(server, key, ["a"] * 8, max_tokens=400)
+        streams = Streams(server, key, ["a"] * 8, max_tokens=MAX_TOKENS)
         streams.wait_until_all_run()
         victim = replicas(server)[0]["pid"]
+        assert streams.all_run_on
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         streams.join()
