@@ -26,7 +26,7 @@ ADMIN = {"LORAPLEX_ADMIN_TOKEN": "token-of-this-test"}
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> ScratchImage:
     require_namespaces()
-    arguments = {"TORCH": "cpu"}
+    arguments = {"TORCH": "cpu", "EXTRAS": ""}
     return ScratchImage(
         read_stages(ROOT / "Containerfile", arguments), arguments, tmp_path_factory.mktemp("build")
     )
