@@ -1,6 +1,7 @@
 """What becomes of streams when parts of a Ray with scripted engines die, scale, or are replaced: a table.
 
     make drill [ARGS="--rounds 3 --only actor,head"]
+    make drill ARGS="--machines --rounds 1"
 
 The manager, Ray, the relays and the engine processes are the product's own; the engines answer from a script, which is
 compared with what comes. `lost` are answers that broke or were wrong, `refused` requests that no engine took, which are
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 import os
 import platform
+import secrets
 import signal
 import sys
 import tempfile
@@ -28,6 +30,8 @@ import uvloop
 
 from bench.drill.cluster import PLACES, Drill, drilled, folders, usage
 from bench.drill.load import Load, under_load
+from bench.drill.machines import cut, run_inside
+from bench.drill.processes import MARK
 
 REST_S = 20.0
 BESIDE_S = 60.0
@@ -153,6 +157,21 @@ async def kill_manager(drill: Drill) -> Row:
     return Row("manager killed", whole, 90, load, may_lose=True)
 
 
+async def cut_off(drill: Drill) -> Row:
+    async with under_load(drill.client, 32) as load:
+        before = drill.names
+        await drill.until(lambda: load.ended > 32)
+        with cut():
+            begun = time.monotonic()
+            await drill.until(lambda: len(drill.ready) < 2)
+            noticed = time.monotonic() - begun
+            ended = load.ended
+            await drill.until(lambda: load.ended > ended + 32)
+        whole = await drill.whole(2)
+    same = "the same engines" if drill.names == before else "another engine"
+    return Row("a machine cut off", whole, 60, load, f"noticed after {noticed:.1f} s, then {same}")
+
+
 SCENES: dict[str, Callable[[Drill], Awaitable[Row]]] = {
     "engine": kill_engine,
     "actor": kill_actor,
@@ -162,6 +181,11 @@ SCENES: dict[str, Callable[[Drill], Awaitable[Row]]] = {
     "update": replace_all,
     "head": kill_head,
     "manager": kill_manager,
+}
+OF_MACHINES: dict[str, Callable[[Drill], Awaitable[Row]]] = {
+    "engine": kill_engine,
+    "actor": kill_actor,
+    "cut": cut_off,
 }
 
 
@@ -181,8 +205,13 @@ async def rest(drill: Drill) -> None:
     )
 
 
-async def run(scenes: list[str], rounds: int) -> bool:
+OURS = ("ray::ServeReplica", "loraplex.app.cluster.manager", "fake_core.py")
+"""Words of processes that are to end with the server, on a Ray that goes on."""
+
+
+async def run(scenes: list[str], rounds: int, mark: str, *, is_running: bool) -> bool:
     rows: list[Row] = []
+    known = OF_MACHINES if is_running else SCENES
 
     def show(row: Row) -> None:
         rows.append(row)
@@ -192,15 +221,18 @@ async def run(scenes: list[str], rounds: int) -> bool:
     print(f"{'what':<26} {'whole':>6} {'lost':>5} {'refused':>8} {'gap s':>7} {'whole s':>7} {'limit':>6}")
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
-        async with drilled(Path(folder)) as drill:
+        async with drilled(Path(folder), mark, is_running=is_running) as drill:
             await drill.whole(2)
-            show(Row("start", time.monotonic() - begun, 120))
+            nodes = {replica.node for replica in drill.ready}
+            show(Row("start", time.monotonic() - begun, 120, note=f"on {len(nodes)} machines"))
             for scene in scenes:
                 for _ in range(1 if scene in ("up", "down") else rounds):
-                    show(await SCENES[scene](drill))
+                    show(await known[scene](drill))
             await drill.until(lambda: len(drill.ready) == 2)
-            await rest(drill)
-            family = drill.processes()
+            if not is_running:
+                await rest(drill)
+            words = OURS if is_running else ("",)
+            family = [process for word in words for process in drill.processes(word)]
             begun = time.monotonic()
         stop = time.monotonic() - begun
         left = [process for process in family if process.is_running() and process.status() != "zombie"]
@@ -212,11 +244,22 @@ async def run(scenes: list[str], rounds: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default=",".join(SCENES), help="scenes, separated by commas")
+    parser.add_argument("--only", help="scenes, separated by commas (default: all)")
+    parser.add_argument(
+        "--machines",
+        action="store_true",
+        help="on two network name spaces, with a bucket between them; needs root",
+    )
+    parser.add_argument("--inside", metavar="MARK", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    scenes = OF_MACHINES if arguments.machines else SCENES
+    chosen = arguments.only.split(",") if arguments.only else list(scenes)
     os.environ["FAKE_STEP_S"] = STEP_S
+    if arguments.machines and arguments.inside is None:
+        return run_inside(sys.argv[1:], secrets.token_hex(8))
+    mark = os.environ[MARK] = arguments.inside or secrets.token_hex(8)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    return 0 if uvloop.run(run(arguments.only.split(","), arguments.rounds)) else 1
+    return 0 if uvloop.run(run(chosen, arguments.rounds, mark, is_running=arguments.machines)) else 1
 
 
 if __name__ == "__main__":

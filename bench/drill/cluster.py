@@ -10,9 +10,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from bench.drill.machines import ADDRESS, BUCKET, RAY
+from bench.drill.processes import marked
 from loraplex.app.cluster.choice import cluster_spec
 from loraplex.app.cluster.ray_replicas import RayReplicas
 from loraplex.app.engines.port import listen_for_engines
@@ -36,6 +39,7 @@ class Drill:
 
     client: ClusterEngineClient
     running: asyncio.Task[None]
+    mark: str
     lines: list[str] = field(default_factory=list)
     unusable: list[Exception] = field(default_factory=list)
 
@@ -66,13 +70,8 @@ class Drill:
         return frozenset(replica.id for replica in self.client.replicas)
 
     def processes(self, word: str = "") -> list[psutil.Process]:
-        """Processes below this one, the oldest first, with this word in their command line."""
-        found = []
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if word in " ".join(process.cmdline()):
-                    found.append((process.create_time(), process))
-        return [process for _, process in sorted(found, key=lambda pair: pair[0])]
+        """Processes below this one, and of its Ray, the oldest first, with this word in their command line."""
+        return marked(self.mark, word)
 
     def one(self, word: str) -> psutil.Process:
         """The newest."""
@@ -80,8 +79,13 @@ class Drill:
 
 
 @contextlib.asynccontextmanager
-async def drilled(folder: Path) -> AsyncIterator[Drill]:
-    """Two engines, and a third under load; left running when the context is entered."""
+async def drilled(folder: Path, mark: str, *, is_running: bool) -> AsyncIterator[Drill]:
+    """Two engines, and a third under load; starting when the context is entered. `is_running`: on a Ray that runs
+    already, on the two machines."""
+    host = ADDRESS if is_running else "127.0.0.1"
+    shared: dict[str, Any] = (
+        {"ray_address": RAY, "artifact_url": f"s3://{BUCKET}/adapters"} if is_running else {}
+    )
     settings = Settings(
         model=str(write_tiny_model(folder / "model")),
         data_dir=folder / "data",
@@ -92,10 +96,11 @@ async def drilled(folder: Path) -> AsyncIterator[Drill]:
         max_num_seqs=PLACES,
         engine_spare=False,
         drain_timeout=DRAIN_S,
+        **shared,
     )
     settings.data_dir.mkdir(mode=0o700)
     bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
+    bound.bind((host, 0))
     client = ClusterEngineClient(num_wanted=2)
 
     def on_join(replica: str, node: str, session: RemoteEngine) -> None:
@@ -105,14 +110,14 @@ async def drilled(folder: Path) -> AsyncIterator[Drill]:
         settings, [bound], artifact_store(settings), "", on_join=on_join, on_leave=client.leave
     )
     async with port:
-        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        address = f"{host}:{bound.getsockname()[1]}"
         spec = cluster_spec(settings, address, FAKE_ENGINE)
         lines: list[str] = []
         unusable: list[Exception] = []
         replicas = RayReplicas(spec, client, DRAIN_S, on_unusable=unusable.append, write=lines.append)
         running = asyncio.create_task(replicas.run())
         try:
-            yield Drill(client, running, lines, unusable)
+            yield Drill(client, running, mark, lines, unusable)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
