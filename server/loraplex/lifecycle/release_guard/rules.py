@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard, get_args
 
 import msgspec
 
+from loraplex.adapters.store.files import shown
 from loraplex.control.errors import InvalidValue
 
 MetricName = Literal["error_rate", "ttft", "itl", "output_length", "length_share"]
@@ -63,11 +64,11 @@ def parse_rules(document: object, *, param: str = "guard") -> Rules:
     rules = Rules()
     alarm = given.get("max_false_alarm", rules.max_false_alarm)
     if not _is_number(alarm) or not 0 < alarm <= MAX_FALSE_ALARM:
-        message = f"'{param}.max_false_alarm' is a number above 0, up to {MAX_FALSE_ALARM}; not {alarm!r}."
+        message = f"'{param}.max_false_alarm' is a number above 0, up to {MAX_FALSE_ALARM}; not {shown(alarm, 50)}."
         raise InvalidValue(message[:300], param=f"{param}.max_false_alarm")
     least = given.get("min_requests", rules.min_requests)
     if not isinstance(least, int) or isinstance(least, bool) or not 0 <= least <= MAX_MIN_REQUESTS:
-        message = f"'{param}.min_requests' is a whole number from 0 to {MAX_MIN_REQUESTS:,}; not {least!r}."
+        message = f"'{param}.min_requests' is a whole number from 0 to {MAX_MIN_REQUESTS:,}; not {shown(least, 50)}."
         raise InvalidValue(message[:300], param=f"{param}.min_requests")
     margins = _margins(given["metrics"], f"{param}.metrics") if "metrics" in given else rules.margins
     return Rules(margins, float(alarm), least)
@@ -92,7 +93,7 @@ def _margins(entries: object, param: str) -> dict[MetricName, float]:
         if not _is_number(margin) or not 0 <= margin <= metric.max_margin:
             meaning = "share of requests" if metric.is_rate else "part of the control's value"
             message = (
-                f"'{at}.margin' of {name} is a {meaning} from 0 to {metric.max_margin:g}; not {margin!r:.50}."
+                f"'{at}.margin' of {name} is a {meaning} from 0 to {metric.max_margin:g}; not {shown(margin, 50)}."
             )
             raise InvalidValue(message, param=f"{at}.margin")
         margins[name] = float(margin)
@@ -104,7 +105,7 @@ def _object(document: object, param: str, fields: tuple[str, ...]) -> Mapping[st
         raise InvalidValue(f"'{param}' is an object with {', '.join(fields)}.", param=param)
     for name in document:
         if name not in fields:
-            message = f"'{param}' has no field {str(name)[:50]!r}; it has {', '.join(fields)}."
+            message = f"'{param}' has no field {shown(name, 50)}; it has {', '.join(fields)}."
             raise InvalidValue(message, param=param)
     return document
 

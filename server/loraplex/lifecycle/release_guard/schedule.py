@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from loraplex.adapters.store.files import shown
 from loraplex.control.errors import Conflict, InvalidValue
 from loraplex.lifecycle.release_guard.guard import Guard, GuardStateInvalid, Verdict
 from loraplex.lifecycle.release_guard.rules import Rules
@@ -78,7 +79,7 @@ def parse_schedule(document: object, *, param: str = "schedule") -> Schedule:
 
 def _whole(value: object, least: int, most: int, param: str, hint: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        message = f"'{param}' is a whole number from {least} to {most}{hint}; not {value!r:.50}."
+        message = f"'{param}' is a whole number from {least} to {most}{hint}; not {shown(value, 50)}."
         raise InvalidValue(message, param=param)
     return value
 
