@@ -64,7 +64,9 @@ def parse_rules(document: object, *, param: str = "guard") -> Rules:
     rules = Rules()
     alarm = given.get("max_false_alarm", rules.max_false_alarm)
     if not _is_number(alarm) or not 0 < alarm <= MAX_FALSE_ALARM:
-        message = f"'{param}.max_false_alarm' is a number above 0, up to {MAX_FALSE_ALARM}; not {shown(alarm, 50)}."
+        message = (
+            f"'{param}.max_false_alarm' is a number above 0, up to {MAX_FALSE_ALARM}; not {shown(alarm, 50)}."
+        )
         raise InvalidValue(message[:300], param=f"{param}.max_false_alarm")
     least = given.get("min_requests", rules.min_requests)
     if not isinstance(least, int) or isinstance(least, bool) or not 0 <= least <= MAX_MIN_REQUESTS:
@@ -92,9 +94,7 @@ def _margins(entries: object, param: str) -> dict[MetricName, float]:
         margin = given.get("margin", metric.default_margin)
         if not _is_number(margin) or not 0 <= margin <= metric.max_margin:
             meaning = "share of requests" if metric.is_rate else "part of the control's value"
-            message = (
-                f"'{at}.margin' of {name} is a {meaning} from 0 to {metric.max_margin:g}; not {shown(margin, 50)}."
-            )
+            message = f"'{at}.margin' of {name} is a {meaning} from 0 to {metric.max_margin:g}; not {shown(margin, 50)}."
             raise InvalidValue(message, param=f"{at}.margin")
         margins[name] = float(margin)
     return margins
