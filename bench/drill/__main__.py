@@ -158,6 +158,8 @@ async def kill_manager(drill: Drill) -> Row:
 
 
 async def cut_off(drill: Drill) -> Row:
+    if len({replica.node for replica in drill.ready}) < 2:
+        return Row("a machine cut off", float("inf"), 60, note="both engines are on one machine")
     async with under_load(drill.client, 32) as load:
         before = drill.names
         await drill.until(lambda: load.ended > 32)
@@ -184,8 +186,8 @@ SCENES: dict[str, Callable[[Drill], Awaitable[Row]]] = {
 }
 OF_MACHINES: dict[str, Callable[[Drill], Awaitable[Row]]] = {
     "engine": kill_engine,
-    "actor": kill_actor,
     "cut": cut_off,
+    "actor": kill_actor,
 }
 
 
@@ -256,6 +258,7 @@ def main() -> int:
     chosen = arguments.only.split(",") if arguments.only else list(scenes)
     os.environ["FAKE_STEP_S"] = STEP_S
     if arguments.machines and arguments.inside is None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # the machines are taken down
         return run_inside(sys.argv[1:], secrets.token_hex(8))
     mark = os.environ[MARK] = arguments.inside or secrets.token_hex(8)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -29,9 +29,7 @@ boto3.client("s3", endpoint_url="http://{ADDRESS}:{_BUCKET_PORT}").create_bucket
 print("ready", flush=True)
 signal.pause()
 """
-_NODE = (
-    "--num-cpus", "1", "--object-store-memory", str(80 << 20), "--disable-usage-stats", "--include-dashboard", "false",
-)  # fmt: skip
+_NODE = ("--num-cpus", "1", "--object-store-memory", str(80 << 20), "--disable-usage-stats")
 
 
 def run_inside(arguments: list[str], mark: str) -> int:
@@ -91,7 +89,10 @@ def _machines(mark: str) -> Iterator[dict[str, str]]:
         ray = str(Path(sys.executable).with_name("ray"))
         head = [ray, "start", "--head", "--node-ip-address", ADDRESS, "--port", RAY.partition(":")[2], *_NODE]
         node = [ray, "start", "--address", RAY, "--node-ip-address", OTHER_ADDRESS, *_NODE]
-        _run(*_on(FIRST, [*head, "--temp-dir", str(folder / "r")]), env=of_nodes)
+        _run(
+            *_on(FIRST, [*head, "--include-dashboard", "false", "--temp-dir", str(folder / "r")]),
+            env=of_nodes,
+        )
         _run(*_on(SECOND, node), env=of_nodes)
         yield environment
 

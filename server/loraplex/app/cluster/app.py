@@ -14,6 +14,8 @@ from loraplex.app.cluster.spec import ClusterSpec
 from loraplex.app.settings import Settings, load_settings
 
 DEPLOYMENT = "engine"
+SHARE = 0.01
+"""The part of a processor that a replica asks for, so that Ray spreads replicas over machines."""
 GRACE_S = 15.0
 """Beyond the drain, for a replica to end by itself before Ray kills it."""
 
@@ -46,4 +48,5 @@ def actor_options(settings: Settings, gpus: float | None) -> dict[str, Any]:
     several GPUs will name `placement_group_bundles` here instead."""
     if gpus is None:
         gpus = 1.0 if settings.device == "cuda" else 0.0
-    return {"num_cpus": 0, "num_gpus": gpus}
+    # Ray puts an actor that needs nothing anywhere: onto a machine with many of them, or a head that is to have none.
+    return {"num_cpus": SHARE, "num_gpus": gpus}

@@ -94,7 +94,8 @@ def _margins(entries: object, param: str) -> dict[MetricName, float]:
         margin = given.get("margin", metric.default_margin)
         if not _is_number(margin) or not 0 <= margin <= metric.max_margin:
             meaning = "share of requests" if metric.is_rate else "part of the control's value"
-            message = f"'{at}.margin' of {name} is a {meaning} from 0 to {metric.max_margin:g}; not {shown(margin, 50)}."
+            wanted = f"a {meaning} from 0 to {metric.max_margin:g}"
+            message = f"'{at}.margin' of {name} is {wanted}; not {shown(margin, 50)}."
             raise InvalidValue(message, param=f"{at}.margin")
         margins[name] = float(margin)
     return margins
