@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.drill.processes import MARK, marked
+from bench.drill.processes import MARK
 
 FIRST, SECOND = "lp-drill-a", "lp-drill-b"
 ADDRESS, OTHER_ADDRESS = "10.77.66.1", "10.77.66.2"
@@ -69,6 +70,7 @@ def _machines(mark: str) -> Iterator[dict[str, str]]:
         for name in (FIRST, SECOND):
             _run("ip", "netns", "add", name)
             stack.callback(_run, "ip", "netns", "delete", name)
+            stack.callback(_end_all, name)
         _run(
             "ip", "link", "add", CABLE, "netns", FIRST, "type", "veth", "peer", "name", "b0", "netns", SECOND
         )
@@ -76,7 +78,6 @@ def _machines(mark: str) -> Iterator[dict[str, str]]:
             _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", cable)
             for device in ("lo", cable):
                 _run("ip", "-n", name, "link", "set", device, "up")
-        stack.callback(_end_marked, mark)
         bucket = subprocess.Popen(
             _on(FIRST, [sys.executable, "-c", _S3]),
             env=of_nodes,
@@ -109,7 +110,9 @@ def _run(*command: str, env: dict[str, str] | None = None) -> None:
         raise RuntimeError(f"{' '.join(command[:8])} failed: {(done.stderr or done.stdout).strip()[-800:]}")
 
 
-def _end_marked(mark: str) -> None:
-    for process in marked(mark):
+def _end_all(machine: str) -> None:
+    """Kill what runs on a machine."""
+    found = subprocess.run(["ip", "netns", "pids", machine], capture_output=True, text=True, check=False)
+    for pid in found.stdout.split():
         with contextlib.suppress(OSError):
-            os.kill(process.pid, 9)
+            os.kill(int(pid), signal.SIGKILL)
