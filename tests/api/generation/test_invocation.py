@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.api.generation.invocation import find_invocation
+from loraplex.adapters.invocation import find_invocation
 from loraplex.api.metrics import EngineSnapshot
 from loraplex.engine.reports import EngineStats
 from support.engine.fake_engine import Reply, fake_engine_info
