@@ -133,7 +133,7 @@ def print_margins(pool: ProcessPoolExecutor, runs: int) -> None:
 def print_power(pool: ProcessPoolExecutor, runs: int) -> None:
     at = "".join(f"{count:>8}" for count in CURVE_AT)
     print(
-        f"\nPower: percent of {runs} runs that had found the candidate worse after so many of its requests, half of the"
+        f"\nPower: percent of {runs} runs that had found the candidate worse by its number of requests, half of the"
     )
     print(f"traffic, light users, default margins\n\n{'':34}{at}")
     for name, faults in CURVES.items():
@@ -147,7 +147,7 @@ def print_power(pool: ProcessPoolExecutor, runs: int) -> None:
 
 
 def _bound(case: Case) -> float | None:
-    """For errors alone: the other metrics are no Bernoulli numbers."""
+    """The least number of requests, for errors alone: the other metrics are no Bernoulli numbers."""
     fault = case.fault
     if fault is None or not fault.errors:
         return None

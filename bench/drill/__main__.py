@@ -1,4 +1,4 @@
-"""What becomes of streams when parts of a Ray with scripted engines die, scale, or are replaced: a table.
+"""A table of streams while parts of a Ray with scripted engines die, scale, or are replaced.
 
     make drill [ARGS="--rounds 3 --only actor,head"]
     make drill ARGS="--machines --rounds 1"

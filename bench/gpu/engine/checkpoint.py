@@ -16,7 +16,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 _SHARD_BYTES = 4 << 30
 _GROUP = 64
-"""Of `--quantise int8`."""
+"""Inputs that share a scale under `--quantise int8`."""
 
 
 def write_base(

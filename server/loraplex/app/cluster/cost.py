@@ -7,8 +7,8 @@ from typing import Final
 OBJECT_STORE_BYTES: Final = 80 << 20
 """Nearly the least that Ray takes, in /dev/shm: nothing of ours goes through it."""
 RAY_BYTES: Final = 600 << 20
-"""Its head, controller, dashboard, agents and driver."""
-REPLICA_BYTES: Final = 90 << 20
+"""Memory of Ray's head, controller, dashboard, agents and driver."""
+REPLICA_BYTES: Final = 100 << 20
 """The actor beside each engine."""
 
 

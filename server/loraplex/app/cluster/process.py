@@ -60,7 +60,7 @@ class ManagerProcess:
         return list(self._last)
 
     async def run(self) -> int:
-        """Its exit status. Where this is cancelled, the manager and its Ray are ended first."""
+        """Run the manager; returns its exit status. A cancellation ends the manager and its Ray first."""
         folder = make_ray_folder()
         try:
             return await self._run(folder)

@@ -202,7 +202,7 @@ class Failover:
 
 
 def most_tokens(request: EngineRequest) -> int:
-    """Its prompt's, and those that it may generate."""
+    """Tokens of a request's prompt, and those that it may generate."""
     return len(request.prompt_ids) + request.sampling.max_tokens
 
 
