@@ -196,7 +196,7 @@ RAY = replace(GOOD, ray="2.60.1", shared_memory=8 * GIB)
 ENGINES = [
     (GOOD, {"replicas": 2}, "ok    engines: 2 by this server: Ray is not installed: pip install"),
     (RAY, {"replicas": 2}, "ok    engines: 2 by Ray 2.60.1, which takes 0.8 GiB beside them"),
-    (RAY, {"replicas": 2, "max_replicas": 4}, "ok    engines: 2 to 4 by Ray 2.60.1, which takes 0.9 GiB"),
+    (RAY, {"replicas": 2, "max_replicas": 4}, "ok    engines: 2 to 4 by Ray 2.60.1, which takes 1.0 GiB"),
     (GOOD, {"replicas": 2, "max_replicas": 4}, "wrong engines: Ray is not installed: pip install"),
     (
         replace(RAY, ray="2.61.0"),

@@ -324,16 +324,16 @@ def test_a_plan_for_a_gpu_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_engines_on_one_cpu_share_it_with_ray() -> None:
     arguments = ("--model", "smollm2-135m", "--gpu", "cpu", "--gpu-memory", "17GiB")
     each, four = plan(*arguments[:-1], "4GiB"), plan(*arguments, "--replicas", "4")
-    assert four["ray_bytes"] == (600 + 4 * 90) << 20
+    assert four["ray_bytes"] == (600 + 4 * 100) << 20
     assert four["device"]["memory"] == ((17 << 30) - four["ray_bytes"]) // 4
     assert four["kv"] == pytest.approx(each["kv"], rel=0.05)
     assert four["settings"]["replicas"] == Settings(**four["settings"]).replicas == 4
     told = run_here("plan", *arguments, "--replicas", "4").stdout
-    assert re.search(r"Ray, in host memory +960\.0 MiB", told)
+    assert re.search(r"Ray, in host memory +1000\.0 MiB", told)
 
 
 def test_engines_on_gpus_have_one_each() -> None:
     arguments = ("--model", "llama-3.1-8b", "--gpu", "l40s")
     one, two = plan(*arguments), plan(*arguments, "--replicas", "2")
     assert {**two, "replicas": 1, "ray_bytes": 0} == one
-    assert two["ray_bytes"] == (600 + 2 * 90) << 20
+    assert two["ray_bytes"] == (600 + 2 * 100) << 20
