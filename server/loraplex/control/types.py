@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -98,11 +99,16 @@ AS_THE_BASE = Serving()
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The model behind a `model` field. `adapter` None is the base model."""
+    """The model behind a `model` field. `adapter` None is the base model. `release` chose the version; None where the
+    request names it, or asks for the base. `caller` is what the release is sticky by, None if by nothing. `shadow` is
+    the release's shadow version, if it has one that is ready."""
 
     requested: str
     adapter: AdapterRef | None
     serving: Serving = AS_THE_BASE
+    release: ReleaseInfo | None = None
+    caller: str | None = None
+    shadow: AdapterRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +280,47 @@ class ReleaseTarget:
     weight: int
 
 
-ReleaseOrigin = Literal["upload", "set", "promote", "rollback", "delete"]
+ActorKind = Literal["admin", "key", "local", "guard"]
+ReleaseOrigin = Literal["upload", "set", "promote", "rollback", "delete", "step"]
+RunStatus = Literal["running", "paused", "promoted", "rolled_back"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowPlan:
+    """The version that answers a share of a release's requests too, unseen. `sample`: the share, above 0, up to 1.
+    `keep_texts`: both answers are kept for a while."""
+
+    version: str
+    sample: float
+    keep_texts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePlan:
+    """The acts of a release by itself: `guard` and `schedule` are checked JSON, as `loraplex.lifecycle.release_guard`
+    reads it."""
+
+    guard: Mapping[str, Any] | None = None
+    schedule: Sequence[Mapping[str, Any]] | None = None
+    shadow: ShadowPlan | None = None
+
+
+NO_PLAN = ReleasePlan()
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """Where a release with a guard or a schedule stands. `step` counts from 0; `since`, in seconds since the epoch, is
+    when it began. `control` and `candidate` are versions. `reason` says why it was rolled back."""
+
+    began: int
+    revision: int
+    status: RunStatus
+    step: int
+    since: float
+    control: int
+    candidate: int
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +328,9 @@ class ReleaseInfo:
     """Which versions a bare name means, in parts of the weights' sum. `sticky`: what keeps a caller on one.
 
     `origin` is the act that made the revision: `upload` is of a name's first version, `delete` of its last one. A
-    rollback `restores` an earlier revision, which is itself no rollback. `actor` and `actor_key_id` name the caller, as
-    in the audit log. All of these are None where they were not recorded."""
+    rollback `restores` an earlier revision, which is itself no rollback; a `step` is one of the schedule that revision
+    `began` began. `actor` and `actor_key_id` name the caller, as in the audit log. All of these are None where they
+    were not recorded. `run` is None where nothing watches the release; `reason` says why the guard went back."""
 
     tenant_id: str
     name: str
@@ -293,8 +340,12 @@ class ReleaseInfo:
     created_at: datetime
     origin: ReleaseOrigin | None = None
     restores: int | None = None
-    actor: Literal["admin", "key", "local"] | None = None
+    actor: ActorKind | None = None
     actor_key_id: str | None = None
+    plan: ReleasePlan = NO_PLAN
+    began: int | None = None
+    reason: str | None = None
+    run: RunInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class AuditEntry(ResponseBody):
 
     seq: int
     time: Timestamp
-    actor: Literal["admin", "key", "local"]
+    actor: Literal["admin", "key", "local", "guard"]
     actor_tenant_id: str | None
     actor_key_id: str | None
     source: str | None

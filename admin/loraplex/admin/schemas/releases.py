@@ -51,9 +51,9 @@ class Release(ResponseBody):
     sticky: Literal["user", "key", "none"]
     revision: int
     created_at: Timestamp
-    origin: Literal["upload", "set", "promote", "rollback", "delete"] | None
+    origin: Literal["upload", "set", "promote", "rollback", "delete", "step"] | None
     restores: int | None
-    actor: Literal["admin", "key", "local"] | None
+    actor: Literal["admin", "key", "local", "guard"] | None
     actor_key_id: str | None
 
 

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from loraplex.adapters.errors import LoraplexError
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.tables import AuditHead, AuditRow, AuditText
+from loraplex.control.types import ActorKind
 
 GENESIS = "0" * 64
 """The previous hash of the first row."""
@@ -37,10 +38,11 @@ class AuditBroken(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """The actor: `admin` (the admin token), `key` (a tenant's key), or `local` (a command on a server's own machine).
-    `source` is the address that the call came from; `request_id` what its answer's x-request-id says."""
+    """The actor: `admin` (the admin token), `key` (a tenant's key), `local` (a command on a server's own machine), or
+    `guard` (a server by itself, for a release that it watches). `source` is the address that the call came from;
+    `request_id` what its answer's x-request-id says."""
 
-    kind: Literal["admin", "key", "local"]
+    kind: ActorKind
     tenant_id: str | None = None
     key_id: str | None = None
     source: str | None = None
@@ -48,6 +50,7 @@ class Actor:
 
 
 LOCAL = Actor("local")
+GUARD = Actor("guard")
 
 
 @dataclass(frozen=True, slots=True)

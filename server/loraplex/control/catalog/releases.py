@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Literal, cast, get_args
+from dataclasses import replace
+from typing import Any, cast, get_args
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
@@ -13,6 +14,7 @@ from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.catalog.versions import no_adapter, version_info
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
+from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Adapter, AdapterVersion, Release
 from loraplex.control.errors import Conflict, InvalidValue, PreconditionFailed, ReleaseNotFound
 from loraplex.control.rules import (
@@ -25,11 +27,16 @@ from loraplex.control.rules import (
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
 from loraplex.control.types import (
     MAX_RELEASE_WEIGHT,
+    ActorKind,
     Page,
     ReleaseInfo,
     ReleaseOrigin,
+    ReleasePlan,
     ReleaseTarget,
     RollbackInfo,
+    RunInfo,
+    RunStatus,
+    ShadowPlan,
     SkippedRevision,
     Sticky,
 )
@@ -239,7 +246,10 @@ def _unusable(release: ReleaseInfo, states: dict[str, str]) -> str | None:
 def current_release(session: Session, tenant_id: str, name: str) -> ReleaseInfo | None:
     query = select(Release).where(Release.tenant_id == tenant_id, Release.name == name)
     row = session.scalars(query.order_by(Release.revision.desc()).limit(1)).first()
-    return None if row is None else _release_info(row)
+    if row is None:
+        return None
+    run = None if row.guard is None and row.schedule is None else session.get(ReleaseRun, (tenant_id, name))
+    return replace(_release_info(row), run=None if run is None else run_info(run))
 
 
 def current_releases(session: Session, tenant_id: str) -> dict[str, ReleaseInfo]:
@@ -372,6 +382,19 @@ def _version_states(session: Session, tenant_id: str, name: str) -> dict[str, st
     return {f"v{number}": state for number, state in session.execute(query)}
 
 
+def run_info(row: ReleaseRun) -> RunInfo:
+    return RunInfo(
+        began=row.began,
+        revision=row.revision,
+        status=cast(RunStatus, row.status),
+        step=row.step,
+        since=row.since,
+        control=row.control,
+        candidate=row.candidate,
+        reason=row.reason,
+    )
+
+
 def _release_info(row: Release) -> ReleaseInfo:
     return ReleaseInfo(
         tenant_id=row.tenant_id,
@@ -382,6 +405,9 @@ def _release_info(row: Release) -> ReleaseInfo:
         created_at=row.created_at,
         origin=cast(ReleaseOrigin | None, row.origin),
         restores=row.restores,
-        actor=cast(Literal["admin", "key", "local"] | None, row.actor),
+        actor=cast(ActorKind | None, row.actor),
         actor_key_id=row.actor_key_id,
+        plan=ReleasePlan(row.guard, row.schedule, None if row.shadow is None else ShadowPlan(**row.shadow)),
+        began=row.began,
+        reason=row.reason,
     )

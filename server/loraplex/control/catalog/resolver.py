@@ -105,7 +105,9 @@ class Resolver:
         adapter = await self._adapter(principal.tenant_id, name)
         if adapter is None or model.endswith("@"):
             raise _not_found(model)
-        version = _select(adapter, selector) if selector else self._released(principal, name, adapter, user)
+        release = None if selector else adapter.release
+        caller = None if release is None else _caller(principal, release, user)
+        version = _select(adapter, selector) if selector else self._released(principal, name, adapter, caller)
         if version is None:
             raise _not_found(model)
         self._check_allowed(principal, model, name, spelled)
@@ -115,7 +117,8 @@ class Resolver:
                 param="model",
                 retry_after_s=_CHECK_RETRY_S if version.state == "validating" else _OTHER_RETRY_S,
             )
-        return ResolvedModel(model, version.ref, version.serving)
+        shadow = None if release is None else _shadow(adapter, release, version)
+        return ResolvedModel(model, version.ref, version.serving, release, caller, shadow)
 
     async def list_models(self, principal: Principal) -> list[ModelCard]:
         """The models of this key: the base, then the released adapters by name."""
@@ -145,7 +148,7 @@ class Resolver:
             raise ModelNotAllowed(f"This API key may not use the model '{model[:200]}'.", param="model")
 
     def _released(
-        self, principal: Principal, name: str, adapter: _Adapter, user: str | None
+        self, principal: Principal, name: str, adapter: _Adapter, caller: str | None
     ) -> _Version | None:
         release = adapter.release
         if release is None or not release.targets:
@@ -158,7 +161,6 @@ class Resolver:
         ready = [pair for pair in targets if pair[0].state != "incompatible"] or targets
         if not ready:
             return None
-        caller = {"user": user or principal.key_id, "key": principal.key_id, "none": None}[release.sticky]
         weights = {version.ref.version: weight for version, weight in ready}
         if caller is None:
             number = self._random.choices(list(weights), list(weights.values()))[0]
@@ -227,6 +229,20 @@ def _select(adapter: _Adapter, selector: str) -> _Version | None:
     ready = [version for version in matches if version.state == "ready"]
     chosen = ready or matches
     return chosen[-1] if len({version.ref.digest for version in chosen}) == 1 else None
+
+
+def _caller(principal: Principal, release: ReleaseInfo, user: str | None) -> str | None:
+    """The label that the release is sticky by."""
+    return {"user": user or principal.key_id, "key": principal.key_id, "none": None}[release.sticky]
+
+
+def _shadow(adapter: _Adapter, release: ReleaseInfo, serving: _Version) -> AdapterRef | None:
+    """The release's shadow version, where it can answer as the one that serves does."""
+    plan = release.plan.shadow
+    shadow = None if plan is None else adapter.versions.get(version_number(plan.version))
+    if shadow is None or shadow.state != "ready" or shadow.serving != serving.serving:
+        return None
+    return shadow.ref
 
 
 def _not_found(model: str) -> ModelNotFound:

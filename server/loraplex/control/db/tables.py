@@ -196,7 +196,9 @@ LIVING = AdapterVersion.state.not_in(GONE)
 
 class Release(Base):
     """The latest releases of a name; the one with the highest revision is in force. Revisions of a name have no gaps.
-    The last four columns are null where the revision is older than they are and the audit log does not have them."""
+    `guard`, `schedule` and `shadow` are what the release was set to, as JSON; `began` is the revision that began its
+    schedule. `origin` and those after it are null where the revision is older than they are and the audit log does not
+    have them; `reason` says why the guard went back."""
 
     __tablename__ = "releases"
     __table_args__ = (
@@ -215,6 +217,11 @@ class Release(Base):
     restores: Mapped[int | None]
     actor: Mapped[str | None] = mapped_column(String(8))
     actor_key_id: Mapped[str | None] = mapped_column(String(32))
+    guard: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    schedule: Mapped[list[dict[str, Any]] | None] = mapped_column(JSON(none_as_null=True))
+    shadow: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    began: Mapped[int | None]
+    reason: Mapped[str | None] = mapped_column(String(200))
 
     @property
     def subjects(self) -> tuple[str, ...]:
