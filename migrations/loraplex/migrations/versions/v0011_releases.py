@@ -128,7 +128,7 @@ def _create_shadows() -> None:
 
 def downgrade() -> None:
     # The version before keeps each release's weights as they are, and watches none.
-    for table in (
+    for created in (
         "shadow_texts",
         "shadow_counts",
         "running_arms",
@@ -137,7 +137,7 @@ def downgrade() -> None:
         "webhook_deliveries",
         "leases",
     ):
-        op.drop_table(table)
+        op.drop_table(created)
     with op.batch_alter_table("releases") as table:
         for column in reversed(_COLUMNS):
             table.drop_column(column.name)
