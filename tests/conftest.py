@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import hypothesis
 import pytest
+import structlog
 
 from support import rerun_failed
 
@@ -36,6 +37,11 @@ for phase in ("connect", "read", "write", "pool"):
 # Each of httpx's clients reads all the certificates, 20 ms, for connections that no test makes; tests make thousands.
 _transport = httpx._transports.default
 _transport.create_ssl_context = functools.cache(_transport.create_ssl_context)  # type: ignore[attr-defined]
+
+# A server's loggers keep the configuration of their first line. Tests run commands in this process, and what these
+# configured must not outlast them.
+_configure = structlog.configure
+structlog.configure = lambda **given: _configure(**given | {"cache_logger_on_first_use": False})
 
 # Tests that give no number of examples of their own: few in every run, many in `make soak`.
 hypothesis.settings.register_profile("fast", max_examples=30, deadline=None)

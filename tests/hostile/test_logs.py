@@ -43,14 +43,6 @@ def log() -> Iterator[io.StringIO]:
     stderr, sys.stderr = sys.stderr, kept
     try:
         configure_logging("info")
-        structlog.configure(
-            cache_logger_on_first_use=False,
-            **{
-                name: value
-                for name, value in structlog.get_config().items()
-                if name != "cache_logger_on_first_use"
-            },
-        )
         yield kept
     finally:
         sys.stderr = stderr

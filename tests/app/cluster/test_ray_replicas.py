@@ -22,6 +22,7 @@ from support.cluster.fake_manager import COMMAND, LINE, OTHER
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_engine import fake_engine_info
 from support.engine.fake_processes import until
+from support.http.quiet import all_levels
 
 SPEC = ClusterSpec(join="127.0.0.1:1", min_replicas=1)
 
@@ -53,7 +54,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(mode: str, client: ClusterEngineClient | None = None) -> AsyncIterator[Running]:
-    with capture_logs() as logs:
+    with all_levels(), capture_logs() as logs:
         found = Running(mode, client or ClusterEngineClient(engines_dial=True), logs)
         try:
             yield found
