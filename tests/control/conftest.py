@@ -18,6 +18,7 @@ ON_SQLITE_ALONE = (
     "test_healing",
     "test_keys",
     "test_long_hashes",
+    "test_release_runs",
     "test_shown_models",
     "test_usage_full_disk",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from loraplex.control.catalog.releases import MAX_REVISIONS
+from loraplex.control.catalog.release_changes import MAX_REVISIONS
 from loraplex.control.errors import ModelNotAllowed
 from loraplex.control.types import ReleaseTarget
 from support.control.plane import SERVED_NAME, ControlPlane, caller

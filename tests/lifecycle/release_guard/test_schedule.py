@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loraplex.control.catalog.schedule_state import ScheduleState, begin, pause, resume
 from loraplex.control.errors import Conflict, InvalidValue
 from loraplex.lifecycle.release_guard.guard import Verdict
 from loraplex.lifecycle.release_guard.rules import Rules
 from loraplex.lifecycle.release_guard.schedule import (
     Schedule,
-    ScheduleState,
     Step,
     advance,
-    begin,
     guard_of,
     parse_schedule,
-    pause,
-    resume,
 )
 from support.releases.traffic import ended
 

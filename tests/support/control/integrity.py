@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, digest_upload
 from loraplex.control.audit.verification import verify
-from loraplex.control.catalog.releases import current_releases
+from loraplex.control.catalog.release_reading import current_releases
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import Adapter, AdapterVersion, AuditRow, Tenant
 

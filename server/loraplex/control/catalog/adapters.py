@@ -25,7 +25,8 @@ from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.catalog.new_versions import add_version, check_alora, note_upload, with_chat
 from loraplex.control.catalog.quota import check_quota, upload_room
-from loraplex.control.catalog.releases import add_release, current_release, release_shown
+from loraplex.control.catalog.release_changes import add_release
+from loraplex.control.catalog.release_reading import current_release, release_shown
 from loraplex.control.catalog.staged import UploadRoom
 from loraplex.control.catalog.validation import pending_check, release_upload
 from loraplex.control.catalog.versions import (

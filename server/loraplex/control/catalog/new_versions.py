@@ -12,7 +12,7 @@ from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.control.audit.recorder import Actor, record
-from loraplex.control.catalog.releases import current_release, release_shown
+from loraplex.control.catalog.release_reading import current_release, release_shown
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.tables import Adapter, AdapterVersion
 from loraplex.control.tenancy.tenants import tenant_target

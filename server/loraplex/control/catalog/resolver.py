@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.control.catalog.releases import current_release, current_releases
+from loraplex.control.catalog.release_reading import current_release, current_releases
 from loraplex.control.catalog.sticky import sticky_version
 from loraplex.control.catalog.versions import version_number
 from loraplex.control.db.database import Database

@@ -8,19 +8,19 @@ from sqlalchemy.orm import Session
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.recorder import LOCAL, Actor, record
-from loraplex.control.catalog.releases import current_release
+from loraplex.control.catalog.release_reading import current_release
 from loraplex.control.catalog.versions import version_target
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import LIVING, AdapterVersion
-from loraplex.control.types import Removal
+from loraplex.control.types import ReleaseInfo, Removal
 
 NOTHING = Removal((), ())
 
 
 class Retention:
     """Keeps the newest `keep` living versions of a name (0: all), and any that is pinned or that its release names,
-    with whatever weight. A version that waits for its check is kept, and is not counted. What runs on a deleted version
-    finishes, as after any deletion."""
+    with whatever weight or as its shadow. A version that waits for its check is kept, and is not counted. What runs on
+    a deleted version finishes, as after any deletion."""
 
     def __init__(self, database: Database, artifacts: Artifacts, keep: int) -> None:
         self._database = database
@@ -67,5 +67,11 @@ def _surplus(session: Session, tenant_id: str, name: str, keep: int) -> list[Ada
         .offset(keep)
     )
     release = current_release(session, tenant_id, name)
-    released = set() if release is None else {target.version for target in release.targets}
+    released = set() if release is None else _named(release)
     return [row for row in session.scalars(query) if not row.pinned and f"v{row.number}" not in released]
+
+
+def _named(release: ReleaseInfo) -> set[str]:
+    shadow = release.plan.shadow
+    named = {target.version for target in release.targets}
+    return named if shadow is None else named | {shadow.version}

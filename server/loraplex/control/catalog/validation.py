@@ -19,7 +19,8 @@ from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.recorder import LOCAL, Actor, record
-from loraplex.control.catalog.releases import add_release, current_release, release_only, release_shown
+from loraplex.control.catalog.release_changes import add_release, release_only
+from loraplex.control.catalog.release_reading import current_release, release_shown
 from loraplex.control.catalog.versions import require_version, version_info, version_target
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import AdapterVersion

@@ -7,12 +7,11 @@ has a guard of its own, which begins where the step does; after the last step al
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from loraplex.adapters.store.files import shown
-from loraplex.control.errors import Conflict, InvalidValue
+from loraplex.control.catalog.schedule_state import ScheduleState
+from loraplex.control.errors import InvalidValue
 from loraplex.lifecycle.release_guard.guard import Guard, GuardStateInvalid, Verdict
 from loraplex.lifecycle.release_guard.rules import Rules
 from loraplex.lifecycle.release_guard.window import Arms
@@ -40,16 +39,6 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if state.status == "rolled_back":
             return 0
         return ALL if state.step >= len(self.steps) else self.steps[state.step].weight
-
-
-class ScheduleState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a release stands. `step` counts from 0; as many as there are steps means that all were passed. `since`:
-    when this step began, in seconds since the epoch. `reason` says why a release was rolled back."""
-
-    step: int
-    since: float
-    status: Literal["running", "paused", "promoted", "rolled_back"] = "running"
-    reason: str | None = None
 
 
 def parse_schedule(document: object, *, param: str = "schedule") -> Schedule:
@@ -84,17 +73,6 @@ def _whole(value: object, least: int, most: int, param: str, hint: str) -> int:
     return value
 
 
-def begin(now: float, running: ScheduleState | None = None) -> ScheduleState:
-    """The first step, from now on. `running` is the state of the release's schedule before this one, if it had one.
-    Raises Conflict while that has not ended."""
-    if running is not None and running.status in ("running", "paused"):
-        raise Conflict(
-            f"A schedule is {running.status} at step {running.step + 1}, and a release has one: "
-            "promote or roll back first."
-        )
-    return ScheduleState(0, now)
-
-
 def advance(schedule: Schedule, state: ScheduleState, verdict: Verdict, now: float) -> ScheduleState:
     """The state after this verdict: the same one, the next step from now on, promoted, or rolled back."""
     if state.status != "running":
@@ -106,20 +84,6 @@ def advance(schedule: Schedule, state: ScheduleState, verdict: Verdict, now: flo
         return state
     after = state.step + 1
     return ScheduleState(after, now, "promoted" if after == len(schedule.steps) else "running")
-
-
-def pause(state: ScheduleState, now: float) -> ScheduleState:
-    """Keep the weights as they are. Raises Conflict where no schedule is running."""
-    if state.status != "running":
-        raise Conflict(f"The release is {state.status}; only a running one can be paused.")
-    return msgspec.structs.replace(state, status="paused", since=now)
-
-
-def resume(state: ScheduleState, now: float) -> ScheduleState:
-    """Begin the step again, with a guard without evidence. Raises Conflict where the schedule is not paused."""
-    if state.status != "paused":
-        raise Conflict(f"The release is {state.status}; only a paused one can be resumed.")
-    return msgspec.structs.replace(state, status="running", since=now)
 
 
 def guard_of(
