@@ -14,8 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.control.usage.outcome import key_hash
 from loraplex.control.usage.records import BASE as BASE_MODEL
 from loraplex.control.usage.records import CANCELLED, Ended
+from support.control.runs import running_release
 from support.engine.fake_engine import Reply
 from support.http.data_plane import BASE, DataPlane, Refused, ref
 
@@ -60,6 +62,22 @@ def test_row_names_key_adapter_tokens_and_duration(plane: DataPlane) -> None:
     assert timedelta(0) <= datetime.now(UTC) - row.at < timedelta(seconds=10)
     assert row.id != answer.headers["x-request-id"]
     assert answer.json()["id"] == f"cmpl-{row.id}"
+
+
+def test_a_row_has_the_hash_of_the_key_that_chose_its_version(plane: DataPlane) -> None:
+    plane.resolver.releases["pirate"] = running_release("acme", "pirate", control=1, candidate=2)
+    post(plane, model="pirate", user="u1")
+    assert only_row(plane).key_hash == key_hash("u1")
+
+
+@pytest.mark.parametrize("model", ["pirate", "pirate@v2", BASE])
+def test_a_row_without_such_a_key_has_one_of_its_own_or_none(plane: DataPlane, model: str) -> None:
+    plane.resolver.releases["pirate"] = running_release(
+        "acme", "pirate", control=1, candidate=2, sticky="none"
+    )
+    post(plane, model=model, user="u1")
+    row = only_row(plane)
+    assert row.key_hash == (key_hash(row.id) if model == "pirate" else 0)
 
 
 def test_the_base_model_has_no_adapter(plane: DataPlane) -> None:

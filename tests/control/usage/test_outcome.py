@@ -15,13 +15,23 @@ AT = datetime(2026, 11, 27, 12, 0, 10, tzinfo=UTC)
 
 def row(status: str = "stop", *, n: int = 1, tokens: int = 51, first: float | None = 0.5) -> Ended:
     accepted = Accepted(
-        "id1", AT, "acme", "key1", "support", 2, "sha256:00", "/v1/chat/completions", streamed=False, n=n
+        "id1",
+        AT,
+        "acme",
+        "key1",
+        "support",
+        2,
+        "sha256:00",
+        "/v1/chat/completions",
+        streamed=False,
+        n=n,
+        key_hash=7,
     )
     return accepted.ended(AT, status, completion_tokens=tokens, first_token_s=first, total_s=3.0)
 
 
 def test_an_outcome_has_the_times_of_its_row() -> None:
-    outcome = Outcome.of(row(), 7)
+    outcome = Outcome.of(row())
     assert (outcome.tenant_id, outcome.adapter, outcome.version, outcome.key_hash) == (
         "acme",
         "support",
@@ -36,13 +46,13 @@ def test_an_outcome_has_the_times_of_its_row() -> None:
 
 
 def test_tokens_of_several_choices_are_their_mean() -> None:
-    assert Outcome.of(row(n=3, tokens=153), 7).output_tokens == 51
-    assert Outcome.of(row(n=3, tokens=153), 7).inter_token_s == pytest.approx(2.5 / 50)
+    assert Outcome.of(row(n=3, tokens=153)).output_tokens == 51
+    assert Outcome.of(row(n=3, tokens=153)).inter_token_s == pytest.approx(2.5 / 50)
 
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
-    assert Outcome.of(row(tokens=1), 7).inter_token_s is None
-    assert Outcome.of(row("internal_error", tokens=0, first=None), 7).first_token_s is None
+    assert Outcome.of(row(tokens=1)).inter_token_s is None
+    assert Outcome.of(row("internal_error", tokens=0, first=None)).first_token_s is None
 
 
 @pytest.mark.parametrize(
@@ -63,7 +73,7 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 def test_errors_of_the_version_are_told_from_those_of_others(
     status: str, failed: bool | None, cut: bool | None
 ) -> None:
-    outcome = Outcome.of(row(status), 7)
+    outcome = Outcome.of(row(status))
     assert (outcome.failed, outcome.cut_at_length) == (failed, cut)
 
 

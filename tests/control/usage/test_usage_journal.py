@@ -6,10 +6,12 @@ import asyncio
 import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -343,10 +345,24 @@ def test_a_life_is_locked_while_it_lasts(tmp_path: Path) -> None:
 
 def test_records_are_bounded() -> None:
     longest = accepted(
-        tenant_id="t" * 63, key_id="k" * 32, adapter="a" * 63, digest="d" * 64, version=2**31 - 1
+        tenant_id="t" * 63,
+        key_id="k" * 32,
+        adapter="a" * 63,
+        digest="d" * 64,
+        endpoint="e" * 32,
+        version=2**31 - 1,
+        key_hash=2**64 - 1,
     )
     row = ended(longest, status="s" * 32, prompt_tokens=2**62, cached_tokens=2**62, completion_tokens=2**62)
     assert len(encode(row)) <= MAX_RECORD_BYTES
+
+
+@pytest.mark.parametrize("record", [accepted(), ended()])
+def test_records_of_servers_before_key_hashes_are_read(record: Record) -> None:
+    fields = msgspec.msgpack.decode(encode(record)[8:])
+    payload = msgspec.msgpack.encode(fields[:-1])
+    written = struct.pack("<II", len(payload), zlib.crc32(payload)) + payload
+    assert [found for found, _, _ in decode_all(written)] == [record]
 
 
 KILLED = """
@@ -390,7 +406,7 @@ def test_kill_9_loses_nothing_that_was_promised(tmp_path: Path) -> None:
 
 def test_records_are_arrays_in_this_order() -> None:
     """What one version wrote another may have to read."""
-    request = accepted(id="r1", adapter="support", version=3, digest="d" * 64, streamed=True, n=2)
+    request = accepted(id="r1", adapter="support", version=3, digest="d" * 64, streamed=True, n=2, key_hash=9)
     row = request.ended(
         AT,
         "stop",
@@ -403,8 +419,8 @@ def test_records_are_arrays_in_this_order() -> None:
     )
     begin = ["r1", AT, "acme", "k1", "support", 3, "d" * 64, "/v1/completions", True, 2]
     header = 8
-    assert msgspec.msgpack.decode(encode(request)[header:]) == ["a", *begin]
-    assert msgspec.msgpack.decode(encode(row)[header:]) == ["e", *begin, "stop", 10, 4, 5, 0.25, 0.5, 1.5]
+    assert msgspec.msgpack.decode(encode(request)[header:]) == ["a", *begin, 9]
+    assert msgspec.msgpack.decode(encode(row)[header:]) == ["e", *begin, "stop", 10, 4, 5, 0.25, 0.5, 1.5, 9]
 
 
 def test_a_start_for_which_there_is_no_room_leaves_nothing(

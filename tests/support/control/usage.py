@@ -51,7 +51,8 @@ def ended(record: Accepted | None = None, **changes: Any) -> Ended:
 def rows_of(database: Database) -> dict[str, Ended]:
     with database.read() as session:
         found = session.scalars(select(Usage)).all()
-    return {row.id: Ended(**{name: getattr(row, name) for name in Ended.__struct_fields__}) for row in found}
+    names = [name for name in Ended.__struct_fields__ if name != "key_hash"]  # which the table does not keep
+    return {row.id: Ended(**{name: getattr(row, name) for name in names}) for row in found}
 
 
 def by_id(rows: Iterable[Ended]) -> dict[str, Ended]:

@@ -33,6 +33,7 @@ from loraplex.control.types import (
     LimitWindow,
     ModelCard,
     Principal,
+    ReleaseInfo,
     Reservation,
     ResolvedModel,
     Serving,
@@ -99,6 +100,9 @@ class FakeResolver:
     users: list[str | None] = field(default_factory=list)
     formats: dict[str, tuple[str | None, str | None]] = field(default_factory=dict)  # of adapters, by name
     alora: dict[str, WithoutInvocation] = field(default_factory=dict)  # of adapters, by name
+    releases: dict[str, ReleaseInfo] = field(
+        default_factory=dict
+    )  # of adapters, by name; sticky by user or by none
 
     async def resolve(self, caller: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
         self.users.append(user)
@@ -111,8 +115,13 @@ class FakeResolver:
             raise Refused("model_not_found", "The model does not exist or you do not have access to it.")
         if caller.models is not None and name not in caller.models:
             raise Refused("model_not_allowed", "This key may not use this model.")
+        release = None if version else self.releases.get(name)
         return ResolvedModel(
-            model, found, Serving(*self.formats.get(name, (None, None)), alora=self.alora.get(name))
+            model,
+            found,
+            Serving(*self.formats.get(name, (None, None)), alora=self.alora.get(name)),
+            release,
+            None if release is None or release.sticky == "none" else user,
         )
 
     async def list_models(self, caller: Principal) -> Sequence[ModelCard]:

@@ -25,7 +25,10 @@ from loraplex.migrations.run import upgrade
 
 INSTALL = "apt-get install postgresql"
 USER = "loraplex"
-TABLES = ("tenants", "installation", "deleted_tenants", "usage", "usage_days", "usage_sources", "budgets")
+TABLES = (
+    *("tenants", "installation", "deleted_tenants", "usage", "usage_days", "usage_sources", "budgets"),
+    *("release_outcomes", "running_arms", "leases", "webhook_deliveries"),
+)
 AUDIT_TABLES = ("audit_log", "audit_texts")
 _numbers = itertools.count()
 

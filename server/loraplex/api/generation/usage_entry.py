@@ -11,6 +11,7 @@ from loraplex.api.errors import from_exception
 from loraplex.api.generation.generation import Generation
 from loraplex.api.generation.planning import GenerationPlan
 from loraplex.control.types import Principal, ResolvedModel
+from loraplex.control.usage.outcome import key_hash
 from loraplex.control.usage.records import BASE, CANCELLED, Accepted
 from loraplex.http.errors import ClientGone
 
@@ -47,6 +48,7 @@ class UsageEntry:
             endpoint=endpoint,
             streamed=bool(plan.request.stream),
             n=plan.num_choices,
+            key_hash=0 if model.release is None else key_hash(model.caller or context.internal_id),
         )
         ledger.accept(accepted)
         return cls(ledger, accepted, context.started)

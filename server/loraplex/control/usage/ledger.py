@@ -1,4 +1,4 @@
-"""The ledger's side of the usage journals: rows, and how far each journal has been written."""
+"""The ledger's side of the usage journals: rows, how far each journal has been written, and outcomes for guards."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-import msgspec
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from loraplex.control.db.database import Database, utc_now
 from loraplex.control.db.tables import Usage, UsageSource
+from loraplex.control.usage.outcome_inbox import put_outcomes, running_arms
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.control.usage.segments import Position
 
 BEGINNING = Position(0, 0)
 MAX_ROWS = 500
 """In one statement; SQLite takes 32,766 values."""
+_COLUMNS = [name for name in Ended.__struct_fields__ if name != "key_hash"]
 
 
 class Source:
@@ -37,8 +38,9 @@ class Source:
 
 
 class Ledger:
-    """Takes rows exactly once: a batch and the place in its journal where it ends are committed together. All raise
-    DatabaseUnavailable, DatabaseBusy, StoreFull. `on_written` is called with every batch."""
+    """Takes rows exactly once: a batch and the place in its journal where it ends are committed together, and with them
+    the outcomes that guards of releases are to read. All raise DatabaseUnavailable, DatabaseBusy, StoreFull.
+    `on_written` is called with every batch."""
 
     def __init__(self, database: Database, on_written: Callable[[int], None] = lambda rows: None) -> None:
         self._database = database
@@ -55,11 +57,21 @@ class Ledger:
         if rows:
             with self._database.write(ages_caches=False, in_turn=False) as session:
                 for start in range(0, len(rows), MAX_ROWS):
-                    values = [msgspec.structs.asdict(row) for row in rows[start : start + MAX_ROWS]]
-                    session.execute(self._database.insert(Usage).on_conflict_do_nothing(), values)
+                    self._insert(session, rows[start : start + MAX_ROWS])
                 self._note(session, source.directory.name, after)
             self._on_written(len(rows))
         source.position = after
+
+    def _insert(self, session: Session, rows: Sequence[Ended]) -> None:
+        insert = self._database.insert(Usage).on_conflict_do_nothing()
+        values = [{name: getattr(row, name) for name in _COLUMNS} for row in rows]
+        arms = running_arms(session) if any(row.key_hash for row in rows) else {}
+        if not arms:
+            session.execute(insert, values)
+            return
+        # A guard may have counted, and removed, the outcome of a row that is there already.
+        new = set(session.scalars(insert.returning(Usage.id), values))
+        put_outcomes(self._database, session, [row for row in rows if row.id in new], arms)
 
     def _note(self, session: Session, life: str, after: Position) -> None:
         known = session.scalars(select(UsageSource).where(UsageSource.life == life)).one_or_none()

@@ -1,7 +1,7 @@
 """The facts of one ended request, built once from its ledger row.
 
-The guard of a release reads them. The ledger is the source since it has each request of all servers exactly once. It
-does not have the sticky key: the row needs a column for `key_hash` before a server can feed a guard.
+The guard of a release reads them. The ledger is the source since it has each request of all servers exactly once. Its
+table does not have the sticky key; `outcome_inbox` keeps the outcomes that a guard is to read.
 
 Usage, metrics, trace and log still derive the same facts separately: `UsageEntry.close` (row), `Generation.close`
 (metrics), `GenerationEndpoint._reserved` (trace, and the counts of the access log). They are to share one object:
@@ -51,8 +51,8 @@ class Outcome:
     output_tokens: float
 
     @classmethod
-    def of(cls, row: Ended, key_hash: int) -> Outcome:
-        """The outcome that a ledger row tells. `key_hash`: of the key that chose the version, as `key_hash` has it."""
+    def of(cls, row: Ended) -> Outcome:
+        """The outcome that a ledger row tells."""
         tokens = row.completion_tokens / max(1, row.n)
         first, after = row.first_token_s, tokens - 1
         ended_at = row.at.timestamp()
@@ -60,7 +60,7 @@ class Outcome:
             tenant_id=row.tenant_id,
             adapter=row.adapter,
             version=row.version,
-            key_hash=key_hash,
+            key_hash=row.key_hash,
             started_at=ended_at - row.total_s,
             ended_at=ended_at,
             status=row.status,

@@ -43,7 +43,9 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Accepted(_Request, frozen=True, array_like=True, tag="a"):
-    """A request that may run from `at` on."""
+    """A request that may run from `at` on. `key_hash`: see `Ended`."""
+
+    key_hash: int = 0
 
     def ended(
         self,
@@ -78,7 +80,8 @@ class Accepted(_Request, frozen=True, array_like=True, tag="a"):
 class Ended(_Request, frozen=True, array_like=True, tag="e"):
     """The row of a request. `at` is when it ended. `status`: its finish reason, an error's code, `CANCELLED` or
     `INTERRUPTED`. Seconds: in the engine's queue; from arrival to the first token (None: there was none), and to
-    the end."""
+    the end. `key_hash`, 64 bits, is of the key by which a release chose the version (`outcome.key_hash`); 0 where the
+    request named its version, and in records that were written before there was one."""
 
     status: str
     prompt_tokens: int
@@ -87,6 +90,7 @@ class Ended(_Request, frozen=True, array_like=True, tag="e"):
     queue_s: float
     first_token_s: float | None
     total_s: float
+    key_hash: int = 0
 
 
 Record = Accepted | Ended
