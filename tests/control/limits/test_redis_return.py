@@ -152,6 +152,37 @@ async def test_outage_spending_counts_in_the_next_outage_too(shared: SharedLimit
     await one.reserve("fits", request_plan(acme, 100))
 
 
+async def test_a_request_whose_answer_crosses_with_a_joining_is_charged(shared: SharedLimits) -> None:
+    """Redis lets it pass before the server joins for the second time, and the server hears of it only after."""
+    (one,) = await shared.servers(1)
+    (link,), (watch,) = shared.links, shared.watches
+    acme = tenant(tokens_per_minute=1000)
+    await one.reserve("before", request_plan(acme, 300))
+    await one.settle("before", used_tokens=300)
+    link.reach = "away"
+    await shared.noticed()
+    link.permits = {"tell": asyncio.Semaphore(1), "reserve": asyncio.Semaphore(0)}
+    link.reach = "answers"
+    async with asyncio.timeout(60):
+        while not watch.up:
+            await asyncio.sleep(0.005)
+        joined = shared.joined()
+        crossing = asyncio.create_task(one.reserve("crossing", request_plan(acme, 200)))
+        while not shared.running():
+            await asyncio.sleep(0.005)
+        link.permits.pop("tell").release()
+        while shared.joined() == joined:
+            await asyncio.sleep(0.005)
+        link.permits.pop("reserve").release()
+        await crossing
+    assert shared.running() == 1
+    held = await one.reserve("after", request_plan(acme, 100))
+    assert held.tokens is not None
+    assert held.tokens.remaining == 1000 - 300 - 200 - 100
+    await one.settle("crossing", "after", used_tokens=0)
+    assert shared.running() == 0
+
+
 async def test_an_outage_longer_than_a_minute_forgets_what_has_flowed_back(shared: SharedLimits) -> None:
     (one,) = await shared.servers(1)
     acme = tenant(tokens_per_minute=600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 from loraplex.control.limits import redis_link
@@ -42,11 +43,16 @@ class Watch:
 
 class PatientLink(RedisLink):
     """Waits longer than a server would, so that a busy machine is no fault; until a test makes Redis hang. `reach`:
-    what becomes of a call: it is answered; it is done, and the answer comes too late; it does not get there."""
+    what becomes of a call: it is answered; it is done, and the answer comes too late; it does not get there. `permits`:
+    answers to these operations wait until they have one each."""
 
     patience_s = 60.0
     reach: Literal["answers", "late", "away"] = "answers"
     num_late = 0
+
+    def __init__(self, url: str, script: str) -> None:
+        super().__init__(url, script)
+        self.permits: dict[str, asyncio.Semaphore] = {}
 
     async def connect(self) -> None:
         if self.reach == "away":
@@ -60,4 +66,6 @@ class PatientLink(RedisLink):
         if self.reach != "answers":
             self.num_late += 1
             raise LinkDown("the answer came too late")
+        if operation in self.permits:
+            await self.permits[operation].acquire()
         return answer

@@ -292,6 +292,8 @@ end
 function operations.join()
   local replica, live, existing, ended = by.replica, {}, {}, {}
   for _, request in ipairs(given.live) do live[request.id] = true end
+  -- What was decided just now, and the replica has not heard of: taken for ended, it would pass uncharged.
+  for _, id in ipairs(given.asked) do live[id] = true end
   for _, id in ipairs(redis.call('HKEYS', TAG .. ':live:' .. replica)) do
     existing[id] = true
     if not live[id] then ended[id] = given.ended[id] or -1 end

@@ -112,6 +112,7 @@ class RedisLimiter:
         self._lost_at = 0.0
         self._share: LocalShare | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._asked: set[str] = set()
         self._live: dict[str, _Live] = {}
         self._running = Running()
         self._seen: dict[str, Seen] = {}
@@ -191,6 +192,7 @@ class RedisLimiter:
         begin = time.perf_counter()
         caller = self._session.caller()
         asked = Reserve(caller, request_id, rates_of(plan), seats_of(plan), plan.sequences)
+        self._asked.add(request_id)
         try:
             reply = await self._session.call("reserve", asked, TIMEOUT_S)
         except LinkDown as error:
@@ -199,6 +201,8 @@ class RedisLimiter:
         except asyncio.CancelledError:
             self._ended[request_id] = -1
             raise
+        finally:
+            self._asked.discard(request_id)
         self._watch.redis_answered(time.perf_counter() - begin)
         return reply
 
@@ -350,6 +354,7 @@ class RedisLimiter:
             is_doubtful=is_doubtful,
             ended=ended,
             live=live,
+            asked=list(self._asked),
         )
         reply = await session.call("join", join, PATIENCE_S)
         self._telling = Owed()

@@ -73,14 +73,15 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True):
-    """`ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `born`, `is_doubtful`:
-    as in a Tell."""
+    """`ended`: request → what it used, -1 for nothing at all. `live`: all that have not ended. `asked`: those whose
+    answer is still on its way, which stay as they are. `born`, `is_doubtful`: as in a Tell."""
 
     by: Caller
     born: str
     is_doubtful: bool
     ended: dict[str, int]
     live: list[Request]
+    asked: list[str]
 
 
 class Reserve(msgspec.Struct, frozen=True):
