@@ -96,10 +96,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(item: pytest.Item) -> str:
-    for name in SHARED_SERVERS:
-        if TESTS / "e2e" in item.path.parents and name in getattr(item, "fixturenames", ()):
-            return f"e2e/{name}"
-    return item.path.relative_to(TESTS).as_posix()
+    file = _file(item.path)
+    if file.startswith("e2e/"):
+        for name in SHARED_SERVERS:
+            if name in getattr(item, "fixturenames", ()):
+                return f"e2e/{name}"
+    return file
+
+
+@functools.cache
+def _file(path: Path) -> str:
+    """Thousands of tests are in hundreds of files, and each is asked for several times."""
+    return path.relative_to(TESTS).as_posix()
 
 
 def _kind(item: pytest.Item) -> str:
