@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from loraplex.control.db.database import Database, utc_now
 from loraplex.control.db.tables import Usage, UsageSource
-from loraplex.control.usage.outcome_inbox import put_outcomes, running_arms
+from loraplex.control.usage.outcome_inbox import put_outcomes, watched_arms
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.control.usage.segments import Position
 
@@ -65,7 +65,7 @@ class Ledger:
     def _insert(self, session: Session, rows: Sequence[Ended]) -> None:
         insert = self._database.insert(Usage).on_conflict_do_nothing()
         values = [{name: getattr(row, name) for name in _COLUMNS} for row in rows]
-        arms = running_arms(session) if any(row.key_hash for row in rows) else {}
+        arms = watched_arms(session, ((row.tenant_id, row.adapter) for row in rows if row.key_hash))
         if not arms:
             session.execute(insert, values)
             return

@@ -17,20 +17,26 @@ from loraplex.control.db.release_tables import ReleaseOutcome, ReleaseRun
 from loraplex.control.usage.outcome import Outcome
 from loraplex.control.usage.records import Ended
 
-RunningArms = Mapping[tuple[str, str], tuple[int, int]]
+WatchedArms = Mapping[tuple[str, str], tuple[int, int]]
 """The two versions of each release that is being run, by tenant and name."""
 
 
-def running_arms(session: Session) -> RunningArms:
-    """The arms of all releases that a guard or a schedule moves now."""
-    run = ReleaseRun
-    query = select(run.tenant_id, run.name, run.control, run.candidate).where(run.status == "running")
+def watched_arms(session: Session, names: Iterable[tuple[str, str]]) -> WatchedArms:
+    """The arms of those of these releases, by tenant and name, that a guard or a schedule moves now."""
+    pairs, run = set(names), ReleaseRun
+    if not pairs:
+        return {}
+    query = (
+        select(run.tenant_id, run.name, run.control, run.candidate)
+        .where(run.tenant_id.in_({tenant for tenant, _ in pairs}), run.name.in_({name for _, name in pairs}))
+        .where(run.status == "running")
+    )
     return {
         (tenant, name): (control, candidate) for tenant, name, control, candidate in session.execute(query)
     }
 
 
-def put_outcomes(database: Database, session: Session, rows: Iterable[Ended], arms: RunningArms) -> None:
+def put_outcomes(database: Database, session: Session, rows: Iterable[Ended], arms: WatchedArms) -> None:
     """Put in the outcomes of those requests that a running release sent to one of its arms. A request that named its
     version itself is none of them: its caller was not assigned by chance."""
     values = [
@@ -43,7 +49,7 @@ def put_outcomes(database: Database, session: Session, rows: Iterable[Ended], ar
 
 
 def read_outcomes(session: Session, tenant_id: str, name: str, limit: int) -> dict[str, Outcome]:
-    """At most `limit` outcomes of a release, by the ids that `remove_outcomes` takes; the first to end come first."""
+    """Up to `limit` outcomes of a release, by the ids that `remove_outcomes` takes; the first to end come first."""
     of = ReleaseOutcome
     query = select(of).where(of.tenant_id == tenant_id, of.name == name).order_by(of.ended_at, of.id)
     return {row.id: _outcome(row) for row in session.scalars(query.limit(limit))}
@@ -86,5 +92,5 @@ def _outcome(row: ReleaseOutcome) -> Outcome:
 
 
 def _signed(key_hash: int) -> int:
-    """As databases keep 64 bits."""
+    """The same 64 bits as databases keep them."""
     return key_hash - 2**64 if key_hash >= 2**63 else key_hash
