@@ -54,7 +54,6 @@ class Outcome:
     def of(cls, row: Ended) -> Outcome:
         """The outcome that a ledger row tells."""
         tokens = row.completion_tokens / max(1, row.n)
-        first, after = row.first_token_s, tokens - 1
         ended_at = row.at.timestamp()
         return cls(
             tenant_id=row.tenant_id,
@@ -64,8 +63,8 @@ class Outcome:
             started_at=ended_at - row.total_s,
             ended_at=ended_at,
             status=row.status,
-            first_token_s=first,
-            inter_token_s=None if first is None or after <= 0 else max(0.0, row.total_s - first) / after,
+            first_token_s=row.first_token_s,
+            inter_token_s=inter_token_s(row.first_token_s, row.total_s, tokens),
             output_tokens=tokens,
         )
 
@@ -80,6 +79,13 @@ class Outcome:
     def cut_at_length(self) -> bool | None:
         """Whether the answer ended at its limit of tokens; None where it did not come to its end."""
         return self.status == "length" if self.status in PROPER else None
+
+
+def inter_token_s(first_token_s: float | None, total_s: float, tokens: float) -> float | None:
+    """Mean time between the tokens of an answer, in seconds; None of an answer without a second token."""
+    if first_token_s is None or tokens <= 1:
+        return None
+    return max(0.0, total_s - first_token_s) / (tokens - 1)
 
 
 def key_hash(key: str) -> int:

@@ -1,0 +1,115 @@
+"""The arms of a release side by side, from the newest rows of the ledger."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import NormalDist, fmean, quantiles
+from typing import NamedTuple
+
+from sqlalchemy import literal, select
+from sqlalchemy.orm import Session
+
+from loraplex.control.db.tables import Usage, UtcDateTime
+from loraplex.control.usage.outcome import FAILURES, PROPER, inter_token_s
+
+MAX_ROWS = 10_000
+"""Rows of an arm that are read: the newest."""
+_Z = NormalDist().inv_cdf(0.975)
+"""The normal distribution's quantile for an interval of 95 %."""
+
+
+class Quantiles(NamedTuple):
+    """Median and 95th percentile, linear between two observations. Seconds."""
+
+    p50: float
+    p95: float
+
+
+class Interval(NamedTuple):
+    """Bounds of a share at 95 %."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """The requests of one version. `requests` counts the rows that were read; those that were asked for by the
+    version's own name are among them. `failures` are errors of the version; `failure_share` is their part of the
+    requests that say something of it, neither cancelled nor refused, and `failure_interval` its bounds.
+    `output_tokens` is the mean of requests that came to their end, and `length_share` the part of them that their
+    limit of tokens ended. None where no request says anything."""
+
+    version: int
+    requests: int
+    failures: int
+    failure_share: float | None
+    failure_interval: Interval | None
+    first_token_s: Quantiles | None
+    inter_token_s: Quantiles | None
+    output_tokens: float | None
+    length_share: float | None
+
+
+def compare_arms(
+    session: Session, tenant_id: str, name: str, versions: Sequence[int], since: datetime
+) -> list[ArmSummary]:
+    """One summary for each of `versions`, in their order, of at most `MAX_ROWS` requests each that ended at `since` or
+    after. Use a session of `Database.read(report=True)`."""
+    return [_summary(session, tenant_id, name, version, since) for version in versions]
+
+
+def _summary(session: Session, tenant_id: str, name: str, version: int, since: datetime) -> ArmSummary:
+    of = Usage
+    newest = (
+        select(of.status, of.n, of.completion_tokens, of.first_token_s, of.total_s)
+        .where(of.tenant_id == tenant_id, of.at >= literal(since, UtcDateTime()))
+        .where(of.adapter == name, of.version == version)
+        .order_by(of.at.desc())
+        .limit(MAX_ROWS)
+    )
+    requests = failures = cut = 0
+    first: list[float] = []
+    between: list[float] = []
+    lengths: list[float] = []
+    for status, n, num_tokens, first_token_s, total_s in session.execute(newest):
+        tokens = num_tokens / max(1, n)
+        requests += 1
+        failures += status in FAILURES
+        if status in PROPER:
+            lengths.append(tokens)
+            cut += status == "length"
+        if first_token_s is not None:
+            first.append(first_token_s)
+        if (gap := inter_token_s(first_token_s, total_s, tokens)) is not None:
+            between.append(gap)
+    told = failures + len(lengths)
+    return ArmSummary(
+        version=version,
+        requests=requests,
+        failures=failures,
+        failure_share=failures / told if told else None,
+        failure_interval=wilson_interval(failures, told) if told else None,
+        first_token_s=_quantiles(first),
+        inter_token_s=_quantiles(between),
+        output_tokens=fmean(lengths) if lengths else None,
+        length_share=cut / len(lengths) if lengths else None,
+    )
+
+
+def wilson_interval(hits: int, count: int) -> Interval:
+    """Wilson's score interval of `hits` in `count`, at least 1, at 95 % (Wilson 1927): good for shares near 0 too."""
+    share, spread = hits / count, _Z * _Z / count
+    middle = share + spread / 2
+    half = _Z * math.sqrt((share * (1 - share) + spread / 4) / count)
+    return Interval(max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread)))
+
+
+def _quantiles(values: list[float]) -> Quantiles | None:
+    if len(values) < 2:
+        return Quantiles(values[0], values[0]) if values else None
+    cuts = quantiles(values, n=20, method="inclusive")
+    return Quantiles(cuts[9], cuts[18])
