@@ -29,7 +29,7 @@ from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
 from loraplex.control import rules, types
 from loraplex.control.audit import log as audit_log
-from loraplex.control.catalog import releases, resolver
+from loraplex.control.catalog import release_changes, releases, resolver
 from loraplex.control.catalog.resolver import Resolver
 from loraplex.control.db import database, outage, postgres, postgres_engine, read_through, sqlite
 from loraplex.control.limits import budget_store, budgets, limiter, redis_limiter, redis_session
@@ -116,12 +116,12 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("admin.md", "At most {} uploads are on their way", (default(UploadGate, "max_uploads"),)),
     ("admin.md", "`targets` has 1 to {} ready versions", (releases.MAX_TARGETS,)),
     ("admin.md", "a weight (0 to {:,})", (types.MAX_RELEASE_WEIGHT,)),
-    ("admin.md", "The last {} of a name are kept", (releases.MAX_REVISIONS,)),
+    ("admin.md", "The last {} of a name are kept", (release_changes.MAX_REVISIONS,)),
     ("admin.md", "the config beyond {:g} MiB", (MAX_CONFIG_BYTES / MIB,)),
     ("admin.md", "nothing of the body came for {:g} s", (body.SILENCE_S,)),
     ("admin.md", "slower than {:,} bytes a second", (body.MIN_BYTES_PER_S,)),
     ("admin.md", "more than {} things in a minute on this server", (change_rate_limit.MAX_CHANGES,)),
-    ("adapters.md", "The last {} of a name are kept", (releases.MAX_REVISIONS,)),
+    ("adapters.md", "The last {} of a name are kept", (release_changes.MAX_REVISIONS,)),
     ("adapters.md", "rows, up to {:,} of each module", (token_indices.MAX_TOKEN_ROWS,)),
     ("adapters.md", "`support@sha256:<{} or more hex digits>`", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "by at least {} hex digits", (resolver.MIN_DIGEST_CHARS,)),

@@ -39,6 +39,9 @@ TENANT_ROUTES = {
     f"PUT {OWN}/{{name}}/release": WRITE,
     f"POST {OWN}/{{name}}/release/promote": WRITE,
     f"POST {OWN}/{{name}}/release/rollback": WRITE,
+    f"POST {OWN}/{{name}}/release/pause": WRITE,
+    f"POST {OWN}/{{name}}/release/resume": WRITE,
+    f"GET {OWN}/{{name}}/release/comparison": READ,
     f"GET {OWN}/{{name}}/release/history": READ,
     "GET /admin/v1/tenants/{tenant}/usage": USAGE,
 }

@@ -42,6 +42,7 @@ REFUSED_ALL_THE_SAME = {
     (412, "precondition_failed", "If-Match"),
     (429, "rate_limit_exceeded", None),
     (400, "invalid_value", "targets"),  # a version that is not ready; and one that is named twice
+    (400, "invalid_value", "shadow.version"),  # one that is not ready, or has traffic
     (400, "invalid_value", "to"),  # no such revision
     (400, "invalid_value", "limits.token_budget"),  # a change of one of the two, by what the other is
     (400, "invalid_value", "limits.budget_period"),
@@ -65,6 +66,7 @@ REFUSED_ALL_THE_SAME = {
     (400, "invalid_value", "tool_choice.function"),
     (400, "invalid_value", "tool_choice.allowed_tools.tools"),
     # No schema compares two numbers or two times.
+    (400, "invalid_value", "schedule[].weight"),  # not above that of the step before
     (400, "unsupported_field", "best_of"),  # another than `n`
     (400, "invalid_value", "input"),  # the model's template
     (400, "unsupported_field", "reasoning_effort"),  # the chat template knows none
@@ -100,8 +102,10 @@ EXPLAINED_MESSAGES = (
 NEVER_ACCEPTED = {
     "POST /admin/v1/tenants/{tenant}/adapters/{name}/versions",
     "POST /admin/v1/tenants/{tenant}/adapters/{name}/release/rollback",
+    "POST /admin/v1/tenants/{tenant}/adapters/{name}/release/pause",
+    "POST /admin/v1/tenants/{tenant}/adapters/{name}/release/resume",
 }
-"""What needs an adapter's files, or a history of releases, which nobody makes by chance."""
+"""What needs an adapter's files, a history of releases, or a release that runs, which nobody makes by chance."""
 
 
 @pytest.fixture

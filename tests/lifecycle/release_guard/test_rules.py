@@ -24,7 +24,9 @@ def test_rules_are_read_as_they_are_written() -> None:
         "max_false_alarm": 0.001,
         "min_requests": 0,
     }
-    assert parse_rules(document) == Rules({"ttft": 0.2, "error_rate": 0.005}, 0.001, 0)
+    rules = parse_rules(document)
+    assert rules == Rules({"ttft": 0.2, "error_rate": 0.005}, 0.001, 0)
+    assert parse_rules(rules.document()) == rules
 
 
 @pytest.mark.parametrize(

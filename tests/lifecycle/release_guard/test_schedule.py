@@ -43,6 +43,7 @@ verdicts = st.sampled_from([PASS, PASS, PASS, HOLD])
 def test_a_schedule_is_read_as_it_is_written() -> None:
     schedule = parse_schedule(ISSUE)
     assert schedule.steps == (Step(1, 600), Step(10, 3600), Step(50, 3600))
+    assert schedule.document() == ISSUE
 
 
 @pytest.mark.parametrize(

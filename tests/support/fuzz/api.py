@@ -208,7 +208,13 @@ def valid_bodies(model: str) -> dict[str, Any]:
         tenant: {"display_name": "Acme", "limits": {"max_concurrency": None}},
         f"{tenant}/keys": {"name": "k", "scopes": ["inference"]},
         f"{tenant}/keys/0/rotate": {"grace_seconds": 1},
-        f"{tenant}/adapters/support/release": {"targets": [{"version": "v1", "weight": 1}], "sticky": "none"},
+        f"{tenant}/adapters/support/release": {
+            "targets": [{"version": "v1", "weight": 1}],
+            "sticky": "none",
+            "guard": {"metrics": [{"name": "ttft", "margin": 0.1}]},
+            "schedule": [{"weight": 1, "for_seconds": 600}],
+            "shadow": {"version": "v1", "sample": 0.5, "keep_texts": False},
+        },
         f"{tenant}/adapters/support/release/promote": {"version": "v1"},
         f"{tenant}/adapters/support/release/rollback": {"to": 1},
     }

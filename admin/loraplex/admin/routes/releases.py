@@ -18,7 +18,10 @@ from loraplex.admin.framework.dependencies import (
 )
 from loraplex.admin.framework.openapi import WITH_ETAG, refused
 from loraplex.admin.framework.route import AdminRoute
+from loraplex.admin.routes.release_comparison import show_comparison
+from loraplex.admin.routes.release_plan import parse_plan, show_plan, show_run
 from loraplex.admin.schemas.fields import PageQuery
+from loraplex.admin.schemas.release_comparison import ReleaseComparison
 from loraplex.admin.schemas.releases import (
     Release,
     ReleaseChange,
@@ -31,6 +34,7 @@ from loraplex.admin.schemas.releases import (
 )
 from loraplex.admin.services import AdminServices
 from loraplex.control.types import ReleaseInfo, ReleaseTarget
+from loraplex.lifecycle.release_comparison import compare_release
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/release", route_class=AdminRoute)
 
@@ -60,7 +64,14 @@ async def put_release(
 ) -> Release:
     """Share an adapter's traffic among versions, from the next request on."""
     targets = tuple(ReleaseTarget(target.version, target.weight) for target in body.targets)
-    put = partial(services.releases.put, targets=targets, sticky=body.sticky, if_revision=if_match, by=by)
+    put = partial(
+        services.releases.put,
+        targets=targets,
+        sticky=body.sticky,
+        plan=parse_plan(body),
+        if_revision=if_match,
+        by=by,
+    )
     info = await services.database.run(put, tenant, name)
     response.headers["ETag"] = _etag(info)
     await _prefetch(services, info)
@@ -104,6 +115,50 @@ async def rollback_release(
     return RolledBackRelease(**show_release(info.release).model_dump(), skipped=skipped)
 
 
+@router.post("/pause", responses=_CONDITIONAL)
+async def pause_release(
+    tenant: TenantId,
+    name: AdapterName,
+    if_match: IfMatch,
+    by: Annotated[Writer, Audited("release.pause")],
+    services: Services,
+    response: Response,
+) -> Release:
+    """Keep the weights of a running release as they are: no next step, and no look of its guard."""
+    pause = partial(services.releases.pause, if_revision=if_match, by=by)
+    info = await services.database.run(pause, tenant, name)
+    response.headers["ETag"] = _etag(info)
+    return show_release(info)
+
+
+@router.post("/resume", responses=_CONDITIONAL)
+async def resume_release(
+    tenant: TenantId,
+    name: AdapterName,
+    if_match: IfMatch,
+    by: Annotated[Writer, Audited("release.resume")],
+    services: Services,
+    response: Response,
+) -> Release:
+    """Begin a paused release's step again, with a guard without evidence."""
+    resume = partial(services.releases.resume, if_revision=if_match, by=by)
+    info = await services.database.run(resume, tenant, name)
+    response.headers["ETag"] = _etag(info)
+    return show_release(info)
+
+
+@router.get("/comparison")
+async def compare_versions(
+    caller: Reader, tenant: TenantId, name: AdapterName, services: Services
+) -> ReleaseComparison:
+    """Show the versions of a release side by side: their requests, and what the guard and the shadow found.
+
+    Counts are of the latest requests of each version, from the ledger: at most 10,000, since the step began.
+    """
+    read = partial(compare_release, services.database, tenant, name)
+    return show_comparison(await services.report_gate.run(caller.tenant_id or "", read))
+
+
 @router.get("/history")
 async def list_history(
     _: Reader, tenant: TenantId, name: AdapterName, query: Annotated[PageQuery, Query()], services: Services
@@ -125,6 +180,10 @@ def show_release(info: ReleaseInfo) -> Release:
         restores=info.restores,
         actor=info.actor,
         actor_key_id=info.actor_key_id,
+        began=info.began,
+        reason=info.reason,
+        run=show_run(info.run),
+        **show_plan(info.plan),
     )
 
 

@@ -8,6 +8,14 @@ from pydantic import Field
 
 from loraplex.admin.schemas import described
 from loraplex.admin.schemas.fields import PositiveCount, RequestBody, ResponseBody, Timestamp, VersionName
+from loraplex.admin.schemas.release_plan import (
+    GivenGuard,
+    GivenSchedule,
+    ReleaseGuard,
+    Run,
+    ScheduleStep,
+    Shadow,
+)
 from loraplex.control.catalog.releases import MAX_TARGETS
 from loraplex.control.types import MAX_RELEASE_WEIGHT
 
@@ -20,16 +28,18 @@ class Target(RequestBody):
 
 
 class ReleaseChange(RequestBody):
-    """`targets` name each version once."""
+    """`targets` name each version once. With a `schedule`, the newest of them gets its steps' percent, and the others
+    share the rest by their weights. A `guard` goes back to the release before where the newest is worse. A `shadow`
+    answers a share of the requests too, unseen."""
 
     targets: Annotated[
         list[Target],
         Field(min_length=1, max_length=MAX_TARGETS, json_schema_extra=described.SOME_WEIGHT),
     ]
     sticky: Literal["user", "key", "none"] = "none"
-    shadow: None = None
-    guard: None = None
-    schedule: None = None
+    shadow: Shadow | None = None
+    guard: GivenGuard = None
+    schedule: GivenSchedule = None
 
 
 class ReleasePromote(RequestBody):
@@ -44,7 +54,9 @@ class ReleaseRollback(RequestBody):
 
 class Release(ResponseBody):
     """Which versions take the traffic of a name, in which shares. `origin` is what made the revision; a rollback
-    `restores` an earlier one. `actor` and `actor_key_id` are who did. Each is null where it is not known."""
+    `restores` an earlier one, a step is of the schedule that revision `began` began. `actor` and `actor_key_id` are
+    who did. Each is null where it is not known. `run` is null where no guard or schedule was given; `reason` says why
+    the guard went back."""
 
     name: str
     targets: list[Target]
@@ -55,6 +67,12 @@ class Release(ResponseBody):
     restores: int | None
     actor: Literal["admin", "key", "local", "guard"] | None
     actor_key_id: str | None
+    guard: ReleaseGuard | None
+    schedule: list[ScheduleStep] | None
+    shadow: Shadow | None
+    began: int | None
+    reason: str | None
+    run: Run | None
 
 
 class SkippedRevision(ResponseBody):

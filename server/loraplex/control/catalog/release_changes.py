@@ -96,7 +96,7 @@ def _end_run(session: Session, run: ReleaseRun, row: Release) -> None:
         return
     row.began = run.began
     run.revision, run.status, run.reason = row.revision, status, row.reason
-    run.since, run.guard_state = row.created_at.timestamp(), None
+    run.since = row.created_at.timestamp()  # the guard's evidence stays, to be looked at
 
 
 def recorded(

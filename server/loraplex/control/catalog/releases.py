@@ -18,10 +18,12 @@ from loraplex.control.catalog.release_reading import (
     require_release,
     to_revision,
     version_states,
+    with_run,
 )
 from loraplex.control.catalog.release_runs import begin_run, pause_run, planned_targets, resume_run
 from loraplex.control.catalog.versions import no_adapter, version_info
 from loraplex.control.db.database import Database
+from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Adapter, AdapterVersion, Release
 from loraplex.control.errors import Conflict, InvalidValue, PreconditionFailed
 from loraplex.control.rules import (
@@ -219,7 +221,10 @@ class Releases:
             if session.get(Adapter, (tenant_id, name)) is None:
                 raise no_adapter(tenant_id, name)
             rows = session.scalars(query).all()
-            return make_page(rows, limit, lambda row: str(row.revision), release_info)
+            run = session.get(ReleaseRun, (tenant_id, name))
+            return make_page(
+                rows, limit, lambda row: str(row.revision), lambda row: with_run(release_info(row), run)
+            )
 
 
 def _check_revision(release: ReleaseInfo, if_revision: Collection[int] | None) -> None:

@@ -56,6 +56,14 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The rules of each of this many runs, so that all together keep `max_false_alarm`."""
         return msgspec.structs.replace(self, max_false_alarm=self.max_false_alarm / max(1, num_runs))
 
+    def document(self) -> dict[str, Any]:
+        """The JSON that `parse_rules` reads, with every field."""
+        return {
+            "metrics": [{"name": name, "margin": margin} for name, margin in self.margins.items()],
+            "max_false_alarm": self.max_false_alarm,
+            "min_requests": self.min_requests,
+        }
+
 
 def parse_rules(document: object, *, param: str = "guard") -> Rules:
     """Rules from JSON: `{metrics: [{name, margin}], max_false_alarm?, min_requests?}`; without `metrics`, all of them

@@ -40,6 +40,10 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return 0
         return ALL if state.step >= len(self.steps) else self.steps[state.step].weight
 
+    def document(self) -> list[dict[str, int]]:
+        """The JSON that `parse_schedule` reads."""
+        return [{"weight": step.weight, "for_seconds": step.for_seconds} for step in self.steps]
+
 
 def parse_schedule(document: object, *, param: str = "schedule") -> Schedule:
     """A schedule from JSON: `[{weight, for_seconds}, …]`. Raises InvalidValue, which names the field."""

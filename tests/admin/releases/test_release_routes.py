@@ -68,7 +68,7 @@ class TestReleases:
         assert_problem(await admin.put(self.PATH, json=body), 400, "invalid_value")
         assert (await admin.get(self.PATH)).json() == before
 
-    async def test_neutral_values_of_what_is_to_come_pass(self, admin: httpx.AsyncClient) -> None:
+    async def test_a_plan_may_be_null(self, admin: httpx.AsyncClient) -> None:
         body = {"targets": [{"version": "v2", "weight": 1}], "shadow": None, "guard": None, "schedule": None}
         assert (await admin.put(self.PATH, json=body)).status_code == 200
 

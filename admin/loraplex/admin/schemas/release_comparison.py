@@ -1,0 +1,87 @@
+"""The versions of a release side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from loraplex.admin.schemas.fields import ResponseBody, Timestamp
+from loraplex.admin.schemas.release_plan import Run
+from loraplex.lifecycle.release_guard.rules import MetricName
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Share(ResponseBody):
+    """A share of requests, with the bounds of its 95 % interval (Wilson's)."""
+
+    value: Fraction
+    low: Fraction
+    high: Fraction
+
+
+class Quantiles(ResponseBody):
+    """Median and 95th percentile, in seconds."""
+
+    p50: float
+    p95: float
+
+
+class ComparedArm(ResponseBody):
+    """A version's latest requests that ended, at most 10,000. `weight`: its part of the weights' sum. `errors`: those
+    that failed for the version or the server. `output_tokens`: the mean of an answer. `length_share`: answers that were
+    cut at their limit of tokens. Null where no request says anything of it."""
+
+    version: str
+    role: Literal["control", "candidate"] | None
+    weight: int
+    requests: int
+    errors: int
+    error_rate: Share | None
+    ttft: Quantiles | None
+    itl: Quantiles | None
+    output_tokens: float | None
+    length_share: Fraction | None
+
+
+class GuardReading(ResponseBody):
+    """One metric of the guard. `control` and `candidate` are shares of a rate, else medians; null without a number, and
+    where most answers have not ended (`unended`). `allowed`: the largest value of the candidate that is not worse.
+    `evidence` that it is worse grows from 1; `share` is its weight in the sum. A user counts once."""
+
+    name: MetricName
+    margin: float
+    control: float | None
+    candidate: float | None
+    unended: list[Literal["control", "candidate"]]
+    allowed: float | None
+    evidence: float
+    share: float
+    control_users: int
+    candidate_users: int
+
+
+class GuardState(ResponseBody):
+    """The guard since it began, at `since`. `hold`: too few requests to say. `pass`: enough, none worse so far.
+    `breach`: the candidate is worse in `breach`, since the evidence reached the threshold."""
+
+    verdict: Literal["hold", "pass", "breach"]
+    breach: MetricName | None
+    since: Timestamp
+    evidence: float
+    threshold: float
+    requests: int
+    metrics: list[GuardReading]
+
+
+class ReleaseComparison(ResponseBody):
+    """The arms of a release. They are of requests since `since`: the step began, or the release. `guard` is
+    null where there is none."""
+
+    name: str
+    revision: int
+    since: Timestamp
+    run: Run | None
+    arms: list[ComparedArm]
+    guard: GuardState | None

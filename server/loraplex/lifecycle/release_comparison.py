@@ -1,0 +1,55 @@
+"""A release's versions side by side: requests of the ledger, and the guard's readings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sqlalchemy.orm import Session
+
+from loraplex.control.catalog.release_reading import require_release
+from loraplex.control.db.database import Database
+from loraplex.control.db.release_tables import ReleaseRun
+from loraplex.control.types import ReleaseInfo
+from loraplex.control.usage.arms import ArmSummary, compare_arms
+from loraplex.lifecycle.release_guard.guard import Guard, GuardStateInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseComparison:
+    """The arms of `release` since `since`. `guard` is None where there is none."""
+
+    release: ReleaseInfo
+    since: datetime
+    arms: tuple[ArmSummary, ...]
+    guard: Guard | None
+
+
+def compare_release(database: Database, tenant_id: str, name: str) -> ReleaseComparison:
+    """Compare the versions of the release in force, and those of the run that ended with it. Raises TenantNotFound,
+    ReleaseNotFound."""
+    with database.read(report=True) as session:
+        release = require_release(session, tenant_id, name)
+        guard = _guard_of(session, release)
+        since = release.created_at if guard is None else datetime.fromtimestamp(guard.since, UTC)
+        arms = compare_arms(session, tenant_id, name, _versions(release), since)
+        return ReleaseComparison(release, since, tuple(arms), guard)
+
+
+def _versions(release: ReleaseInfo) -> list[int]:
+    """Those that take traffic, and the two of the run, by number."""
+    versions = {int(target.version[1:]) for target in release.targets if target.weight}
+    return sorted(
+        versions if release.run is None else versions | {release.run.control, release.run.candidate}
+    )
+
+
+def _guard_of(session: Session, release: ReleaseInfo) -> Guard | None:
+    """The guard of the release's run, which an ended one keeps."""
+    run = None if release.run is None else session.get(ReleaseRun, (release.tenant_id, release.name))
+    if run is None or run.guard_state is None:
+        return None
+    try:
+        return Guard.from_json(run.guard_state)
+    except GuardStateInvalid:  # of another version of Loraplex; the leader begins the step again
+        return None

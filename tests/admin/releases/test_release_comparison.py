@@ -1,0 +1,128 @@
+"""`GET …/release/comparison`: the ledger's requests by version, and the readings of the guard."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from sqlalchemy import insert
+
+from loraplex.control.db.release_tables import ReleaseRun
+from loraplex.control.db.tables import Usage
+from loraplex.lifecycle.release_guard.guard import Guard
+from loraplex.lifecycle.release_guard.rules import parse_rules
+from loraplex.lifecycle.release_guard.window import Arms, RunningArm
+from support.control.usage import ended
+from support.http.admin_plane import AdminPlane, admin_client, assert_problem
+from support.releases.traffic import ended as outcome
+
+PATH = "/tenants/acme/adapters/support/release"
+TARGETS = [{"version": "v1", "weight": 3}, {"version": "v2", "weight": 1}]
+
+
+@pytest.fixture(autouse=True)
+def _versions(plane: AdminPlane) -> None:
+    plane.make_tenant("acme")
+    for seed in (1, 2):
+        plane.make_adapter(seed=seed)
+
+
+def use(plane: AdminPlane, version: int, count: int, **fields: Any) -> None:
+    """Rows of the ledger, from now."""
+    rows = [
+        ended(adapter="support", version=version, at=datetime.now(UTC), **fields | {"completion_tokens": 11})
+        for _ in range(count)
+    ]
+    with plane.database.write() as session:
+        known = Usage.__table__.columns.keys()
+        values = [{k: v for k, v in msgspec.structs.asdict(row).items() if k in known} for row in rows]
+        session.execute(insert(Usage), values)
+
+
+def keep(plane: AdminPlane, guard: Guard) -> None:
+    with plane.database.write() as session:
+        run = session.get(ReleaseRun, ("acme", "support"))
+        assert run is not None
+        run.guard_state = guard.to_json()
+
+
+async def test_arms_are_side_by_side(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    await admin.put(PATH, json={"targets": TARGETS})
+    use(plane, 1, 19, first_token_s=0.5, total_s=1.5)
+    use(plane, 1, 1, status="length", first_token_s=0.5, total_s=1.5)
+    use(plane, 2, 3, status="adapter_not_finite", first_token_s=None)
+    use(plane, 2, 1, first_token_s=0.25, total_s=2.25)
+    found = (await admin.get(f"{PATH}/comparison")).json()
+    assert (found["revision"], found["run"], found["guard"]) == (2, None, None)
+    first, second = found["arms"]
+    assert (first["version"], first["role"], first["weight"]) == ("v1", None, 3)
+    assert (first["requests"], first["errors"], first["output_tokens"]) == (20, 0, 11)
+    assert first["error_rate"]["value"] == 0
+    assert first["error_rate"]["low"] == pytest.approx(0)
+    assert first["error_rate"]["high"] == pytest.approx(0.161, abs=0.001)
+    assert first["ttft"] == {"p50": 0.5, "p95": 0.5}
+    assert first["itl"] == {"p50": 0.1, "p95": 0.1}
+    assert first["length_share"] == 0.05
+    assert (second["requests"], second["errors"], second["error_rate"]["value"]) == (4, 3, 0.75)
+    assert second["ttft"]["p50"] == 0.25
+
+
+async def test_a_version_without_requests_has_no_numbers(admin: httpx.AsyncClient) -> None:
+    (arm,) = (await admin.get(f"{PATH}/comparison")).json()["arms"]
+    assert (arm["version"], arm["requests"]) == ("v1", 0)
+    names = ("error_rate", "ttft", "itl", "output_tokens", "length_share")
+    assert [arm[name] for name in names] == [None] * 5
+
+
+async def test_the_guards_readings_stay_after_its_breach(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    begun = (await admin.put(PATH, json={"targets": TARGETS, "guard": {}, "sticky": "user"})).json()
+    since = datetime.fromisoformat(begun["run"]["since"]).timestamp()
+    guard = Guard(parse_rules({}), Arms(1, 2, 3.0, 1.0), since=since)
+    found = (await admin.get(f"{PATH}/comparison")).json()
+    assert found["guard"] is None  # nothing was looked at
+    for number in range(60):
+        both = [outcome(version=1, key=f"a{number}-{index}", started_at=since + number) for index in range(3)]
+        both.append(outcome(version=2, key=f"b{number}", started_at=since + number, status="internal_error"))
+        guard.observe(both, [], since + number + 2)
+    keep(plane, guard)
+    found = (await admin.get(f"{PATH}/comparison")).json()
+    assert [(arm["version"], arm["role"]) for arm in found["arms"]] == [
+        ("v1", "control"),
+        ("v2", "candidate"),
+    ]
+    shown = found["guard"]
+    assert (shown["verdict"], shown["breach"]) == ("breach", "error_rate")
+    assert shown["evidence"] >= shown["threshold"]
+    assert datetime.fromisoformat(shown["since"]).timestamp() == pytest.approx(since, abs=0.001)
+    errors = shown["metrics"][0]
+    assert (errors["name"], errors["control"], errors["candidate"]) == ("error_rate", 0, 1)
+    assert (errors["allowed"], errors["unended"]) == (0.005, [])
+    await admin.post(f"{PATH}/rollback")
+    after = (await admin.get(f"{PATH}/comparison")).json()
+    assert (after["run"]["status"], after["guard"]) == ("rolled_back", shown)
+    assert [(arm["version"], arm["weight"]) for arm in after["arms"]] == [("v1", 100), ("v2", 0)]
+
+
+async def test_answers_that_do_not_end_are_named(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    begun = (await admin.put(PATH, json={"targets": TARGETS, "guard": {}})).json()
+    since = datetime.fromisoformat(begun["run"]["since"]).timestamp()
+    rules = parse_rules({"metrics": [{"name": "output_length"}], "max_false_alarm": 1e-9})
+    guard = Guard(rules, Arms(1, 2, 1.0, 1.0), since=since)
+    guard.observe([outcome(version=1, key=f"a{n}", started_at=since) for n in range(20)], [], since + 3)
+    guard.observe(
+        [outcome(version=1, key=f"c{n}", started_at=since + 3) for n in range(20)],
+        [RunningArm(2, 20, tuple((n * 7919, since) for n in range(20)))],
+        since + 60,
+    )
+    keep(plane, guard)
+    (metric,) = (await admin.get(f"{PATH}/comparison")).json()["guard"]["metrics"]
+    assert (metric["candidate"], metric["unended"]) == (None, ["candidate"])
+
+
+async def test_another_tenants_release_is_not_compared(plane: AdminPlane) -> None:
+    plane.make_tenant("rival")
+    async with admin_client(plane.app, plane.make_key("rival")) as rival:
+        assert_problem(await rival.get(f"{PATH}/comparison"), 404, "tenant_not_found")
