@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # it imports OpenTelemetry
 class DataContext(RequestContext):
     """Accounting and the engine use `internal_id`. `resolved`: `adapter` is known, None for the base model. `trace` is
     None of a request that is not recorded. `formats` are those of the version, once it is known; `own` is what it
-    brings for its chats, where that is used."""
+    brings for its chats, where that is used; `appends`, what it puts at the end of a prompt that lacks it. Routes that
+    count tokens have the three."""
 
     model: str | None = None
     adapter: AdapterRef | None = None
@@ -40,6 +41,7 @@ class DataContext(RequestContext):
     """The client's name for a field of the request that its own became."""
     formats: OutputFormats = NO_FORMATS
     own: OwnChat | None = None
+    appends: tuple[int, ...] = ()
 
     @property
     def tenant_id(self) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from loraplex.adapters.invocation import find_invocation
 from loraplex.api.metrics import EngineSnapshot
+from loraplex.control.types import WithoutInvocation
 from loraplex.engine.reports import EngineStats
 from support.engine.fake_engine import Reply, fake_engine_info
 from support.http.data_plane import BASE, MAX_MODEL_LEN, DataPlane, ref
@@ -32,7 +33,13 @@ def post(plane: DataPlane, path: str = "/v1/completions", **body: Any) -> httpx.
     return plane.http.post(f"{plane.url}{path}", json={"model": "judge", **body}, headers=KEY)
 
 
-@given(st.lists(st.integers(0, 300), max_size=40), st.lists(st.integers(0, 300), min_size=1, max_size=3))
+TOKENS = st.sampled_from([0, 1, 2, 256, 0xD800, 0xDFFF, 0xFFFF, 0x10000, 0x20000])
+"""Some are no characters; bytes of others are those of two of their neighbours."""
+BEYOND = st.sampled_from([0x10FFFF, 0x110000, 2**31 - 1])
+"""Above any vocabulary, as a client may give them."""
+
+
+@given(st.lists(TOKENS | BEYOND, max_size=40), st.lists(TOKENS, min_size=1, max_size=3))
 def test_the_last_occurrence_is_found(prompt: list[int], invocation: list[int]) -> None:
     size = len(invocation)
     for known in (prompt, prompt + invocation, invocation + prompt, prompt + invocation * 2 + prompt):
@@ -103,6 +110,123 @@ def test_the_invocation_can_be_put_at_the_end(judge: DataPlane) -> None:
     assert second["text"] == "a [judge] byes"
     assert first["logprobs"]["text_offset"] == list(range(13))
     assert answer.json()["usage"]["prompt_tokens"] == 10 + 11
+
+
+@pytest.mark.parametrize("setting", [None, "append", "base"])
+@pytest.mark.parametrize("prompt", ["see", "a [judge] b", "[judge", "a[judge]"])
+def test_what_is_counted_before_is_what_the_request_has(
+    judge: DataPlane, setting: WithoutInvocation | None, prompt: str
+) -> None:
+    if setting is not None:
+        judge.resolver.alora["judge"] = setting
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+    ways = [
+        ("/tokenize", {"prompt": prompt}, "/v1/completions", {"prompt": prompt, "max_tokens": 1}),
+        ("/tokenize", said, "/v1/chat/completions", said | {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", said, "/v1/messages", said | {"max_tokens": 1}),
+    ]
+    for count_path, counted, path, asked in ways:
+        told = post(judge, count_path, **counted)
+        assert told.status_code == 200, told.text
+        answer = post(judge, path, **asked)
+        if setting is None and "[judge]" not in prompt:
+            assert answer.status_code == 400  # counted as it is
+            continue
+        request = judge.engine.requests[-1]
+        if "tokens" in told.json():
+            assert tuple(told.json()["tokens"]) == request.prompt_ids
+            assert told.json()["count"] == answer.json()["usage"]["prompt_tokens"]
+        else:
+            assert told.json() == {"input_tokens": answer.json()["usage"]["input_tokens"]}
+    # What was counted is asked again by its ids, and nothing is appended twice.
+    ids = post(judge, "/tokenize", prompt=prompt).json()["tokens"]
+    if post(judge, prompt=ids, max_tokens=1).status_code == 200:
+        assert judge.engine.requests[-1].prompt_ids == tuple(ids)
+
+
+def test_a_conversation_without_an_answers_beginning_is_counted_as_it_is(judge: DataPlane) -> None:
+    judge.resolver.alora["judge"] = "append"
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}
+    told = post(judge, "/tokenize", **said).json()["tokens"]
+    assert told == post(judge, "/tokenize", **said | {"model": BASE}).json()["tokens"]
+
+
+def test_the_names_of_an_appended_invocations_tokens_are_told(judge: DataPlane) -> None:
+    judge.resolver.alora["judge"] = "append"
+    told = post(judge, "/tokenize", prompt="é", return_token_strs=True).json()
+    assert (len(told["token_strs"]), told["token_strs"][-1]) == (2 + len(INVOCATION), "]")
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_an_echo_too(judge: DataPlane) -> None:
+    judge.resolver.alora["judge"] = "append"
+    answer = post(judge, prompt=["a", "b" * (MAX_MODEL_LEN + 1)], echo=True, max_tokens=1)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(("invocation", "reasoning"), [("<think>", "Hm."), ("[judge]", None)])
+def test_reasoning_is_open_where_the_appended_invocation_opens_it(
+    judge: DataPlane, invocation: str, reasoning: str | None
+) -> None:
+    ids = judge.services.text.encode(invocation)
+    activated = replace(ref("acme", "judge", 1), invocation=tuple(ids))
+    judge.resolver.adapters["acme", "judge"] = {1: activated}
+    judge.resolver.alora["judge"] = "append"
+    judge.resolver.formats["judge"] = ("none", "think_tags")
+    judge.engine.default = Reply(text="Hm.</think>yes" if reasoning else "yes")
+    answer = post(judge, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}])
+    message = answer.json()["choices"][0]["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, "yes")
+
+
+PROMPTS = st.lists(st.text("[judge] a", min_size=1, max_size=12), min_size=1, max_size=4)
+
+
+@given(
+    prompts=st.one_of(PROMPTS, PROMPTS.map(lambda texts: [list(text.encode()) for text in texts])),
+    setting=st.sampled_from([None, "append", "base"]),
+    invocation=st.sampled_from([b"[judge]", b"a", b"  ", b"[judge]" * 9]),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "n": st.integers(1, 3),
+            "echo": st.booleans(),
+            "logprobs": st.integers(0, 2),
+            "prompt_logprobs": st.integers(0, 2),
+            "stop": st.sampled_from(["[judge]", ["a", "b"]]),
+            "max_tokens": st.integers(1, 3),
+        },
+    ),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_prompt_has_the_place_that_its_tokens_give_it(
+    judge: DataPlane,
+    prompts: list[Any],
+    setting: WithoutInvocation | None,
+    invocation: bytes,
+    options: dict[str, Any],
+) -> None:
+    judge.resolver.adapters["acme", "judge"] = {
+        1: replace(ref("acme", "judge", 1), invocation=tuple(invocation))
+    }
+    judge.resolver.alora = {} if setting is None else {"judge": setting}
+    judge.engine.requests.clear()
+    answer = post(judge, prompt=prompts, **options)
+    texts = [prompt.encode() if isinstance(prompt, str) else bytes(prompt) for prompt in prompts]
+    if setting is None and any(invocation not in text for text in texts):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "adapter_not_invoked")
+        assert judge.engine.requests == []
+        return
+    assert answer.status_code == 200, answer.text
+    asked = judge.engine.requests
+    assert len(asked) == len(texts) * options.get("n", 1)
+    for number, request in enumerate(asked):
+        text = texts[number // options.get("n", 1)]
+        if invocation not in text and setting == "append":
+            text += invocation
+        assert bytes(request.prompt_ids) == text
+        assert (request.adapter is None, request.adapter_from) == (
+            (False, text.rindex(invocation)) if invocation in text else (True, 0)
+        )
 
 
 def test_an_appended_invocation_counts_for_the_context(judge: DataPlane) -> None:

@@ -31,6 +31,7 @@ from loraplex.api.generation.kinds import (
     Request,
     StreamedAnswer,
     own_chat_tokens,
+    read_prompt,
 )
 from loraplex.api.generation.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.generation.tenant_capacity import TenantCapacity
@@ -108,7 +109,7 @@ class GenerationEndpoint:
                 context.adapter, context.resolved = model.adapter, True
                 own = None if services.own_chats is None else await services.own_chats.of(model)
                 prompts = await self._tokenise(request, self._formats(model), principal, own)
-            prompts, places = invoke(prompts, model, self._kind.source, services.text.spell)
+                prompts, places = await self._invoke(prompts, request, model, principal)
             plan = make_plan(
                 request,
                 prompts.token_ids,
@@ -156,6 +157,19 @@ class GenerationEndpoint:
             raise
         except ServingError as error:  # too long, or not what the template takes
             raise invalid(self._kind.source, error.message, error.code) from error
+
+    async def _invoke(
+        self, prompts: Prompts, request: Request, model: ResolvedModel, principal: Principal
+    ) -> tuple[Prompts, tuple[int | None, ...]]:
+        if model.adapter is None or not model.adapter.invocation:
+            return prompts, ()
+        text, read = self._services.text, None
+        if isinstance(request, ChatRequest):
+            read = partial(read_prompt, text, request, self._formats(model))
+        tenant = principal.tenant_id or ""
+        return await self._capacity.in_thread(
+            tenant, invoke, prompts, model, self._kind.source, text.spell, read
+        )
 
     def _formats(self, model: ResolvedModel) -> OutputFormats:
         serving = model.serving

@@ -169,7 +169,7 @@ def chat_tokens(text: Text, request: Request, _: int, formats: OutputFormats) ->
         check_effort(request)
         effort = None
     token_ids = text.encode_chat(messages, tools or None, tool_format=formats.tools, effort=effort)
-    return _read_prompt(text, request, formats, token_ids)
+    return Prompts([token_ids], reading=read_prompt(text, request, formats, token_ids))
 
 
 async def own_chat_tokens(
@@ -189,8 +189,8 @@ async def own_chat_tokens(
     encoded = await own_tokens(chats, in_thread, tenant, own, messages, tools, formats, effort=effort)
     if effort is not None and not encoded.effort_counts:
         check_effort(request)
-    prompts: Prompts = await in_thread(_read_prompt, text, request, formats, encoded.token_ids)
-    return prompts
+    reading = await in_thread(read_prompt, text, request, formats, encoded.token_ids)
+    return Prompts([encoded.token_ids], reading=reading)
 
 
 def conversation_of(request: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -199,11 +199,12 @@ def conversation_of(request: ChatRequest) -> tuple[list[dict[str, Any]], list[di
     return messages, [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
 
 
-def _read_prompt(
+def read_prompt(
     text: Text, request: ChatRequest, formats: OutputFormats, token_ids: Sequence[int]
-) -> Prompts:
+) -> Reading:
+    """How the answer to a chat is read whose prompt has these tokens. Raises ApiError (400)."""
     opened = formats.reasoning is not None and text.opens_reasoning(token_ids, formats.reasoning)
-    return Prompts([token_ids], reading=read_chat(request, formats, text, in_reasoning=opened))
+    return read_chat(request, formats, text, in_reasoning=opened)
 
 
 def prompt_tokens(text: Text, request: Request, max_model_len: int, _: OutputFormats) -> Prompts:

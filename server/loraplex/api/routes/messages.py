@@ -12,6 +12,7 @@ from loraplex.api.anthropic.schemas import CountRequest, to_chat
 from loraplex.api.context import context_of
 from loraplex.api.documents import KEY_IN_EITHER_HEADER, messages_refused
 from loraplex.api.errors import in_client_terms, invalid
+from loraplex.api.generation.invocation import with_invocation
 from loraplex.api.generation.kinds import chat_tokens, own_chat_tokens
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.route import Caller, Services
@@ -52,7 +53,7 @@ def count_route(capacity: TenantCapacity) -> TokenizerRoute:
             raise
         except ServingError as error:  # too long, or not what the template takes
             raise invalid("messages", error.message, error.code) from error
-        (prompt,) = prompts.token_ids
+        prompt = await in_thread(with_invocation, prompts.token_ids[0], context.appends)
         content = CountedTokens(input_tokens=len(prompt)).model_dump_json().encode()
         return Response(content, media_type="application/json")
 

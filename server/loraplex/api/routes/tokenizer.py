@@ -5,7 +5,7 @@ Each costs one request of the caller's rates and none of its tokens, and runs in
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from loraplex.api.context import DataContext, context_of
 from loraplex.api.deps import ApiServices
 from loraplex.api.errors import invalid
 from loraplex.api.generation.charge import admitted
+from loraplex.api.generation.invocation import appended_invocation, with_invocation
 from loraplex.api.generation.own_chat import InThread, own_tokens
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.openai.body import parse_json, read_json
@@ -99,6 +100,7 @@ class TokenizerRoute(DataRoute):
                 )
                 if services.own_chats is not None:
                     context.own = await services.own_chats.of(model)
+                context.appends = appended_invocation(model)
                 yield parsed
 
 
@@ -112,10 +114,12 @@ def tokenizer_routes(capacity: TenantCapacity) -> list[TokenizerRoute]:
 
         context = context_of(http.scope)
 
-        def answer_with(ids: list[int]) -> bytes:
+        def answer_with(ids: Sequence[int]) -> bytes:
+            if isinstance(request, TokenizeText) or request.add_generation_prompt is not False:
+                ids = with_invocation(ids, context.appends)
             names = services.text.names(ids) if request.return_token_strs else None
             answer = Tokenized(
-                count=len(ids), max_model_len=services.max_model_len, tokens=ids, token_strs=names
+                count=len(ids), max_model_len=services.max_model_len, tokens=list(ids), token_strs=names
             )
             return answer.model_dump_json().encode()
 
