@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import Charges
@@ -41,36 +43,102 @@ def test_a_generated_invocation_and_one_of_the_prompt_are_other_content() -> Non
     assert engine.tokens("second") == expected(second, 5)
 
 
-@given(
-    st.lists(st.integers(0, 3), min_size=BLOCK_SIZE, max_size=4 * BLOCK_SIZE),
-    st.lists(
-        st.tuples(
-            st.sampled_from(["a", "b"]), st.sampled_from([None, "d", "e"]), st.integers(0, 3 * BLOCK_SIZE)
-        ),
-        min_size=2,
-        max_size=2,
-    ),
-)
+@st.composite
+def kv_of_requests(draw: st.DrawFn) -> tuple[list[BlockKey], list[tuple[Any, ...]]]:
+    """A request's tokens, of few kinds so that beginnings are common: the keys of its full blocks, and what each holds.
+    KV is a function of the tokens up to a block's end and of the adapter at each of them; tenants never share it."""
+    tenant = draw(st.sampled_from(["a", "b"]))
+    digest = draw(st.sampled_from([None, "d", "e"]))
+    shared = draw(st.integers(0, 3 * BLOCK_SIZE))
+    own = draw(st.lists(st.integers(0, 1), min_size=1, max_size=2 * BLOCK_SIZE))
+    tokens = [0] * shared + own
+    # The prompt ends somewhere behind the place; what follows was generated.
+    place = 0 if digest is None else draw(st.integers(0, len(tokens) - 1))
+    acting = [None] * place + [digest] * (len(tokens) - place)
+    ends = range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
+    contents = [(tenant, tuple(tokens[:end]), tuple(acting[:end])) for end in ends]
+    return keys_of(tokens, place=place, tenant=tenant, digest=digest), contents
+
+
+@given(st.lists(kv_of_requests(), min_size=2, max_size=12))
 def test_blocks_are_shared_where_the_content_is_the_same_and_nowhere_else(
-    tokens: list[int], asked: list[tuple[str, str | None, int]]
+    requests: list[tuple[list[BlockKey], list[tuple[Any, ...]]]],
 ) -> None:
-    contents: list[list[tuple[Any, ...]]] = []
-    named: list[list[BlockKey]] = []
-    for tenant, digest, wanted in asked:
-        place = 0 if digest is None else min(wanted, len(tokens) - 1)
-        named.append(keys_of(tokens, place=place, tenant=tenant, digest=digest))
-        contents.append(
-            [
-                (tenant, [digest if position >= place else None for position in range(end)])
-                for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
-            ]
+    by_key: dict[BlockKey, tuple[Any, ...]] = {}
+    by_content: dict[tuple[Any, ...], BlockKey] = {}
+    for keys, contents in requests:
+        for key, content in zip(keys, contents, strict=True):
+            assert by_key.setdefault(key, content) == content
+            assert by_content.setdefault(content, key) == key
+            assert key[0][0] == content[0]
+
+
+def rows_of(engine: CoreEngine, names: Collection[str]) -> list[tuple[Any, ...]]:
+    """What each step has computed for these requests: the time that it took them, without a clock."""
+    return [
+        tuple(
+            (row.request_id, row.start, row.num_tokens, row.slot >= 0)
+            for row in plan.scheduled
+            if row.request_id in names
         )
-    for (one, key), (other, twin) in zip(
-        zip(contents[0], named[0], strict=True), zip(contents[1], named[1], strict=True), strict=True
-    ):
-        assert (key == twin) == (one == other)
-    tenants = [{key[0][0] for key in keys} for keys in named]
-    assert tenants == [{tenant} for tenant, _, _ in asked]
+        for plan in engine.runner.plans
+        if any(row.request_id in names for row in plan.scheduled)
+    ]
+
+
+@st.composite
+def probes(draw: st.DrawFn, tenant: str) -> list[dict[str, Any]]:
+    """Requests of a tenant about one of two conversations: on the base, on plain and on activated adapters, whose bytes
+    others may have pushed too; answers, log probabilities of the prompt, and embeddings."""
+    asked = []
+    for _ in range(draw(st.integers(1, 4))):
+        prompt = tuple(range(100, 100 + draw(st.sampled_from([2, 17, 33, 40, 70]))))
+        number = draw(st.sampled_from([None, 1, 2]))
+        changes: dict[str, Any] = {"prompt_ids": prompt, "tenant_id": tenant, "max_tokens": 2}
+        changes |= draw(
+            st.sampled_from([{}, {}, {"prompt_logprobs": 0}, {"pooling": "mean", "max_tokens": 0}])
+        )
+        if number is not None:
+            changes |= {
+                "adapter": adapter(number, tenant),
+                "adapter_from": draw(st.sampled_from([0, 1, len(prompt) // 2, len(prompt) - 1])),
+            }
+        asked.append(changes)
+    return asked
+
+
+def observed(engine: CoreEngine, probes: list[dict[str, Any]]) -> list[Any]:
+    """What their tenant sees of them, one after the other: all that is answered, and what was computed for it."""
+    engine.runner.keep_plans = True
+    names = [f"probe-{number}" for number in range(len(probes))]
+    for name, probe in zip(names, probes, strict=True):
+        engine.add(name, **probe)
+        engine.run()
+    events = [
+        structs.replace(event, timing=None, adapter_state=None)
+        for event in engine.events
+        if event.request_id in names
+    ]
+    return [events, rows_of(engine, names)]
+
+
+@given(probes("victim"), probes("spy"))
+def test_a_tenant_learns_nothing_of_anothers_conversations(
+    asked: list[dict[str, Any]], spied: list[dict[str, Any]]
+) -> None:
+    """The same conversations on the base and on adapters of the same bytes, first all that the victim asked: usage, log
+    probabilities and the positions that are computed, which are the time to the first token, are what they are on an
+    engine that nobody else has used."""
+    repeated = [probe | {"tenant_id": "spy"} for probe in asked]
+    for probe in repeated:
+        if "adapter" in probe:
+            probe["adapter"] = replace(probe["adapter"], tenant_id="spy")
+    spied = [*repeated, *spied]
+    used, unused = CoreEngine(num_blocks=200), CoreEngine(num_blocks=200)
+    for number, request in enumerate(asked):
+        used.add(f"victim-{number}", **request)
+        used.run()
+    assert observed(used, spied) == observed(unused, spied)
 
 
 def test_the_base_and_every_activated_adapter_share_one_conversation() -> None:
