@@ -138,8 +138,10 @@ def engines(
 
 
 def requests(rng: random.Random, count: int, refs: Sequence[AdapterRef | None]) -> list[EngineRequest]:
-    """With all options in turns; some are other choices of one prompt."""
+    """With all options in turns; some are other choices of one prompt. Some adapters are activated: they act from a
+    place in the prompt on."""
     made: list[EngineRequest] = []
+    activating = random.Random(count)
     for number in range(count):
         prompt = tuple(rng.randrange(256) for _ in range(rng.choice((2, 15, 16, 17, 40))))
         ref = rng.choice(refs)
@@ -168,7 +170,11 @@ def requests(rng: random.Random, count: int, refs: Sequence[AdapterRef | None]) 
         )
         tenant = "acme" if ref is None else ref.tenant_id
         text = None if grammar is None else grammar.grammar
-        made.append(EngineRequest(f"r{number}", tenant, prompt, sampling, ref, grammar=text))
+        is_activated = ref is not None and activating.random() < 0.4
+        place = activating.randrange(len(prompt)) if is_activated else 0
+        made.append(
+            EngineRequest(f"r{number}", tenant, prompt, sampling, ref, grammar=text, adapter_from=place)
+        )
     return made
 
 

@@ -288,6 +288,7 @@ async def test_thirty_two_streams_outlive_five_kills(cluster: ClusterEngineClien
             replace(
                 ask(f"{life}-{number}", 600, (number, 1)),
                 adapter=adapter(number % 5) if number % 3 else None,
+                adapter_from=number % 2 if number % 3 else 0,  # of activated ones
             )
             for number in range(32)
         ]

@@ -43,6 +43,7 @@ class History:
 
     def __init__(self, seed: int, *, is_mild: bool = False) -> None:
         self.random = random.Random(seed)
+        self.activating = random.Random(seed)  # places from which adapters act
         self.engines_dial = bool(seed % 2)
         self.is_mild = is_mild
         self.stories: list[Story] = []
@@ -108,8 +109,10 @@ class History:
         self.num_poisonous += is_poisonous
         sampling = SamplingParams(draw.randint(1, 60))
         prompt = (CRASH if is_poisonous else number, 2)
+        place = self.activating.choice([0, 1]) if adapter is not None else 0
+        tenant = f"tenant-{number % 3}"
         requests = [
-            EngineRequest(f"r{number}-{choice}", f"tenant-{number % 3}", prompt, sampling, adapter)
+            EngineRequest(f"r{number}-{choice}", tenant, prompt, sampling, adapter, adapter_from=place)
             for choice in range(draw.choice([1, 1, 1, 3]))
         ]
         gives_up_at = draw.randint(0, 20) if draw.random() < 0.2 else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.cluster.client import ClusterEngineClient
@@ -21,6 +22,13 @@ from support.engine.fake_engine import fake_engine_info
 from support.virtual_time import VirtualTimeLoop
 
 REQUEST = EngineRequest("r", "acme", (1, 2), SamplingParams(20))
+ACTIVATED = replace(
+    REQUEST,
+    prompt_ids=(1, 2, 8, 9, 3),
+    adapter=AdapterRef("acme", "judge", 1, "d" * 64, 8, (8, 9)),
+    adapter_from=2,
+)
+"""Its invocation begins at position 2."""
 
 
 async def join(
@@ -57,12 +65,15 @@ def in_virtual_time(
         runner.run(run())
 
 
+@pytest.mark.parametrize("request_", [REQUEST, ACTIVATED], ids=["base", "activated"])
 @pytest.mark.parametrize("steps", [0, 7])
 @pytest.mark.parametrize("away_s", [0.1, 14.0])
-def test_an_engine_that_dials_again_goes_on_where_it_was(steps: int, away_s: float) -> None:
+def test_an_engine_that_dials_again_goes_on_where_it_was(
+    steps: int, away_s: float, request_: EngineRequest
+) -> None:
     async def story(cluster: ClusterEngineClient) -> None:
         session = await join(cluster)
-        (stream,) = cluster.submit(REQUEST)
+        (stream,) = cluster.submit(request_)
         await asyncio.sleep((steps + 0.5) * STEP_S)
         assert stream.num_received == steps
         lose(cluster, session)
@@ -70,7 +81,7 @@ def test_an_engine_that_dials_again_goes_on_where_it_was(steps: int, away_s: flo
         assert (stream.finished, cluster.num_live) == (False, 1)
         await join(cluster)
         tokens, last = await read(stream)
-        assert (tokens, last.finish_reason) == (fake_tokens(REQUEST), "length")
+        assert (tokens, last.finish_reason) == (fake_tokens(request_), "length")
         assert last.usage is not None
         assert last.usage.completion_tokens == len(tokens)
 

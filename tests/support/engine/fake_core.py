@@ -1,4 +1,5 @@
-"""A core for tests of the loop and of the clients: no model, and tokens that are a hash of adapter and position.
+"""A core for tests of the loop and of the clients: no model, and tokens that are a hash of adapter, of the place from
+which it acts, and of the position.
 
 A request with `generated` goes on behind these tokens.
 
@@ -51,6 +52,8 @@ VOCAB_SIZE = int(os.environ.get("FAKE_VOCAB", "1000"))
 
 def fake_token(request: EngineRequest, index: int) -> int:
     digest = request.adapter.digest if request.adapter is not None else "base"
+    if request.adapter_from:
+        digest = f"{digest} from {request.adapter_from}"
     hashed = hashlib.sha256(f"{digest}:{request.prompt_ids}:{index}".encode()).digest()
     return int.from_bytes(hashed[:4], "big") % VOCAB_SIZE
 
