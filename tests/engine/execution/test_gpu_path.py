@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
@@ -143,6 +145,48 @@ def test_steps_that_change_by_token_are_not_replayed(family, name, tmp_path):
     assert replays[0] > 0
     # The adapters are there by now, so that all three of the last steps are one sequence of each.
     assert replays[1:] == [0, 0]
+
+
+@pytest.mark.slow
+def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
+    """Positions before the place on the base and those behind it with the adapter are in one step, alone and beside
+    others; what was found in the prefix cache changes nothing."""
+    base = save_tiny(tmp_path / "base", FAMILIES["llama-biases"])
+    activated = ADAPTERS["all"] | {"alora_invocation_tokens": [1, 2]}
+    adapters = save_adapters(base, tmp_path, {"activated": activated, "many-ranks": ADAPTERS["many-ranks"]})
+    recorder = Repeater()
+    engine = cramped_engine(
+        base,
+        tmp_path / "work",
+        FAMILIES["llama-biases"],
+        recorder=recorder,
+        kernels="triton",
+        lookahead=0,
+        max_num_seqs=3,
+        recorded_prompt_rows=80,
+    )
+    refs = {None: None, **{kind: engine.publish(folder, name=kind) for kind, folder in adapters.items()}}
+    conversation = list(range(10, 28))
+    invoked = [1, 2, *conversation, 1, 2, 9]
+    engine.add("cold", invoked, refs["activated"], max_tokens=1)
+    engine.run()
+    assert engine.core.stats().num_steps == 1
+    assert recorder.replays == {(40, 3): 1}
+    asked = {
+        "warm": ("activated", invoked),
+        "base": (None, conversation),
+        "other": ("many-ranks", invoked[18:]),
+    }
+    for name, (kind, prompt) in asked.items():
+        engine.add(name, prompt, refs[kind], max_tokens=2 if name == "warm" else 1)
+    engine.run()
+    assert engine.events["warm"][-1].usage.cached_tokens == 16
+    peft = PeftReference(base, adapters, torch.float32)
+    for name, (kind, prompt) in (asked | {"cold": ("activated", invoked)}).items():
+        answer, place = engine.tokens(name), len(prompt) - 3 if kind == "activated" else None
+        want = peft.logits(kind, [*prompt, *answer[:-1]], acts_from=place)[len(prompt) - 1 :].argmax(-1)
+        assert answer == want.tolist(), name
+    engine.close()
 
 
 @pytest.mark.slow

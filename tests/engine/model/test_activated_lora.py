@@ -44,15 +44,11 @@ class Reference:
     def __init__(self, base: Path, adapters: dict[str, Path], dtype: torch.dtype) -> None:
         self._peft = PeftReference(base, adapters, dtype)
 
-    @torch.no_grad()
     def logits(self, question: Question, tokens: Sequence[int] = ()) -> torch.Tensor:
         """[prompt + tokens, V] float32, teacher-forced: the adapter acts where it would in `generate`, whatever the
         tokens of the answer spell."""
-        ids, options = [*question.prompt, *tokens], {}
-        if question.adapter in ACTIVATED:
-            options["alora_offsets"] = [len(ids) - last_place(question.prompt)]
-        with self._peft._using(question.adapter) as model:
-            return model(torch.tensor([ids]), **options).logits[0].float()
+        place = last_place(question.prompt) if question.adapter in ACTIVATED else None
+        return self._peft.logits(question.adapter, [*question.prompt, *tokens], acts_from=place)
 
 
 def last_place(prompt: Sequence[int]) -> int:

@@ -167,10 +167,12 @@ class PeftReference:
             yield self.model
 
     @torch.no_grad()
-    def logits(self, name: str | None, token_ids: list[int]) -> torch.Tensor:
-        """[len(token_ids), V] float32: teacher-forced logits of every position."""
+    def logits(self, name: str | None, token_ids: list[int], *, acts_from: int | None = None) -> torch.Tensor:
+        """[len(token_ids), V] float32: teacher-forced logits of every position. `acts_from`: the position from which an
+        activated adapter acts, whatever the tokens behind it spell."""
+        options = {} if acts_from is None else {"alora_offsets": [len(token_ids) - acts_from]}
         with self._using(name) as model:
-            return model(torch.tensor([token_ids])).logits[0].float()
+            return model(torch.tensor([token_ids]), **options).logits[0].float()
 
     @torch.no_grad()
     def logits_and_hidden(self, name: str | None, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
