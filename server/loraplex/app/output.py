@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a completion, or an answer as JSON, needs no tables
@@ -50,6 +51,37 @@ def size(num_bytes: int | None) -> str:
     return f"{num_bytes} B"
 
 
+def rows_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, unbroken: Collection[str] = ()
+) -> Table:
+    """A table; see `Output.table`."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    table = Table(*(Column(name, no_wrap=name in unbroken) for name in columns))
+    for row in rows:
+        table.add_row(*(Text(cell(value)) for value in row))
+    return table
+
+
+def fields_table(data: Mapping[str, Any]) -> Table:
+    """One record as a table, a line a field."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None)
+    for name, value in data.items():
+        table.add_row(Text(name, "bold"), Text(cell(value)))
+    return table
+
+
+def _folded(tables: Iterable[Table]) -> Iterator[Table]:
+    for table in tables:
+        for column in table.columns:
+            column.overflow = "fold"
+        yield table
+
+
 class Output:
     """Where a command writes its result."""
 
@@ -70,23 +102,11 @@ class Output:
         self, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, unbroken: Collection[str] = ()
     ) -> None:
         """`unbroken` names the columns whose short values stay on one line, such as ids."""
-        from rich.table import Column, Table
-        from rich.text import Text
-
-        table = Table(*(Column(name, no_wrap=name in unbroken) for name in columns))
-        for row in rows:
-            table.add_row(*(Text(cell(value)) for value in row))
-        self.render(table)
+        self.render(rows_table(columns, rows, unbroken=unbroken))
 
     def fields(self, data: dict[str, Any]) -> None:
         """One record, a line a field."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(show_header=False, box=None)
-        for name, value in data.items():
-            table.add_row(Text(name, "bold"), Text(cell(value)))
-        self.render(table)
+        self.render(fields_table(data))
 
     def render(self, *tables: Table) -> None:
         """In the terminal's width; in a pipe without lines, in `PIPE_WIDTH` columns. Long values wrap."""
@@ -95,9 +115,20 @@ class Output:
         console = Console(file=sys.stdout)
         if not console.is_terminal:
             console = Console(file=sys.stdout, width=PIPE_WIDTH)
-        for table in tables:
-            for column in table.columns:
-                column.overflow = "fold"
+        for table in _folded(tables):
             if not console.is_terminal:
                 table.box = None
             console.print(table)
+
+    @property
+    def is_terminal(self) -> bool:
+        return sys.stdout.isatty()
+
+    @contextmanager
+    def redrawing(self) -> Iterator[Callable[..., None]]:
+        """A function that draws tables at a terminal, each time in place of those before."""
+        from rich.console import Console, Group
+        from rich.live import Live
+
+        with Live(console=Console(file=sys.stdout), auto_refresh=False) as live:
+            yield lambda *tables: live.update(Group(*_folded(tables)), refresh=True)

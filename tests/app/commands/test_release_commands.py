@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import insert
 
+from loraplex.app.commands.shared.release_view import watch
+from loraplex.app.output import Output, fields_table
+from loraplex.control.catalog import release_runs
+from loraplex.control.db.tables import Usage
+from loraplex.lifecycle.release_guard.guard import Guard
+from loraplex.lifecycle.release_guard.rules import parse_rules
+from loraplex.lifecycle.release_guard.window import Arms
+from support.control.usage import ended
+from support.releases.traffic import ended as outcome
 from support.servers.shell import Shell, shell_in
 
 NAME = ("support", "-t", "acme")
@@ -69,3 +82,160 @@ def test_history_lists_every_release(shell: Shell) -> None:
     since = rows[0]["created_at"]
     assert ["4", since, "admin", "rollback", "to", "2", "v1=90", "v2=10", "key"] in shown
     assert ["1", rows[3]["created_at"], "local", "upload", "v1=100", "none"] in shown
+
+
+def test_setting_a_release_that_goes_on_by_itself(shell: Shell) -> None:
+    plan = (
+        "--guard",
+        "error_rate=0.01,ttft,min_requests=50",
+        "--schedule",
+        "1%:10m,10%:1h",
+        "--sticky",
+        "user",
+    )
+    made = shell.json(
+        "release", "set", "support", "v1", "v2", "-t", "acme", *plan, "--shadow", "v3:0.1:texts"
+    )
+    assert made["guard"] == {
+        "metrics": [{"name": "error_rate", "margin": 0.01}, {"name": "ttft", "margin": 0.1}],
+        "max_false_alarm": 0.01,
+        "min_requests": 50,
+    }
+    assert made["schedule"] == [{"weight": 1, "for_seconds": 600}, {"weight": 10, "for_seconds": 3600}]
+    assert made["shadow"] == {"version": "v3", "sample": 0.1, "keep_texts": True}
+    shown = shell.ok("release", "show", *NAME)
+    for words in (
+        ["steps", "[1%", "10m]", ">", "10%", "1h", ">", "100%"],
+        ["guard", "error_rate", "0.01,", "ttft", "0.1;", "at", "most", "0.01", "false", "alarms"],
+        ["shadow", "v3,", "10%", "of", "the", "requests,", "keeps", "texts"],
+        ["v2", "1", "1.0%"],
+    ):
+        assert words in lines(shown)
+
+
+def test_a_default_guard_and_no_more(shell: Shell) -> None:
+    made = shell.json("release", "set", "support", "v1=9", "v2=1", "-t", "acme", "--guard", "default")
+    assert [metric["name"] for metric in made["guard"]["metrics"]][:2] == ["error_rate", "ttft"]
+    assert (made["schedule"], made["shadow"], made["run"]["status"]) == (None, None, "running")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--guard", "error_rate:0.01"), "write a metric as NAME or NAME=MARGIN"),
+        (("--guard", ""), "write a metric as NAME or NAME=MARGIN"),
+        (("--guard", "min_requests"), "min_requests needs a number"),
+        (("--guard", "speed"), "is one of error_rate, ttft"),
+        (("--guard", "ttft=99"), "from 0 to 10; not 99"),
+        (("--schedule", "10%"), "write a step as PERCENT:TIME"),
+        (("--schedule", "10%:1w"), "write a step as PERCENT:TIME"),
+        (("--schedule", "10%:1h,5%:1h"), "weights rise"),
+        (("--shadow", "v3"), "VERSION:SHARE"),
+        (("--shadow", "v3:0.1:text"), "VERSION:SHARE:texts"),
+        (("--shadow", "3:0.1"), "is no version"),
+        (("--shadow", "v3:2"), "shadow.sample"),
+    ],
+)
+def test_a_wrong_plan_is_said_of_its_option(shell: Shell, options: tuple[str, ...], words: str) -> None:
+    assert words in shell.fails("release", "set", "support", "v1", "v2", "-t", "acme", *options)
+    assert shell.json("release", "show", *NAME)["revision"] == 1
+
+
+def test_pausing_and_resuming(shell: Shell) -> None:
+    assert "Nothing watches" in shell.fails("release", "pause", *NAME)
+    shell.ok("release", "set", "support", "v1", "v2", "-t", "acme", "--schedule", "10:1d")
+    assert "paused" in shell.ok("release", "pause", *NAME)
+    assert "is paused; only a running one" in shell.fails("release", "pause", *NAME)
+    assert shell.json("release", "resume", *NAME)["run"]["status"] == "running"
+
+
+def roll_back(shell: Shell, reason: str) -> None:
+    """As the guard does."""
+    with shell.plane.database.write() as session:
+        (run,) = release_runs.running(session)
+        release_runs.roll_back(session, run, reason)
+
+
+def test_a_rollback_by_the_guard_is_in_history_with_its_reason(shell: Shell) -> None:
+    shell.ok("release", "set", "support", "v1=1", "v2=1", "-t", "acme", "--guard", "default")
+    roll_back(shell, "guard: ttft of v2")
+    shown = lines(shell.ok("release", "show", *NAME))
+    assert ["reason", "guard:", "ttft", "of", "v2"] in shown
+    assert ["by", "guard"] in shown
+    (newest, *_) = shell.json("release", "history", *NAME)["data"]
+    row = ["3", newest["created_at"], "guard", "rollback", "to", "1", "v1=100", "none"]
+    assert [*row, "guard:", "ttft", "of", "v2"] in lines(shell.ok("release", "history", *NAME))
+
+
+def test_the_versions_are_shown_side_by_side(shell: Shell) -> None:
+    assert shell.json("release", "show", *NAME)["comparison"] is None  # one version alone
+    shell.ok(
+        "release", "set", "support", "v1=1", "v2=1", "-t", "acme", "--guard", "error_rate,ttft,output_length"
+    )
+    guard = Guard(
+        parse_rules({"metrics": [{"name": "error_rate"}, {"name": "ttft"}]}), Arms(1, 2, 1, 1), since=0.0
+    )
+    guard.observe([outcome(version=v, key=f"{v}/{n}") for v in (1, 2) for n in range(20)], [], 3.0)
+    with shell.plane.database.write() as session:
+        (run,) = release_runs.running(session)
+        run.guard_state = guard.to_json()
+        fields = {"adapter": "support", "first_token_s": 0.5, "total_s": 2.5, "completion_tokens": 21}
+        rows = [ended(version=1, **fields), ended(version=1, **fields | {"status": "internal_error"})]
+        known = Usage.__table__.columns.keys()
+        session.execute(
+            insert(Usage),
+            [{name: getattr(row, name) for name in known if hasattr(row, name)} for row in rows],
+        )
+    shown = lines(shell.ok("release", "show", *NAME))
+    for words in (
+        ["requests", "that", "ended", "v1", "control", "v2", "candidate"],
+        ["requests", "2", "0"],
+        ["errors", "50.00%", "(9.45", "to", "90.55)", "-"],
+        ["first", "token,", "median", "500.0", "ms", "-"],
+        ["between", "tokens,", "95", "%", "100.0", "ms", "-"],
+        ["error_rate", "0.00%", "0.00%", "0.50%"],
+        ["ttft", "200.0", "ms", "200.0", "ms", "220.0", "ms"],
+    ):
+        assert any(line[: len(words)] == words for line in shown), words
+    assert any(line[:3] == ["guard", "says", "pass,"] for line in shown)
+
+
+class TestWatching:
+    def test_what_has_ended_is_shown_once(self, shell: Shell) -> None:
+        shell.ok("release", "set", "support", "v1=1", "v2=1", "-t", "acme", "--guard", "default")
+        roll_back(shell, "guard: ttft of v2")
+        (line,) = shell.ok("release", "show", *NAME, "--watch").splitlines()
+        assert line.startswith("revision 3; v1=100; rolled_back since 20")
+        assert "; guard: ttft of v2; v1: 0 requests, 0 errors; v2: 0 requests" in line
+
+    def test_it_is_shown_until_it_ends(self) -> None:
+        states = iter(["running", "running", "paused", "promoted", "running"])
+        drawn: list[str] = []
+        waited: list[None] = []
+        watch(
+            lambda: ({"run": {"status": next(states)}}, None),
+            lambda release, _: drawn.append(release["run"]["status"]),
+            lambda: waited.append(None),
+        )
+        assert drawn == ["running", "running", "paused", "promoted"]
+        assert len(waited) == 3
+
+    def test_lines_are_for_people_and_json_for_programs(self, shell: Shell) -> None:
+        result = shell.run("release", "show", *NAME, "--watch", "--json")
+        assert result.exit_code == 1
+        assert "--watch or --json, not both" in result.stderr
+
+    def test_a_terminal_is_drawn_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        master, slave = pty.openpty()
+        with os.fdopen(slave, "w") as terminal:
+            monkeypatch.setattr(sys, "stdout", terminal)
+            monkeypatch.setenv("TERM", "xterm")
+            with Output(as_json=False).redrawing() as draw:
+                draw(fields_table({"step": "first"}))
+                draw(fields_table({"step": "second"}))
+            monkeypatch.undo()
+        printed = os.read(master, 1 << 16).decode()
+        os.close(master)
+        _, _, after = printed.partition("first")
+        assert "second" in after
+        assert "\x1b[2K" in after  # the line that was there is erased

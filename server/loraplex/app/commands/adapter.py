@@ -11,13 +11,13 @@ from typing import Annotated, Any, get_args
 import typer
 
 from loraplex.app.commands.pull import pull
-from loraplex.app.commands.release import targets_text
 from loraplex.app.commands.shared.adapter_folder import open_adapter
 from loraplex.app.commands.shared.client import AdminClient
 from loraplex.app.commands.shared.confirm import YesOption, confirm
 from loraplex.app.commands.shared.errors import CommandFailed
 from loraplex.app.commands.shared.options import TenantOption, admin_command, split_version
 from loraplex.app.commands.shared.paths import segment
+from loraplex.app.commands.shared.release_view import targets_text
 from loraplex.app.commands.shared.report import report_fields
 from loraplex.app.commands.shared.upload import upload_progress
 from loraplex.app.output import Output, moment, size

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -10,16 +14,34 @@ from loraplex.app.commands.shared.client import AdminClient
 from loraplex.app.commands.shared.errors import CommandFailed
 from loraplex.app.commands.shared.options import TenantOption, admin_command
 from loraplex.app.commands.shared.paths import segment
+from loraplex.app.commands.shared.release_plan import parse_guard, parse_schedule, parse_shadow
+from loraplex.app.commands.shared.release_view import (
+    Json,
+    by_text,
+    how_text,
+    is_compared,
+    release_tables,
+    state_line,
+    targets_text,
+    watch,
+)
 from loraplex.app.commands.shared.values import check_version, parse_target
 from loraplex.app.output import Output
 
+WATCH_S = 1.0
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name", show_default=False)]
 
 
 def create_release_commands() -> typer.Typer:
     app = typer.Typer(no_args_is_help=True, help="Say which versions of an adapter take its traffic.")
     app.command("set", help="Share the traffic, as in: set support v1=90 v2=10.")(admin_command(set_))
-    app.command("show", help="Show which versions take the traffic.")(admin_command(show))
+    app.command("show", help="Show which versions take the traffic, and how they compare.")(
+        admin_command(show)
+    )
+    app.command("pause", help="Keep a running release as it is: no next step, no guard.")(
+        admin_command(pause)
+    )
+    app.command("resume", help="Begin a paused release's step again.")(admin_command(resume))
     app.command("promote", help="Give all the traffic to one version.")(admin_command(promote))
     app.command("rollback", help="Go back to the release before this one; again: one further.")(
         admin_command(rollback)
@@ -41,17 +63,78 @@ def set_(
     sticky: Annotated[
         str | None, typer.Option(help="Keep a user, or a key, on one version: user, key or none")
     ] = None,
+    guard: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC=MARGIN,...",
+            help="Go back by itself where the newest version is worse: default, or such as error_rate=0.01,ttft",
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT:TIME,...",
+            help="Steps of the newest version, such as 1%:10m,10%:1h,50%:1h; then all",
+        ),
+    ] = None,
+    shadow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION:SHARE[:texts]",
+            help="Compare a version on a share of the requests, unseen: v3:0.1",
+        ),
+    ] = None,
 ) -> None:
     if "=" in name:
         raise CommandFailed(f"'{name}' is no name: write NAME first, then VERSION=WEIGHT, such as v1=90.")
     body: dict[str, Any] = {"targets": [parse_target(item) for item in targets]}
     if sticky is not None:
         body["sticky"] = sticky
+    if guard is not None:
+        body["guard"] = parse_guard(guard)
+    if schedule is not None:
+        body["schedule"] = parse_schedule(schedule)
+    if shadow is not None:
+        body["shadow"] = parse_shadow(shadow)
     _show(out, admin.call("PUT", _path(tenant, name), json=body))
 
 
-def show(admin: AdminClient, out: Output, name: NameArgument, tenant: TenantOption) -> None:
-    _show(out, admin.call("GET", _path(tenant, name)))
+def show(
+    admin: AdminClient,
+    out: Output,
+    name: NameArgument,
+    tenant: TenantOption,
+    is_watched: Annotated[
+        bool, typer.Option("--watch", help="Show it each second until it has ended, or Ctrl-C")
+    ] = False,
+) -> None:
+    path = _path(tenant, name)
+
+    def read() -> tuple[Json, Json | None]:
+        release = admin.call("GET", path)
+        return release, admin.call("GET", f"{path}/comparison") if is_compared(release) else None
+
+    if not is_watched:
+        release, comparison = read()
+        if out.as_json:
+            out.json(release | {"comparison": comparison})
+        else:
+            out.render(*release_tables(release, comparison))
+        return
+    if out.as_json:
+        raise CommandFailed("--watch or --json, not both.")
+    try:
+        _watch(out, read)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def pause(admin: AdminClient, out: Output, name: NameArgument, tenant: TenantOption) -> None:
+    _show(out, admin.call("POST", f"{_path(tenant, name)}/pause"))
+
+
+def resume(admin: AdminClient, out: Output, name: NameArgument, tenant: TenantOption) -> None:
+    _show(out, admin.call("POST", f"{_path(tenant, name)}/resume"))
 
 
 def promote(
@@ -90,10 +173,19 @@ def history(admin: AdminClient, out: Output, name: NameArgument, tenant: TenantO
     if out.as_json:
         out.json({"data": rows})
         return
+    reasons = [r["reason"] for r in rows]
     out.table(
-        ["revision", "since", "by", "how", "targets", "sticky"],
+        ["revision", "since", "by", "how", "targets", "sticky", *(["reason"] if any(reasons) else [])],
         (
-            [r["revision"], r["created_at"], _by(r), _how(r), targets_text(r["targets"]), r["sticky"]]
+            [
+                r["revision"],
+                r["created_at"],
+                by_text(r),
+                how_text(r),
+                targets_text(r["targets"]),
+                r["sticky"],
+                *([r["reason"]] if any(reasons) else []),
+            ]
             for r in rows
         ),
         unbroken=["revision", "since"],
@@ -104,38 +196,27 @@ def _path(tenant: str, name: str) -> str:
     return f"/tenants/{segment(tenant)}/adapters/{segment(name)}/release"
 
 
-def _show(out: Output, release: dict[str, Any]) -> None:
+def _show(out: Output, release: Json) -> None:
     if out.as_json:
         out.json(release)
+    else:
+        out.render(*release_tables(release, None))
+
+
+def _watch(out: Output, read: Callable[[], tuple[Json, Json | None]]) -> None:
+    wait = partial(time.sleep, WATCH_S)
+    if out.is_terminal:
+        with out.redrawing() as draw:
+            watch(read, lambda *found: draw(*release_tables(*found)), wait)
         return
-    out.fields(
-        {
-            "revision": release["revision"],
-            "since": release["created_at"],
-            "by": _by(release),
-            "how": _how(release),
-            "sticky": release["sticky"],
-        }
-    )
-    total = sum(t["weight"] for t in release["targets"]) or 1
-    out.table(
-        ["version", "weight", "share"],
-        ([t["version"], t["weight"], f"{100 * t['weight'] / total:.1f}%"] for t in release["targets"]),
-    )
+    shown: str | None = None
 
+    def print_line(release: Json, comparison: Json | None) -> None:
+        nonlocal shown
+        line = state_line(release, comparison)
+        if line != shown:
+            out.line(line)
+            sys.stdout.flush()
+            shown = line
 
-def targets_text(targets: list[dict[str, Any]]) -> str:
-    """Such as `v1=90 v2=10`."""
-    return " ".join(f"{target['version']}={target['weight']}" for target in targets) or "-"
-
-
-def _by(release: dict[str, Any]) -> str | None:
-    """The actor that made it, as far as that is known."""
-    actor = release["actor"]
-    return f"key {release['actor_key_id']}" if actor == "key" else actor
-
-
-def _how(release: dict[str, Any]) -> str | None:
-    """Such as `set`, or `rollback to 2`."""
-    restores = release["restores"]
-    return release["origin"] if restores is None else f"{release['origin']} to {restores}"
+    watch(read, print_line, wait)
