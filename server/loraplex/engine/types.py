@@ -108,6 +108,10 @@ class EngineRequest:
     adapter_from: int = 0
     """The first position at which the adapter acts (of an activated LoRA, where its invocation begins in the prompt).
     The positions before are computed as the base model's, and share their KV with it."""
+    background: bool = False
+    """Whether the request runs in what others leave. It waits while any of them waits, and loses its KV blocks to them.
+    It is charged to nobody, is none of its tenant's requests, and its KV is not found in the prefix cache. It takes no
+    grammar, no pooling, no `generated` and no `adapter_from`."""
 
 
 @dataclass(frozen=True, slots=True)

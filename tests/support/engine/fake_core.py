@@ -130,6 +130,10 @@ class FakeCore:
             usage = Usage(len(running.request.prompt_ids), running.done)
             self._ended.append(TokenEvent(request_id, finish_reason="abort", usage=usage))
 
+    def end_background(self) -> None:
+        for request_id in [name for name, live in self._running.items() if live.request.background]:
+            self.abort(request_id)
+
     def step(self) -> Sequence[TokenEvent]:
         self.num_steps += 1
         if self._running and self._step_s:

@@ -147,18 +147,21 @@ class AdapterCache(Generic[ImageT]):
         damaged, self._damaged = tuple(self._damaged), {}
         return damaged
 
-    def acquire(self, digest: str) -> Lease:
-        """Take a lease on an adapter that is on the device. Raises LeaseError if it is not."""
+    def acquire(self, digest: str, *, counts: bool = True) -> Lease:
+        """Take a lease on an adapter that is on the device. `counts`: this is a use, for which it is kept longer.
+        Raises LeaseError if it is not there."""
         entry = self._entries.get(digest)
         if entry is None or entry.stage is not Stage.DEVICE:
             raise LeaseError(f"adapter {digest[:12]} is not on the device: nothing to lease")
-        entry.last_used = self._clock()
-        return self._entries.lease(entry)
+        if counts:
+            entry.last_used = self._clock()
+        return self._entries.lease(entry, counts=counts)
 
     def release(self, lease: Lease) -> None:
         """Give a lease back. Raises LeaseError on a lease that is not (or no longer) one of this cache."""
         entry = self._entries.end_lease(lease)
-        self._entries.touch(entry, self._clock())
+        if lease.counts:
+            self._entries.touch(entry, self._clock())
         if not entry.leases:
             self._on_idle(entry)
 
@@ -192,6 +195,10 @@ class AdapterCache(Generic[ImageT]):
         held = digest in self._pins.held
         if self._pins.remove(digest) and held and digest in self._entries.by_digest:
             self._on_idle(self._entries.by_digest[digest])
+
+    def slot(self, digest: str) -> int:
+        """The device slot of an adapter that is on the device. Raises KeyError if it is not."""
+        return self._entries.on_device[digest].slot
 
     def is_held(self, digest: str) -> bool:
         """Whether a pin keeps it on the device, whatever else needs room there."""

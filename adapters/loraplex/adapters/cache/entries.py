@@ -252,11 +252,12 @@ class CachedAdapters(Generic[ImageT]):
             index.pop(digest, None)
         self.on_residency(digest, False)
 
-    def lease(self, entry: CachedAdapter[ImageT]) -> Lease:
-        lease = Lease(entry.ref.digest, entry.slot)
+    def lease(self, entry: CachedAdapter[ImageT], *, counts: bool = True) -> Lease:
+        lease = Lease(entry.ref.digest, entry.slot, counts)
         entry.leases.add(lease)
-        entry.uses = min(entry.uses + 1, MAX_USES)
-        self._rate(entry)
+        if counts:
+            entry.uses = min(entry.uses + 1, MAX_USES)
+            self._rate(entry)
         self.num_leases += 1
         self.idle.pop(entry.ref.digest, None)
         return lease

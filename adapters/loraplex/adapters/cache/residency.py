@@ -142,10 +142,11 @@ class AdapterTransport(Protocol[ImageT]):
 @dataclass(eq=False, slots=True)
 class Lease:
     """The right to read an adapter on the device. While one lives, its pages and its slot stay. Given back
-    exactly once, to the cache that gave it."""
+    exactly once, to the cache that gave it. `counts`: it is a use, for which the adapter is kept longer."""
 
     digest: str
     slot: int
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)

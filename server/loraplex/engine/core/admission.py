@@ -44,6 +44,12 @@ def check_request(
         return EngineError("internal_error", "a request that is pooled samples nothing and scores nothing")
     if (refusal := _check_generated(request)) is not None:
         return refusal
+    if request.background and (
+        (request.grammar, request.pooling, request.generated, request.adapter_from) != (None, None, (), 0)
+    ):
+        return EngineError(
+            "internal_error", "a background request takes no grammar, pooling, generated tokens or place"
+        )
     named = request.sampling.logprob_token_ids
     if named and (
         request.sampling.logprobs is None

@@ -26,6 +26,7 @@ from loraplex.engine.core.stats import engine_stats
 from loraplex.engine.core.timers import SequenceTimers
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.reports import EngineStats
+from loraplex.engine.scheduling.background import MAX_BACKGROUND
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
 from loraplex.engine.tenant_terms import TenantTerms
@@ -176,18 +177,21 @@ class EngineCore:
     def _add(self, request: EngineRequest, refusal: EngineError | None, *, measures: bool = False) -> None:
         """`refusal`: why it can never be served."""
         now = self._clock()
+        if request.background and len(self._scheduler.background) >= MAX_BACKGROUND:
+            message = f"{MAX_BACKGROUND} background requests are here already"
+            refusal = refusal or EngineError("server_overloaded", message, is_own=True)
         if request.request_id in self._tracker.live:
             error = EngineError("internal_error", f"request id {request.request_id} is already in use")
             self._tracker.refuse(request, error, duplicate=True)
             return
         # An answer that was begun goes on: the engines that have died bound the number of those.
-        if refusal is None and not request.generated:
+        if refusal is None and not request.generated and not request.background:
             refusal = check_room(self._config, self._scheduler.num_waiting)
         may_wait = refusal is None or refusal.code == "server_overloaded"
         # First: no other request may be shed for one that is refused then.
         if may_wait and self._refuse_slow_load(request, now):
             return
-        if refusal is not None and refusal.code == "server_overloaded":
+        if refusal is not None and refusal.code == "server_overloaded" and not request.background:
             held = {tenant: requests for tenant, requests, _ in self._scheduler.queue.tenants()}
             if self._shed_for(request.tenant_id, held):
                 refusal = None
@@ -226,6 +230,11 @@ class EngineCore:
         if seq is not None:
             self._tracker.end(seq, "abort")
 
+    def end_background(self) -> None:
+        """End all background requests with finish_reason "abort": the engine is to stop."""
+        for seq in [seq for seq in self._tracker.live.values() if seq.request.background]:
+            self._tracker.end(seq, "abort")
+
     def set_terms(self, tenant_id: str, terms: TenantTerms) -> None:
         """From now on a tenant is served by these, also what it has here already. A weight out of bounds counts as the
         nearest within them."""
@@ -242,7 +251,9 @@ class EngineCore:
         that one has at least two more than `tenant_id`: no tenant can fill the queue against the others. False if there
         is none."""
         waiting = [
-            s for s in self._tracker.live.values() if s.first_scheduled is None and not s.request.generated
+            s
+            for s in self._tracker.live.values()
+            if s.first_scheduled is None and not s.request.generated and not s.request.background
         ]
         victim = max(waiting, key=lambda s: (held[s.request.tenant_id], s.order), default=None)
         if victim is None or held[victim.request.tenant_id] < held.get(tenant_id, 0) + 2:
@@ -308,6 +319,7 @@ class EngineCore:
             scheduler.running
             or scheduler.queue.num_ready
             or (scheduler.is_waiting_for_adapters and not self._at_rest)
+            or (not len(scheduler.queue) and scheduler.background.is_ready)
         ):
             return 0.0
         due = (self._deadlines.next_at(), self._max_loads.next_at())

@@ -89,8 +89,11 @@ class InFlightSteps:
     def submit(self, plan: StepPlan) -> bool:
         """Begin a step that has something to compute. False if it was not submitted: its requests have ended then, or
         are planned again. Raises DeviceLost."""
-        adapters = {ref.digest for part in plan.parts if (ref := part.request.adapter) is not None}
-        leases = [self._cache.acquire(digest) for digest in sorted(adapters)]
+        adapters: dict[str, bool] = {}  # by digest, whether a request that is not background reads it
+        for part in plan.parts:
+            if (ref := part.request.adapter) is not None:
+                adapters[ref.digest] = adapters.get(ref.digest, False) or not part.request.background
+        leases = [self._cache.acquire(digest, counts=adapters[digest]) for digest in sorted(adapters)]
         self.num_steps += 1
         try:
             handle = self._runner.submit(plan)

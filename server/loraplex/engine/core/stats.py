@@ -43,7 +43,7 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         num_waiting=scheduler.num_waiting,
         num_waiting_for_grammar=len(scheduler.held),
         num_kv_blocks=scheduler.blocks.num_blocks,
-        num_kv_blocks_used=scheduler.blocks.num_used,
+        num_kv_blocks_used=scheduler.blocks.num_used - scheduler.background.num_blocks,
         num_preemptions=scheduler.num_preemptions,
         prefix_cache_queries=scheduler.prefix_queries,
         prefix_cache_hits=scheduler.prefix_hits,
@@ -51,7 +51,9 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         reservable_bytes=cache.tenants.reservable_bytes,
         tenant_bytes=cache.tenants.tenant_bytes(),
         running_adapters=_digests(scheduler.running),
-        waiting_adapters=_digests(seq for seq in live if seq.state is SequenceState.WAITING),
+        waiting_adapters=_digests(
+            seq for seq in live if seq.state is SequenceState.WAITING and not seq.request.background
+        ),
         tenants={
             tenant: TenantStats(running[tenant], requests - running[tenant], counter)
             for tenant, requests, counter in scheduler.queue.tenants()

@@ -46,6 +46,10 @@ class CoreLike(wire.Operations, Protocol):
         """Refuses as `add_request` does."""
         ...
 
+    def end_background(self) -> None:
+        """End all background requests."""
+        ...
+
     def step(self) -> Sequence[TokenEvent]:
         """Also called when there is no work, so that loads move on; then it costs next to nothing."""
         ...
@@ -263,6 +267,7 @@ class EngineLoop:
                 until = self._clock() + drain_s
                 self._drain_until = until if self._drain_until is None else min(until, self._drain_until)
                 self._draining = True
+                core.end_background()
             case wire.Notification():
                 command.run(core)
             case wire.Call():

@@ -40,6 +40,16 @@ class PendingAdapters:
     failed: dict[str, str] = field(default_factory=dict)
     refused: dict[TenantLane, str] = field(default_factory=dict)
 
+    def unservable(self, queue: FairQueue) -> list[tuple[Sequence, str]]:
+        """The requests that wait for an adapter that cannot be loaded, or not for their tenant, and why."""
+        failed = [(lane, why) for digest, why in self.failed.items() for lane in queue.lanes(digest)]
+        failed += [
+            (lane, why)
+            for lane, why in self.refused.items()
+            if lane.ref is not None and lane.ref.digest not in self.failed
+        ]
+        return [(seq, why) for lane, why in failed for seq in lane.sequences()]
+
 
 class AdapterScheduler:
     """Requests the adapters that the queue's closed lanes wait for. Opens and closes lanes as adapters are loaded and

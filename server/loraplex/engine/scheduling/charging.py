@@ -9,7 +9,7 @@ from loraplex.engine.types import Sequence
 
 class SequenceCharges:
     """Charges work in units of a prompt token on the base model, times the price of the sequence's adapter where the
-    adapter acts."""
+    adapter acts. Background sequences are charged to nobody."""
 
     def __init__(self, queue: FairQueue, charges: Charges) -> None:
         self._queue = queue
@@ -17,6 +17,8 @@ class SequenceCharges:
 
     def work(self, seq: Sequence, units: float) -> None:
         """Charge `units` of work at which its adapter acts."""
+        if seq.request.background:
+            return
         adapter = seq.request.adapter
         self._queue.charge(seq, units if adapter is None else units * self.prices.price(adapter.rank))
 

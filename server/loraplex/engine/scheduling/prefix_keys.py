@@ -17,7 +17,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Row
 
-from loraplex.engine.types import BlockKey, EngineRequest, Namespace, Sequence
+from loraplex.engine.types import BlockKey, EngineRequest, Namespace, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
 
@@ -63,6 +63,14 @@ def cached_prompt_tokens(seq: Sequence) -> int:
         return seq.num_computed
     # What another engine has generated may be cached too. As ever, the prompt's last position does not count.
     return min(seq.num_computed, (seq.num_prompt - 1) // BLOCK_SIZE * BLOCK_SIZE)
+
+
+def filled(seq: Sequence, scheduled: ScheduledSequence) -> list[tuple[int, BlockKey]]:
+    """The blocks that a computed slice of the sequence has filled, each with its key."""
+    end = scheduled.start + scheduled.num_tokens
+    indices = range(scheduled.start // BLOCK_SIZE, end // BLOCK_SIZE)
+    keys = extend_keys(seq) if indices else []
+    return [(scheduled.block_ids[index], keys[index]) for index in indices]
 
 
 def extend_keys(seq: Sequence) -> list[BlockKey]:

@@ -17,6 +17,7 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.scheduling import prefix_keys, step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
+from loraplex.engine.scheduling.background import BackgroundSequences
 from loraplex.engine.scheduling.block_needs import (
     blocks_for,
     blocks_missing,
@@ -45,8 +46,8 @@ class Scheduler:
     """Owns the queue, the running sequences, the KV blocks and the sequences' leases.
 
     The core reports events (`add_sequence`, `finish`, `computed`, `delivered`) and asks for the next step (`plan`). An
-    added sequence is either held, running or queued until `finish`. The `queue` chooses the next request, `adapters`
-    the adapters to load, and `preemption` the sequences to preempt.
+    added sequence is either held, running or queued until `finish`, or among the `background`. The `queue` chooses the
+    next request, `adapters` the adapters to load, and `preemption` the sequences to preempt.
     """
 
     def __init__(self, config: SchedulerConfig, cache: AdapterCache[Any]) -> None:
@@ -57,6 +58,7 @@ class Scheduler:
         self._max_scored = config.max_scored_tokens
         self.blocks = BlockManager(config.num_blocks)
         cache.watch_residency(self.blocks.set_resident)
+        self.background = BackgroundSequences(self.blocks, cache)
         self.queue = FairQueue()
         self._charge = SequenceCharges(self.queue, config.charges)
         self.adapters = AdapterScheduler(
@@ -93,6 +95,9 @@ class Scheduler:
 
     def add_sequence(self, seq: Sequence, *, hold: bool = False) -> None:
         """With `hold`, it waits outside of the queue until `release`, and is no backlog of its tenant."""
+        if seq.request.background:
+            self.background.add(seq)
+            return
         self.queue.enter(seq)
         if hold:
             self.held.add(seq)
@@ -113,6 +118,10 @@ class Scheduler:
         wrong key either: a block is registered only for steps that were collected while its sequence held it, and the
         position in flight is after those.
         """
+        if seq.request.background:
+            self.background.remove(seq)
+            seq.state = SequenceState.FINISHED
+            return
         if spoilt:
             self.blocks.disown(seq.block_keys)
         if seq in self.running:
@@ -130,13 +139,9 @@ class Scheduler:
         Not if the sequence was preempted since: its blocks may belong to another sequence by then, and hold other
         content.
         """
-        if seq.state is not SequenceState.RUNNING or scheduled.epoch != seq.epoch:
-            return
-        first, end = scheduled.start // BLOCK_SIZE, (scheduled.start + scheduled.num_tokens) // BLOCK_SIZE
-        if first < end:
-            keys = prefix_keys.extend_keys(seq)
-            for index in range(first, end):
-                self.blocks.register(scheduled.block_ids[index], keys[index])
+        if seq.state is SequenceState.RUNNING and scheduled.epoch == seq.epoch and not seq.request.background:
+            for block, key in prefix_keys.filled(seq, scheduled):
+                self.blocks.register(block, key)
 
     def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence | MeasuredPart]]) -> None:
         """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks,
@@ -155,6 +160,7 @@ class Scheduler:
         computed now. Sequences whose adapter cannot be loaded are put into `failed`; the caller ends them."""
         budget = self._max_tokens if max_tokens is None else max_tokens
         draft = StepDraft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
+        self.background.make_room(self.running, self.queue.requests)
         self._cache.begin_pass()
         self._shrink_batch(draft)
         draft.forced_budget = step_draft.forced_budget(draft, len(self.running), self.queue.num_ready)
@@ -166,11 +172,7 @@ class Scheduler:
         self._schedule_running(draft, decoding)
         self._measure(draft, measuring)
         pending = self.adapters.step(now, self.running)
-        for digest, message in pending.failed.items():
-            self.failed += [(seq, message) for lane in self.queue.lanes(digest) for seq in lane.sequences()]
-        for lane, message in pending.refused.items():
-            if lane.ref is not None and lane.ref.digest not in pending.failed:
-                self.failed += [(seq, message) for seq in lane.sequences()]
+        self.failed += pending.unservable(self.queue)
         # Prompts are computed in the order of counters, new ones and those begun before alike.
         for seq in sorted(prefilling, key=self._counter):
             if len(draft.preempted) == yielded:
@@ -179,6 +181,8 @@ class Scheduler:
         if len(draft.preempted) == yielded:  # else new requests would take the blocks that were just freed
             self._admit(draft)
         self._go_on_activated(draft)
+        if not len(self.queue):
+            self.background.plan(draft, draft.max_running - len(self.running), self._schedule)
         loads = tuple(digest for digest in pending.loading if digest not in self._loading)
         self._loading = pending.loading
         self._step_id += 1
@@ -243,8 +247,7 @@ class Scheduler:
         return TenantShares(self.running, self._max_running, self.blocks.num_blocks, self.queue.weight)
 
     def _schedule_running(self, draft: StepDraft, behind: list[Sequence]) -> None:
-        behind = [seq for seq in behind if seq.state is SequenceState.RUNNING]
-        free = self.blocks.num_free
+        behind, free = [s for s in behind if s.state is SequenceState.RUNNING], self.blocks.num_free
         if free < len(behind) and free < sum(blocks_missing(seq) for seq in behind):
             # Blocks run short, and a scheduled sequence cannot be a victim any more: schedule the last in the
             # preemption order first.
@@ -252,9 +255,8 @@ class Scheduler:
         for seq in behind:
             if draft.budget == 0:
                 return
-            if (
-                seq.state is SequenceState.RUNNING and not seq.all_sampled
-            ):  # it may have been preempted for another
+            # It may have been preempted for another.
+            if seq.state is SequenceState.RUNNING and not seq.all_sampled:
                 self._schedule(draft, seq)
 
     def _schedule(self, draft: StepDraft, seq: Sequence) -> None:
@@ -438,9 +440,10 @@ class Scheduler:
         return self.blocks.lookup(prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)])
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless exactly the `live` sequences are here, each either held, running or queued, with
-        the blocks and lanes that this takes."""
-        check_places(live, self.running, self.queue, self.held)
+        """Raise AssertionError unless exactly the `live` sequences are here, each either held, running, queued or in
+        the background, with the blocks and lanes that this takes."""
+        check_places(self.background.check_integrity(live), self.running, self.queue, self.held)
         self.adapters.check_integrity(self.queue.lanes_in_use)
         resident = self._cache.residency()
-        self.blocks.check_integrity([seq.block_ids for seq in self.running], resident.__contains__)
+        tables = [seq.block_ids for seq in (*self.running, *self.background.begun)]
+        self.blocks.check_integrity(tables, resident.__contains__)

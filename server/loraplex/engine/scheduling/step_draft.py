@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 from loraplex.engine.types import (
     MEASURE_STEPS,
@@ -38,6 +39,12 @@ class StepDraft:
     @property
     def num_slices(self) -> int:
         return len(self.scheduled) + len(self.of_base)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step so far."""
+        slices = chain(self.scheduled.values(), self.of_base)
+        return sum(row.num_tokens for row in slices) + (self.measure is not None)
 
     def plan(self, step_id: int, loads: tuple[str, ...]) -> StepPlan:
         scheduled = (*self.of_base, *self.scheduled.values())

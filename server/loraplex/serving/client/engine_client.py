@@ -148,7 +148,7 @@ class EngineClient(Protocol):
     def num_restarts(self) -> int: ...
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Requests that have not ended, without those in the background."""
         ...
 
     async def start(self) -> None:

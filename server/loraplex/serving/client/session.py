@@ -63,6 +63,7 @@ class EngineSession(ABC):
         self.warming = False
         self._pins: dict[str, AdapterRef] = {}
         self._draining = False
+        self._num_background = 0
         self._num_served = 0  # requests that came to a proper end
         self.take_over: TakeOver = _take_none
         self.lives_here: Callable[[str], bool] = lambda digest: True
@@ -96,12 +97,12 @@ class EngineSession(ABC):
 
     @property
     def num_live(self) -> int:
-        return len(self._streams)
+        return len(self._streams) - self._num_background
 
     def _submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
         """All of one tenant and adapter. Room for all of them is taken before the first is sent."""
         streams = self._open(requests, wire.Add)
-        if (ref := requests[0].adapter) is not None:
+        if (ref := requests[0].adapter) is not None and not requests[0].background:
             self._demand.use(ref)
         return streams
 
@@ -135,7 +136,7 @@ class EngineSession(ABC):
                 self._send(command(request))
                 sent.append(request.request_id)
         except BaseException:
-            self._fair_share.release(requests[0].tenant_id, len(requests))
+            self._give_room(requests[0], len(requests))
             if sent:
                 self._send(wire.Abort(tuple(sent)))  # their events are of nobody's stream
             raise
@@ -150,6 +151,9 @@ class EngineSession(ABC):
         for request in requests:
             if request.request_id in self._streams:
                 raise ValueError(f"request id {request.request_id} is live already")
+        if requests[0].background:  # the engine bounds these by themselves
+            self._num_background += len(requests)
+            return
         if not self._fair_share.acquire(tenant_id, max_inflight, len(requests)):
             held = self._fair_share.held(tenant_id)
             raise EngineOverloaded(
@@ -157,6 +161,12 @@ class EngineSession(ABC):
                 f"{len(requests)} more of them now",
                 is_own=self._fair_share.is_beyond_share(tenant_id, max_inflight, len(requests)),
             )
+
+    def _give_room(self, request: EngineRequest, amount: int = 1) -> None:
+        if request.background:
+            self._num_background -= amount
+        else:
+            self._fair_share.release(request.tenant_id, amount)
 
     @property
     def served_tenants(self) -> set[str]:
@@ -362,11 +372,11 @@ class EngineSession(ABC):
         if event.finish_reason is not None:
             del self._streams[event.request_id]
             self._num_served += event.finish_reason in ("stop", "length")
-            self._fair_share.release(stream.request.tenant_id)
+            self._give_room(stream.request)
             if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self._draining else "engine_restarting"
                 error = EngineError(code, "the engine shut down before the request ended")
-                if self.take_over((stream,), error):
+                if not stream.request.background and self.take_over((stream,), error):
                     return
                 event = msgspec.structs.replace(event, finish_reason="error", error=error)
         stream.put(event)
@@ -383,8 +393,9 @@ class EngineSession(ABC):
         residency. Returns the number of streams that were lost."""
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            self._fair_share.release(stream.request.tenant_id)
-        taken = set(self.take_over(tuple(streams.values()), EngineError(code, message, retry_after_s)))
+            self._give_room(stream.request)
+        others = tuple(stream for stream in streams.values() if not stream.request.background)
+        taken = set(self.take_over(others, EngineError(code, message, retry_after_s)))
         for request_id, stream in streams.items():
             if stream not in taken:
                 stream.put(error_event(request_id, code, message, retry_after_s))

@@ -210,7 +210,7 @@ class ClusterEngineClient:
             self._groups[stream.request.request_id] = group
             stream.on_end = self._on_end
         ref = requests[0].adapter
-        if ref is not None:
+        if ref is not None and not requests[0].background:
             self.homes.begin(ref, len(streams))
         return streams
 
@@ -257,6 +257,8 @@ class ClusterEngineClient:
     def _on_end(self, stream: RequestStream, event: TokenEvent) -> None:
         group = self._groups.pop(stream.request.request_id)
         timing, ref = event.timing, stream.request.adapter
+        if stream.request.background:
+            return
         if event.finish_reason in ("stop", "length") and timing is not None:
             group.replica.ended(timing.total_s)
         if ref is not None:
