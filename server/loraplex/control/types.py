@@ -296,6 +296,39 @@ class ShadowPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowInfo:
+    """What a release's shadow version answered, summed up over its samples since revision `began`. `samples` were
+    compared, `exact` of them have the same tokens; `diverged_at` sums the first different token's index (from 0) of
+    the others. `dropped` were not run to their end, `failed` ended with an error. The log probabilities are sums over
+    the `scored` tokens of the answers that callers got, under the version that answered and under the shadow."""
+
+    version: str
+    began: int
+    samples: int = 0
+    dropped: int = 0
+    failed: int = 0
+    exact: int = 0
+    diverged_at: int = 0
+    live_tokens: int = 0
+    shadow_tokens: int = 0
+    scored: int = 0
+    live_logprob: float = 0.0
+    shadow_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowTexts:
+    """The texts of one sample: the prompt, the answer that the caller got, and the shadow's."""
+
+    id: str
+    version: str
+    at: datetime
+    prompt: str
+    answer: str
+    shadow_answer: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReleasePlan:
     """The acts of a release by itself: `guard` and `schedule` are checked JSON, as `loraplex.lifecycle.release_guard`
     reads it."""

@@ -27,6 +27,7 @@ from loraplex.control.catalog.new_versions import add_version, check_alora, note
 from loraplex.control.catalog.quota import check_quota, upload_room
 from loraplex.control.catalog.release_changes import add_release
 from loraplex.control.catalog.release_reading import current_release, release_shown
+from loraplex.control.catalog.shadow_store import forget_shadows
 from loraplex.control.catalog.staged import UploadRoom
 from loraplex.control.catalog.validation import pending_check, release_upload
 from loraplex.control.catalog.versions import (
@@ -311,6 +312,7 @@ class Catalog:
                     )
                 if released:
                     add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
+                    forget_shadows(session, tenant_id, name)
                 digest = row.digest
                 before = {"digest": digest, "state": row.state, "pinned": row.pinned, "released": released}
                 target = version_target(tenant_id, name, version)
@@ -346,6 +348,7 @@ class Catalog:
                     _retire(row)
                 unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
+                forget_shadows(session, tenant_id, name)
                 self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
             self._artifacts.store.fault(FaultPoint.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused(digests, unpinned)
