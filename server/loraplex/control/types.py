@@ -297,10 +297,10 @@ class ShadowPlan:
 
 @dataclass(frozen=True, slots=True)
 class ShadowInfo:
-    """What a release's shadow version answered, summed up over its samples since revision `began`. `samples` were
-    compared, `exact` of them have the same tokens; `diverged_at` sums the first different token's index (from 0) of
-    the others. `dropped` were not run to their end, `failed` ended with an error. The log probabilities are sums over
-    the `scored` tokens of the answers that callers got, under the version that answered and under the shadow."""
+    """Sums over the samples of a release's shadow version since revision `began`. `samples` were compared, `exact` of
+    them have the same tokens; `diverged_at` sums the first different token's index (from 0) of the others. `dropped`
+    were not run to their end, `failed` ended with an error. The log probabilities are sums over the `scored` tokens of
+    the answers that callers got, under the version that answered and under the shadow."""
 
     version: str
     began: int
