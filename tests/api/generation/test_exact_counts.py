@@ -101,7 +101,7 @@ async def test_tokens_that_nobody_read_count(text: Any, drawn: int, read: int, n
     while shown < read:
         shown += sum(len(delta.text) for delta in await generation.next())
     await drawn_in_all(script.engine, drawn)
-    await generation.close("acme")
+    await generation.close()
     assert generation.usage() == Usage(3, n * drawn, 0)
 
 
@@ -111,7 +111,7 @@ async def test_an_engine_that_dies_is_believed_as_far_as_it_had_told(text: Any, 
     generation = await script.start()
     await drawn_in_all(script.engine, drawn)
     script.engine.kill()
-    await generation.close("acme")
+    await generation.close()
     assert generation.usage() == Usage(3 if drawn else 0, drawn, 0)
 
 
@@ -119,7 +119,7 @@ async def test_an_error_after_some_tokens_counts_them(text: Any) -> None:
     script = Script(text, Reply(text="abcde", error=("internal_error", "broken")))
     generation = await script.start()
     await generation.next()
-    await generation.close("acme")
+    await generation.close()
     drawn = generation.usage().completion_tokens
     assert drawn == 5 or script.engine.aborted == ["r-0"]
     assert generation.usage() == Usage(3, drawn, 0)
@@ -131,12 +131,12 @@ async def test_a_stop_string_counts_to_its_last_token(text: Any) -> None:
     generation = await script.start()
     while await generation.next():
         pass
-    await generation.close("acme")
+    await generation.close()
     assert generation.usage() == Usage(3, 4, 0)
 
 
 async def test_scoring_draws_nothing(text: Any) -> None:
     script = Script(text, Reply(text=""), max_tokens=0, echo=True, logprobs=1)
     generation = await script.start()
-    await generation.close("acme")
+    await generation.close()
     assert generation.usage().completion_tokens == 0

@@ -35,9 +35,9 @@ from loraplex.api.generation.kinds import (
 )
 from loraplex.api.generation.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.generation.tenant_capacity import TenantCapacity
-from loraplex.api.generation.usage_entry import UsageEntry, outcome_of
+from loraplex.api.generation.usage_entry import UsageEntry, status_of
 from loraplex.api.limit_headers import limit_headers
-from loraplex.api.metrics import adapter_label
+from loraplex.api.metrics import adapter_label, count_request
 from loraplex.api.millisecond_headers import MAX_LOAD_HEADER, read_milliseconds
 from loraplex.api.openai.body import parse_json, read_json
 from loraplex.api.openai.delta import Delta
@@ -45,7 +45,9 @@ from loraplex.api.openai.formats import WholeChoice
 from loraplex.api.openai.logprobs import PromptLogprobs
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.schemas import ChatRequest
+from loraplex.api.outcome import RequestOutcome
 from loraplex.control.types import Principal, Reservation, ResolvedModel
+from loraplex.control.usage.records import CANCELLED
 from loraplex.http.errors import ClientGone
 from loraplex.serving.errors import ServingError, WorkTimeSpent, WorkUnavailable
 from loraplex.serving.output.formats import OutputFormats
@@ -206,7 +208,7 @@ class GenerationEndpoint:
         reservation = await charge.reserve(plan, self._kind.source)
         generation: Generation | None = None
         entry: UsageEntry | None = None
-        outcome: str | None = None
+        failure: str | None = None
         try:
             entry = UsageEntry.open(services.ledger, context, principal, model, plan, self._kind.path)
             client.check()
@@ -231,25 +233,21 @@ class GenerationEndpoint:
             )
             await self._answer(client, context, model, reservation, plan, generation, entry)
         except BaseException as error:
-            outcome = outcome_of(error)
+            failure = status_of(error)
             raise
         finally:
             with anyio.CancelScope(shield=True):
+                outcome = RequestOutcome(failure or CANCELLED)
                 if generation is not None:
-                    await generation.close(context.tenant_id)
-                    usage = generation.usage()
-                    context.prompt_tokens = usage.prompt_tokens
-                    context.completion_tokens = usage.completion_tokens
+                    await generation.close()
+                    outcome = generation.outcome(failure)
+                    count_request(services.metrics, context.tenant_id, model.adapter, outcome)
+                    context.prompt_tokens = outcome.usage.prompt_tokens
+                    context.completion_tokens = outcome.usage.completion_tokens
                     if context.trace is not None:
-                        context.trace.generated(
-                            f"{self._kind.id_prefix}{context.internal_id}",
-                            generation.sequence_ends(),
-                            cached_tokens=usage.cached_tokens,
-                            adapter_state=generation.adapter_state,
-                            first_token_at=generation.first_token_at,
-                        )
+                        context.trace.generated(f"{self._kind.id_prefix}{context.internal_id}", outcome)
                 if entry is not None:
-                    await entry.close(generation, outcome)
+                    await entry.close(outcome)
 
     async def _answer(
         self,
@@ -292,7 +290,7 @@ class GenerationEndpoint:
             await client.send({"type": "http.response.start", "status": 200, "headers": headers})
             # In a task of its own: what wakes the request's own task goes through all layers of the application.
             last = await asyncio.create_task(self._stream(client, context, plan, generation, answer, first))
-            await entry.close(generation, context.outcome)
+            await entry.close(generation.outcome(context.outcome))
             await client.send_body(last + answer.end, more=False)
             return
         choices = [WholeChoice() for _ in range(plan.num_choices)]
@@ -311,7 +309,7 @@ class GenerationEndpoint:
                 turned = time.monotonic()
         await generation.last_events()
         body = answer.whole(choices, generation.usage())
-        await entry.close(generation)
+        await entry.close(generation.outcome())
         headers = _headers(model, reservation, generation, of_answer)
         headers += [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await client.send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -19,7 +19,8 @@ from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.echo import Echo
 from loraplex.api.openai.logprobs import ScoredToken
 from loraplex.api.openai.schemas import CompletionRequest
-from loraplex.api.tracing.sequence_end import SequenceEnd
+from loraplex.api.outcome import RequestOutcome, SequenceEnd
+from loraplex.control.usage.records import CANCELLED
 from loraplex.engine.logprobs import ScoreRow
 from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -81,6 +82,33 @@ class _Choice:
         usage = self.terminal.usage if self.terminal is not None else None
         return min(usage.cached_tokens, len(self.stream.request.prompt_ids)) if usage is not None else 0
 
+    @property
+    def reason(self) -> FinishReason:
+        """How its sequence ended; "abort" where the engine did not tell."""
+        if self.finish_reason is not None:
+            return self.finish_reason
+        ended = self.terminal.finish_reason if self.terminal is not None else None
+        return "error" if ended == "error" else "abort"
+
+    def end(self) -> SequenceEnd:
+        """The facts of its end, as far as they are known now."""
+        request, terminal = self.stream.request, self.terminal
+        shared = None
+        if request.adapter is not None and request.adapter_from:
+            # Blocks before the place alone are the base's: those found are whole ones.
+            shared = min(self.cached_tokens, request.adapter_from // BLOCK_SIZE * BLOCK_SIZE)
+        return SequenceEnd(
+            self.reason,
+            self.prompt_tokens,
+            self.cached_tokens,
+            self.completion_tokens,
+            max_tokens=request.sampling.max_tokens,
+            seconds=(self.last_token or time.monotonic()) - self.started,
+            shared_tokens=shared,
+            timing=None if terminal is None else terminal.timing,
+            error=None if terminal is None or terminal.error is None else terminal.error.code,
+        )
+
 
 class Generation:
     """Made by `start`; `next` until it returns nothing; then, whatever happened, `close`."""
@@ -89,7 +117,7 @@ class Generation:
         self._plan = plan
         self._choices = choices
         self._metrics = metrics
-        self._closed = False
+        self._outcome: RequestOutcome | None = None
         self._failure: ApiError | None = None
         self._num_ended = 0  # from the first on
         # Where what is told of a token depends on the part that it belongs to: then nothing told depends on how many
@@ -358,73 +386,29 @@ class Generation:
         n = self._plan.n
         return [self._choices[start : start + n] for start in range(0, len(self._choices), n)]
 
-    @property
-    def finish_reason(self) -> Literal["stop", "length"] | None:
-        """The finish reason of the whole request: "length" if any choice was cut; None if not every one came to a
-        proper end."""
-        reasons = {choice.finish_reason for choice in self._choices}
-        if None in reasons:
-            return None
-        return "length" if "length" in reasons else "stop"
-
-    @property
-    def queue_s(self) -> float:
-        """Longest time in the queue among the sequences whose end is known, in seconds."""
-        timings = [choice.terminal.timing for choice in self._choices if choice.terminal is not None]
-        return max((timing.queue_s for timing in timings if timing is not None), default=0.0)
-
-    @property
-    def first_token_at(self) -> float | None:
-        """When the first token of all came here, by `time.monotonic`."""
-        return min((c.first_token for c in self._choices if c.first_token is not None), default=None)
-
-    def sequence_ends(self) -> list[SequenceEnd]:
-        """The end of each choice's sequence, once closed."""
-        return [
-            SequenceEnd(
-                _reason(choice),
-                choice.prompt_tokens,
-                choice.cached_tokens,
-                choice.completion_tokens,
-                choice.terminal.timing if choice.terminal is not None else None,
-                choice.terminal.error.code if choice.terminal is not None and choice.terminal.error else None,
+    def outcome(self, failure: str | None = None) -> RequestOutcome:
+        """The outcome of the whole request, as of the first call. `failure` is how it ended where it did not come to
+        its proper end."""
+        if self._outcome is None:
+            ends = [choice.end() for choice in self._choices]
+            reasons = {choice.finish_reason for choice in self._choices}
+            proper = CANCELLED if None in reasons else "length" if "length" in reasons else "stop"
+            self._outcome = RequestOutcome(
+                status=failure or proper,
+                usage=self.usage(),
+                queue_s=max((end.timing.queue_s for end in ends if end.timing is not None), default=0.0),
+                first_token_at=min(
+                    (choice.first_token for choice in self._choices if choice.first_token is not None),
+                    default=None,
+                ),
+                adapter_state=self.adapter_state,
+                n=self._plan.n,
+                sequences=ends,
             )
-            for choice in self._choices
-        ]
+        return self._outcome
 
-    async def close(self, tenant_id: str) -> None:
-        """Abort what still runs, wait a moment for its end, and count each sequence once."""
-        if self._closed:
-            return
-        self._closed = True
+    async def close(self) -> None:
+        """Abort what still runs, and wait a moment for its end."""
         for choice in self._choices:
             choice.stream.abort()
         await self.last_events(SETTLE_S)
-        now = time.monotonic()
-        for choice in self._choices:
-            self._metrics.sequence_ended(
-                tenant_id,
-                _reason(choice),
-                prompt_tokens=choice.prompt_tokens,
-                completion_tokens=choice.completion_tokens,
-                cached_tokens=choice.cached_tokens,
-                max_tokens=choice.stream.request.sampling.max_tokens,
-                seconds=(choice.last_token or now) - choice.started,
-                timing=choice.terminal.timing if choice.terminal is not None else None,
-            )
-            request = choice.stream.request
-            if request.adapter is not None and request.adapter_from:
-                # Blocks before the place alone are the base's: those found are whole ones.
-                shared = min(choice.cached_tokens, request.adapter_from // BLOCK_SIZE * BLOCK_SIZE)
-                self._metrics.shared_with_base(tenant_id, request.adapter, shared)
-        for choices in self._choices_by_prompt():
-            self._metrics.prompt_ended(
-                n=self._plan.n, longest=max(choice.completion_tokens for choice in choices)
-            )
-
-
-def _reason(choice: _Choice) -> FinishReason:
-    if choice.finish_reason is not None:
-        return choice.finish_reason
-    ended = choice.terminal.finish_reason if choice.terminal is not None else None
-    return "error" if ended == "error" else "abort"

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from loraplex.api.context import DataContext
 from loraplex.api.deps import Ledger
 from loraplex.api.errors import from_exception
-from loraplex.api.generation.generation import Generation
 from loraplex.api.generation.planning import GenerationPlan
+from loraplex.api.outcome import RequestOutcome
 from loraplex.control.types import Principal, ResolvedModel
 from loraplex.control.usage.outcome import key_hash
 from loraplex.control.usage.records import BASE, CANCELLED, Accepted
@@ -53,30 +53,26 @@ class UsageEntry:
         ledger.accept(accepted)
         return cls(ledger, accepted, context.started)
 
-    async def close(self, generation: Generation | None, outcome: str | None = None) -> None:
-        """Returns when the row can't be lost any more. `outcome` is how it ended where it did not come to its proper
-        end, and None where it did."""
+    async def close(self, outcome: RequestOutcome) -> None:
+        """Returns when the row can't be lost any more."""
         if self._closed:
             return
         self._closed = True
-        usage = None if generation is None else generation.usage()
-        first = None if generation is None else generation.first_token_at
-        proper = None if generation is None else generation.finish_reason
-        await self._ledger.end(
-            self._accepted.ended(
-                datetime.now(UTC),
-                outcome or proper or CANCELLED,
-                prompt_tokens=0 if usage is None else usage.prompt_tokens,
-                cached_tokens=0 if usage is None else usage.cached_tokens,
-                completion_tokens=0 if usage is None else usage.completion_tokens,
-                queue_s=0.0 if generation is None else generation.queue_s,
-                first_token_s=None if first is None else first - self._arrived,
-                total_s=time.monotonic() - self._arrived,
-            )
+        usage, first = outcome.usage, outcome.first_token_at
+        row = self._accepted.ended(
+            datetime.now(UTC),
+            outcome.status,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            queue_s=outcome.queue_s,
+            first_token_s=None if first is None else first - self._arrived,
+            total_s=time.monotonic() - self._arrived,
         )
+        await self._ledger.end(row)
 
 
-def outcome_of(error: BaseException) -> str:
+def status_of(error: BaseException) -> str:
     """The ledger's name for the end of a request that failed with this error."""
     if isinstance(error, Exception) and not isinstance(error, ClientGone):
         return from_exception(error).code

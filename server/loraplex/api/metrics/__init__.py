@@ -1,6 +1,7 @@
 """Prometheus metrics of a server.
 
 - `Metrics`: the instruments, in `api_metrics`. `Scraper`: the text of one scrape.
+- `count_request`: what an ended request adds.
 - `engine_metrics`: figures that the engine reports, as an `EngineSnapshot`. `limiter_metrics`: limits that servers
   share. `background_metrics`: background tasks. `disk_metrics`: what is left of the disks.
 - `label_sets`: how many tenants and adapters have labels of their own.
@@ -8,6 +9,7 @@
 
 from loraplex.api.metrics.api_metrics import LimitsOutcome, Metrics, adapter_label
 from loraplex.api.metrics.engine_metrics import EngineSnapshot
+from loraplex.api.metrics.request_counts import count_request
 from loraplex.api.metrics.scraper import Scraper
 
-__all__ = ["EngineSnapshot", "LimitsOutcome", "Metrics", "Scraper", "adapter_label"]
+__all__ = ["EngineSnapshot", "LimitsOutcome", "Metrics", "Scraper", "adapter_label", "count_request"]

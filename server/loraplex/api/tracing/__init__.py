@@ -2,7 +2,6 @@
 
 - `spans.RequestTracing`: begins the trace of a request, or decides that it is not recorded.
 - `spans.RequestTrace`: takes what becomes known of the request, and makes its spans when it has ended.
-- `sequence_end.SequenceEnd`: what the engine said of one sequence. Imports no OpenTelemetry.
 
 The exporter is in `loraplex.app.tracing`.
 """

@@ -23,9 +23,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
-from loraplex.api.tracing.sequence_end import SequenceEnd
+from loraplex.api.outcome import RequestOutcome, SequenceEnd
 from loraplex.control.types import Principal
-from loraplex.engine.types import AdapterState
 from loraplex.http.text import printable
 
 OPERATIONS: Mapping[str, str] = {
@@ -146,26 +145,18 @@ class RequestTrace:
         self._streams = bool(request.stream)
         self._span.set_attributes({"gen_ai.request.stream": self._streams, **found})
 
-    def generated(
-        self,
-        answer_id: str,
-        sequences: Sequence[SequenceEnd],
-        *,
-        cached_tokens: int,
-        adapter_state: AdapterState | None,
-        first_token_at: float | None,
-    ) -> None:
-        """Record the engine's work. `first_token_at` is of `time.monotonic`."""
-        self._sequences = sequences
+    def generated(self, answer_id: str, outcome: RequestOutcome) -> None:
+        """Record the engine's work."""
+        self._sequences = sequences = outcome.sequences
         found: dict[str, Any] = {
             "gen_ai.response.id": answer_id,
             "gen_ai.response.finish_reasons": [sequence.reason for sequence in sequences],
-            "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+            "gen_ai.usage.cache_read.input_tokens": outcome.usage.cached_tokens,
         }
-        if adapter_state is not None:
-            found["loraplex.adapter.state"] = adapter_state
-        if first_token_at is not None and self._streams:
-            found["gen_ai.response.time_to_first_chunk"] = first_token_at - self._started
+        if outcome.adapter_state is not None:
+            found["loraplex.adapter.state"] = outcome.adapter_state
+        if outcome.first_token_at is not None and self._streams:
+            found["gen_ai.response.time_to_first_chunk"] = outcome.first_token_at - self._started
         if len(sequences) > 1:
             found["loraplex.sequences"] = len(sequences)
         self._span.set_attributes(found)

@@ -1,12 +1,7 @@
-"""The facts of one ended request, built once from its ledger row.
+"""The facts of one ended request that a guard reads, from its ledger row.
 
-The guard of a release reads them. The ledger is the source since it has each request of all servers exactly once. Its
-table does not have the sticky key; `outcome_inbox` keeps the outcomes that a guard is to read.
-
-Usage, metrics, trace and log still derive the same facts separately: `UsageEntry.close` (row), `Generation.close`
-(metrics), `GenerationEndpoint._reserved` (trace, and the counts of the access log). They are to share one object:
-`Generation.close` returns the sequences' ends, `_reserved` builds the outcome from these once, in its `finally`, and
-hands it to the four. Until then this class is made from rows alone.
+The ledger is the source since it has each request of all servers exactly once. Its table does not have the sticky key;
+`outcome_inbox` keeps the outcomes that a guard is to read.
 """
 
 from __future__ import annotations
