@@ -19,6 +19,7 @@ from loraplex.control.db.outage import Outage
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.tenancy.key_use import KeyUse
 from loraplex.control.usage.roll_up import UsageRollUp
+from loraplex.control.usage.running_arms import RunningArmsWriter
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams
@@ -36,6 +37,7 @@ RUNS: dict[str, tuple[type, str]] = {
     "key-use": (KeyUse, "run"),
     "usage-writer": (UsageWriter, "run"),
     "usage-roll-up": (UsageRollUp, "run"),
+    "running-arms": (RunningArmsWriter, "run"),
     "database-watch": (Database, "watch"),
     "damage-reports": (DamageReports, "run"),
     "terms-watch": (TermsWatch, "run"),

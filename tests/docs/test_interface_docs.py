@@ -29,6 +29,7 @@ from loraplex.api.openai import messages, schemas
 from loraplex.api.routes.probes import probe_routes
 from loraplex.control.background import BackgroundTasks, TaskState
 from loraplex.control.types import SCOPES, Limits, ReachedLimit
+from loraplex.control.usage.outcome import Outcome
 from loraplex.engine.reports import EngineStats, TenantStats
 from loraplex.engine.types import Timing
 from loraplex.http.application import create_app
@@ -36,6 +37,7 @@ from loraplex.serving.text.processor import TextProcessor
 from support import markdown
 from support.adapters.drafts import ALL_SITES, peft_config, site_module
 from support.clients import vllm_metrics
+from support.control.usage import ended
 from support.engine.fake_engine import FakeEngineClient, fake_engine_info
 from support.http.admin_plane import AdminPlane
 from support.http.data_plane import (
@@ -208,6 +210,7 @@ def a_scrape(*, tenant_data: bool, residency: bool = False) -> dict[str, tuple[s
     )
     metrics.request_answered("acme", ref("acme", "pirate", 1), 200)
     metrics.shared_with_base("acme", ref("acme", "pirate", 1), 16)
+    metrics.arms.ended(Outcome.of(ended(adapter="pirate", version=2)))
     metrics.refused_by_limit("acme", "rate_limit_exceeded")
     metrics.limits_decided("rate_limit_exceeded", 0.001, ReachedLimit("tenant", "requests"))
     metrics.responded(200)

@@ -20,6 +20,7 @@ from loraplex.control.types import (
     VersionInfo,
 )
 from loraplex.control.usage.records import Accepted, Ended
+from loraplex.control.usage.running_arms import RunningArms
 from loraplex.http.edge import AccessLog, access_log
 from loraplex.serving.client.cluster_view import ClusterClient
 from loraplex.serving.output.formats import NO_FORMATS, Notation, OutputFormats, ReasoningFormat, ToolFormat
@@ -185,3 +186,4 @@ class ApiServices:
     formats: OutputFormats = NO_FORMATS
     text_build: str = ""
     own_chats: OwnChats | None = None
+    running_arms: RunningArms = field(default_factory=RunningArms)

@@ -39,6 +39,7 @@ from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.usage.dead_lives import trim_leftovers
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.opening import open_journal
+from loraplex.control.usage.running_arms import RunningArms
 from loraplex.control.usage.writer import UsageWriter
 
 
@@ -69,6 +70,7 @@ class Installation:
     lock: IO[str]
     store_lock: IO[str]
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
+    running_arms: RunningArms = field(default_factory=RunningArms)
 
     def close(self) -> None:
         self.usage_journal.close()

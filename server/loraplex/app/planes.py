@@ -244,6 +244,7 @@ def _data_services(installation: Installation, shared: _Shared, admin_services: 
         resolver=installation.resolver,
         limiter=shared.limits,
         ledger=installation.usage_journal,
+        running_arms=installation.running_arms,
         adapters=RuntimeLoading(admin_services),
         metrics=shared.metrics,
         drain=shared.drain,

@@ -25,6 +25,7 @@ from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.stop_signals import StopSignals
 from loraplex.control.usage.roll_up import UsageRollUp
+from loraplex.control.usage.running_arms import RunningArmsWriter
 from loraplex.lifecycle.catalog_watch import CatalogWatch
 from loraplex.lifecycle.damage_reports import DamageReports
 from loraplex.lifecycle.tenant_terms import TermsWatch
@@ -220,6 +221,8 @@ def start_background(
     tasks.watch(installation.usage_journal.state)
     tasks.start("key-use", installation.key_use.run)
     tasks.start("usage-writer", installation.usage_writer.run)
+    running = RunningArmsWriter(database, installation.running_arms, installation.usage_journal.life)
+    tasks.start("running-arms", running.run)
     tasks.start("usage-roll-up", UsageRollUp(database, installation.settings.usage_keep_days).run)
     tasks.start("database-watch", database.watch)
     tasks.start("damage-reports", partial(damage.run, engine))

@@ -110,6 +110,14 @@ class ResolvedModel:
     caller: str | None = None
     shadow: AdapterRef | None = None
 
+    @property
+    def is_arm(self) -> bool:
+        """Whether a guard or a schedule moves the release that chose the version, and the version is an arm of it."""
+        run = None if self.release is None else self.release.run
+        if run is None or run.status != "running" or self.adapter is None:
+            return False
+        return self.adapter.version in (run.control, run.candidate)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:

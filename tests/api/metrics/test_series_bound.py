@@ -20,8 +20,11 @@ from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.metrics.api_metrics import MAX_LABEL_SETS
 from loraplex.api.metrics.label_sets import OTHER
 from loraplex.api.routes.metrics import metrics_route
+from loraplex.control.usage.outcome import Outcome
+from loraplex.control.usage.records import CANCELLED
 from loraplex.engine.reports import EngineStats, TenantStats
 from support import markdown
+from support.control.usage import ended
 from support.http.data_plane import DataPlane, ref, running_data_plane
 
 NUM_TENANTS, NUM_ADAPTERS = 1000, 10_000
@@ -81,6 +84,14 @@ def use(metrics: Metrics, all_adapters: list[AdapterRef], statuses: list[int]) -
         metrics.shared_with_base(adapter.tenant_id, adapter, 1)
         for code in ("rate_limit_exceeded", "insufficient_quota"):
             metrics.refused_by_limit(adapter.tenant_id, code)
+
+
+def watch(metrics: Metrics, all_adapters: list[AdapterRef]) -> None:
+    """Every adapter's release is watched, and its requests ended in each way."""
+    for adapter in all_adapters:
+        for status in ("stop", "internal_error", CANCELLED):
+            fields = {"tenant_id": adapter.tenant_id, "adapter": adapter.name, "version": adapter.version}
+            metrics.arms.ended(Outcome.of(ended(**fields, status=status)))
 
 
 def everything_resident(plane: DataPlane, all_adapters: list[AdapterRef]) -> None:
@@ -168,6 +179,7 @@ def test_the_stated_bound_holds_for_the_worst_scrape(plane: DataPlane) -> None:
     """Every tenant and adapter has had every status that there is, and more tenants came than there are labels."""
     everyone = [*adapters(), *(ref(f"late-{number}", "a", 1) for number in range(100))]
     use(plane.metrics, everyone, STATUSES)
+    watch(plane.metrics, everyone)
     for owner in ("key", "tenant", "server"):
         for kind in ("requests", "tokens", "concurrency", "sequences", "budget"):
             plane.metrics.limits_decided("rate_limit_exceeded", 0.1, (owner, kind))  # type: ignore[arg-type]

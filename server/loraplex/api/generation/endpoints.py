@@ -210,7 +210,7 @@ class GenerationEndpoint:
         entry: UsageEntry | None = None
         failure: str | None = None
         try:
-            entry = UsageEntry.open(services.ledger, context, principal, model, plan, self._kind.path)
+            entry = UsageEntry.open(services, context, principal, model, plan, self._kind.path)
             client.check()
             context.deadline.check()
             services.engine.set_tenants({principal.tenant_id or "": principal.terms})

@@ -1,4 +1,5 @@
-"""One request's line in the usage ledger: opened when the request is accepted, closed when its answer is complete."""
+"""One request's line in the usage ledger, and its place in the counts of a release's arms: opened when the request is
+accepted, closed when its answer is complete."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import time
 from datetime import UTC, datetime
 
 from loraplex.api.context import DataContext
-from loraplex.api.deps import Ledger
+from loraplex.api.deps import ApiServices
 from loraplex.api.errors import from_exception
 from loraplex.api.generation.planning import GenerationPlan
 from loraplex.api.outcome import RequestOutcome
 from loraplex.control.types import Principal, ResolvedModel
-from loraplex.control.usage.outcome import key_hash
+from loraplex.control.usage.outcome import Outcome, key_hash
 from loraplex.control.usage.records import BASE, CANCELLED, Accepted
 from loraplex.http.errors import ClientGone
 
@@ -19,16 +20,17 @@ from loraplex.http.errors import ClientGone
 class UsageEntry:
     """Made by `open`, ended by `close`; only the first `close` counts."""
 
-    def __init__(self, ledger: Ledger, accepted: Accepted, arrived: float) -> None:
-        self._ledger = ledger
+    def __init__(self, services: ApiServices, accepted: Accepted, arrived: float, *, is_arm: bool) -> None:
+        self._services = services
         self._accepted = accepted
         self._arrived = arrived
+        self._is_arm = is_arm
         self._closed = False
 
     @classmethod
     def open(
         cls,
-        ledger: Ledger,
+        services: ApiServices,
         context: DataContext,
         principal: Principal,
         model: ResolvedModel,
@@ -50,8 +52,10 @@ class UsageEntry:
             n=plan.num_choices,
             key_hash=0 if model.release is None else key_hash(model.caller or context.internal_id),
         )
-        ledger.accept(accepted)
-        return cls(ledger, accepted, context.started)
+        services.ledger.accept(accepted)
+        if model.is_arm:
+            services.running_arms.begin(accepted)
+        return cls(services, accepted, context.started, is_arm=model.is_arm)
 
     async def close(self, outcome: RequestOutcome) -> None:
         """Returns when the row can't be lost any more."""
@@ -69,7 +73,10 @@ class UsageEntry:
             first_token_s=None if first is None else first - self._arrived,
             total_s=time.monotonic() - self._arrived,
         )
-        await self._ledger.end(row)
+        if self._is_arm:
+            self._services.running_arms.end(self._accepted)
+            self._services.metrics.arms.ended(Outcome.of(row))
+        await self._services.ledger.end(row)
 
 
 def status_of(error: BaseException) -> str:

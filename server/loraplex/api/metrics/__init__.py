@@ -1,7 +1,7 @@
 """Prometheus metrics of a server.
 
 - `Metrics`: the instruments, in `api_metrics`. `Scraper`: the text of one scrape.
-- `count_request`: what an ended request adds.
+- `count_request`: what an ended request adds. `arm_metrics`: arms of watched releases.
 - `engine_metrics`: figures that the engine reports, as an `EngineSnapshot`. `limiter_metrics`: limits that servers
   share. `background_metrics`: background tasks. `disk_metrics`: what is left of the disks.
 - `label_sets`: how many tenants and adapters have labels of their own.

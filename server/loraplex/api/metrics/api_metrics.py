@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import ANSWERS
+from loraplex.api.metrics.arm_metrics import ArmMeter
 from loraplex.api.metrics.background_metrics import BackgroundCollector
 from loraplex.api.metrics.cluster_metrics import cluster_families
 from loraplex.api.metrics.disk_metrics import DiskCollector
@@ -90,8 +91,8 @@ class _Families(Collector):
 
 
 def _without_created(family: Metric) -> Metric:
-    """Counters by tenant leave out when each series began: half of a large scrape, and rates need it not."""
-    if family.type == "counter":
+    """Series by tenant leave out when each began: half of a large scrape, and rates need it not."""
+    if family.type in ("counter", "histogram"):
         family.samples = [
             sample
             for sample in family.samples
@@ -258,6 +259,7 @@ class Metrics:
         self.limiter = LimiterMeter(self._own)
         self.traces = TraceMeter(self._own)
         self.grammars = GrammarMeter(self._own)
+        self.arms = ArmMeter(self._own)
         self.usage_written = Counter(
             "loraplex_usage_rows_written", "Rows that the usage ledger has.", registry=self._own
         )
