@@ -93,6 +93,9 @@ OTHER: dict[str, tuple[str, Any]] = {
     "otlp_service_name": ("llm", "llm"),
     "trace_sample_ratio": ("0.25", 0.25),
     "trace_follow_caller": ("true", True),
+    "webhook_url": ("https://hooks.example.com/x?y=1", "https://hooks.example.com/x?y=1"),
+    "webhook_secret": ("0123456789abcdef", "0123456789abcdef"),
+    "webhook_allow": ("hooks.internal, 10.0.0.0/8", ["hooks.internal", "10.0.0.0/8"]),
     "log_level": ("debug", "debug"),
 }
 """A value of every setting that is not its default: as text, and as what it is read as."""

@@ -28,6 +28,7 @@ TEXTS = {
     "artifact_url": "file:///srv/adapters",
     "otlp_endpoint": "https://collector.example.com:4318",
     "otlp_service_name": "llm",
+    "webhook_url": "https://hooks.example.com/loraplex",
 }
 
 
@@ -43,6 +44,8 @@ def other_value(name: str) -> Any:
         return ["https://a.example.com", "https://b.example.com"]
     if name == "adapter_sources":
         return ["file:///srv/shared", "file:///srv/{tenant}"]
+    if name == "webhook_allow":
+        return ["hooks.internal", "10.0.0.0/8"]
     if field.annotation is bool:
         return not field.default
     if get_origin(field.annotation) is not None:
@@ -85,7 +88,7 @@ def test_secrets_reach_the_server(helm: Helm) -> None:
     secrets = {
         name: {"existingSecret": f"of-{index}", "key": f"key-{index}"}
         for index, name in enumerate(
-            ("adminToken", "keyPepper", "databaseUrl", "redisUrl", "otlpHeaders", "hfToken")
+            ("adminToken", "keyPepper", "databaseUrl", "redisUrl", "otlpHeaders", "webhookSecret", "hfToken")
         )
     }
     variables = (
@@ -94,6 +97,7 @@ def test_secrets_reach_the_server(helm: Helm) -> None:
         "LORAPLEX_DATABASE_URL",
         "LORAPLEX_REDIS_URL",
         "LORAPLEX_OTLP_HEADERS",
+        "LORAPLEX_WEBHOOK_SECRET",
         "HF_TOKEN",
     )
     assert {f"LORAPLEX_{name.upper()}" for name in SECRET_SETTINGS} == set(variables) - {"HF_TOKEN"}

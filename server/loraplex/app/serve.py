@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import platform
 import sys
+import uuid
 from functools import partial
 
 import structlog
@@ -28,6 +29,10 @@ from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.control.usage.running_arms import RunningArmsWriter
 from loraplex.lifecycle.catalog_watch import CatalogWatch
 from loraplex.lifecycle.damage_reports import DamageReports
+from loraplex.lifecycle.releases.rounds import Rounds
+from loraplex.lifecycle.releases.task import ReleaseTask, ReleaseWatch, WebhookTask
+from loraplex.lifecycle.releases.webhook import Webhook
+from loraplex.lifecycle.releases.webhook_address import AllowedHosts
 from loraplex.lifecycle.tenant_terms import TermsWatch
 from loraplex.lifecycle.warming import Warming
 from loraplex.serving.client.cluster_view import ClusterClient
@@ -55,6 +60,8 @@ def serve(settings: Settings) -> int:
         raise SettingsInvalid(
             "--replicas 0 starts no engine: give --engine-port too, for engines that dial in."
         )
+    if settings.webhook_url and not settings.webhook_secret:
+        raise SettingsInvalid("--webhook-url needs --webhook-secret, which signs what is sent there.")
     by_ray, why = uses_ray(settings)
     if settings.replicas > 1 or by_ray:
         log.info("engines_managed", manager="ray" if by_ray else "local", reason=why)
@@ -254,7 +261,20 @@ async def _start(
     installation.background.start("version-checks", apps.checks.run)
     watch = CatalogWatch(installation.database, installation.catalog, installation.tenants)
     installation.background.start("catalog-watch", partial(watch.run, engine))
+    start_releases(installation, engine, apps.metrics.releases)
     return apps
+
+
+def start_releases(installation: Installation, engine: EngineClient, watch: ReleaseWatch) -> None:
+    """Start this server's part in watched releases, and in what their webhook is told."""
+    settings, database = installation.settings, installation.database
+    rounds = Rounds(database, uuid.uuid4().hex, announces=bool(settings.webhook_url))
+    task = ReleaseTask(rounds, database, installation.releases, watch)
+    installation.background.start("releases", partial(task.run, engine))
+    if settings.webhook_url:
+        allowed = AllowedHosts(settings.webhook_allow)
+        webhook = Webhook(settings.webhook_url, settings.webhook_secret, allowed)
+        installation.background.start("release-webhook", WebhookTask(rounds, database, webhook).run)
 
 
 def _fail(joined: asyncio.Future[None], error: LoraplexError) -> None:

@@ -35,6 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Telemetry": (
         "log_level", "otlp_endpoint", "otlp_headers", "otlp_service_name", "trace_sample_ratio", "trace_follow_caller",
+        "webhook_url", "webhook_secret", "webhook_allow",
     ),
 }  # fmt: skip
 """Names of settings by the panel of `--help` that shows them."""

@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import BeforeValidator, Field
 
 from loraplex.adapters.sources.urls import AllowedSources
+from loraplex.lifecycle.releases.webhook_address import AllowedHosts
 
 _UNITS = {
     "": 1,
@@ -77,6 +78,11 @@ def header_pairs(value: str) -> list[tuple[str, str]]:
 
 def checked_sources(value: list[str] | str) -> list[str] | str:
     AllowedSources(value)
+    return value
+
+
+def checked_hosts(value: list[str] | str) -> list[str] | str:
+    AllowedHosts(value)
     return value
 
 

@@ -26,6 +26,7 @@ from loraplex.app.setting_types import (
     Count,
     Port,
     checked_headers,
+    checked_hosts,
     checked_sources,
     comma_list,
     header_pairs,
@@ -33,13 +34,16 @@ from loraplex.app.setting_types import (
 )
 from loraplex.app.suggestions import did_you_mean
 from loraplex.engine.config import MAX_RECORDED_ROWS
+from loraplex.lifecycle.releases.webhook_address import checked_url
 
 OTHER_ENVIRONMENT = frozenset(
     {"LORAPLEX_URL", "LORAPLEX_API_KEY", "LORAPLEX_ADMIN_URL", "LORAPLEX_MODEL_CACHE", "LORAPLEX_CONFIG"}
 )
 """Variables that other commands read; any further LORAPLEX_ variable must be a setting."""
 
-SECRET_SETTINGS = frozenset({"admin_token", "key_pepper", "database_url", "redis_url", "otlp_headers"})
+SECRET_SETTINGS = frozenset(
+    {"admin_token", "key_pepper", "database_url", "redis_url", "otlp_headers", "webhook_secret"}
+)
 """Their values are not repeated in messages; the chart takes them from Secrets alone."""
 
 
@@ -308,6 +312,22 @@ class Settings(BaseSettings):
     )
     trace_follow_caller: bool = Field(
         False, description="Let the sampled flag of a caller's traceparent decide instead of the share"
+    )
+    webhook_url: Annotated[str, AfterValidator(checked_url)] = Field(
+        "",
+        description="http(s)://HOST/PATH that is told of promotions and rollbacks by a guard (default: none)",
+    )
+    webhook_secret: str = Field(
+        "",
+        pattern=r"^([!-~]{16,200})?$",
+        description="What signs those messages: 16 to 200 printable characters; needed for --webhook-url",
+    )
+    webhook_allow: Annotated[list[str] | str, BeforeValidator(comma_list), AfterValidator(checked_hosts)] = (
+        Field(
+            [],
+            description="Hosts and networks without public addresses that the webhook may be on, separated by commas "
+            "(default: none)",
+        )
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least level that is logged"

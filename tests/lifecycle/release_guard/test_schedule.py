@@ -20,6 +20,7 @@ from loraplex.lifecycle.release_guard.schedule import (
     guard_of,
     parse_schedule,
 )
+from loraplex.lifecycle.release_guard.window import Arms
 from support.releases.traffic import ended
 
 ISSUE = [
@@ -77,15 +78,15 @@ def test_the_release_of_the_issue_from_its_begin_to_all_traffic() -> None:
     seen = []
     for now in range(0, 8000, 10):
         state = advance(schedule, state, PASS, float(now))
-        seen.append((schedule.weight(state), state.since))
-    assert list(dict.fromkeys(seen)) == [(1, 0.0), (10, 600.0), (50, 4200.0), (100, 7800.0)]
+        seen.append((state.step, state.since))
+    assert list(dict.fromkeys(seen)) == [(0, 0.0), (1, 600.0), (2, 4200.0), (3, 7800.0)]
     assert state.status == "promoted"
 
 
 def test_a_breach_rolls_back_and_says_why_and_nothing_moves_after_it() -> None:
     schedule, state = parse_schedule(ISSUE), begin(0.0)
     state = advance(schedule, state, BREACH, 5.0)
-    assert (state.status, state.reason, schedule.weight(state)) == ("rolled_back", "guard", 0)
+    assert (state.status, state.reason) == ("rolled_back", "guard")
     assert advance(schedule, state, PASS, 1e9) == state
 
 
@@ -101,7 +102,7 @@ def test_a_pause_keeps_the_weight_and_a_resume_begins_the_step_again() -> None:
     schedule = parse_schedule(ISSUE)
     state = pause(ScheduleState(1, 600.0), 700.0)
     assert advance(schedule, state, BREACH, 1e6) == state
-    assert schedule.weight(state) == 10
+    assert state.step == 1
     state = resume(state, 9000.0)
     assert advance(schedule, state, PASS, 9000.0 + 3599) == state
     assert advance(schedule, state, PASS, 9000.0 + 3600).step == 2
@@ -130,7 +131,6 @@ def test_no_step_is_skipped_or_taken_twice_or_left_early(
             assert verdict == PASS
             assert (after.step, after.since) == (state.step + 1, now)
             assert now - state.since >= schedule.steps[state.step].for_seconds
-            assert schedule.weight(after) > schedule.weight(state)
         assert (after.status == "promoted") == (after.step == len(schedule.steps))
         assert advance(schedule, after, verdict, now) == after  # told twice
         state = after
@@ -160,24 +160,22 @@ def test_a_leader_that_takes_over_with_what_was_written_decides_the_same(
 
 
 def test_each_step_has_a_guard_of_its_own_which_a_new_leader_takes_over() -> None:
-    schedule, rules = parse_schedule(ISSUE), Rules()
-    first = begin(0.0)
+    rules, arms = Rules(), Arms(1, 2, 99.0, 1.0)
 
-    def guard(state: ScheduleState, persisted: bytes | None) -> Any:
-        return guard_of(schedule, state, rules, control=1, candidate=2, persisted=persisted)
+    def guard(since: float, persisted: bytes | None, of: Arms = arms) -> Any:
+        return guard_of(rules, of, since=since, num_steps=3, persisted=persisted)
 
-    running = guard(first, None)
+    running = guard(0.0, None)
     running.observe([ended(version=2, key="u1")], [], 10.0)
     written = running.to_json()
-    assert guard(first, written).num_requests == 1
-    assert guard(advance(schedule, first, PASS, 700.0), written).num_requests == 0
-    assert guard(first, b"{}").num_requests == 0
-    assert guard_of(schedule, first, rules, control=1, candidate=3, persisted=written).num_requests == 0
+    assert guard(0.0, written).num_requests == 1
+    assert guard(700.0, written).num_requests == 0
+    assert guard(0.0, b"{}").num_requests == 0
+    assert guard(0.0, written, Arms(1, 3, 99.0, 1.0)).num_requests == 0
 
 
 def test_the_steps_share_the_allowed_false_alarms() -> None:
-    schedule = parse_schedule(ISSUE)
     guard = guard_of(
-        schedule, begin(0.0), Rules(max_false_alarm=0.03), control=1, candidate=2, persisted=None
+        Rules(max_false_alarm=0.03), Arms(1, 2, 99.0, 1.0), since=0.0, num_steps=3, persisted=None
     )
     assert guard.verdict().threshold == pytest.approx(1 / 0.01 / 0.75)

@@ -29,6 +29,7 @@ from loraplex.api.metrics.engine_metrics import EngineSnapshot, Grown, own_famil
 from loraplex.api.metrics.grammar_metrics import GrammarMeter
 from loraplex.api.metrics.label_sets import IDLE_S, OTHER, LabelSets, OwnedCounter
 from loraplex.api.metrics.limiter_metrics import LimiterMeter
+from loraplex.api.metrics.release_metrics import ReleaseMeter
 from loraplex.api.metrics.residency_metrics import LoadTimes, residency_families
 from loraplex.api.metrics.token_histogram import TokenHistogram
 from loraplex.api.metrics.trace_metrics import TraceMeter
@@ -260,6 +261,7 @@ class Metrics:
         self.traces = TraceMeter(self._own)
         self.grammars = GrammarMeter(self._own)
         self.arms = ArmMeter(self._own)
+        self.releases = ReleaseMeter(self._own)
         self.usage_written = Counter(
             "loraplex_usage_rows_written", "Rows that the usage ledger has.", registry=self._own
         )

@@ -41,6 +41,12 @@ class Reading(msgspec.Struct, frozen=True):
     num_candidate: int
     num_control: int
 
+    @property
+    def shown(self) -> str:
+        """The reading in one line."""
+        candidate, control, bound = map(_shown, (self.candidate, self.control, self.bound))
+        return f"{self.metric} is {candidate} of {self.num_candidate} users; the control's {control} allows {bound}"
+
 
 class Comparison(msgspec.Struct, forbid_unknown_fields=True):
     """`num_control` and `num_candidate` are the sizes of a block. Between looks, the control's last numbers wait for
@@ -136,6 +142,12 @@ def _rank(number: float, earlier: Sequence[float]) -> float:
     if not earlier:
         return 0.5
     return (bisect_left(earlier, number) + bisect_right(earlier, number)) / (2 * len(earlier))
+
+
+def _shown(number: float | None) -> str:
+    if number is None:
+        return "unknown"
+    return "without end" if math.isinf(number) else f"{number:.3g}"
 
 
 def _mean(total: float, count: int) -> float | None:

@@ -42,6 +42,11 @@ class Verdict(msgspec.Struct, frozen=True):
     num_requests: int
     breach: Reading | None = None
 
+    @property
+    def reason(self) -> str:
+        """Why the candidate is worse, for people; for a verdict `breach`."""
+        return "guard" if self.breach is None else f"guard: {self.breach.shown}"
+
 
 class _State(msgspec.Struct, forbid_unknown_fields=True):
     rules: Rules

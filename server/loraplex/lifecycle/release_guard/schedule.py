@@ -34,12 +34,6 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     steps: tuple[Step, ...]
 
-    def weight(self, state: ScheduleState) -> int:
-        """Percent of the traffic that the newest version has now."""
-        if state.status == "rolled_back":
-            return 0
-        return ALL if state.step >= len(self.steps) else self.steps[state.step].weight
-
     def document(self) -> list[dict[str, int]]:
         """The JSON that `parse_schedule` reads."""
         return [{"weight": step.weight, "for_seconds": step.for_seconds} for step in self.steps]
@@ -82,28 +76,17 @@ def advance(schedule: Schedule, state: ScheduleState, verdict: Verdict, now: flo
     if state.status != "running":
         return state
     if verdict.kind == "breach":
-        reason = "guard" if verdict.breach is None else f"guard: {verdict.breach.metric}"
-        return msgspec.structs.replace(state, status="rolled_back", since=now, reason=reason)
+        return msgspec.structs.replace(state, status="rolled_back", since=now, reason=verdict.reason)
     if verdict.kind == "hold" or now - state.since < schedule.steps[state.step].for_seconds:
         return state
     after = state.step + 1
     return ScheduleState(after, now, "promoted" if after == len(schedule.steps) else "running")
 
 
-def guard_of(
-    schedule: Schedule,
-    state: ScheduleState,
-    rules: Rules,
-    *,
-    control: int,
-    candidate: int,
-    persisted: bytes | None,
-) -> Guard:
-    """The guard of the current step: the persisted one if it is this step's, else one without evidence. The steps of a
-    schedule share the allowed false alarms. `control` and `candidate` are versions."""
-    weight = schedule.weight(state)
-    arms = Arms(control, candidate, float(ALL - weight), float(weight))
-    fresh = Guard(rules.split(len(schedule.steps)), arms, since=state.since)
+def guard_of(rules: Rules, arms: Arms, *, since: float, num_steps: int, persisted: bytes | None) -> Guard:
+    """The guard of the step that began at `since`: the persisted one if it is this step's, else one without evidence.
+    The steps of a schedule share the allowed false alarms."""
+    fresh = Guard(rules.split(num_steps), arms, since=since)
     if persisted is None:
         return fresh
     try:

@@ -1,0 +1,152 @@
+"""Rounds of looks at all watched releases, by the one server that has the lease."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import structlog
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.control import leases
+from loraplex.control.db.clock import database_now
+from loraplex.control.db.database import Database
+from loraplex.control.db.release_tables import ReleaseOutcome, ReleaseRun, RunningArmRow, WebhookDelivery
+from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
+from loraplex.control.leases import LeaseLost, Term
+from loraplex.control.usage.outcome_inbox import remove_unwatched
+from loraplex.lifecycle.releases.deliveries import put_delivery
+from loraplex.lifecycle.releases.look import Change, look, remove_old_rows
+
+LEASE = "releases"
+LEASE_S = 5.0
+"""Time without a round after which another server leads."""
+RENEW_S = 1.0
+log = structlog.get_logger("loraplex")
+
+
+class Watched(NamedTuple):
+    """A release that is watched now, by its key."""
+
+    tenant_id: str
+    name: str
+    revision: int
+    status: str
+
+
+class Rounds:
+    """Calls are synchronous, in one thread at a time. `holder` is this server's own name for itself; with `announces`
+    each end of a release is put into the deliveries of the webhook. `now` gives seconds since the epoch, by default the
+    database's."""
+
+    def __init__(
+        self,
+        database: Database,
+        holder: str,
+        *,
+        announces: bool = False,
+        now: Callable[[Session], float] = lambda session: database_now(session).timestamp(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._database = database
+        self._holder = holder
+        self._announces = announces
+        self._now = now
+        self._clock = clock
+        self._renewed = 0.0
+        self.term: Term | None = None
+        """This server's term with the lease; None where it does not lead, as far as it knows."""
+        self.watched: Sequence[Watched] = ()
+        """Releases that were watched at the last round, by whichever server."""
+
+    def round(self, on_change: Callable[[Change], None]) -> None:
+        """Look at each watched release if this server leads, or can. Without anything to watch nobody leads.
+        Raises DatabaseUnavailable, DatabaseBusy."""
+        try:
+            has_work = self._read()
+        except LoraplexError:
+            self._lead(None)
+            raise
+        if not has_work:
+            self.give_up()
+            return
+        try:
+            self._renew(at_once=True)
+            if self.term is None:
+                return
+            for watched in self.watched:
+                self._renew()
+                self._look(watched, on_change)
+            self._tidy()
+        except LeaseLost:
+            self._lead(None)
+
+    def give_up(self) -> None:
+        """Let another server lead at once. Raises DatabaseUnavailable, DatabaseBusy."""
+        if self.term is not None:
+            term = self.term
+            self._lead(None)
+            leases.give_up(self._database, term)
+
+    def _read(self) -> bool:
+        of = ReleaseRun
+        query = select(of.tenant_id, of.name, of.revision, of.status).where(
+            of.status.in_(("running", "paused"))
+        )
+        with self._database.read() as session:
+            self.watched = [Watched(*row) for row in session.execute(query.order_by(of.tenant_id, of.name))]
+            if self.watched:
+                return True
+            rest = (ReleaseOutcome, RunningArmRow, *((WebhookDelivery,) if self._announces else ()))
+            return any(session.scalars(select(table).limit(1)).first() is not None for table in rest)
+
+    def _renew(self, *, at_once: bool = False) -> None:
+        if at_once or self._clock() - self._renewed >= RENEW_S:
+            began = self._clock()
+            self._lead(leases.take(self._database, LEASE, self._holder, LEASE_S))
+            self._renewed = began
+            if self.term is None and not at_once:
+                raise LeaseLost(LEASE)
+
+    def _lead(self, term: Term | None) -> None:
+        if term != self.term:
+            leads = term is not None
+            log.info("release_leader", leads=leads, term=(term or self.term or Term("", "", 0)).number)
+        self.term = term
+
+    def _look(self, watched: Watched, on_change: Callable[[Change], None]) -> None:
+        assert self.term is not None
+        try:
+            with self._database.write() as session:
+                leases.check(session, self.term)
+                run = session.get(ReleaseRun, (watched.tenant_id, watched.name))
+                if run is None or run.status not in ("running", "paused"):
+                    return
+                change = look(session, run, self._now(session))
+                if self._announces and change is not None:
+                    put_delivery(session, change)
+        except (LeaseLost, DatabaseUnavailable, DatabaseBusy):
+            raise
+        except Exception as error:
+            # One that cannot be looked at must not keep the others from it.
+            is_ours = isinstance(error, LoraplexError)
+            log.error(
+                "release_not_watched",
+                tenant=watched.tenant_id,
+                adapter=watched.name,
+                reason=str(error)[:200],
+                exc_info=None if is_ours else error,
+            )
+            return
+        if change is not None:
+            on_change(change)
+
+    def _tidy(self) -> None:
+        assert self.term is not None
+        with self._database.write(ages_caches=False) as session:
+            leases.check(session, self.term)
+            remove_unwatched(session)
+            remove_old_rows(session, self._now(session))

@@ -1,0 +1,350 @@
+"""Watched releases: steps by time, rollbacks by evidence, and one leader, of whom none does anything twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import structlog
+from sqlalchemy import event, select, update
+
+from loraplex.control.db.database import Database
+from loraplex.control.db.release_tables import Lease, ReleaseOutcome, ReleaseRun
+from loraplex.control.db.tables import AdapterVersion, Release
+from loraplex.control.types import ReleasePlan, ReleaseTarget
+from loraplex.lifecycle.releases.rounds import LEASE, Rounds
+from support.control.plane import ControlPlane, at_once
+from support.releases.watched import GUARD, STEPS, Watched
+
+BY_TIME = ReleasePlan(schedule=STEPS)
+GUARDED = ReleasePlan(guard=GUARD)
+BOTH = ReleasePlan(guard=GUARD, schedule=STEPS)
+
+
+@pytest.fixture
+def watched(plane: ControlPlane) -> Watched:
+    return Watched(plane)
+
+
+def test_a_schedule_without_a_guard_advances_by_time_alone(watched: Watched) -> None:
+    first = watched.put(BY_TIME, v1=100, v2=0)
+    server = watched.server()
+    seen = []
+    for _ in range(14):
+        for change in watched.round(server, after=10.0):
+            seen.append((watched.seconds, change.event, watched.weights()))
+    assert seen == [
+        (60.0, "release_step", {"v1": 25, "v2": 75}),
+        (120.0, "release_promoted", {"v2": 100}),
+    ]
+    assert watched.release().revision == first.revision + 2
+    assert watched.stored()["audit"][-2:] == [("guard", "release.step"), ("guard", "release.promoted")]
+
+
+def test_a_guard_holds_a_step_until_it_has_seen_enough_and_counts_each_request_once(watched: Watched) -> None:
+    watched.put(BOTH, v1=100, v2=0)
+    server = watched.server()
+    watched.round(server, after=61)
+    watched.ended(1, 8)
+    watched.ended(2, 4)
+    assert watched.round(server) == []
+    assert watched.stored()["outcomes"] == []
+    assert watched.stored()["counted"] == [4]
+    for _ in range(5):
+        assert watched.round(server) == []  # four are no more for being looked at again
+    watched.ended(1, 8)
+    watched.ended(2, 1)
+    assert [change.event for change in watched.round(server)] == ["release_step"]
+    assert watched.stored()["counted"] == [0], "the next step begins without evidence"
+
+
+def test_a_breach_rolls_back_by_itself_and_says_why(watched: Watched) -> None:
+    watched.put(BOTH, v1=100, v2=0)
+    server = watched.server(announces=True)
+    while not watched.changes and watched.seconds < 10:
+        watched.ended(1, 8)
+        watched.ended(2, 8, status="internal_error")
+        watched.round(server)
+    [change] = watched.changes
+    assert watched.seconds <= 10
+    assert (change.event, change.cause) == ("release_rolled_back", "error_rate")
+    info = watched.release()
+    assert (watched.weights(), info.actor, info.origin) == ({"v1": 100}, "guard", "rollback")
+    assert info.reason is not None
+    assert info.reason.startswith("guard: error_rate is 1 of ")
+    assert "the control's 0 allows 0.005" in info.reason
+    assert info.run.status == "rolled_back"
+    stored = watched.stored()
+    assert stored["audit"][-1] == ("guard", "release.rolled_back")
+    assert stored["deliveries"] == [("release.rolled_back", 0)]
+    watched.ended(2, 3, status="internal_error")
+    watched.round(server)
+    assert watched.stored()["revisions"] == stored["revisions"]
+
+
+def test_a_guard_without_a_schedule_looks_for_as_long_as_the_release_is_watched(watched: Watched) -> None:
+    watched.put(GUARDED, v1=50, v2=50)
+    server = watched.server()
+    for _ in range(9):
+        watched.ended(1, 3)
+        watched.ended(2, 3)
+        assert watched.round(server, after=100) == []
+    assert watched.weights() == {"v1": 50, "v2": 50}
+    while not watched.changes and watched.seconds < 910:
+        watched.ended(1, 8)
+        watched.ended(2, 8, status="internal_error")
+        watched.round(server)
+    assert watched.weights() == {"v1": 100}
+
+
+@pytest.mark.parametrize(("age_s", "is_found"), [(1.0, True), (6.0, False)])
+def test_answers_that_never_end_are_found_by_fresh_rows_of_running_requests(
+    watched: Watched, age_s: float, is_found: bool
+) -> None:
+    watched.put(GUARDED, v1=50, v2=50)
+    server = watched.server()
+    watched.seconds = 50
+    watched.ended(1, 60)
+    watched.round(server)
+    for _ in range(12):
+        watched.ended(1, 8)
+        watched.running(2, [5.0] * 16, age_s=age_s)
+        watched.round(server)
+    causes = {change.cause for change in watched.changes}
+    assert causes <= {"output_length", "length_share"}
+    assert bool(causes) is is_found
+
+
+def test_a_pause_stops_everything_and_a_resume_begins_the_step_again(watched: Watched) -> None:
+    watched.put(BOTH, v1=100, v2=0)
+    server = watched.server()
+    watched.ended(1, 8)
+    watched.ended(2, 8)
+    watched.round(server)
+    watched.plane.releases.pause("acme", "pirate")
+    watched.ended(2, 60, status="internal_error")
+    for _ in range(5):
+        assert watched.round(server, after=100) == []
+    assert watched.stored()["outcomes"] == []
+    resumed = watched.plane.releases.resume("acme", "pirate")
+    watched.began, watched.seconds = resumed.run.since, 0.0
+    watched.ended(1, 8)
+    watched.ended(2, 8)
+    assert watched.round(server, after=59) == []
+    watched.ended(1, 8)
+    watched.ended(2, 8)
+    assert [change.event for change in watched.round(server, after=2)] == ["release_step"]
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_candidate_that_is_damaged_goes_back(watched: Watched, is_paused: bool) -> None:
+    watched.put(BY_TIME, v1=100, v2=0)
+    if is_paused:
+        watched.plane.releases.pause("acme", "pirate")
+    with watched.plane.database.write() as session:
+        session.get_one(AdapterVersion, ("acme", "pirate", 2)).state = "corrupt"
+    [change] = watched.round(watched.server())
+    assert (change.cause, change.release.reason) == ("unusable", "v2 is corrupt")
+    assert watched.weights() == {"v1": 100}
+
+
+def test_nothing_goes_back_while_no_version_can_serve(watched: Watched) -> None:
+    watched.put(BY_TIME, v1=100, v2=0)
+    with watched.plane.database.write() as session:
+        session.execute(update(AdapterVersion).values(state="incompatible"))
+    assert watched.round(watched.server()) == []
+
+
+def test_without_anything_to_watch_nobody_leads(watched: Watched) -> None:
+    server = watched.server()
+    watched.round(server)
+    assert (server.term, server.watched) == (None, [])
+    with watched.plane.database.read() as session:
+        assert session.get(Lease, LEASE) is None
+    watched.put(BY_TIME, v1=100, v2=0)
+    with structlog.testing.capture_logs() as lines:
+        watched.round(server)
+        watched.plane.releases.promote("acme", "pirate", "v2")
+        watched.round(server)
+    assert [(line["leads"], line["term"]) for line in lines] == [(True, 1), (False, 1)]
+    other = watched.server("b")
+    watched.put(BY_TIME, v1=100, v2=0)
+    watched.round(other)
+    assert other.term is not None, "the lease was given up, and not left to run out"
+
+
+def test_outcomes_that_no_guard_waits_for_are_removed(watched: Watched) -> None:
+    watched.ended(2, 3)
+    watched.round(watched.server())
+    assert watched.stored()["outcomes"] == []
+
+
+def test_a_release_that_cannot_be_looked_at_keeps_none_of_the_others(watched: Watched) -> None:
+    watched.plane.add("acme", "aaa", 3)
+    watched.plane.add("acme", "aaa", 4)
+    watched.put(BY_TIME, v1=100, v2=0)
+    targets = [ReleaseTarget("v1", 50), ReleaseTarget("v2", 50)]
+    watched.plane.releases.put("acme", "aaa", targets, plan=GUARDED)
+    with watched.plane.database.write() as session:
+        of = (Release.name == "aaa", Release.guard.is_not(None))
+        session.execute(update(Release).where(*of).values(guard={"metrics": "none"}))
+    with structlog.testing.capture_logs() as lines:
+        changes = watched.round(watched.server(), after=60)
+    assert [change.release.name for change in changes] == ["pirate"]
+    assert [(line["event"], line["adapter"]) for line in lines if line["log_level"] == "error"] == [
+        ("release_not_watched", "aaa")
+    ]
+
+
+class Killed(BaseException):
+    """The leader's process is gone."""
+
+
+class Killer:
+    """Kills whoever talks to this database before its statement `at`, counted from 0; the commits count too."""
+
+    def __init__(self, database: Database) -> None:
+        self.engine: Any = database._engine
+        self.left: int | None = None
+        event.listen(self.engine, "before_cursor_execute", self._on_statement)
+        event.listen(self.engine, "commit", self._on_statement)
+
+    def _on_statement(self, *_: Any) -> None:
+        if self.left is not None:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+
+
+def _step(watched: Watched) -> None:
+    watched.put(BOTH, v1=100, v2=0)
+    watched.seconds = 61.0
+    watched.ended(1, 8)
+    watched.ended(2, 8)
+
+
+def _promotion(watched: Watched) -> None:
+    _step(watched)
+    watched.round(watched.server("before"))
+    watched.end_lease()
+    watched.seconds = 130.0
+    watched.ended(1, 8)
+    watched.ended(2, 8)
+
+
+def _rollback(watched: Watched) -> None:
+    watched.put(BOTH, v1=100, v2=0)
+    watched.seconds = 5.0
+    watched.ended(1, 60)
+    watched.ended(2, 60, status="internal_error")
+
+
+def _evidence(watched: Watched) -> None:
+    watched.put(BOTH, v1=100, v2=0)
+    watched.seconds = 5.0
+    watched.ended(1, 8)
+    watched.ended(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("backend", "prepare", "action"),
+    [
+        ("sqlite", _step, "release.step"),
+        ("sqlite", _promotion, "release.promoted"),
+        ("sqlite", _rollback, "release.rolled_back"),
+        ("sqlite", _evidence, None),
+        pytest.param("postgresql", _rollback, "release.rolled_back", marks=pytest.mark.slow),
+    ],
+)
+def test_a_leader_that_dies_at_any_statement_leaves_all_or_nothing(
+    watched: Watched, prepare: Any, action: str | None
+) -> None:
+    """Each death is followed by another server, which dies one statement later. Until one lives long enough, all is
+    as it was; then all of the change is there, once, and the next leader adds nothing."""
+    prepare(watched)
+    before = watched.stored()
+    dying = Database(watched.plane.url)
+    killer = Killer(dying)
+    deaths = 0
+    while True:
+        server = watched.server(f"life-{deaths}", dying, announces=True)
+        killer.left = deaths
+        try:
+            watched.round(server, after=0.0)
+        except Killed:
+            pass
+        finally:
+            lived = killer.left != 0
+            killer.left = None
+        after = watched.stored()
+        if after != before or lived:
+            break
+        deaths += 1
+        watched.end_lease()
+    assert deaths > 10
+    watched.end_lease()
+    watched.round(watched.server("last", announces=True), after=0.0)
+    found = watched.stored()
+    assert found == after, "the next leader does it again"
+    added = {name: rows[len(before[name]) :] for name, rows in found.items()}
+    assert found["outcomes"] == []
+    assert found["counted"] == [0 if action else 8]
+    assert added["audit"] == ([] if action is None else [("guard", action)])
+    assert len(added["revisions"]) == (action is not None)
+    is_told = action in ("release.promoted", "release.rolled_back")
+    assert added["deliveries"] == ([(action, 0)] if is_told else [])
+    dying.close()
+
+
+@pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
+def test_two_servers_at_once_make_each_change_once(watched: Watched) -> None:
+    watched.put(BY_TIME, v1=100, v2=0)
+    databases = [Database(watched.plane.url) for _ in range(2)]
+    servers = [watched.server(name, database) for name, database in zip("ab", databases, strict=True)]
+    changes: list[Any] = []
+    for number in range(14):
+        watched.seconds += 10.0
+        if number % 3 == 2:
+            watched.end_lease()
+        for failure in at_once(*(lambda server=server: server.round(changes.append) for server in servers)):
+            assert failure is None
+    assert [change.event for change in changes] == ["release_step", "release_promoted"]
+    assert watched.stored()["audit"][-2:] == [("guard", "release.step"), ("guard", "release.promoted")]
+    for database in databases:
+        database.close()
+
+
+def test_a_leader_that_stalled_changes_nothing_once_another_leads(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched.put(BY_TIME, v1=100, v2=0)
+    stalled, other = watched.server("a"), watched.server("b")
+    watched.round(stalled)
+    watched.seconds = 70.0
+    renew = Rounds._renew
+
+    def stall(self: Rounds, *, at_once: bool = False) -> None:
+        renew(self, at_once=at_once)
+        if self is stalled and at_once:
+            watched.end_lease()
+            watched.round(other, after=0.0)
+
+    monkeypatch.setattr(Rounds, "_renew", stall)
+    assert watched.round(stalled, after=0.0) == []
+    assert stalled.term is None
+    assert [change.event for change in watched.changes] == ["release_step"]
+    assert watched.stored()["run"][0][2] == 1
+
+
+def test_a_look_asks_no_cache_to_read_a_release_again_that_did_not_change(watched: Watched) -> None:
+    watched.put(BOTH, v1=100, v2=0)
+    server, database = watched.server(), watched.plane.database
+    watched.round(server)
+    seen = database.revision
+    watched.ended(1, 8)
+    watched.ended(2, 2)
+    watched.round(server)
+    with database.read() as session:
+        assert session.scalars(select(ReleaseRun.guard_state)).one() is not None
+        assert session.scalars(select(ReleaseOutcome.id)).all() == []
+    assert not database.changed_since("adapter:acme/pirate", seen)
