@@ -1,4 +1,4 @@
-"""Watched releases: steps by time, rollbacks by evidence, and one leader, of whom none does anything twice."""
+"""Watched releases: steps by time, rollbacks by evidence, and one leader; nothing is done twice."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class Killed(BaseException):
 
 
 class Killer:
-    """Kills whoever talks to this database before its statement `at`, counted from 0; the commits count too."""
+    """Kills the caller of this database after `left` more statements; commits count too."""
 
     def __init__(self, database: Database) -> None:
         self.engine: Any = database._engine
@@ -288,7 +288,8 @@ def test_a_leader_that_dies_at_any_statement_leaves_all_or_nothing(
     assert found == after, "the next leader does it again"
     added = {name: rows[len(before[name]) :] for name, rows in found.items()}
     assert found["outcomes"] == []
-    assert found["counted"] == [0 if action else 8]
+    # A step begins without evidence; the guard of a release that has ended stays to be looked at.
+    assert found["counted"] == [{"release.step": 0, "release.rolled_back": 60}.get(action or "", 8)]
     assert added["audit"] == ([] if action is None else [("guard", action)])
     assert len(added["revisions"]) == (action is not None)
     is_told = action in ("release.promoted", "release.rolled_back")

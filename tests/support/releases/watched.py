@@ -55,7 +55,7 @@ class Watched:
         return Rounds(database or self.plane.database, name, now=self.now, **options)
 
     def round(self, server: Rounds, *, after: float = 1.0) -> list[Change]:
-        """The changes of one round, `after` so many seconds."""
+        """The changes of one round, after this many seconds."""
         self.seconds += after
         found: list[Change] = []
         server.round(found.append)

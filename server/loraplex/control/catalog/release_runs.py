@@ -160,6 +160,7 @@ def pause_run(session: Session, release: ReleaseInfo, *, by: Actor) -> ReleaseIn
 def resume_run(session: Session, release: ReleaseInfo, *, by: Actor) -> ReleaseInfo:
     """Raises Conflict where the release is not paused."""
     run = _run_of(session, release)
+    run.guard_state = None
     _keep(run, schedule_state.resume(state_of(run), database_now(session).timestamp()))
     return recorded(session, by, "release.resume", release, with_run(release, run))
 
@@ -172,7 +173,7 @@ def _run_of(session: Session, release: ReleaseInfo) -> ReleaseRun:
 
 
 def _keep(run: ReleaseRun, state: ScheduleState) -> None:
-    run.step, run.since, run.status, run.guard_state = state.step, state.since, state.status, None
+    run.step, run.since, run.status = state.step, state.since, state.status
 
 
 def take_step(session: Session, run: ReleaseRun, state: ScheduleState) -> ReleaseInfo:
@@ -192,6 +193,8 @@ def take_step(session: Session, run: ReleaseRun, state: ScheduleState) -> Releas
         session, run.tenant_id, run.name, targets, before.sticky, origin="step", plan=plan, by=GUARD
     )
     run.revision = after.revision
+    if not is_last:
+        run.guard_state = None  # each step has its own; that of the last one stays to be looked at
     _keep(run, state)
     session.flush()
     action = "release.promoted" if is_last else "release.step"

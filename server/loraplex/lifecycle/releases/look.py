@@ -33,7 +33,7 @@ _GO_ON = Verdict("pass", 0.0, 1.0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a look did. `cause` is of a rollback."""
+    """The change that a look made. `cause` is of a rollback."""
 
     event: Literal["release_step", "release_promoted", "release_rolled_back"]
     release: ReleaseInfo
@@ -57,6 +57,8 @@ def look(session: Session, run: ReleaseRun, now: float) -> Change | None:
         verdict = guard.observe(outcomes.values(), running, now)
     if outcomes:
         remove_outcomes(session, outcomes)
+    if guard is not None:
+        _keep(session, run, guard)
     before = state_of(run)
     after = _advanced(release, before, verdict, now)
     if after.status == "rolled_back":
@@ -65,8 +67,6 @@ def look(session: Session, run: ReleaseRun, now: float) -> Change | None:
     if after != before:
         taken = take_step(session, run, after)
         return Change("release_promoted" if after.status == "promoted" else "release_step", taken)
-    if guard is not None:
-        _keep(session, run, guard)
     return None
 
 
@@ -93,7 +93,7 @@ def _guard(release: ReleaseInfo, run: ReleaseRun) -> Guard | None:
 
 
 def _unusable(session: Session, run: ReleaseRun) -> str | None:
-    """Why the candidate has to go back; None if it does not, or if the control could not serve either."""
+    """Why the candidate cannot stay; None if it can, or if the control could not serve either."""
     states = version_states(session, run.tenant_id, run.name)
     candidate, control = f"v{run.candidate}", f"v{run.control}"
     state = states.get(candidate, "deleted")

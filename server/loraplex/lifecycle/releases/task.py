@@ -29,7 +29,7 @@ log = structlog.get_logger("loraplex")
 
 
 class ReleaseWatch(Protocol):
-    """What counts the changes of releases that this server makes."""
+    """Counts the changes of releases that this server makes."""
 
     def rolled_back(self, cause: RollbackCause) -> None: ...
     def round_ended(self, *, num_running: int, leads: bool) -> None: ...
