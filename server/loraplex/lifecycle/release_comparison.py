@@ -1,4 +1,4 @@
-"""A release's versions side by side: requests of the ledger, and the guard's readings."""
+"""A release's versions side by side: requests of the ledger, the guard's readings, the shadow's samples."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from datetime import UTC, datetime
 from sqlalchemy.orm import Session
 
 from loraplex.control.catalog.release_reading import require_release
+from loraplex.control.catalog.shadow_store import ShadowStore, began_of
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import ReleaseRun
-from loraplex.control.types import ReleaseInfo
+from loraplex.control.types import ReleaseInfo, ShadowInfo
 from loraplex.control.usage.arms import ArmSummary, compare_arms
 from loraplex.lifecycle.release_guard.guard import Guard, GuardStateInvalid
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseComparison:
-    """The arms of `release` since `since`. `guard` is None where there is none."""
+    """The arms of `release` since `since`. `guard` and `shadow` are None where there is none."""
 
     release: ReleaseInfo
     since: datetime
     arms: tuple[ArmSummary, ...]
     guard: Guard | None
+    shadow: ShadowInfo | None
 
 
 def compare_release(database: Database, tenant_id: str, name: str) -> ReleaseComparison:
@@ -33,7 +35,8 @@ def compare_release(database: Database, tenant_id: str, name: str) -> ReleaseCom
         guard = _guard_of(session, release)
         since = release.created_at if guard is None else datetime.fromtimestamp(guard.since, UTC)
         arms = compare_arms(session, tenant_id, name, _versions(release), since)
-        return ReleaseComparison(release, since, tuple(arms), guard)
+    shadow = ShadowStore(database).read(tenant_id, name, began_of(release))
+    return ReleaseComparison(release, since, tuple(arms), guard, shadow)
 
 
 def _versions(release: ReleaseInfo) -> list[int]:

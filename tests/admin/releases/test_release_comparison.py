@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from sqlalchemy import insert
 
-from loraplex.control.db.release_tables import ReleaseRun
+from loraplex.control.db.release_tables import ReleaseRun, ShadowCount
 from loraplex.control.db.tables import Usage
 from loraplex.lifecycle.release_guard.guard import Guard
 from loraplex.lifecycle.release_guard.rules import parse_rules
@@ -126,3 +126,26 @@ async def test_another_tenants_release_is_not_compared(plane: AdminPlane) -> Non
     plane.make_tenant("rival")
     async with admin_client(plane.app, plane.make_key("rival")) as rival:
         assert_problem(await rival.get(f"{PATH}/comparison"), 404, "tenant_not_found")
+
+
+async def test_the_shadows_samples_are_summed_up(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    shadow = {"version": "v2", "sample": 1}
+    await admin.put(PATH, json={"targets": TARGETS[:1], "shadow": shadow})
+    assert (await admin.get(f"{PATH}/comparison")).json()["shadow"] is None
+    sums = {"samples": 8, "exact": 6, "diverged_at": 10, "dropped": 1, "failed": 2, "live_tokens": 80}
+    sums |= {"shadow_tokens": 90, "scored": 40, "live_logprob": -20.0, "shadow_logprob": -30.0}
+    with plane.database.write() as session:
+        session.add(ShadowCount(tenant_id="acme", name="support", began=2, version=2, **sums))
+    assert (await admin.get(f"{PATH}/comparison")).json()["shadow"] == {
+        "version": "v2",
+        "began": 2,
+        "samples": 8,
+        "exact": 6,
+        "mean_same_tokens": 5,
+        "dropped": 1,
+        "failed": 2,
+        "live_tokens": 80,
+        "shadow_tokens": 90,
+        "logprob": -0.5,
+        "shadow_logprob": -0.75,
+    }

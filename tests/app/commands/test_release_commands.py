@@ -14,6 +14,7 @@ from sqlalchemy import insert
 from loraplex.app.commands.shared.release_view import watch
 from loraplex.app.output import Output, fields_table
 from loraplex.control.catalog import release_runs
+from loraplex.control.db.release_tables import ShadowCount
 from loraplex.control.db.tables import Usage
 from loraplex.lifecycle.release_guard.guard import Guard
 from loraplex.lifecycle.release_guard.rules import parse_rules
@@ -198,6 +199,18 @@ def test_the_versions_are_shown_side_by_side(shell: Shell) -> None:
     ):
         assert any(line[: len(words)] == words for line in shown), words
     assert any(line[:3] == ["guard", "says", "pass,"] for line in shown)
+
+
+def test_what_the_shadow_found_is_shown(shell: Shell) -> None:
+    shell.ok("release", "set", "support", "v1", "-t", "acme", "--shadow", "v2:1")
+    sums = {"samples": 8, "exact": 6, "diverged_at": 10, "dropped": 1, "failed": 2, "live_tokens": 80}
+    sums |= {"shadow_tokens": 90, "scored": 40, "live_logprob": -20.0, "shadow_logprob": -30.0}
+    with shell.plane.database.write() as session:
+        session.add(ShadowCount(tenant_id="acme", name="support", began=2, version=2, **sums))
+    shown = lines(shell.ok("release", "show", *NAME))
+    assert ["shadow", "v2,", "8", "compared,", "2", "failed,", "1", "dropped"] in shown
+    assert ["same", "tokens", "75.00%"] in shown
+    assert ["else", "the", "same", "for", "5.0", "tokens"] in shown
 
 
 class TestWatching:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from loraplex.admin.routes.release_plan import show_run
 from loraplex.admin.schemas import release_comparison as shown
-from loraplex.control.types import ReleaseInfo
+from loraplex.control.types import ReleaseInfo, ShadowInfo
 from loraplex.control.usage.arms import ArmSummary, Quantiles
 from loraplex.lifecycle.release_comparison import ReleaseComparison
 from loraplex.lifecycle.release_guard.comparison import Reading
@@ -26,6 +26,7 @@ def show_comparison(found: ReleaseComparison) -> shown.ReleaseComparison:
         run=show_run(release.run),
         arms=[_arm(release, arm) for arm in found.arms],
         guard=None if found.guard is None else _guard(found.guard),
+        shadow=None if found.shadow is None else _shadow(found.shadow),
     )
 
 
@@ -80,6 +81,26 @@ def _reading(reading: Reading) -> shown.GuardReading:
         control_users=reading.num_control,
         candidate_users=reading.num_candidate,
     )
+
+
+def _shadow(info: ShadowInfo) -> shown.ShadowState:
+    return shown.ShadowState(
+        version=info.version,
+        began=info.began,
+        samples=info.samples,
+        exact=info.exact,
+        mean_same_tokens=_mean(info.diverged_at, info.samples - info.exact),
+        dropped=info.dropped,
+        failed=info.failed,
+        live_tokens=info.live_tokens,
+        shadow_tokens=info.shadow_tokens,
+        logprob=_mean(info.live_logprob, info.scored),
+        shadow_logprob=_mean(info.shadow_logprob, info.scored),
+    )
+
+
+def _mean(total: float, count: int) -> float | None:
+    return total / count if count > 0 else None
 
 
 def _finite(value: float | None) -> float | None:

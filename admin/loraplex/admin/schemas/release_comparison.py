@@ -75,9 +75,28 @@ class GuardState(ResponseBody):
     metrics: list[GuardReading]
 
 
+class ShadowState(ResponseBody):
+    """The samples of the shadow version since revision `began`. `samples` were compared: `exact` of them have the
+    tokens of the released version's answer, the others differ after `mean_same_tokens` in the mean. `dropped` did not
+    run to their end, `failed` ended with an error. `logprob` and `shadow_logprob`: the mean log probability of a token
+    that callers got, under the version that answered and under the shadow. Null where there is nothing."""
+
+    version: str
+    began: int
+    samples: int
+    exact: int
+    mean_same_tokens: float | None
+    dropped: int
+    failed: int
+    live_tokens: int
+    shadow_tokens: int
+    logprob: float | None
+    shadow_logprob: float | None
+
+
 class ReleaseComparison(ResponseBody):
-    """The arms of a release. They are of requests since `since`: the step began, or the release. `guard` is
-    null where there is none."""
+    """The arms of a release. They are of requests since `since`: the step began, or the release. `guard` and
+    `shadow` are null where there is none."""
 
     name: str
     revision: int
@@ -85,3 +104,4 @@ class ReleaseComparison(ResponseBody):
     run: Run | None
     arms: list[ComparedArm]
     guard: GuardState | None
+    shadow: ShadowState | None

@@ -56,6 +56,8 @@ def release_tables(release: Json, comparison: Json | None) -> list[Table]:
         tables.append(_arms(comparison["arms"]))
         if comparison["guard"] is not None:
             tables += _guard(comparison["guard"])
+        if comparison["shadow"] is not None:
+            tables.append(fields_table(_shadow_fields(comparison["shadow"])))
     return tables
 
 
@@ -144,6 +146,21 @@ def _guard(guard: Json) -> list[Table]:
 def _verdict_text(guard: Json) -> str:
     metric = f" in {guard['breach']}" if guard["breach"] else ""
     return f"{guard['verdict']}{metric}, evidence {guard['evidence']:.3g} of {guard['threshold']:.4g}"
+
+
+def _shadow_fields(shadow: Json) -> Json:
+    samples, same = shadow["samples"], shadow["mean_same_tokens"]
+    fields = {
+        "shadow": f"{shadow['version']}, {samples} compared, {shadow['failed']} failed, {shadow['dropped']} dropped"
+    }
+    if samples:
+        fields["same tokens"] = f"{100 * shadow['exact'] / samples:.2f}%"
+    if same is not None:
+        fields["else the same for"] = f"{same:.1f} tokens"
+    if shadow["logprob"] is not None:
+        under = f"{shadow['logprob']:.3f}, under the shadow {shadow['shadow_logprob']:.3f}"
+        fields["log probability of a token"] = under
+    return fields
 
 
 def _metric_text(metric: Json, arm: str) -> str:
