@@ -14,7 +14,9 @@ from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.model.base import ModelShape
 from support.adapters.peft_zoo import ALL_SITES, PeftReference
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
+from support.engine.mixed_questions import cramped_engine
 from support.engine.same_bits import Answer, Asked, Question
+from support.models.checkpoints import OTHERS as WRAPPED
 from support.models.checkpoints import VOCAB, save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -183,3 +185,31 @@ def test_log_probabilities_of_the_prompt_equal_pefts_on_both_sides(
     plain = reference.logits(Question(prompt, None)).log_softmax(-1)
     differing = [at for at in range(len(prompt)) if float((plain[at] - scores[at]).abs().max()) > 1e-3]
     assert differing == list(range(place, len(prompt)))
+
+
+def test_models_through_transformers_compute_both_sides_too(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    options = WRAPPED["starcoder2"]
+    base = save_tiny(tmp_path / "base", options)
+    config = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"]}
+    chosen = {"plain": config, "activated": config | {"alora_invocation_tokens": list(INVOCATION)}}
+    adapters = save_adapters(base, tmp_path, chosen, std=0.1)
+    engine = cramped_engine(base, tmp_path / "work", options, lookahead=1, max_num_seqs=6)
+    assert engine.built.info.decoder == "transformers"
+    refs = {None: None, **{name: engine.publish(folder, name=name) for name, folder in adapters.items()}}
+    shared = tuple(rng.randrange(3, 100) for _ in range(50))
+    asked = []
+    for number in range(9):
+        name = (None, "activated", "plain", "activated")[number % 4]
+        invoked = INVOCATION if name == "activated" else ()
+        prompt = (*shared[: rng.choice([5, 33, 50])], *invoked, *shared[: rng.choice([1, 7])])
+        asked.append(Question(prompt, name))
+        engine.add(str(number), prompt, refs[name], max_tokens=4)
+    engine.run()
+    assert engine.core.stats().prefix_cache_hits > 0
+    reference = Reference(base, adapters, torch.float32)
+    for number, question in enumerate(asked):
+        answer = engine.tokens(str(number))
+        expected = reference.logits(question, answer[:-1])[len(question.prompt) - 1 :].argmax(-1)
+        assert answer == expected.tolist(), question
+    engine.close()
