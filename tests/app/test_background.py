@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
+import json
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,14 @@ import pytest
 import sqlalchemy.exc
 from prometheus_client.parser import text_string_to_metric_families
 
-from loraplex.app.serve import start_background
+from loraplex.app.serve import serve, start_background, start_releases
+from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.db.database import Database
 from loraplex.control.db.outage import Outage
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.tenancy.key_use import KeyUse
+from loraplex.control.types import ReleasePlan, ReleaseTarget
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.control.usage.running_arms import RunningArmsWriter
 from loraplex.control.usage.writer import UsageWriter
@@ -95,6 +100,56 @@ def test_every_task_of_a_server_is_started_again(tmp_path: Path, monkeypatch: py
             "usage-journal": 0
         }
     assert not any(state.up for state in installation.background.states if state.name != "usage-journal")
+
+
+def test_a_server_steps_its_releases_and_tells_the_webhook(tmp_path: Path) -> None:
+    """All of it by the clock of the database, as a server runs it."""
+    told: list[bytes] = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            told.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as hook:
+        threading.Thread(target=hook.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{hook.server_port}/"
+        secret = "0123456789abcdef"
+        with whole_server(
+            tmp_path, webhook_url=url, webhook_secret=secret, webhook_allow=["127.0.0.1"]
+        ) as server:
+            installation, plane = server.installation, server.plane
+            plane.make_tenant()
+            for seed in (1, 2):
+                plane.make_adapter(seed=seed)
+
+            async def start() -> None:
+                start_releases(installation, plane.engine, server.apps.metrics.releases)
+
+            server.call(start)
+            installation.releases.put(
+                "acme",
+                "support",
+                [ReleaseTarget("v1", 100), ReleaseTarget("v2", 0)],
+                plan=ReleasePlan(schedule=[{"weight": 50, "for_seconds": 1}]),
+            )
+            eventually(
+                lambda: installation.releases.get("acme", "support").targets == (ReleaseTarget("v2", 100),)
+            )
+            eventually(lambda: told)
+            assert json.loads(told[0])["event"] == "release.promoted"
+            assert plane.engine.prefetches
+        hook.shutdown()
+
+
+def test_a_webhook_without_a_secret_stops_the_start(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, webhook_url="https://hooks.example.com/")
+    with pytest.raises(SettingsInvalid, match="--webhook-url needs --webhook-secret"):
+        serve(settings)
 
 
 @pytest.fixture

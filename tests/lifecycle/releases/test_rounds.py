@@ -8,6 +8,7 @@ import pytest
 import structlog
 from sqlalchemy import event, select, update
 
+from loraplex.control import leases
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import Lease, ReleaseOutcome, ReleaseRun
 from loraplex.control.db.tables import AdapterVersion, Release
@@ -134,6 +135,18 @@ def test_a_pause_stops_everything_and_a_resume_begins_the_step_again(watched: Wa
     watched.ended(1, 8)
     watched.ended(2, 8)
     assert [change.event for change in watched.round(server, after=2)] == ["release_step"]
+
+
+def test_a_guard_that_is_paused_counts_nothing_and_goes_back_for_nothing(watched: Watched) -> None:
+    watched.put(GUARDED, v1=50, v2=50)
+    server = watched.server()
+    watched.round(server)
+    watched.plane.releases.pause("acme", "pirate")
+    for _ in range(3):
+        watched.ended(1, 60)
+        watched.ended(2, 60, status="internal_error")
+        assert watched.round(server, after=10.0) == []
+    assert watched.stored()["counted"] == [0]
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
@@ -328,13 +341,13 @@ def test_a_leader_that_stalled_changes_nothing_once_another_leads(
         renew(self, at_once=at_once)
         if self is stalled and at_once:
             watched.end_lease()
-            watched.round(other, after=0.0)
+            assert leases.take(watched.plane.database, LEASE, "b", 600.0) is not None
 
     monkeypatch.setattr(Rounds, "_renew", stall)
     assert watched.round(stalled, after=0.0) == []
     assert stalled.term is None
-    assert [change.event for change in watched.changes] == ["release_step"]
-    assert watched.stored()["run"][0][2] == 1
+    assert watched.stored()["run"][0][2] == 0
+    assert [change.event for change in watched.round(other, after=0.0)] == ["release_step"]
 
 
 def test_a_look_asks_no_cache_to_read_a_release_again_that_did_not_change(watched: Watched) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
+import re
+import ssl
+import textwrap
 from collections.abc import Callable
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +23,12 @@ from loraplex.control.types import ReleasePlan
 from loraplex.lifecycle.releases.deliveries import MAX_TRIES, due_deliveries, record_try
 from loraplex.lifecycle.releases.rounds import Rounds
 from loraplex.lifecycle.releases.task import WebhookTask
-from loraplex.lifecycle.releases.webhook import Webhook
+from loraplex.lifecycle.releases.webhook import Webhook, signature
 from loraplex.lifecycle.releases.webhook_address import AllowedHosts, checked_url, is_public
 from support.control.plane import ControlPlane
+from support.markdown import read as page
 from support.releases.watched import STEPS, Watched
+from support.servers.certificates import make_certificates
 
 SECRET = "0123456789abcdef"
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
@@ -39,8 +43,10 @@ class Receiver:
         self.bodies: list[bytes] = []
         self.targets: list[str] = []
 
+    tls: ssl.SSLContext | None = None
+
     async def __aenter__(self) -> Receiver:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -87,19 +93,42 @@ def ok(status: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n".encode()
 
 
-async def test_a_receiver_can_verify_what_it_is_sent() -> None:
+async def test_a_receiver_verifies_what_it_is_sent_as_the_page_on_releases_says() -> None:
     async with Receiver(ok("204 No Content")) as receiver:
-        assert await receiver.webhook(now=lambda: 1234.9).send("d1", "release.promoted", b'{"a":1}') is None
+        assert await receiver.webhook().send("d1", "release.promoted", b'{"a":1}') is None
     [headers], [body] = receiver.heads, receiver.bodies
     assert receiver.targets == ["POST /in?a=1 HTTP/1.1"]
     assert body == b'{"a":1}'
     assert headers["host"] == f"hooks.test:{receiver.port}"
     assert (headers["x-loraplex-delivery"], headers["x-loraplex-event"]) == ("d1", "release.promoted")
-    # As the page on releases says.
-    timestamp = headers["x-loraplex-timestamp"]
-    signed = hmac.new(SECRET.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
-    assert hmac.compare_digest(headers["x-loraplex-signature"], "sha256=" + signed)
-    assert timestamp == "1234"
+    [program] = [
+        text for text in re.findall(r"```python\n(.*?)```", page("docs/releases.md"), re.S) if "hmac" in text
+    ]
+    receiving: dict[str, Any] = {}
+    exec(textwrap.dedent(program), receiving)
+    is_genuine = receiving["is_genuine"]
+    assert is_genuine(SECRET, headers, body)
+    assert not is_genuine(SECRET, headers, body + b" ")
+    assert not is_genuine("another secret !", headers, body)
+    assert not is_genuine(SECRET, headers | {"x-loraplex-timestamp": "1234"}, body)
+    old = {"x-loraplex-timestamp": "1234", "x-loraplex-signature": signature(SECRET, 1234, body)}
+    assert not is_genuine(SECRET, old, body), "an old message that someone sends again"
+
+
+@pytest.mark.parametrize(("host", "problem"), [("localhost", None), ("hooks.test", "certificate")])
+async def test_a_certificate_has_to_be_of_the_urls_host(
+    tmp_path: Path, host: str, problem: str | None
+) -> None:
+    made = make_certificates(tmp_path)
+    receiver = Receiver(ok())
+    receiver.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    receiver.tls.load_cert_chain(made.cert, made.key)
+    trusting = ssl.create_default_context(cafile=str(made.ca))
+    async with receiver:
+        url, allowed = f"https://{host}:{receiver.port}/", AllowedHosts(["127.0.0.1"])
+        said = await Webhook(url, SECRET, allowed, tls=trusting, **at()).send("d", "e", b"{}")
+    assert (said is None) if problem is None else (problem in (said or ""))
+    assert len(receiver.bodies) == (problem is None)
 
 
 @pytest.mark.parametrize(
