@@ -53,39 +53,30 @@ def complete(server: LiveServer, key: str) -> httpx.Response:
 
 
 def test_a_drain_finishes_what_runs(start: Start) -> None:
-    assert drains(start, 12_000) or drains(start, 60_000), "the streams were too short for this test"
+    """A machine that stands still for longer than the grace gets a longer one."""
+    tries = ((2, 8_000), (10, 40_000), (30, 120_000))
+    assert any(drains(start, grace, max_tokens) for grace, max_tokens in tries), "all were too short"
 
 
-def drains(start: Start, max_tokens: int) -> bool:
-    """Whether streams of `max_tokens` tokens outlasted the grace and what is asked after it."""
-    server, key = start(drain_grace=4)
+def drains(start: Start, grace: int, max_tokens: int) -> bool:
+    """Whether the grace, in seconds, outlasted what is asked in it, and streams of `max_tokens` tokens all that is."""
+    server, key = start(drain_grace=grace)
     engine = server.engine_pid()
     assert engine is not None
     assert server.get("/readyz") == 200
-    streams = Streams(server, key, ["a", "tiny", "a", "tiny"], max_tokens=max_tokens)
+    streams = Streams(server, key, ["a", "tiny"], max_tokens=max_tokens)
     streams.wait_until_all_run()
     server.signal(signal.SIGTERM)
-
-    # The grace: not ready any more, and still serving.
-    server.wait(lambda: server.get("/readyz") == 503, timeout=3)
-    assert server.get("/readyz", admin=True) == 503
-    assert server.get("/livez") == 200
-    served = complete(server, key)
-    assert served.status_code == 200
-    assert served.headers["connection"] == "close"
-
-    # After it: nothing new, while what runs goes on.
     try:
-        server.wait(lambda: complete(server, key).status_code == 503, timeout=60)
-        refused = complete(server, key)
+        outlasted = keeps_serving_and_then_refuses(server, key)
     except (httpx.TransportError, AssertionError):
-        if streams.all_run_on:
+        if not server.logged("drained"):
             raise
-        return False  # with the last stream the server has ended
-    assert refused.json()["error"]["code"] == "draining"
-    assert int(refused.headers["retry-after"]) >= 1
-    assert refused.headers["connection"] == "close"
-    if not streams.all_run_on:
+        outlasted = False
+    # By the server's word: with the last stream it ends, and clients may read for long what it has written by then.
+    if not outlasted or server.logged("drained"):
+        server.reap()
+        streams.join()
         return False
 
     for story in streams.join(240):
@@ -97,6 +88,30 @@ def drains(start: Start, max_tokens: int) -> bool:
     assert drained["finished"] is True
     assert drained["cut"] == 0
     return True
+
+
+def keeps_serving_and_then_refuses(server: LiveServer, key: str) -> bool:
+    """Whether there was time for the first in the grace."""
+    # The grace: not ready any more, and still serving.
+    server.wait(lambda: server.get("/readyz") == 503)
+    assert server.get("/readyz", admin=True) == 503
+    assert server.get("/livez") == 200
+    served = complete(server, key)
+    if is_refused(served):
+        return False
+    assert served.status_code == 200
+    assert served.headers["connection"] == "close"
+
+    # After it: nothing new, while what runs goes on.
+    server.wait(lambda: is_refused(complete(server, key)))
+    refused = complete(server, key)
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["connection"] == "close"
+    return True
+
+
+def is_refused(answer: httpx.Response) -> bool:
+    return answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])

@@ -23,7 +23,7 @@ from support.servers.live_streams import Streams
 
 pytestmark = pytest.mark.slow
 
-MAX_TOKENS = 96
+MAX_TOKENS = 48
 SAMPLED: dict[str, Any] = {
     "model": "pirate", "prompt": "The sea", "max_tokens": MAX_TOKENS, "temperature": 0.9, "seed": 7, "n": 3,
     "presence_penalty": 0.4, "logprobs": 2, "ignore_eos": True,
@@ -40,7 +40,8 @@ def has_started(server: LiveServer, times: int) -> bool:
     return len(server.logged("engine_started")) == times
 
 
-def test_the_text_is_that_of_an_undisturbed_run(real_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("deaths", [1, pytest.param(4, marks=pytest.mark.soak)])
+def test_the_text_is_that_of_an_undisturbed_run(deaths: int, real_model_dir: Path, tmp_path: Path) -> None:
     with LiveServer(
         real_model_dir,
         tmp_path / "data",
@@ -53,11 +54,11 @@ def test_the_text_is_that_of_an_undisturbed_run(real_model_dir: Path, tmp_path: 
         for name in EXAMPLES:
             server.upload("acme", name, EXAMPLE_ADAPTERS / name)
         key = server.create_key("acme")
-        models = [SERVED_NAME, *EXAMPLES] * 2
+        models = [SERVED_NAME, *EXAMPLES]
         undisturbed = Streams(server, key, models, max_tokens=MAX_TOKENS)
         undisturbed.join()
         expected, expected_sample = [story.text for story in undisturbed.stories], sample(server, key)
-        for life in range(1, 3):
+        for life in range(1, deaths + 1):
             streams = Streams(server, key, models, max_tokens=MAX_TOKENS)
             with ThreadPoolExecutor(1) as pool:
                 sampled = pool.submit(sample, server, key)
