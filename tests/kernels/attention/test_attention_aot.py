@@ -118,8 +118,9 @@ def variants() -> list[Variant]:
     "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.soak)]
 )
 def test_all_compile_and_take_no_more_than_recorded(every: bool) -> None:
-    """The short version without Qwen2, whose heads are narrower than Llama's."""
-    compiled = [variant for variant in variants() if every or "Qwen2" not in variant.name]
+    """The short version without Qwen2, whose heads are narrower than Llama's, and with Gemma's on Hopper alone."""
+    left_out = () if every else ("Qwen2", "Gemma 2 2B decode, sm_80", "Gemma 2 2B prefill, sm_80")
+    compiled = [variant for variant in variants() if not any(name in variant.name for name in left_out)]
     report = check(variants(), RECORD, compiled=compiled)
     for name, by_arch in report.items():
         for arch, usage in by_arch.items():

@@ -49,8 +49,17 @@ def assert_equals_formula(step, dtype, **options):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 5, 40])
+@pytest.mark.parametrize(
+    ("window", "softcap"),
+    [
+        (None, None),
+        (None, 1.5),
+        (1, 1.5),
+        (5, None),
+        (40, 1.5),
+        *(pytest.param(*options, marks=pytest.mark.soak) for options in ((1, None), (5, 1.5), (40, None))),
+    ],
+)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(2, 2, 8), (9, 3, 64), (7, 1, 80), (2, 1, 34), (50, 1, 16)]
 )

@@ -19,9 +19,19 @@ def bench():
     return Bench(torch.device("cpu"))
 
 
-@pytest.mark.slow
-def test_both_sides_of_every_switch_compute_the_same(bench, tmp_path):
-    cases = catalogue.small_ab(*switches.SWITCHES)
+FEW = ("programs", "splits", "fused", "prompt-rows")
+"""Switches of the short version."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(FEW, marks=pytest.mark.slow),
+        pytest.param(tuple(switches.SWITCHES), marks=pytest.mark.soak),
+    ],
+)
+def test_both_sides_of_every_switch_compute_the_same(bench, names, tmp_path):
+    cases = catalogue.small_ab(*names)
     results = {}
     for case in cases:
         row = case.run(bench)
@@ -32,7 +42,7 @@ def test_both_sides_of_every_switch_compute_the_same(bench, tmp_path):
     run = {"identity": {"device": "none", "commit": "abc"}, "environment": {}, "started": "", "command": ""}
     report.write_report(tmp_path, [run], list(results), results)
     told = (tmp_path / "results.md").read_text()
-    assert all(switch.b in told for switch in switches.SWITCHES.values())
+    assert all(switches.SWITCHES[name].b in told for name in names)
 
 
 def test_prompts_are_compared_with_each_library(bench, monkeypatch, tmp_path):

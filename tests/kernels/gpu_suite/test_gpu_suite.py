@@ -141,18 +141,29 @@ def test_run_is_resumed_unless_what_matters_differs(tmp_path, name, value, resum
     assert len(Journal(tmp_path / "results.jsonl").runs) == 1 + resumed
 
 
-@pytest.mark.slow
-def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
-    """As on a GPU machine, with nothing of ours but the files and the wheels."""
+@pytest.mark.parametrize(
+    "every",
+    [
+        pytest.param(False, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+        pytest.param(True, marks=[pytest.mark.soak, pytest.mark.timeout(900)]),
+    ],
+)
+def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(every: bool, tmp_path):
+    """As on a GPU machine, with nothing of ours but the files and the wheels. The short version has one case of each
+    kind."""
     write_sitecustomize(tmp_path, QUICKLY)
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "bench.gpu.suite", "--small", "--out", str(out), "--budget", "200"]
+    keys = [case.key for case in catalogue.small()]
+    if not every:
+        keys = list({key.partition("/")[0]: key for key in reversed(keys)}.values())
+    command = [sys.executable, "-m", "bench.gpu.suite", "--small", "--out", str(out), "--budget", "800"]
+    command += [part for key in keys for part in ("--only", key)]
     done = subprocess.run(
         command, check=False, env=gpu_environment(tmp_path), cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = {line["case"]: line for line in lines(out)[1:]}
-    assert set(found) == {case.key for case in catalogue.small()}
+    assert set(found) == set(keys)
     assert all(line["rows"] for line in found.values())
     told = (out / "results.md").read_text()
     for title in ("The engine beside transformers", "A decoding step, recorded", "The host's side of a step"):

@@ -108,13 +108,13 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
         ("narrow", torch.bfloat16),
         # Each pair of dtypes is compiled, which takes seconds.
         *(
-            pytest.param(name, dtype, marks=pytest.mark.slow)
-            for name, dtype in (
-                ("odd", torch.float32),
-                ("bfloat16", torch.float16),
-                ("bfloat16", torch.float32),
-                ("float32", torch.bfloat16),
-                ("bfloat16", torch.float64),
+            pytest.param(name, dtype, marks=mark)
+            for name, dtype, mark in (
+                ("bfloat16", torch.float32, pytest.mark.slow),
+                ("bfloat16", torch.float64, pytest.mark.slow),
+                ("odd", torch.float32, pytest.mark.soak),
+                ("bfloat16", torch.float16, pytest.mark.soak),
+                ("float32", torch.bfloat16, pytest.mark.soak),
             )
         ),
     ],
