@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
     ("trained_on", "quantise", "name"),
     [
         (NF4, "none", "json"),
-        (FULL_PRECISION, "int8", "pirate"),
+        pytest.param(FULL_PRECISION, "int8", "pirate", marks=pytest.mark.soak),
         pytest.param(NF4, "none", "pirate", marks=pytest.mark.soak),
         pytest.param(FULL_PRECISION, "int8", "json", marks=pytest.mark.soak),
     ],

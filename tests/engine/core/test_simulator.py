@@ -11,7 +11,6 @@ import pytest
 
 from support.simulator.histories import MIN_EVENTS, Summary, Violation, play, play_many
 
-SEEDS = 100
 CHUNK = 50
 SOAK_SEEDS = 10_000
 
@@ -21,9 +20,8 @@ def played(start: int) -> Summary:
     return play_many(range(start, start + CHUNK))
 
 
-@pytest.mark.parametrize("start", range(0, SEEDS, CHUNK))
-def test_histories_keep_every_promise(start: int) -> None:
-    total = played(start)
+def test_histories_keep_every_promise() -> None:
+    total = played(0)
     print(total)
     assert total.histories == CHUNK
     assert total.events >= CHUNK * MIN_EVENTS

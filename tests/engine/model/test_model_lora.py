@@ -28,22 +28,22 @@ OWN_NAMES = {
 """Families whose linears have names that no fused decoder has."""
 
 
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
+ALL = (
+    "llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2", "granite",
+    "starcoder2", *OWN_NAMES,
+)  # fmt: skip
+WITH_TORCH = ("llama-biases", "phi3", "gemma3", "starcoder2")
+"""Separate and packed linears, norms of heads, and a model through transformers; the long version has all."""
+
+
 @pytest.mark.parametrize(
-    "family",
+    ("family", "kernels"),
     [
-        "llama",
-        "llama-biases",
-        "mistral-window",
-        "qwen2",
-        "qwen3",
-        "phi3",
-        "gemma2",
-        "gemma3",
-        "olmo2",
-        "granite",
-        "starcoder2",
-        *OWN_NAMES,
+        *((family, "numba") for family in ALL),
+        *(
+            pytest.param(family, "torch", marks=() if family in WITH_TORCH else pytest.mark.soak)
+            for family in ALL
+        ),
     ],
 )
 def test_mixed_batches_equal_peft(family, kernels, tmp_path):

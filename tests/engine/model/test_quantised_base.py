@@ -121,8 +121,15 @@ def test_checkpoints_of_other_tools_equal_peft_over_what_their_codes_stand_for(
         engine.close()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    ("mix", "tied"),
+    [
+        ("Q4_K_M", False),
+        ("Q4_0", True),
+        *(pytest.param(mix, False, marks=pytest.mark.slow) for mix in ("Q5_K", "Q8_0", "Q4_0")),
+        *(pytest.param(mix, True, marks=pytest.mark.soak) for mix in MIXES if mix != "Q4_0"),
+    ],
+)
 def test_a_gguf_file_equals_peft_over_what_its_blocks_stand_for(
     mix: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
