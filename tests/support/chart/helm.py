@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -164,11 +165,17 @@ class Helm:
 
     def _run(self, command: str, *arguments: str, values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         version = ("--kube-version", "1.29.0") if command == "template" else ()
-        return subprocess.run(
-            [self.program, command, *arguments, *version, "--values", "-"],
-            input=json.dumps(values),
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "KUBECONFIG": os.devnull},
-        )
+        return _run_once((str(self.program), command, *arguments, *version), json.dumps(values))
+
+
+@functools.cache
+def _run_once(command: tuple[str, ...], values: str) -> subprocess.CompletedProcess[str]:
+    """What Helm says of a chart depends on nothing else, and many tests look at the same."""
+    return subprocess.run(
+        [*command, "--values", "-"],
+        input=values,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "KUBECONFIG": os.devnull},
+    )
