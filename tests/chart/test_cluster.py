@@ -16,6 +16,7 @@ from support.chart.helm import (
     CLUSTER,
     NAME,
     NEEDED,
+    TLS,
     VALUE_SETS,
     Helm,
     Rendering,
@@ -80,6 +81,27 @@ def test_both_sides_read_one_token_from_a_secret(helm: Helm) -> None:
         (mount,) = (it for it in pod["containers"][0]["volumeMounts"] if it["name"] == "engine-token")
         assert variables(pod)["LORAPLEX_ENGINE_TOKEN_FILE"] == f"{mount['mountPath']}/token"
         assert mount["readOnly"] is True
+
+
+def test_engines_dial_by_tls_and_get_no_private_key(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {"cluster": {"tls": {"cert": "its.crt", "key": "its.key", "ca": "its-ca.crt"}}}
+    rendering = helm.template(NEEDED, CLUSTER, TLS, keys)
+
+    def files(pod: dict[str, Any]) -> dict[str, str]:
+        """Paths in the pod's container, and the keys of the Secret that they are."""
+        (volume,) = (it for it in pod["volumes"] if it["name"] == "engine-tls")
+        (mount,) = (it for it in pod["containers"][0]["volumeMounts"] if it["name"] == "engine-tls")
+        assert volume["secret"]["secretName"] == "engine-port"
+        assert mount["readOnly"] is True
+        return {f"{mount['mountPath']}/{it['path']}": it["key"] for it in volume["secret"]["items"]}
+
+    server = read_by_server(rendering.environment, monkeypatch)
+    assert files(rendering.server) == {server.engine_tls_cert: "its.crt", server.engine_tls_key: "its.key"}
+    for pod in pods(rendering):
+        engine = read_by_server(variables(pod), monkeypatch)
+        assert files(pod) == {engine.engine_tls_ca: "its-ca.crt"}
+        assert not engine.engine_tls_key
+    assert "engine-tls" not in helm.template(NEEDED, CLUSTER).text
 
 
 def test_engines_have_their_settings_and_no_secret_of_the_server(

@@ -38,6 +38,7 @@ CONDITIONS: dict[str, dict[str, Any]] = {
         "autoscaling": {"provider": "keda", "keda": {"prometheusUrl": "http://prometheus"}}
     },
     "cluster.": CLUSTER,
+    "cluster.tls.": CLUSTER | {"cluster": {"enabled": True, "tls": {"existingSecret": "engine-port"}}},
     "secrets.engineToken": CLUSTER,
     "extraVolumeMounts": {"extraVolumes": [{"name": "x", "emptyDir": {}}]},
     "serviceMonitor.enabled": {"prometheusRule": {"enabled": False}},

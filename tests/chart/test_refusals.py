@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.chart.helm import CLUSTER, NEEDED, SEVERAL, Helm, merged
+from support.chart.helm import CLUSTER, NEEDED, SEVERAL, TLS, Helm, merged
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +68,10 @@ def test_the_schema_is_asked(helms: list[Helm], values: dict[str, Any], said: st
         (merged(CLUSTER, {"artifacts": {"shared": False}}), "artifacts.shared is needed for cluster.enabled"),
         (merged(CLUSTER, {"cluster": {"enginePort": 8001}}), "cluster.enginePort is settings.port"),
         (merged(CLUSTER, {"settings": {"replicas": 2}}), "settings.replicas is decided by the chart"),
+        (
+            merged(CLUSTER, TLS, {"settings": {"engine_tls_ca": "/etc/ca.crt"}}),
+            "settings.engine_tls_ca is decided by the chart where cluster.tls.existingSecret is given",
+        ),
         (
             merged(SEVERAL, {"replicas": 2, "persistence": {"existingClaim": "old"}}),
             "persistence.existingClaim is for one replica",

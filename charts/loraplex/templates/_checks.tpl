@@ -95,6 +95,13 @@
 {{- fail (printf "settings.%s is decided by the chart where cluster.enabled is true: leave it out." $name) }}
 {{- end }}
 {{- end }}
+{{- if $values.cluster.tls.existingSecret }}
+{{- range $name := list "engine_tls_cert" "engine_tls_key" "engine_tls_ca" }}
+{{- if hasKey $values.settings $name }}
+{{- fail (printf "settings.%s is decided by the chart where cluster.tls.existingSecret is given: leave one of them out." $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if has (int $values.cluster.enginePort) (list (int $values.settings.port) (int $values.settings.admin_port)) }}
 {{- fail "cluster.enginePort is settings.port or settings.admin_port: choose another." }}
 {{- end }}

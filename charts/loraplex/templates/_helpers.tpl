@@ -132,6 +132,14 @@ securityContext:
 {{- end }}
 {{- if .Values.cluster.enabled }}
 {{- $_ := set $settings "engine_token_file" (printf "%s/token" (include "loraplex.engineTokenDir" .)) }}
+{{- if .Values.cluster.tls.existingSecret }}
+{{- $dir := include "loraplex.engineTlsDir" . }}
+{{- $_ := set $settings "engine_tls_cert" (printf "%s/tls.crt" $dir) }}
+{{- $_ := set $settings "engine_tls_key" (printf "%s/tls.key" $dir) }}
+{{- if .isEngine }}
+{{- $_ := set $settings "engine_tls_ca" (printf "%s/ca.crt" $dir) }}
+{{- end }}
+{{- end }}
 {{- if .isEngine }}
 {{- range $name := keys $settings }}
 {{- if not (has $name (include "loraplex.engineSettings" $ | fromJsonArray)) }}
@@ -162,6 +170,34 @@ securityContext:
     defaultMode: 0400
     items:
       - {key: {{ .Values.secrets.engineToken.key }}, path: token}
+{{- end }}
+
+{{- define "loraplex.engineTlsDir" -}}/run/secrets/loraplex-engine-tls{{- end }}
+
+{{/* The volume of the engine port's TLS: the server's certificate and its private key, or what engines trust, which get no
+     private key. */}}
+{{- define "loraplex.engineTlsVolume" -}}
+{{- with .Values.cluster.tls }}
+{{- if .existingSecret }}
+- name: engine-tls
+  secret:
+    secretName: {{ .existingSecret }}
+    defaultMode: 0400
+    items:
+      {{- if $.isEngine }}
+      - {key: {{ .ca }}, path: ca.crt}
+      {{- else }}
+      - {key: {{ .cert }}, path: tls.crt}
+      - {key: {{ .key }}, path: tls.key}
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "loraplex.engineTlsMount" -}}
+{{- if .Values.cluster.tls.existingSecret }}
+- {name: engine-tls, mountPath: {{ include "loraplex.engineTlsDir" . }}, readOnly: true}
+{{- end }}
 {{- end }}
 
 {{/* By which alerts and the autoscaler select this release's series: labels that the ServiceMonitor brings. */}}

@@ -40,6 +40,8 @@ CLUSTER: dict[str, Any] = {
     "artifacts": {"shared": True},
 }
 """What engines in pods of their own need beside."""
+TLS: dict[str, Any] = {"cluster": {"tls": {"existingSecret": "engine-port"}}}
+"""And what they need to dial by TLS."""
 RELEASE, NAMESPACE, NAME = "rel", "ns", "rel-loraplex"
 
 
