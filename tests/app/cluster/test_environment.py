@@ -24,6 +24,9 @@ def test_a_ray_of_our_own_is_on_loopback_with_a_token_and_silent(tmp_path: Path)
     assert environment["RAY_USAGE_STATS_ENABLED"] == "0"
     assert environment["RAY_TMPDIR"] == str(tmp_path)
     assert environment["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
+    for name in ("gcs_server_port_wait_time_s", "raylet_start_wait_time_s"):
+        assert float(environment[f"RAY_{name}"]) > 60  # Ray's own 30 s are too few on a busy machine
+    assert float(environment["RAY_agent_register_timeout_ms"]) > 60_000
     assert environment["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] == "1"
 
 

@@ -12,13 +12,13 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from loraplex.app.cluster import process as manager_process
-from loraplex.app.cluster import ray_replicas
+from loraplex.app.cluster import process as event_process
+from loraplex.app.cluster import ray_life, ray_replicas
 from loraplex.app.cluster.ray_replicas import RayReplicas, RayUnusable
 from loraplex.app.cluster.spec import ClusterSpec
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.replica import Replica
-from support.cluster.fake_manager import COMMAND, LINE, OTHER
+from support.cluster.fake_manager import COMMAND, HEAD, LINE, OTHER
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_engine import fake_engine_info
 from support.engine.fake_processes import until
@@ -40,7 +40,8 @@ class Running:
             5.0,
             on_unusable=self.unusable.append,
             write=self.lines.append,
-            command=(*COMMAND, mode),
+            head=HEAD,
+            manager=(*COMMAND, mode),
         )
         self.task = asyncio.create_task(replicas.run())
 
@@ -67,6 +68,7 @@ async def running(mode: str, client: ClusterEngineClient | None = None) -> Async
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_replicas, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(ray_replicas, "LOOK_S", 0.01)
+    monkeypatch.setattr(ray_life, "DELAY_S", 0.01)
 
 
 async def test_a_manager_is_ready_and_ends_with_the_server() -> None:
@@ -77,16 +79,52 @@ async def test_a_manager_is_ready_and_ends_with_the_server() -> None:
         assert psutil.pid_exists(ready["pid"])
     assert not psutil.pid_exists(ready["pid"])
     assert not found.logged("ray_manager_lost")
+    assert not found.logged("ray_lost")
 
 
-async def test_a_manager_that_ends_is_followed_by_another() -> None:
-    async with running("dying") as found:
+async def test_a_manager_that_ends_is_followed_by_another_on_the_same_ray() -> None:
+    client = ClusterEngineClient(engines_dial=True)
+    async with running("dying", client) as found:
         lost = await found.has_logged("ray_manager_lost", 2)
         assert OTHER in lost[0]["reason"]
         assert "status 3" in lost[0]["reason"]
-        prefixes = [line["prefix"] for line in await found.has_logged("ray_ready", 3)]
-        assert prefixes[:3] == ["ray-1-", "ray-2-", "ray-3-"]
+        ready = await found.has_logged("ray_ready", 3)
+        assert {line["prefix"] for line in ready} == {"ray-1-"}
+        assert len({line["pid"] for line in ready}) == len(ready)
+        assert client.num_managers_lost >= 2
+        assert not found.logged("ray_lost")
         assert not found.unusable
+
+
+async def test_engines_that_no_manager_finds_serve_until_others_of_a_new_ray_do() -> None:
+    client = ClusterEngineClient(engines_dial=True)
+    old = await join(client, "ray-1-a")
+    async with running("lost", client) as found:
+        await found.has_logged("ray_head_lost")
+        assert len(found.logged("ray_manager_lost")) >= ray_life.MANAGER_TRIES - 1
+        assert old.state == "ready"
+        await join(client, "ray-2-b")
+        await until(lambda: old.state == "draining")
+    await client.close()
+
+
+async def test_a_ray_that_ends_is_followed_by_another() -> None:
+    async with running("ready") as found:
+        (first,) = await found.has_logged("ray_ready")
+        for head in heads():
+            head.kill()
+        (lost,) = await found.has_logged("ray_lost")
+        assert "status -9" in lost["reason"]
+        _, second = await found.has_logged("ray_ready", 2)
+        assert (first["prefix"], second["prefix"]) == ("ray-1-", "ray-2-")
+        assert not psutil.pid_exists(first["pid"])
+
+
+async def test_a_head_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_HEAD", "failing")
+    async with running("ready") as found:
+        lost = await found.has_logged("ray_lost", 2)
+        assert {line["reason"] for line in lost} == {"no room for a head"}
 
 
 async def test_a_ray_that_never_starts_is_reported_with_its_reason() -> None:
@@ -95,9 +133,14 @@ async def test_a_ray_that_never_starts_is_reported_with_its_reason() -> None:
         await until(lambda: bool(found.unusable))
         assert client.num_managers_lost >= 3
         assert str(found.unusable[0]) == "Ray cannot start the engines: the machine is on fire"
-        delays = [line["delay_s"] for line in await found.has_logged("ray_manager_lost", 4)]
+        delays = [line["delay_s"] for line in await found.has_logged("ray_lost", 4)]
         assert delays[:4] == [0.02, 0.04, 0.08, 0.16]
     assert len(found.unusable) == 1
+
+
+def heads() -> list[psutil.Process]:
+    """Processes below this one that hold a Ray."""
+    return [child for child in psutil.Process().children() if child.cmdline()[1:] == list(HEAD[1:])]
 
 
 async def join(client: ClusterEngineClient, name: str, device: str = "cpu") -> Replica:
@@ -139,7 +182,7 @@ async def test_engines_on_gpus_end_before_new_ones_start() -> None:
 async def test_what_a_manager_leaves_is_ended_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager_process, "END_S", 0.2)
+    monkeypatch.setattr(event_process, "END_S", 0.2)
     monkeypatch.setenv("FAKE_CHILD", str(tmp_path / "child"))
     async with running("stubborn") as found:
         (ready,) = await found.has_logged("ray_ready")

@@ -1,8 +1,9 @@
-"""A manager that starts no Ray: `python fake_manager.py MODE`.
+"""A Ray that is none: `fake_manager.py MODE` is a manager, `fake_manager.py head` the process that holds Ray.
 
 "ready" says that it is and waits for its end; "headless" has lost its head after that; "failing" fails with a reason;
-"dying" is ready and then gone; "stubborn" ignores its end, and leaves a child that outlives it. All write a
-log line of an engine, as Ray passes it on, and one that is none.
+"dying" is ready and then gone; "lost" is ready once and finds nothing after that;
+"stubborn" ignores its end, and leaves a child that outlives it. All write a log line of an engine, as Ray passes it on,
+and one that is none. A head fails where FAKE_HEAD is "failing".
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 from pathlib import Path
 
 COMMAND = (sys.executable, str(Path(__file__)))
+HEAD = (*COMMAND, "head")
+ADDRESS = "127.0.0.1:6379"
 LINE = '{"event": "engine_ready"}'
 OTHER = "INFO serve -- Application 'loraplex' is ready."
 
@@ -23,14 +26,34 @@ def tell(name: str, **fields: object) -> None:
     print(json.dumps({"name": name, **fields}), flush=True)
 
 
+def hold() -> int:
+    folder = Path(sys.stdin.readline().rstrip("\n"))
+    assert folder.is_dir()
+    if os.environ.get("FAKE_HEAD") == "failing":
+        tell("failed", reason="no room for a head")
+        return 1
+    tell("started", address=ADDRESS)
+    sys.stdin.read()
+    return 0
+
+
 def main(mode: str) -> int:
-    spec = json.loads(sys.stdin.readline())
+    if mode == "head":
+        return hold()
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    spec = json.loads(line)
+    assert spec["head"] == ADDRESS
+    folder = Path(spec["folder"])
+    is_first = not (folder / "managed").exists()
+    (folder / "managed").touch()
     print(f"(ServeReplica:loraplex:engine pid=7) {LINE}\n{OTHER}", file=sys.stderr, flush=True)
-    if mode == "failing":
+    if mode == "failing" or (mode == "lost" and not is_first):
         tell("failed", reason="the machine is on fire")
         return 1
     tell("ready", seconds=1.5)
-    if mode == "dying":
+    if mode in ("dying", "lost"):
         return 3
     if mode == "headless" and spec["prefix"].endswith("1-"):
         tell("head_lost")

@@ -16,6 +16,8 @@ MARK = "TMPDIR"
 """The variable by which each process of one Ray is known, even when its parent has ended."""
 KEPT = frozenset({"LORAPLEX_MODEL_CACHE"})
 """Our variables that engines read. Settings are passed on by the spec, and secrets of the server not at all."""
+START_S = "90"
+"""Time for each part of a Ray of our own to start."""
 GONE_S = 5.0
 LOOK_S = 0.05
 REMOVALS = 5
@@ -47,6 +49,10 @@ def ray_environment(base: Mapping[str, str], folder: Path, *, token: str | None)
             # It would kill an engine when the machine's memory is nearly used, which is what a KV cache is for.
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1",
+            # Each is 30 s, and a busy machine may need more. A Ray that gives up is begun from the start.
+            "RAY_gcs_server_port_wait_time_s": START_S,
+            "RAY_raylet_start_wait_time_s": START_S,
+            "RAY_agent_register_timeout_ms": f"{START_S}000",
             "RAY_TMPDIR": str(folder),
         }
     return kept | ours

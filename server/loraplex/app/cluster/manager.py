@@ -1,9 +1,9 @@
 """The process that holds Ray's driver: `python -m loraplex.app.cluster.manager`, a ClusterSpec as a line of JSON on
 stdin.
 
-It writes `Event` lines on stdout and nothing else there. It ends when stdin does, on SIGTERM, or with a reason in a
-last `failed` event; a Ray that it has started ends with it, however it ends. SIGHUP replaces all engines, new ones
-before old ones. A head that is lost is told and left alone: its engines serve on.
+It joins a Ray that runs: a cluster's, or that of `head`. It writes `Event` lines on stdout. It ends when stdin does, on
+SIGTERM, or with a reason in a last `failed` event; engines serve on without it, and the next manager finds them. SIGHUP
+replaces all engines, new ones before old ones. A head that is lost is told and left alone: its engines serve on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 import ray
@@ -24,7 +24,7 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 
 from loraplex.app.cluster.app import build
-from loraplex.app.cluster.cost import OBJECT_STORE_BYTES
+from loraplex.app.cluster.events import one_line, open_events
 from loraplex.app.cluster.spec import ClusterSpec, Event, application_name, application_prefix
 from loraplex.app.settings import load_settings
 
@@ -32,7 +32,7 @@ LOOK_S = 1.0
 HEAD_TRIES = 3
 """Looks in a row at which the head does not answer, before it is taken for lost."""
 STOP_S = 8.0
-"""Time for an orderly end; then Ray's processes die with this one."""
+"""Time for an orderly end; then the engines of a running cluster are left to the next manager."""
 
 
 class Manager:
@@ -48,10 +48,6 @@ class Manager:
         self._is_connected = self._has_head = False
         self._head: tuple[str, int] | None = None
 
-    @property
-    def folder(self) -> str:
-        return self._spec.folder
-
     def end(self) -> None:
         """Have `run` return. Safe from signals and other threads."""
         self._ending.set()
@@ -66,7 +62,7 @@ class Manager:
         started = time.monotonic()
         load_settings(self._spec.settings)  # before Ray takes its time
         self._connect()
-        if not self._spec.address or not self._is_there():
+        if not self._is_there():
             self._deploy()
         if self._spec.address:
             self._remove_others()
@@ -84,25 +80,15 @@ class Manager:
                 self._deploy()
 
     def close(self) -> None:
-        """Take the engines away: with a Ray of our own they end with it, of a running cluster ours alone."""
-        if not self._is_connected:
+        """Take the engines of a running cluster away. Those of a Ray of our own end with it."""
+        if not self._is_connected or not self._spec.address:
             return
-        if self._spec.address and self._has_head:  # else the next manager's engines may have the name by now
+        if self._has_head:  # else the next manager's engines may have the name by now
             serve.delete(self._name)
         ray.shutdown()
 
     def _connect(self) -> None:
-        given: dict[str, Any] = {"log_to_driver": True, "logging_level": "error"}
-        if self._spec.address:
-            ray.init(address=self._spec.address, **given)
-        else:
-            ray.init(
-                num_cpus=1,  # Ray starts an idle worker for each
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                _temp_dir=os.path.join(self._spec.folder, "r"),
-                **given,
-            )
+        ray.init(address=self._spec.address or self._spec.head, log_to_driver=True, logging_level="error")
         self._is_connected = self._has_head = True
         host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
         self._head = host.strip("[]"), int(port)
@@ -121,9 +107,16 @@ class Manager:
         return dict(msgspec.to_builtins(spec))
 
     def _is_there(self) -> bool:
-        """Whether an earlier manager of this server has left the application on the cluster."""
-        found = serve.status().applications.get(self._name)
-        return found is not None and found.status == ApplicationStatus.RUNNING
+        """Whether an earlier manager of this server has left the application, which Serve's controller keeps."""
+        while not self._ending.is_set():
+            found = serve.status().applications.get(self._name)
+            if found is None or found.status != ApplicationStatus.DEPLOYING:
+                return found is not None and found.status in (
+                    ApplicationStatus.RUNNING,
+                    ApplicationStatus.UNHEALTHY,
+                )
+            self._ending.wait(LOOK_S)
+        return True
 
     def _remove_others(self) -> None:
         """End what earlier servers on this address have left with other settings."""
@@ -142,53 +135,43 @@ class Manager:
 
 
 def main() -> int:
-    events = _take_stdout()
-
-    def tell(event: Event) -> None:
-        events.write(msgspec.json.encode(event).decode() + "\n")
-        events.flush()
-
-    manager = Manager(msgspec.json.decode(sys.stdin.buffer.readline(), type=ClusterSpec), tell)
+    tell = open_events()
+    line = sys.stdin.buffer.readline()
+    if not line:  # the server or its Ray has ended before it had an address
+        return 0
+    spec = msgspec.json.decode(line, type=ClusterSpec)
+    manager = Manager(spec, tell)
     signal.signal(signal.SIGTERM, lambda number, frame: manager.end())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, lambda number, frame: manager.replace())
-    threading.Thread(target=_end_with_stdin, args=(manager,), daemon=True).start()
+    threading.Thread(target=_end_with_stdin, args=(manager, spec), daemon=True).start()
     code = 0
     try:
         manager.run()
     except Exception as error:
-        tell(Event("failed", reason=_one_line(error)))
+        tell(Event("failed", reason=one_line(error)))
         code = 1
     _end_within(STOP_S, code)
     try:
         manager.close()
     finally:
-        # The server removes the folder too, unless it was killed.
-        shutil.rmtree(manager.folder, ignore_errors=True)
+        if spec.address:  # the server removes the folder too, unless it was killed
+            shutil.rmtree(spec.folder, ignore_errors=True)
         os._exit(code)  # Ray's threads may wait for a head that is gone
 
 
-def _take_stdout() -> TextIO:
-    """The pipe to the server for events alone: whatever prints writes to standard error from here on."""
-    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return events
-
-
-def _end_with_stdin(manager: Manager) -> None:
+def _end_with_stdin(manager: Manager, spec: ClusterSpec) -> None:
     sys.stdin.buffer.read()
+    if not spec.address:
+        os._exit(0)  # nothing is to be taken away, and it may be waiting for Ray
     manager.end()
-    _end_within(STOP_S, 0)  # it may be waiting for Ray
+    _end_within(STOP_S, 0)
 
 
 def _end_within(seconds: float, code: int) -> None:
     timer = threading.Timer(seconds, os._exit, (code,))
     timer.daemon = True
     timer.start()
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:2000]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A server's engines on Ray: its manager process, the next one when it dies, and the change from one to the other when
-Ray's head is lost.
+"""A server's engines on Ray: one life of Ray, the next one when it ends, and the change from one to the other when its
+head is lost.
 
-Each manager's replicas have a prefix of their own. Without a head the engines of the old one serve on: on CPUs it is
+Each life's replicas have a prefix of their own. Without a head the engines of the old one serve on: on CPUs it is
 kept until as many of the new one serve, and its engines are drained. A GPU has no room for both, so there it ends
 first.
 """
@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.cluster.process import MANAGER_COMMAND, ManagerProcess
+from loraplex.app.cluster.ray_life import HEAD_COMMAND, MANAGER_COMMAND, RayLife
 from loraplex.app.cluster.spec import ClusterSpec, Event
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.replica import Replica
@@ -27,7 +27,7 @@ from loraplex.serving.cluster.replica import Replica
 FIRST_DELAY_S = 0.5
 MOST_DELAY_S = 30.0
 MAX_FAILED_STARTS = 3
-"""Managers in a row that ended before any engine has ever joined: the settings are wrong, or the machine."""
+"""Lives in a row that ended before any engine has ever joined: the settings are wrong, or the machine."""
 LOOK_S = 0.25
 
 
@@ -39,18 +39,20 @@ class RayUnusable(LoraplexError):
 
 @dataclass(eq=False)
 class _Life:
-    """A manager from its start to its end. `changed` is set with each event and at the end."""
+    """`changed` is set with each event and at the end."""
 
-    prefix: str
-    process: ManagerProcess | None = None
-    task: asyncio.Task[int] | None = None
-    is_headless: bool = False
+    ray: RayLife
+    task: asyncio.Task[None]
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def prefix(self) -> str:
+        return self.ray.prefix
 
 
 class RayReplicas:
-    """`run` keeps a manager alive until it is cancelled. Where Ray has never started an engine after several tries,
-    `on_unusable` hears why. `drain_s`: time for what an old manager's engines still run. Belongs to one event loop's
+    """`run` keeps Ray and its manager alive until it is cancelled. Where Ray has never started an engine after several
+    tries, `on_unusable` hears why. `drain_s`: time for what an old Ray's engines still run. Belongs to one event loop's
     thread."""
 
     def __init__(
@@ -61,14 +63,15 @@ class RayReplicas:
         *,
         on_unusable: Callable[[RayUnusable], None],
         write: Callable[[str], None] | None = None,
-        command: Sequence[str] = MANAGER_COMMAND,
+        head: Sequence[str] = HEAD_COMMAND,
+        manager: Sequence[str] = MANAGER_COMMAND,
     ) -> None:
         self._spec = spec
         self._client = client
         self._drain_s = drain_s
         self._on_unusable = on_unusable
         self._write = write or _write_line
-        self._command = command
+        self._head, self._manager = head, manager
         self._numbers = itertools.count(1)
         self._retiring: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger("loraplex")
@@ -80,25 +83,26 @@ class RayReplicas:
         try:
             while True:
                 life = self._begin()
-                assert life.task is not None
                 try:
-                    is_ready = await self._watch(life)
+                    while not life.task.done() and not life.ray.is_headless:
+                        life.changed.clear()
+                        await life.changed.wait()
                 except asyncio.CancelledError:
                     await _end(life)
                     raise
                 self._client.num_managers_lost += 1
-                if life.is_headless:
+                if life.ray.is_headless:
                     self._log.error("ray_head_lost", prefix=life.prefix)
                     if self._holds_gpus(life):
                         await _end(life)
                     else:
                         self._retire(life)
                     continue
-                failed = 0 if is_ready else failed + 1
+                failed = 0 if life.ray.was_ready else failed + 1
                 if failed == MAX_FAILED_STARTS and not self._has_joined:
-                    self._on_unusable(RayUnusable(f"Ray cannot start the engines: {self._reason(life)}"))
-                delay = FIRST_DELAY_S if is_ready else min(2 * delay, MOST_DELAY_S)
-                self._log.error("ray_manager_lost", reason=self._reason(life), delay_s=delay)
+                    self._on_unusable(RayUnusable(f"Ray cannot start the engines: {_reason(life)}"))
+                delay = FIRST_DELAY_S if life.ray.was_ready else min(2 * delay, MOST_DELAY_S)
+                self._log.error("ray_lost", reason=_reason(life), delay_s=delay)
                 await asyncio.sleep(delay)
         finally:
             for task in self._retiring:
@@ -106,40 +110,30 @@ class RayReplicas:
             await asyncio.gather(*self._retiring, return_exceptions=True)
 
     def _begin(self) -> _Life:
-        life = _Life(f"{self._spec.prefix}{next(self._numbers)}-")
+        changed = asyncio.Event()
 
         def on_event(event: Event) -> None:
             if event.name == "ready":
-                assert life.process is not None
-                self._log.info("ray_ready", pid=life.process.pid, prefix=life.prefix, seconds=event.seconds)
                 self._has_joined = True
-            life.is_headless |= event.name == "head_lost"
-            life.changed.set()
+                self._log.info("ray_ready", pid=ray.manager_pid, prefix=ray.prefix, seconds=event.seconds)
+            changed.set()
 
-        spec = msgspec.structs.replace(self._spec, prefix=life.prefix)
-        life.process = ManagerProcess(spec, on_event=on_event, write=self._write, command=self._command)
-        life.task = asyncio.create_task(life.process.run())
-        life.task.add_done_callback(lambda _: life.changed.set())
+        ray = RayLife(
+            msgspec.structs.replace(self._spec, prefix=f"{self._spec.prefix}{next(self._numbers)}-"),
+            on_event=on_event,
+            on_manager_lost=self._on_manager_lost,
+            write=self._write,
+            head=self._head,
+            manager=self._manager,
+        )
+        life = _Life(ray, asyncio.create_task(ray.run()), changed)
+        life.task.add_done_callback(lambda _: changed.set())
         return life
 
-    async def _watch(self, life: _Life) -> bool:
-        """Return when the manager has ended or has lost its head; whether its engines have ever been ready."""
-        assert life.task is not None
-        while not life.task.done() and not life.is_headless:
-            life.changed.clear()
-            await life.changed.wait()
-        return life.process is not None and life.process.was_ready
-
-    def _reason(self, life: _Life) -> str:
-        assert life.process is not None
-        assert life.task is not None
-        if life.process.reason:
-            return life.process.reason
-        error = None if life.task.cancelled() else life.task.exception()
-        if error is not None:
-            return f"{type(error).__name__}: {error}"
-        *_, last = ["", *life.process.last_lines]
-        return f"its manager ended with status {life.task.result()}: {last}".rstrip(": ")
+    def _on_manager_lost(self, reason: str, delay_s: float) -> None:
+        """Its engines serve on."""
+        self._client.num_managers_lost += 1
+        self._log.error("ray_manager_lost", reason=reason, delay_s=delay_s)
 
     def _holds_gpus(self, life: _Life) -> bool:
         return any(
@@ -161,7 +155,7 @@ class RayReplicas:
     async def _replace(self, life: _Life) -> None:
         """Return when as many others serve as are wanted and the old manager has ended, its engines idle."""
         try:
-            await _until(lambda: _has_ended(life) or self._others_serve(life))
+            await _until(lambda: life.task.done() or self._others_serve(life))
             old = self._of(life)
             for replica in old:
                 self._client.drain(replica.id)
@@ -177,6 +171,11 @@ class RayReplicas:
         return sum(not replica.id.startswith(life.prefix) for replica in ready) >= self._spec.min_replicas
 
 
+def _reason(life: _Life) -> str:
+    error = None if life.task.cancelled() else life.task.exception()
+    return f"{type(error).__name__}: {error}" if error else life.ray.reason
+
+
 async def _until(condition: Callable[[], bool]) -> None:
     while True:
         if condition():
@@ -184,12 +183,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(LOOK_S)
 
 
-def _has_ended(life: _Life) -> bool:
-    return life.task is None or life.task.done()
-
-
 async def _end(life: _Life) -> None:
-    assert life.task is not None
     life.task.cancel()
     await asyncio.gather(life.task, return_exceptions=True)
 

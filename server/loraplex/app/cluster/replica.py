@@ -26,6 +26,7 @@ from loraplex.serving.errors import EngineUnavailable
 class Engine:
     """One engine. `spec` is a `ClusterSpec` as plain data."""
 
+    # Serve awaits it, so that a replica counts when its engine serves; Python's types know no such constructor.
     async def __init__(self, spec: dict[str, Any]) -> None:  # type: ignore[misc]
         keep_off_the_network()
         # Ray sets it by an actor's CPUs; an engine has its own setting.
@@ -52,7 +53,7 @@ class Engine:
             raise RuntimeError("the engine has been drained")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for `policy.AdapterAwarePolicy`; none while the engine is being restarted."""
+        """Figures for `autoscaling.EngineScaling`; none while the engine is being restarted."""
         with contextlib.suppress(EngineUnavailable):
             return engine_pressure(await self._relay.stats(), self._relay.places)
         return {}

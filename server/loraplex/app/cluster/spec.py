@@ -15,7 +15,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Engines that dial `join` (HOST:PORT). `settings` are an engine's, as `loraplex engine` takes them; one that is
     missing comes from the environment of the replica. More or fewer replicas must be wanted for `up_delay_s` or
     `down_delay_s` seconds. They are called by `prefix` and a name that Ray chooses. `gpus` of each; None: 1 where the
-    engine runs on a GPU. `address` is a running cluster's; "" starts Ray on this machine below `folder`."""
+    engine runs on a GPU. `address` is a running cluster's, `head` that of a Ray of our own, whose files are in
+    `folder`."""
 
     join: str
     settings: dict[str, Any] = {}
@@ -26,6 +27,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     prefix: str = "ray-"
     gpus: float | None = None
     address: str = ""
+    head: str = ""
     folder: str = ""
     engine_command: tuple[str, ...] = ENGINE_COMMAND
 
@@ -48,8 +50,10 @@ def application_name(spec: ClusterSpec) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line from the manager to the server. `name` is `ready` (all replicas serve), `head_lost` or `failed`."""
+    """A line to the server: from the manager `ready` (all replicas serve), `head_lost` or `failed`, from the process of
+    a Ray of our own `started` or `failed`."""
 
     name: str
     reason: str = ""
     seconds: float = 0.0
+    address: str = ""
