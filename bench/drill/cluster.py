@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +36,12 @@ DRAIN_S = 30.0
 
 @dataclass
 class Drill:
-    """The client that a server would have, and the processes below it."""
+    """The client that a server would have, and the processes below it. `logged`: number of log lines by their event."""
 
     client: ClusterEngineClient
     running: asyncio.Task[None]
     mark: str
+    logged: Counter[str]
     lines: list[str] = field(default_factory=list)
     unusable: list[Exception] = field(default_factory=list)
 
@@ -79,7 +81,7 @@ class Drill:
 
 
 @contextlib.asynccontextmanager
-async def drilled(folder: Path, mark: str, *, is_running: bool) -> AsyncIterator[Drill]:
+async def drilled(folder: Path, mark: str, logged: Counter[str], *, is_running: bool) -> AsyncIterator[Drill]:
     """Two engines, and a third under load; starting when the context is entered. `is_running`: on a Ray that runs
     already, on the two machines."""
     host = ADDRESS if is_running else "127.0.0.1"
@@ -117,7 +119,7 @@ async def drilled(folder: Path, mark: str, *, is_running: bool) -> AsyncIterator
         replicas = RayReplicas(spec, client, DRAIN_S, on_unusable=unusable.append, write=lines.append)
         running = asyncio.create_task(replicas.run())
         try:
-            yield Drill(client, running, mark, lines, unusable)
+            yield Drill(client, running, mark, logged, lines, unusable)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
