@@ -84,6 +84,6 @@ def test_streams_outlive_an_engine_and_the_manager_and_all_ends_with_the_server(
         with open(f"/proc/{server.pid}/maps") as maps:
             assert "_raylet" not in maps.read()  # the server's own process has not loaded it
         assert server.stop(20) == 0
-        gone, alive = psutil.wait_procs(family, timeout=5)
-        assert (len(gone), alive) == (len(family), [])
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert not [name for name in set(os.listdir("/tmp")) - before if name.startswith("lp-ray-")]
