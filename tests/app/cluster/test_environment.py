@@ -52,16 +52,19 @@ def test_the_folder_goes_with_all_that_runs_below_it() -> None:
         mine = ["sleep", "600"]
         left = subprocess.Popen(mine, env=ray_environment({"PATH": "/bin:/usr/bin"}, folder, token="t"))
         stranger = subprocess.Popen(mine)
+        with open(folder / "log", "wb") as log:  # as an agent that has lost its environment by a new name
+            renamed = subprocess.Popen(mine, stdout=log)
         try:
-            assert processes_of(folder) == [left.pid]
+            assert set(processes_of(folder)) == {left.pid, renamed.pid}
             remove_ray_folder(folder)
-            assert left.wait(10) == -9
+            assert left.wait(10) == renamed.wait(10) == -9
             assert not folder.exists()
             assert stranger.poll() is None
         finally:
             stranger.kill()
             stranger.wait()
-            left.kill()
-            left.wait()
+            for process in (left, renamed):
+                process.kill()
+                process.wait()
     finally:
         remove_ray_folder(folder)

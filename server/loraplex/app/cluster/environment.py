@@ -78,15 +78,24 @@ def remove_ray_folder(folder: Path) -> None:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Processes of the Ray below this folder, zombies excepted."""
-    mark = os.fsencode(f"{MARK}={folder}")
+    """Processes of the Ray below this folder, zombies and this one excepted."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                if _has_mark(entry, folder) or _has_file_in(entry, folder):
                     found.append(int(entry.name))
     return found
+
+
+def _has_mark(process: Path, folder: Path) -> bool:
+    return os.fsencode(f"{MARK}={folder}") in (process / "environ").read_bytes().split(b"\0")
+
+
+def _has_file_in(process: Path, folder: Path) -> bool:
+    """Whether a file below the folder is open. Ray renames its agents, which overwrites their environment; their logs
+    are there."""
+    return any(file.readlink().is_relative_to(folder) for file in (process / "fd").iterdir())
 
 
 def end_processes(folder: Path) -> int:
