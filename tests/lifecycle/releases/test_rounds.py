@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import structlog
-from sqlalchemy import event, select, update
+from sqlalchemy import Connection, event, select, update
 
 from loraplex.control import leases
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import Lease, ReleaseOutcome, ReleaseRun
 from loraplex.control.db.tables import AdapterVersion, Release
+from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.types import ReleasePlan, ReleaseTarget
 from loraplex.lifecycle.releases.rounds import LEASE, Rounds
 from support.control.plane import ControlPlane, at_once
@@ -214,19 +216,21 @@ class Killed(BaseException):
 
 
 class Killer:
-    """Kills the caller of this database after `left` more statements; commits count too."""
+    """Kills the caller of this database after `left` more statements; commits count too. On PostgreSQL its connection
+    is cut, of which the caller hears."""
 
-    def __init__(self, database: Database) -> None:
-        self.engine: Any = database._engine
-        self.left: int | None = None
-        event.listen(self.engine, "before_cursor_execute", self._on_statement)
-        event.listen(self.engine, "commit", self._on_statement)
+    def __init__(self, database: Database, left: int) -> None:
+        self.left = left
+        self._cuts = database.on_postgres
+        for name in ("before_cursor_execute", "commit"):
+            event.listen(database._engine, name, self._on_statement)
 
-    def _on_statement(self, *_: Any) -> None:
-        if self.left is not None:
-            if self.left == 0:
-                raise Killed
-            self.left -= 1
+    def _on_statement(self, connection: Connection, *_: Any) -> None:
+        if self.left == 0 and self._cuts:
+            connection.connection.dbapi_connection.close()
+        elif self.left == 0:
+            raise Killed
+        self.left -= 1
 
 
 def _step(watched: Watched) -> None:
@@ -276,21 +280,15 @@ def test_a_leader_that_dies_at_any_statement_leaves_all_or_nothing(
     as it was; then all of the change is there, once, and the next leader adds nothing."""
     prepare(watched)
     before = watched.stored()
-    dying = Database(watched.plane.url)
-    killer = Killer(dying)
     deaths = 0
     while True:
-        server = watched.server(f"life-{deaths}", dying, announces=True)
-        killer.left = deaths
-        try:
-            watched.round(server, after=0.0)
-        except Killed:
-            pass
-        finally:
-            lived = killer.left != 0
-            killer.left = None
+        dying = Database(watched.plane.url)
+        killer = Killer(dying, deaths)
+        with contextlib.suppress(Killed, DatabaseUnavailable):
+            watched.round(watched.server(f"life-{deaths}", dying, announces=True), after=0.0)
+        dying.close()
         after = watched.stored()
-        if after != before or lived:
+        if after != before or killer.left > 0:
             break
         deaths += 1
         watched.end_lease()
@@ -307,7 +305,6 @@ def test_a_leader_that_dies_at_any_statement_leaves_all_or_nothing(
     assert len(added["revisions"]) == (action is not None)
     is_told = action in ("release.promoted", "release.rolled_back")
     assert added["deliveries"] == ([(action, 0)] if is_told else [])
-    dying.close()
 
 
 @pytest.mark.parametrize("backend", ["sqlite", "postgresql"])
