@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.trained_base import NF4
 from loraplex.adapters.base_weights.nf4 import quantise_nf4
+from loraplex.engine.base_error.__main__ import measure
 from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
 from loraplex.engine.base_error.prompts import prompt_tokens
 from loraplex.lifecycle.base_error_process import measure_in_process
@@ -159,7 +160,9 @@ async def test_more_memory_than_was_planned_ends_at_the_limit(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("value", "reason"), [(np.nan, "finite"), (1e30, "finite")])
+@pytest.mark.parametrize(
+    ("value", "reason"), [(np.nan, "finite"), pytest.param(1e30, "finite", marks=pytest.mark.soak)]
+)
 async def test_a_hostile_adapter_is_a_reason(value: float, reason: str, tmp_path: Path) -> None:
     task = task_of(tmp_path)
     path = Path(task.tensors_path)
@@ -170,15 +173,13 @@ async def test_a_hostile_adapter_is_a_reason(value: float, reason: str, tmp_path
     assert reason in str(found.reason)
 
 
-@pytest.mark.slow
-async def test_files_that_are_gone_are_a_reason(tmp_path: Path) -> None:
-    found = await measure_in_process(task_of(tmp_path, tensors_path=str(tmp_path / "none")), command=AT_ONCE)
+def test_files_that_are_gone_are_a_reason(tmp_path: Path) -> None:
+    found = measure(task_of(tmp_path, tensors_path=str(tmp_path / "none")))
     assert found.reason == "the adapter's file none is missing"
 
 
-@pytest.mark.slow
-async def test_a_reason_names_no_folder_of_the_server(tmp_path: Path) -> None:
-    found = await measure_in_process(task_of(tmp_path, model_dir=str(tmp_path / "private")), command=AT_ONCE)
+def test_a_reason_names_no_folder_of_the_server(tmp_path: Path) -> None:
+    found = measure(task_of(tmp_path, model_dir=str(tmp_path / "private")))
     assert found.reason == "the measurement failed; the server's log says why"
 
 
