@@ -60,7 +60,7 @@ def test_streams_outlive_an_engine_and_the_manager_and_all_ends_with_the_server(
         undisturbed.join()
 
         streams = Streams(server, key, ["a"] * 8, max_tokens=MAX_TOKENS)
-        streams.wait_until_all_run()
+        server.wait(lambda: all(story.num_chunks for story in streams.stories), 120)
         victim = replicas(server)[0]["pid"]
         assert streams.all_run_on
         os.kill(victim, signal.SIGKILL)
@@ -71,7 +71,7 @@ def test_streams_outlive_an_engine_and_the_manager_and_all_ends_with_the_server(
         server.wait(lambda: bool(server.logged("ray_ready")))
         before = pids(server)
         streams = Streams(server, key, ["a"] * 8, max_tokens=MAX_TOKENS)
-        streams.wait_until_all_run()
+        server.wait(lambda: all(story.num_chunks for story in streams.stories), 120)
         assert streams.all_run_on
         os.kill(server.logged("ray_ready")[0]["pid"], signal.SIGKILL)
         streams.join()
