@@ -45,6 +45,7 @@ from loraplex.http import body, context
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.lifecycle import tenant_terms
+from loraplex.lifecycle.releases import deliveries, rounds, webhook
 from loraplex.serving.cluster import failover, hello, members, tcp
 from loraplex.serving.cluster.relay import DialPolicy
 from loraplex.serving.grammar import builders, checker, schema_rules
@@ -122,6 +123,10 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("admin.md", "slower than {:,} bytes a second", (body.MIN_BYTES_PER_S,)),
     ("admin.md", "more than {} things in a minute on this server", (change_rate_limit.MAX_CHANGES,)),
     ("adapters.md", "The last {} of a name are kept", (release_changes.MAX_REVISIONS,)),
+    ("releases.md", "another one leads within {:g} seconds", (rounds.LEASE_S,)),
+    ("releases.md", "Any answer with 2xx within {:g} s takes the event", (webhook.TIMEOUT_S,)),
+    ("releases.md", "sent again, after {:g} s at first", (deliveries.FIRST_PAUSE_S,)),
+    ("releases.md", "up to {:g} s, {:g} times in all", (deliveries.LONGEST_PAUSE_S, deliveries.MAX_TRIES)),
     ("adapters.md", "rows, up to {:,} of each module", (token_indices.MAX_TOKEN_ROWS,)),
     ("adapters.md", "`support@sha256:<{} or more hex digits>`", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "by at least {} hex digits", (resolver.MIN_DIGEST_CHARS,)),

@@ -216,8 +216,8 @@ class Killed(BaseException):
 
 
 class Killer:
-    """Kills the caller of this database after `left` more statements; commits count too. On PostgreSQL its connection
-    is cut, of which the caller hears."""
+    """Kills the caller of this database after `left` more statements; commits count too. On PostgreSQL it cuts the
+    caller's connection."""
 
     def __init__(self, database: Database, left: int) -> None:
         self.left = left
