@@ -61,7 +61,7 @@ def _one_in_fifty(number: int) -> str:
 @dataclass(frozen=True)
 class Case:
     """`write` makes the bad version, `good` the other. `is_lost`: its stored bytes are damaged before it is released.
-    `is_slow`: the server delays its first tokens. `guard` is a release's."""
+    `is_slow`: the server delays its first tokens. `guard` is a release's, `fields` are of each request."""
 
     name: str
     write: Callable[[Path], Path]
@@ -70,6 +70,7 @@ class Case:
     is_slow: bool = False
     good: Callable[[Path], Path] = write_brief_adapter
     prompt: Callable[[int], str] = "user {} says".format
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -87,6 +88,7 @@ CASES = {
         partial(write_shifted_adapter, overflows_at=BAD_LETTER),
         good=write_shifted_adapter,
         prompt=_one_in_fifty,
+        fields={"logit_bias": {str(ord(BAD_LETTER)): -100}},  # in prompts alone
     ),
 }
 
@@ -153,7 +155,7 @@ def _lose(server: LiveServer, digest: str) -> None:
 
 def _release(server: LiveServer, key: str, case: Case, at_once: int, limit_s: float) -> Found:
     targets = [{"version": "v1", "weight": 50}, {"version": "v2", "weight": 50}]
-    crowd = Crowd(server, key, "bot", at_once=at_once, prompt=case.prompt)
+    crowd = Crowd(server, key, "bot", at_once=at_once, prompt=case.prompt, fields=case.fields)
     try:
         server.wait(lambda: len(crowd.asked) > 4 * at_once)
         begun = checked(

@@ -91,7 +91,8 @@ class Asked:
 
 @dataclass
 class Crowd:
-    """Users who each ask once, `at_once` at a time, until `stop`. `asked` is what came of it."""
+    """Users who each ask once, `at_once` at a time, until `stop`. `asked` is what came of it, `fields` are of
+    each request."""
 
     server: LiveServer
     key: str
@@ -99,6 +100,7 @@ class Crowd:
     at_once: int = 8
     max_tokens: int = 64
     prompt: Callable[[int], str] = "user {} says".format
+    fields: Mapping[str, Any] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,8 +116,8 @@ class Crowd:
         self._threads.shutdown()
 
     def of(self, version: str) -> list[Asked]:
-        """What the version answered or failed."""
-        return [asked for asked in tuple(self.asked) if asked.version == version]
+        """What the version answered, and what failed: an error names no version."""
+        return [asked for asked in tuple(self.asked) if asked.version == version or asked.code is not None]
 
     def _ask_on(self) -> None:
         with self.server.client(self.key) as client:
@@ -132,6 +134,7 @@ class Crowd:
             "max_tokens": self.max_tokens,
             "user": user,
             "seed": number,
+            **self.fields,
         }
         at = time.time()
         answer = client.post("/v1/completions", json=body)
