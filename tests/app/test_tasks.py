@@ -37,6 +37,7 @@ NOT_SUPERVISED = {
     "_Handshake.secure": "its failure is the connection's end, which is logged, and the handshake has its time",
     "Members.welcome": "its failure is the session's end, which is logged",
     "Generation._events": "waited for",
+    "Shadows._start_some": "it counts its failure; its requests have their deadline, and a drain cancels it",
     "VersionChecks.start": "it logs its failure, and gives it to the uploads that wait for it",
     "TenantCapacity.in_thread": "waited for, until its request is cancelled",
     "answers": "waited for, or cancelled",

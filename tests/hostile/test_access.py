@@ -42,6 +42,7 @@ TENANT_ROUTES = {
     f"POST {OWN}/{{name}}/release/pause": WRITE,
     f"POST {OWN}/{{name}}/release/resume": WRITE,
     f"GET {OWN}/{{name}}/release/comparison": READ,
+    f"GET {OWN}/{{name}}/release/shadow/texts": READ,
     f"GET {OWN}/{{name}}/release/history": READ,
     "GET /admin/v1/tenants/{tenant}/usage": USAGE,
 }

@@ -21,6 +21,7 @@ from loraplex.control.types import (
 )
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.control.usage.running_arms import RunningArms
+from loraplex.engine.types import EngineRequest
 from loraplex.http.edge import AccessLog, access_log
 from loraplex.serving.client.cluster_view import ClusterClient
 from loraplex.serving.output.formats import NO_FORMATS, Notation, OutputFormats, ReasoningFormat, ToolFormat
@@ -151,13 +152,27 @@ class Ledger(Protocol):
         ...
 
 
+class ShadowSamples(Protocol):
+    """Takes requests that a release's shadow version may answer too."""
+
+    def offer(
+        self,
+        request_id: str,
+        model: ResolvedModel,
+        answer: tuple[EngineRequest, tuple[int, ...]] | None,
+        stops: Sequence[str],
+    ) -> None:
+        """The request came to its proper end. `answer` is `Generation.only_answer`, `stops` its stop strings."""
+        ...
+
+
 @dataclass(frozen=True)
 class ApiServices:
     """`max_model_len` in tokens, `max_body` in bytes, times in seconds. `stall_timeout`: a client that reads
     nothing for so long is cut, and one that sends nothing of its body for so long is answered 408.
     `max_kept_logprobs`: in all answers together that are sent when they are whole; some 80 bytes of JSON each.
     `formats` are the base model's. `text_build` is of `loraplex.serving.text.text_build`. `own_chats` None: every chat
-    is rendered by the base's template, and ends as the base's do."""
+    is rendered by the base's template, and ends as the base's do. `shadows` None: no shadow version runs."""
 
     engine: ClusterClient
     text: Text
@@ -187,3 +202,4 @@ class ApiServices:
     text_build: str = ""
     own_chats: OwnChats | None = None
     running_arms: RunningArms = field(default_factory=RunningArms)
+    shadows: ShadowSamples | None = None

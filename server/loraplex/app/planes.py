@@ -26,6 +26,7 @@ from loraplex.admin.services import AdminServices
 from loraplex.api.application import create_data_app, create_starting_data_app, service_probes
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
+from loraplex.api.generation.shadow import Shadows
 from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
@@ -38,6 +39,7 @@ from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.redis import make_limiter
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.retention import Retention
+from loraplex.control.catalog.shadow_store import ShadowStore
 from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.limiter import Limiter
@@ -68,6 +70,7 @@ class Apps:
     grammars: GrammarChecker
     templates: TemplateRenderer
     checks: VersionChecks
+    shadows: Shadows
     tracing: Tracing | None
 
 
@@ -109,6 +112,7 @@ class _Shared:
     text: TextProcessor
     templates: TemplateRenderer
     grammars: GrammarChecker
+    shadows: Shadows
     tracing: Tracing | None
 
 
@@ -134,6 +138,7 @@ def create_apps(installation: Installation, engine: ClusterClient) -> Apps:
         grammars=shared.grammars,
         templates=shared.templates,
         checks=admin_services.checks,
+        shadows=shared.shadows,
         tracing=shared.tracing,
     )
 
@@ -150,13 +155,15 @@ def _shared(installation: Installation, engine: ClusterClient) -> _Shared:
 
         tracing = start_tracing(settings, installation.served_name, metrics.traces)
     warn = structlog.get_logger("loraplex").warning
+    text, drain = TextProcessor(model_dir, max_model_len=engine.info.max_model_len), Drain()
+    store, run = ShadowStore(installation.database), installation.database.run
     return _Shared(
         engine=engine,
         metrics=metrics,
-        drain=Drain(),
+        drain=drain,
         limiter=limiter,
         limits=RequestLimits(limiter, budgets, server=_server_limits(settings), background=tasks),
-        text=TextProcessor(model_dir, max_model_len=engine.info.max_model_len),
+        text=text,
         templates=TemplateRenderer(str(model_dir), max_model_len=engine.info.max_model_len, log=warn),
         grammars=GrammarChecker(
             str(model_dir),
@@ -165,6 +172,7 @@ def _shared(installation: Installation, engine: ClusterClient) -> _Shared:
             on_check=metrics.grammars.checked,
             log=warn,
         ),
+        shadows=Shadows(engine, text, drain, store, run, metrics.shadows),
         tracing=tracing,
     )
 
@@ -248,6 +256,7 @@ def _data_services(installation: Installation, shared: _Shared, admin_services: 
         adapters=RuntimeLoading(admin_services),
         metrics=shared.metrics,
         drain=shared.drain,
+        shadows=shared.shadows,
         served_model_name=installation.served_name,
         max_model_len=engine.info.max_model_len,
         default_max_tokens=settings.default_max_tokens,

@@ -103,6 +103,7 @@ class FakeResolver:
     releases: dict[str, ReleaseInfo] = field(
         default_factory=dict
     )  # of adapters, by name; sticky by user or by none
+    shadows: dict[str, AdapterRef] = field(default_factory=dict)  # of adapters with a release, by name
 
     async def resolve(self, caller: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
         self.users.append(user)
@@ -122,6 +123,7 @@ class FakeResolver:
             Serving(*self.formats.get(name, (None, None)), alora=self.alora.get(name)),
             release,
             None if release is None or release.sticky == "none" else user,
+            None if release is None else self.shadows.get(name),
         )
 
     async def list_models(self, caller: Principal) -> Sequence[ModelCard]:

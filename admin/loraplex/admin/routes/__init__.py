@@ -13,6 +13,7 @@ from loraplex.admin.routes import (
     engine,
     keys,
     releases,
+    shadow_texts,
     tenants,
     usage,
     versions,
@@ -25,5 +26,6 @@ TENANT_ROUTERS = (
     versions.router,
     archives.router,
     releases.router,
+    shadow_texts.router,
     usage.tenant_router,
 )

@@ -47,6 +47,7 @@ from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.schemas import ChatRequest
 from loraplex.api.outcome import RequestOutcome
 from loraplex.control.types import Principal, Reservation, ResolvedModel
+from loraplex.control.usage.outcome import PROPER
 from loraplex.control.usage.records import CANCELLED
 from loraplex.http.errors import ClientGone
 from loraplex.serving.errors import ServingError, WorkTimeSpent, WorkUnavailable
@@ -248,6 +249,9 @@ class GenerationEndpoint:
                         context.trace.generated(f"{self._kind.id_prefix}{context.internal_id}", outcome)
                 if entry is not None:
                     await entry.close(outcome)
+            if services.shadows is not None and generation is not None and outcome.status in PROPER:
+                stops = plan.request.stop
+                services.shadows.offer(context.internal_id, model, generation.only_answer, stops)
 
     async def _answer(
         self,

@@ -386,6 +386,15 @@ class Generation:
         n = self._plan.n
         return [self._choices[start : start + n] for start in range(0, len(self._choices), n)]
 
+    @property
+    def only_answer(self) -> tuple[EngineRequest, tuple[int, ...]] | None:
+        """The engine's request for the only sequence, and its output tokens up to the one that completed a stop string;
+        None of several sequences."""
+        if len(self._choices) > 1:
+            return None
+        stream, num_tokens = self._choices[0].stream, self._choices[0].text.num_tokens
+        return stream.request, tuple(stream.received[:num_tokens])
+
     def outcome(self, failure: str | None = None) -> RequestOutcome:
         """The outcome of the whole request, as of the first call. `failure` is how it ended where it did not come to
         its proper end."""

@@ -31,6 +31,7 @@ from loraplex.api.metrics.label_sets import IDLE_S, OTHER, LabelSets, OwnedCount
 from loraplex.api.metrics.limiter_metrics import LimiterMeter
 from loraplex.api.metrics.release_metrics import ReleaseMeter
 from loraplex.api.metrics.residency_metrics import LoadTimes, residency_families
+from loraplex.api.metrics.shadow_metrics import ShadowMeter
 from loraplex.api.metrics.token_histogram import TokenHistogram
 from loraplex.api.metrics.trace_metrics import TraceMeter
 from loraplex.control.background import BackgroundTasks
@@ -262,6 +263,7 @@ class Metrics:
         self.grammars = GrammarMeter(self._own)
         self.arms = ArmMeter(self._own)
         self.releases = ReleaseMeter(self._own)
+        self.shadows = ShadowMeter(self._own)
         self.usage_written = Counter(
             "loraplex_usage_rows_written", "Rows that the usage ledger has.", registry=self._own
         )
@@ -269,9 +271,7 @@ class Metrics:
             "loraplex_usage_rows_waiting", "Rows that the database has not been told yet.", registry=self._own
         )
         self.usage_lag = Gauge(
-            "loraplex_usage_lag_seconds",
-            "For how long some row has been waiting for the database; 0 where none waits.",
-            registry=self._own,
+            "loraplex_usage_lag_seconds", "Time that the oldest waiting row has waited.", registry=self._own
         )
         self.usage_journal = Gauge(
             "loraplex_usage_journal_bytes", "Disk that the usage journal takes.", registry=self._own

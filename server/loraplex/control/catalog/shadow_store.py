@@ -1,4 +1,4 @@
-"""What shadow versions answered: sums of each release, and for a while the texts of some samples."""
+"""Answers of shadow versions: sums of each release, and for a while the texts of some samples."""
 
 from __future__ import annotations
 
@@ -55,8 +55,13 @@ class ShadowSums:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
+    def add_all(self, later: ShadowSums) -> None:
+        """Add what was summed up later."""
+        self.add(later.sums)
+        self.texts = (self.texts + later.texts)[-MOST_TEXTS:]
+
     def add_texts(self, prompt: str, answer: str, shadow_answer: str) -> None:
-        """Keep the texts of a sample, of which the oldest go where there are more than are kept."""
+        """Keep the texts of a sample. The oldest go where there are more than are kept."""
         self.texts.append((utc_now(), cut(prompt), cut(answer), cut(shadow_answer)))
         del self.texts[:-MOST_TEXTS]
 

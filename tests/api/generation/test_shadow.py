@@ -1,0 +1,413 @@
+"""Shadows: which requests are sampled, what is compared, and what nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.api.drain import Drain
+from loraplex.api.generation import shadow
+from loraplex.api.generation.shadow import Shadows, first_difference, is_comparable, is_sampled
+from loraplex.api.metrics.shadow_metrics import OUTCOMES, ShadowMeter
+from loraplex.control.catalog.shadow_store import ShadowKey, ShadowSums
+from loraplex.control.db.database import utc_now
+from loraplex.control.types import ReleaseInfo, ReleasePlan, ResolvedModel, ShadowPlan
+from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.serving.text.processor import TextProcessor
+from support.engine.fake_engine import FakeEngineClient, Reply, fake_row
+from support.http.data_plane import MAX_MODEL_LEN, DataPlane, ref
+from support.models.byte_tokenizer import write_byte_tokenizer
+from support.waiting import eventually
+
+PROMPT = tuple(b"say ok")
+ANSWER = tuple(b"ok")
+LIVE, SHADOW = ref("acme", "pirate", 1), ref("acme", "pirate", 2)
+KEY = ShadowKey("acme", "pirate", 5, 2)
+
+
+def released(tenant: str = "acme", **plan: Any) -> ReleaseInfo:
+    its = ShadowPlan(**{"version": "v2", "sample": 1.0, **plan})
+    return ReleaseInfo(tenant, "pirate", 5, (), "none", utc_now(), plan=ReleasePlan(shadow=its))
+
+
+def model(tenant: str = "acme", adapter: AdapterRef = LIVE, **plan: Any) -> ResolvedModel:
+    return ResolvedModel("pirate", adapter, release=released(tenant, **plan), shadow=SHADOW)
+
+
+def asked(name: str = "r", **changes: Any) -> EngineRequest:
+    sampling = SamplingParams(max_tokens=40, temperature=0.7, seed=11, logprobs=3)
+    return replace(EngineRequest(f"{name}-0", "acme", PROMPT, sampling, LIVE, priority=3), **changes)
+
+
+@dataclass
+class Store:
+    """Adds up what is written; `broken`: it raises instead."""
+
+    sums: dict[ShadowKey, ShadowSums] = field(default_factory=dict)
+    broken: bool = False
+
+    def add(self, batch: Mapping[ShadowKey, ShadowSums]) -> None:
+        if self.broken:
+            raise ConnectionError("the database is away")
+        for key, its in batch.items():
+            self.sums.setdefault(key, ShadowSums()).add_all(its)
+
+    def __getitem__(self, name: str) -> float:
+        return sum(its.sums.get(name, 0) for its in self.sums.values())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
+    return TextProcessor(write_byte_tokenizer(tmp_path_factory.mktemp("model")), max_model_len=MAX_MODEL_LEN)
+
+
+@dataclass
+class Bench:
+    """Shadows over a scripted engine, on a loop of their own."""
+
+    text: TextProcessor
+    engine: FakeEngineClient = field(default_factory=FakeEngineClient)
+    store: Store = field(default_factory=Store)
+    drain: Drain = field(default_factory=Drain)
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        async def in_thread(write: Callable[[], None]) -> None:
+            write()
+
+        self.shadows = Shadows(
+            self.engine,
+            self.text,
+            self.drain,
+            self.store,
+            in_thread,
+            ShadowMeter(self.registry),
+            clock=lambda: self.now,
+        )
+
+    def offer(
+        self, name: str = "r", *, tenant: str = "acme", tokens: tuple[int, ...] = ANSWER, **more: Any
+    ) -> None:
+        request = more.pop("request", None) or asked(name, tenant_id=tenant)
+        stops = more.pop("stops", ())
+        self.shadows.offer(name, model(tenant, **more), (request, tokens), stops)
+
+    async def settle(self) -> None:
+        """Until nothing waits or runs; then all is written."""
+        async with asyncio.timeout(60):
+            while self.gauge("waiting") or self.gauge("running"):
+                await asyncio.sleep(0)
+        await self.shadows.write()
+
+    def gauge(self, name: str) -> float:
+        return self.registry.get_sample_value(f"loraplex_shadow_{name}") or 0.0
+
+    @property
+    def outcomes(self) -> dict[str, int]:
+        name = "loraplex_shadow_requests_total"
+        counts = {one: int(self.registry.get_sample_value(name, {"outcome": one}) or 0) for one in OUTCOMES}
+        return {one: count for one, count in counts.items() if count}
+
+
+@pytest.fixture
+def bench(text: TextProcessor) -> Bench:
+    return Bench(text)
+
+
+def played(bench: Bench, act: Callable[[], Any]) -> None:
+    async def play() -> None:
+        await bench.engine.start()
+        act()
+        await bench.settle()
+
+    asyncio.run(play())
+
+
+# Sampling.
+
+
+def test_a_share_of_requests_is_sampled_by_their_ids_alone() -> None:
+    ids = [f"request-{number}" for number in range(10_000)]
+    tenth = {one for one in ids if is_sampled(one, 0.1)}
+    half = {one for one in ids if is_sampled(one, 0.5)}
+    assert tenth < half  # a larger share has the same requests, and more
+    assert abs(len(tenth) - 1000) < 100
+    assert all(is_sampled(one, 1.0) for one in ids)
+    assert not any(is_sampled(one, 0.0) for one in ids)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "place"),
+    [((), (), None), ((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1,), (1, 2), 1), ((2,), (), 0)],
+)
+def test_the_first_difference(one: tuple[int, ...], other: tuple[int, ...], place: int | None) -> None:
+    assert first_difference(one, other) == place
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"adapter": None},
+        {"adapter": replace(LIVE, invocation=(1,))},
+        {"adapter_from": 2},
+        {"grammar": "start: /a/"},
+        {"pooling": "mean"},
+        {"sampling": SamplingParams(max_tokens=0)},
+        {"sampling": SamplingParams(max_tokens=4, prompt_logprobs=0)},
+    ],
+)
+def test_what_is_not_compared(odd: dict[str, Any]) -> None:
+    assert is_comparable(asked(), SHADOW)
+    assert not is_comparable(asked(**odd), SHADOW)
+    assert not is_comparable(asked(), replace(SHADOW, invocation=(1,)))
+
+
+def test_several_sequences_are_skipped_and_counted(bench: Bench) -> None:
+    played(bench, lambda: bench.shadows.offer("r", model(), None, ()))
+    assert (bench.outcomes, bench.engine.requests) == ({"skipped": 1}, [])
+
+
+# Comparing.
+
+
+def test_the_shadow_answers_in_the_background_with_the_same_parameters(bench: Bench) -> None:
+    played(bench, lambda: bench.offer(request=asked(generated=(1, 2), deadline=3.0, max_load=0.5)))
+    answer, live, other = bench.engine.requests
+    assert answer == replace(
+        asked(),
+        request_id="r-0-shadow",
+        adapter=SHADOW,
+        sampling=replace(asked().sampling, logprobs=None),
+        deadline=shadow.PATIENCE_S,
+        background=True,
+    )
+    assert [request.adapter for request in (live, other)] == [LIVE, SHADOW]
+    for request in (live, other):
+        assert request.background
+        assert request.prompt_ids == (*PROMPT, *ANSWER)
+        assert (request.sampling.max_tokens, request.sampling.prompt_logprobs) == (0, 0)
+
+
+def test_equal_answers_are_exact(bench: Bench) -> None:
+    bench.engine.default = Reply(text="ok", eos=False)
+    played(bench, bench.offer)
+    own = sum(fake_row(token, len(PROMPT) + place, 0)[0] for place, token in enumerate(ANSWER))
+    assert bench.store.sums[KEY].sums == {
+        "samples": 1,
+        "exact": 1,
+        "diverged_at": 0,
+        "live_tokens": 2,
+        "shadow_tokens": 2,
+        "scored": 2,
+        "live_logprob": own,
+        "shadow_logprob": own,
+    }
+    assert bench.store.sums[KEY].texts == []
+
+
+def test_another_answer_is_counted_with_the_place_of_its_first_difference(bench: Bench) -> None:
+    bench.engine.script(Reply(text="oh, no", eos=False))
+    played(bench, lambda: bench.offer(keep_texts=True))
+    assert bench.outcomes == {"different": 1}
+    assert (bench.store["exact"], bench.store["diverged_at"], bench.store["shadow_tokens"]) == (0, 1, 6)
+    ((_, *texts),) = bench.store.sums[KEY].texts
+    assert texts == ["say ok", "ok", "oh, no"]
+
+
+def test_a_stop_string_ends_the_shadow_where_it_ends_the_answer(bench: Bench) -> None:
+    bench.engine.script(Reply(text="ok. And so on"))
+    played(bench, lambda: bench.offer(stops=["."], tokens=tuple(b"ok.")))
+    assert bench.outcomes == {"exact": 1}
+    assert bench.engine.aborted == ["r-0-shadow"]
+
+
+def test_a_version_with_the_same_weights_is_scored_once(bench: Bench) -> None:
+    twin = replace(LIVE, version=2)
+    played(
+        bench,
+        lambda: bench.shadows.offer("r", replace(model(), shadow=twin), (asked(), ANSWER), ()),
+    )
+    assert len(bench.engine.requests) == 2
+    assert bench.store["live_logprob"] == bench.store["shadow_logprob"] != 0
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("adapter_not_finite", "failed"),
+        ("adapter_unavailable", "failed"),
+        ("internal_error", "failed"),
+        ("deadline_exceeded", "dropped"),
+        ("server_overloaded", "dropped"),
+        ("engine_restarting", "dropped"),
+        ("draining", "dropped"),
+    ],
+)
+@pytest.mark.parametrize("request_number", [0, 1, 2])
+def test_a_failure_is_counted_and_raised_nowhere(
+    bench: Bench, code: Any, outcome: str, request_number: int
+) -> None:
+    bench.engine.script(*[Reply(text="ok")] * request_number, Reply(error=(code, "no")))
+    played(bench, bench.offer)
+    assert bench.outcomes == {outcome: 1}
+    assert bench.store.sums[KEY].sums == {outcome: 1}
+
+
+def test_an_engine_that_takes_nothing_drops_the_sample(bench: Bench) -> None:
+    bench.engine.max_inflight = 0
+    played(bench, bench.offer)
+    assert bench.outcomes == {"dropped": 1}
+
+
+def test_a_sample_that_waited_too_long_is_dropped(bench: Bench) -> None:
+    def act() -> None:
+        bench.engine.default = Reply(text="ok", eos=False)
+        for number in range(shadow.AT_ONCE_OF_TENANT + 1):
+            bench.offer(f"r{number}")
+        bench.now += shadow.PATIENCE_S + 1  # none has been submitted yet
+
+    played(bench, act)
+    assert bench.outcomes == {"dropped": shadow.AT_ONCE_OF_TENANT + 1}
+    assert bench.engine.requests == []
+
+
+def test_a_tenant_fills_its_part_of_the_queue_and_the_engine_alone(bench: Bench) -> None:
+    async def play() -> None:
+        await bench.engine.start()
+        bench.engine.default = Reply(text="ok", hold=True, eos=False)
+        for number in range(200):
+            bench.offer(f"a{number}")
+        bench.offer("b", tenant="rival")
+        await asyncio.sleep(0)
+        assert bench.gauge("waiting") == shadow.MOST_OF_TENANT
+        assert bench.gauge("running") == shadow.AT_ONCE_OF_TENANT + 1
+        assert bench.outcomes == {"dropped": 200 - shadow.MOST_OF_TENANT - shadow.AT_ONCE_OF_TENANT}
+        bench.engine.default = Reply(text="ok", eos=False)
+        bench.engine.release()
+        await bench.settle()
+
+    asyncio.run(play())
+    assert bench.outcomes["exact"] == shadow.MOST_OF_TENANT + shadow.AT_ONCE_OF_TENANT + 1
+
+
+def test_all_tenants_together_fill_the_queue_alone(bench: Bench) -> None:
+    async def play() -> None:
+        await bench.engine.start()
+        bench.engine.default = Reply(text="ok", hold=True, eos=False)
+        for number in range(500):
+            bench.offer(f"r{number}", tenant=f"tenant-{number % 10}")
+        await asyncio.sleep(0)
+        assert (bench.gauge("waiting"), bench.gauge("running")) == (shadow.MOST_WAITING, shadow.AT_ONCE)
+        bench.drain.begin()
+        await bench.shadows.write()
+        await bench.settle()
+
+    asyncio.run(play())
+
+
+def test_nothing_is_taken_and_all_is_dropped_when_the_server_drains(bench: Bench) -> None:
+    async def play() -> None:
+        await bench.engine.start()
+        bench.engine.default = Reply(text="ok", hold=True)
+        for number in range(20):
+            bench.offer(f"r{number}")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        bench.drain.begin()
+        bench.offer("late")
+        await bench.shadows.write()
+        while bench.gauge("running"):
+            await asyncio.sleep(0)
+        while bench.engine.live:
+            await asyncio.sleep(0)
+        await bench.shadows.write()
+
+    asyncio.run(play())
+    assert bench.outcomes == {"dropped": 20}
+    assert bench.store["dropped"] == 20
+
+
+def test_sums_outlast_a_database_that_is_away(bench: Bench) -> None:
+    async def play() -> None:
+        await bench.engine.start()
+        bench.engine.default = Reply(text="ok", eos=False)
+        bench.store.broken = True
+        for number in range(2):
+            bench.offer(f"r{number}", keep_texts=True)
+            with pytest.raises(ConnectionError):
+                await bench.settle()
+        bench.store.broken = False
+        await bench.settle()
+
+    asyncio.run(play())
+    assert (bench.store["samples"], bench.store["exact"], len(bench.store.sums[KEY].texts)) == (2, 2, 2)
+
+
+# On the data port.
+
+
+@pytest.fixture
+def shadowed(plane: DataPlane, text: TextProcessor) -> Iterator[tuple[DataPlane, Store]]:
+    """`pirate` v1, with v2 as its shadow."""
+    plane.resolver.adapters["acme", "pirate"] = {1: LIVE}
+    plane.resolver.releases["pirate"] = released()
+    plane.resolver.shadows["pirate"] = SHADOW
+    store = Store()
+
+    async def in_thread(write: Callable[[], None]) -> None:
+        write()
+
+    shadows = Shadows(plane.engine, text, plane.drain, store, in_thread, ShadowMeter(CollectorRegistry()))
+    object.__setattr__(plane.services, "shadows", shadows)
+
+    def written() -> bool:
+        plane.server.call(shadows.write)
+        return plane.on_loop(lambda: not plane.engine.live) is True
+
+    yield plane, store
+    eventually(written)
+    object.__setattr__(plane.services, "shadows", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_callers_ledger_and_limits_know_nothing_of_it(
+    shadowed: tuple[DataPlane, Store], stream: bool
+) -> None:
+    plane, _ = shadowed
+    answer = plane.http.post(
+        f"{plane.url}/v1/completions",
+        json={"model": "pirate", "prompt": "say ok", "stream": stream, "temperature": 0.9},
+        headers={"authorization": "Bearer lpx_acme"},
+    )
+    assert answer.status_code == 200
+    eventually(lambda: plane.on_loop(lambda: len(plane.engine.requests)) == 4)
+    live, *behind = plane.on_loop(lambda: list(plane.engine.requests))
+    assert not live.background
+    assert all(request.background for request in behind)
+    assert behind[0].sampling.seed == live.sampling.seed
+    assert (len(plane.ledger.rows), len(plane.limiter.admitted)) == (1, 1)
+    assert plane.ledger.rows[0].completion_tokens == 3
+
+
+def test_a_request_that_failed_is_not_sampled(shadowed: tuple[DataPlane, Store]) -> None:
+    plane, _ = shadowed
+    plane.engine.script(Reply(text="o", error=("internal_error", "no")))
+    answer = plane.http.post(
+        f"{plane.url}/v1/completions",
+        json={"model": "pirate", "prompt": "say ok"},
+        headers={"authorization": "Bearer lpx_acme"},
+    )
+    assert answer.status_code == 500
+    plane.settle_all()
+    assert len(plane.engine.requests) == 1
