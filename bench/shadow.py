@@ -53,6 +53,12 @@ class Bench:
         checked(self.server.admin.put(RELEASE, json={"targets": TARGETS, "shadow": plan}))
         time.sleep(3)  # in force within the resolver's staleness
 
+    def rest(self) -> None:
+        """Wait until no sample of an earlier part waits or runs."""
+        idle = {f"loraplex_shadow_{gauge} 0.0" for gauge in ("waiting", "running")}
+        while not idle <= set(httpx.get(f"{self.server.admin_url}/metrics", timeout=60).text.splitlines()):
+            time.sleep(0.5)
+
     def settle(self, since: dict[str, int], count: int) -> dict[str, int]:
         """The outcomes of `count` samples since `since`, when all have ended."""
         while True:
@@ -126,6 +132,7 @@ def overload(bench: Bench, pairs: int, seconds: float) -> None:
         for shadowed in (pair % 2 == 0, pair % 2 == 1):
             bench.shadow("v3" if shadowed else None)
             found[shadowed] = crowd(bench, seconds)
+            bench.rest()
         medians = [statistics.median(found[shadowed]) for shadowed in (False, True)]
         tails = [p99(found[shadowed]) for shadowed in (False, True)]
         ratios.append((medians[1] / medians[0], tails[1] / tails[0]))

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.control.catalog.shadow_store import cut
 from support.servers.live_server import LiveServer, Shop, checked
 
 pytestmark = pytest.mark.slow
@@ -65,5 +66,5 @@ def test_a_version_with_the_same_weights_gives_the_same_tokens(
 
     server.wait(lambda: len(kept()) == NUM_REQUESTS)
     assert all(one["answer"] == one["shadow_answer"] for one in kept())
-    assert sorted(one["answer"] for one in kept()) == sorted(answers)
+    assert sorted(one["answer"] for one in kept()) == sorted(map(cut, answers))
     assert server.idle()
