@@ -55,34 +55,32 @@ async def test_what_a_guard_leaves_out_has_its_default(admin: httpx.AsyncClient)
     assert guard["metrics"] == [{"name": "ttft", "margin": 0.1}]
 
 
-@pytest.mark.parametrize(
-    ("plan", "param"),
-    [
-        ({"guard": []}, "guard"),
-        ({"guard": {"margin": 0.1}}, "guard"),
-        ({"guard": {"metrics": [{"name": "speed"}]}}, "guard.metrics[0].name"),
-        ({"guard": {"metrics": [{"name": "ttft", "margin": 11}]}}, "guard.metrics[0].margin"),
-        ({"guard": {"max_false_alarm": 0.5}}, "guard.max_false_alarm"),
-        ({"guard": {"min_requests": -1}}, "guard.min_requests"),
-        ({"schedule": []}, "schedule"),
-        ({"schedule": [SCHEDULE, SCHEDULE]}, "schedule[0]"),
-        ({"schedule": [SCHEDULE[1], SCHEDULE[0]]}, "schedule[1].weight"),
-        ({"schedule": [{"weight": 5, "for_seconds": 0}]}, "schedule[0].for_seconds"),
-        ({"shadow": {"version": "v3"}}, "shadow.sample"),
-        ({"shadow": SHADOW | {"sample": 0}}, "shadow.sample"),
-        ({"shadow": SHADOW | {"sample": 1.5}}, "shadow.sample"),
-        ({"shadow": SHADOW | {"version": "v9"}}, "shadow.version"),
-        ({"shadow": SHADOW | {"version": "v1"}}, "shadow.version"),
-        ({"shadow": SHADOW | {"texts": True}}, "shadow.texts"),
-        ({"guard": {}, "targets": BOTH[:1]}, "targets"),
-    ],
-)
-async def test_a_wrong_plan_names_its_field_and_changes_nothing(
-    admin: httpx.AsyncClient, plan: dict[str, Any], param: str
-) -> None:
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"guard": []}, "guard"),
+    ({"guard": {"margin": 0.1}}, "guard"),
+    ({"guard": {"metrics": [{"name": "speed"}]}}, "guard.metrics[0].name"),
+    ({"guard": {"metrics": [{"name": "ttft", "margin": 11}]}}, "guard.metrics[0].margin"),
+    ({"guard": {"max_false_alarm": 0.5}}, "guard.max_false_alarm"),
+    ({"guard": {"min_requests": -1}}, "guard.min_requests"),
+    ({"schedule": []}, "schedule"),
+    ({"schedule": [SCHEDULE, SCHEDULE]}, "schedule[0]"),
+    ({"schedule": [SCHEDULE[1], SCHEDULE[0]]}, "schedule[1].weight"),
+    ({"schedule": [{"weight": 5, "for_seconds": 0}]}, "schedule[0].for_seconds"),
+    ({"shadow": {"version": "v3"}}, "shadow.sample"),
+    ({"shadow": SHADOW | {"sample": 0}}, "shadow.sample"),
+    ({"shadow": SHADOW | {"sample": 1.5}}, "shadow.sample"),
+    ({"shadow": SHADOW | {"version": "v9"}}, "shadow.version"),
+    ({"shadow": SHADOW | {"version": "v1"}}, "shadow.version"),
+    ({"shadow": SHADOW | {"texts": True}}, "shadow.texts"),
+    ({"guard": {}, "targets": BOTH[:1]}, "targets"),
+]
+
+
+async def test_a_wrong_plan_names_its_field_and_changes_nothing(admin: httpx.AsyncClient) -> None:
     before = (await admin.get(PATH)).json()
-    code = "unknown_field" if param == "shadow.texts" else "invalid_value"
-    assert assert_problem(await put(admin, **plan), 400, code)["param"] == param
+    for plan, param in WRONG:
+        code = "unknown_field" if param == "shadow.texts" else "invalid_value"
+        assert assert_problem(await put(admin, **plan), 400, code)["param"] == param, plan
     assert (await admin.get(PATH)).json() == before
 
 

@@ -120,25 +120,25 @@ def test_a_default_guard_and_no_more(shell: Shell) -> None:
     assert (made["schedule"], made["shadow"], made["run"]["status"]) == (None, None, "running")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--guard", "error_rate:0.01"), "write a metric as NAME or NAME=MARGIN"),
-        (("--guard", ""), "write a metric as NAME or NAME=MARGIN"),
-        (("--guard", "min_requests"), "min_requests needs a number"),
-        (("--guard", "speed"), "is one of error_rate, ttft"),
-        (("--guard", "ttft=99"), "from 0 to 10; not 99"),
-        (("--schedule", "10%"), "write a step as PERCENT:TIME"),
-        (("--schedule", "10%:1w"), "write a step as PERCENT:TIME"),
-        (("--schedule", "10%:1h,5%:1h"), "weights rise"),
-        (("--shadow", "v3"), "VERSION:SHARE"),
-        (("--shadow", "v3:0.1:text"), "VERSION:SHARE:texts"),
-        (("--shadow", "3:0.1"), "is no version"),
-        (("--shadow", "v3:2"), "shadow.sample"),
-    ],
-)
-def test_a_wrong_plan_is_said_of_its_option(shell: Shell, options: tuple[str, ...], words: str) -> None:
-    assert words in shell.fails("release", "set", "support", "v1", "v2", "-t", "acme", *options)
+WRONG_PLANS: list[tuple[tuple[str, str], str]] = [
+    (("--guard", "error_rate:0.01"), "write a metric as NAME or NAME=MARGIN"),
+    (("--guard", ""), "write a metric as NAME or NAME=MARGIN"),
+    (("--guard", "min_requests"), "min_requests needs a number"),
+    (("--guard", "speed"), "is one of error_rate, ttft"),
+    (("--guard", "ttft=99"), "from 0 to 10; not 99"),
+    (("--schedule", "10%"), "write a step as PERCENT:TIME"),
+    (("--schedule", "10%:1w"), "write a step as PERCENT:TIME"),
+    (("--schedule", "10%:1h,5%:1h"), "weights rise"),
+    (("--shadow", "v3"), "VERSION:SHARE"),
+    (("--shadow", "v3:0.1:text"), "VERSION:SHARE:texts"),
+    (("--shadow", "3:0.1"), "is no version"),
+    (("--shadow", "v3:2"), "shadow.sample"),
+]
+
+
+def test_a_wrong_plan_is_said_of_its_option(shell: Shell) -> None:
+    for options, words in WRONG_PLANS:
+        assert words in shell.fails("release", "set", "support", "v1", "v2", "-t", "acme", *options)
     assert shell.json("release", "show", *NAME)["revision"] == 1
 
 
