@@ -49,11 +49,13 @@ def take(database: Database, name: str, holder: str, ttl_s: float) -> Term | Non
         session.execute(insert.on_conflict_do_nothing())
         row = _locked(session, name)
         now = database_now(session)  # after the wait for the row
-        if row.until <= now:
+        ttl = timedelta(seconds=ttl_s)
+        # An end far ahead: the clock went back, and the holder, which renews it to less, is gone.
+        if row.until <= now or (row.holder != holder and row.until > now + 2 * ttl):
             row.holder, row.term = holder, row.term + 1
         elif row.holder != holder:
             return None
-        row.until = now + timedelta(seconds=ttl_s)
+        row.until = now + ttl
         return Term(name, holder, row.term)
 
 

@@ -133,3 +133,19 @@ def test_a_holder_that_stalls_in_its_transaction_is_the_last_or_changes_nothing(
         assert session.get(Tenant, "late") is not None
         assert session.get(Tenant, "too-late") is None
     other.close()
+
+
+def test_a_lease_that_a_clock_which_went_back_left_behind_can_be_taken(plane: ControlPlane) -> None:
+    old = held(plane, "a")
+    with plane.database.write() as session:
+        ahead = database_now(session) + timedelta(seconds=1.5 * TTL_S)
+        session.execute(update(Lease).values(until=ahead))
+    assert take(plane, "b") is None
+    with plane.database.write() as session:
+        session.execute(update(Lease).values(until=ahead + timedelta(seconds=TTL_S)))
+    assert take(plane, "a") == old, "its holder goes on"
+    with plane.database.write() as session:
+        session.execute(update(Lease).values(until=ahead + timedelta(seconds=TTL_S)))
+    assert take(plane, "b") == Term("releases", "b", 2)
+    with pytest.raises(LeaseLost):
+        check(plane, old)
