@@ -11,7 +11,7 @@ from sqlalchemy import Connection, event, select, update
 
 from loraplex.control import leases
 from loraplex.control.db.database import Database
-from loraplex.control.db.release_tables import Lease, ReleaseOutcome, ReleaseRun
+from loraplex.control.db.release_tables import Lease, ReleaseOutcome, ReleaseRun, RunningArmRow
 from loraplex.control.db.tables import AdapterVersion, Release
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.types import ReleasePlan, ReleaseTarget
@@ -359,3 +359,32 @@ def test_a_look_asks_no_cache_to_read_a_release_again_that_did_not_change(watche
         assert session.scalars(select(ReleaseRun.guard_state)).one() is not None
         assert session.scalars(select(ReleaseOutcome.id)).all() == []
     assert not database.changed_since("adapter:acme/pirate", seen)
+
+
+def test_a_tenant_with_many_watched_releases_does_not_keep_others_waiting(watched: Watched) -> None:
+    watched.put(GUARDED, v1=50, v2=50)
+    plane = watched.plane
+    plane.tenants.create("zeta", weight=1.0)
+    for tenant, name in (("acme", "another"), ("acme", "more"), ("zeta", "only")):
+        for seed in (1, 2):
+            plane.add(tenant, name, seed)
+        plane.releases.put(tenant, name, [ReleaseTarget("v1", 1), ReleaseTarget("v2", 1)], plan=GUARDED)
+    server = watched.server()
+    watched.round(server)
+    order = [(each.tenant_id, each.name) for each in server.watched]
+    assert order == [("acme", "another"), ("zeta", "only"), ("acme", "more"), ("acme", "pirate")]
+
+
+def test_rows_of_running_requests_from_a_time_to_come_are_no_evidence(watched: Watched) -> None:
+    watched.put(GUARDED, v1=50, v2=50)
+    server = watched.server()
+    watched.seconds = 50
+    watched.ended(1, 60)
+    watched.round(server)
+    for _ in range(12):
+        watched.ended(1, 8)
+        watched.running(2, [5.0] * 16, age_s=-3600.0)
+        watched.round(server)
+    assert watched.changes == []
+    with watched.plane.database.read() as session:
+        assert session.scalars(select(RunningArmRow)).all() == []

@@ -24,7 +24,8 @@ from loraplex.lifecycle.release_guard.window import Arms, RunningArm
 MAX_OUTCOMES = 2000
 """Outcomes that one look counts; the next one takes the next."""
 FRESH_S = 5.0
-"""Age from which a server's row of running requests says nothing: it may have ended."""
+"""Age from which a server's row of running requests says nothing: it may have ended. Nor does one that is as far ahead
+of the clock, which went back."""
 KEPT_S = 60.0
 RollbackCause = MetricName | Literal["unusable"]
 """A metric, or a candidate that cannot serve."""
@@ -115,7 +116,10 @@ def _keep(session: Session, run: ReleaseRun, guard: Guard) -> None:
 def _running(session: Session, run: ReleaseRun, now: float) -> Sequence[RunningArm]:
     of = RunningArmRow
     query = select(of).where(
-        of.tenant_id == run.tenant_id, of.name == run.name, of.at > _moment(now - FRESH_S)
+        of.tenant_id == run.tenant_id,
+        of.name == run.name,
+        of.at > _moment(now - FRESH_S),
+        of.at < _moment(now + FRESH_S),
     )
     return [
         RunningArm(row.version, row.count, tuple((key_hash, began) for key_hash, began in row.oldest))
@@ -125,7 +129,8 @@ def _running(session: Session, run: ReleaseRun, now: float) -> Sequence[RunningA
 
 def remove_old_rows(session: Session, now: float) -> None:
     """Remove the rows of servers that do not write theirs any more."""
-    session.execute(delete(RunningArmRow).where(RunningArmRow.at < _moment(now - KEPT_S)))
+    at = RunningArmRow.at
+    session.execute(delete(RunningArmRow).where((at < _moment(now - KEPT_S)) | (at > _moment(now + KEPT_S))))
 
 
 def _moment(seconds: float) -> datetime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -35,6 +36,13 @@ class Watched(NamedTuple):
     name: str
     revision: int
     status: str
+
+
+def _by_turns(watched: Sequence[Watched]) -> list[Watched]:
+    """One release of each tenant, then a second one of each, and so on: nobody waits for all of another tenant's."""
+    tenants = itertools.groupby(watched, key=lambda each: each.tenant_id)
+    turns = itertools.zip_longest(*(list(own) for _, own in tenants))
+    return [each for turn in turns for each in turn if each is not None]
 
 
 class Rounds:
@@ -97,7 +105,8 @@ class Rounds:
             of.status.in_(("running", "paused"))
         )
         with self._database.read() as session:
-            self.watched = [Watched(*row) for row in session.execute(query.order_by(of.tenant_id, of.name))]
+            rows = session.execute(query.order_by(of.tenant_id, of.name))
+            self.watched = _by_turns([Watched(*row) for row in rows])
             if self.watched:
                 return True
             rest = (ReleaseOutcome, RunningArmRow, *((WebhookDelivery,) if self._announces else ()))
