@@ -192,6 +192,14 @@ def test_a_breach_is_kept_with_the_state() -> None:
         ({"more": 1}, "cannot be read"),
         ({"rules": {"margins": {"ttft": 0.1}}}, "not those of its rules"),
         ({"whole": None}, "cannot be read"),
+        ({"rules": {"max_false_alarm": 0.0}}, "rules are out of range"),
+        ({"rules": {"margins": {}}}, "rules are out of range"),
+        ({"since": 1e300}, "times are out of range"),
+        ({"index": -1}, "times are out of range"),
+        (
+            {"arms": {"control": 1, "candidate": 2, "control_weight": 0, "candidate_weight": 1}},
+            "not above 0",
+        ),
     ],
 )
 def test_a_state_of_another_form_is_refused_with_what_to_do(change: dict[str, object], words: str) -> None:
@@ -199,6 +207,13 @@ def test_a_state_of_another_form_is_refused_with_what_to_do(change: dict[str, ob
     with pytest.raises(GuardStateInvalid, match=words) as refused:
         Guard.from_json(json.dumps(state).encode())
     assert "Restart the step." in str(refused.value)
+
+
+def test_sums_that_no_numbers_have_are_refused() -> None:
+    state = json.loads(guard().to_json())
+    state["whole"]["comparisons"][0]["evidence"]["control_sum"] = -50.0
+    with pytest.raises(GuardStateInvalid, match="sums out of range"):
+        Guard.from_json(json.dumps(state).encode())
 
 
 def test_a_state_that_is_too_large_or_torn_is_refused() -> None:

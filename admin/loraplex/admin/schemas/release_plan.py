@@ -7,7 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from loraplex.admin.schemas.fields import RequestBody, ResponseBody, Timestamp, VersionName
-from loraplex.lifecycle.release_guard.rules import MAX_FALSE_ALARM, MAX_MIN_REQUESTS, METRICS, MetricName
+from loraplex.lifecycle.release_guard.rules import (
+    MAX_FALSE_ALARM,
+    MAX_MIN_REQUESTS,
+    METRICS,
+    MIN_FALSE_ALARM,
+    MetricName,
+)
 from loraplex.lifecycle.release_guard.schedule import ALL, MAX_STEP_S, MAX_STEPS, MIN_STEP_S
 
 RunStatus = Literal["running", "paused", "promoted", "rolled_back"]
@@ -52,7 +58,7 @@ _GUARD = {
         },
         "max_false_alarm": {
             "type": "number",
-            "exclusiveMinimum": 0,
+            "minimum": MIN_FALSE_ALARM,
             "maximum": MAX_FALSE_ALARM,
             "default": 0.01,
             "description": "Probability that a version that is not worse is ever called so.",

@@ -25,6 +25,8 @@ from loraplex.lifecycle.release_guard.window import Arms, RunningArm, Window, Wi
 WINDOW_S = 600.0
 MAX_STATE_BYTES = 192 << 10
 _FIRST_WINDOW = 0.75
+_LATEST = 2.0**37
+"""A time that no clock shows, thousands of years ahead."""
 
 
 class GuardStateInvalid(ValueError):
@@ -141,6 +143,8 @@ class Guard:
             state = msgspec.json.decode(data, type=_State)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise GuardStateInvalid(f"The state cannot be read: {error}. Restart the step.") from error
+        if (problem := _problem_of(state)) is not None:
+            raise GuardStateInvalid(f"The state cannot be used: {problem}. Restart the step.")
         for window in (state.whole, state.latest):
             if window is not None and (problem := problem_of(window, state.rules)) is not None:
                 raise GuardStateInvalid(f"The state cannot be used: {problem}. Restart the step.")
@@ -159,6 +163,16 @@ class Guard:
         if index > self._index:  # less where another server's clock is behind
             self._index = index
             self._latest = Window.start(self._rules, self._arms, self.since + index * WINDOW_S)
+
+
+def _problem_of(state: _State) -> str | None:
+    """Say what is wrong with a state whose types are right; None if nothing is. Windows have their own `problem_of`."""
+    rules, arms = state.rules, state.arms
+    if not rules.margins or not 0 < rules.max_false_alarm < 1:
+        return "its rules are out of range"
+    if arms.control_weight <= 0 or arms.candidate_weight <= 0:
+        return "its weights are not above 0"
+    return None if 0 <= state.since < _LATEST and state.index >= 0 else "its times are out of range"
 
 
 def window_share(index: int) -> float:

@@ -12,7 +12,7 @@ from loraplex.adapters.store.files import shown
 from loraplex.control.errors import InvalidValue
 
 MetricName = Literal["error_rate", "ttft", "itl", "output_length", "length_share"]
-MAX_FALSE_ALARM = 0.1
+MIN_FALSE_ALARM, MAX_FALSE_ALARM = 1e-6, 0.1
 MAX_MIN_REQUESTS = 1_000_000
 
 
@@ -71,9 +71,10 @@ def parse_rules(document: object, *, param: str = "guard") -> Rules:
     given = _object(document, param, ("metrics", "max_false_alarm", "min_requests"))
     rules = Rules()
     alarm = given.get("max_false_alarm", rules.max_false_alarm)
-    if not _is_number(alarm) or not 0 < alarm <= MAX_FALSE_ALARM:
+    if not _is_number(alarm) or not MIN_FALSE_ALARM <= alarm <= MAX_FALSE_ALARM:
         message = (
-            f"'{param}.max_false_alarm' is a number above 0, up to {MAX_FALSE_ALARM}; not {shown(alarm, 50)}."
+            f"'{param}.max_false_alarm' is a number from {MIN_FALSE_ALARM:f} to {MAX_FALSE_ALARM}; "
+            f"not {shown(alarm, 50)}."
         )
         raise InvalidValue(message[:300], param=f"{param}.max_false_alarm")
     least = given.get("min_requests", rules.min_requests)

@@ -203,8 +203,16 @@ def problem_of(state: WindowState, rules: Rules) -> str | None:
     if len(state.seen) % _KEY_BYTES or len(state.seen) > _KEY_BYTES * MAX_KEYS:
         return "its keys are out of range"
     for comparison in state.comparisons:
-        if len(comparison.evidence.log_wealth) != len(EFFECTS):
+        evidence = comparison.evidence
+        if len(evidence.log_wealth) != len(EFFECTS):
             return f"{comparison.metric} has evidence of another form"
+        if not (
+            0 <= evidence.control_sum <= evidence.control_count
+            and 0 <= evidence.candidate_sum <= evidence.candidate_count
+            and evidence.margin >= 0
+            and 0 < evidence.prior < 1
+        ):
+            return f"{comparison.metric} has sums out of range"
         if not (1 <= comparison.num_control <= MAX_BLOCK and 1 <= comparison.num_candidate <= MAX_BLOCK):
             return f"{comparison.metric} has blocks out of range"
     return None
