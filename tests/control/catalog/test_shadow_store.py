@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select, update
 
+from loraplex.control.catalog.release_changes import MAX_REVISIONS
 from loraplex.control.catalog.shadow_store import (
     MOST_TEXTS,
     TEXT_BYTES,
@@ -76,6 +77,19 @@ def test_the_newest_texts_are_kept(store: ShadowStore) -> None:
     assert {text.prompt for text in kept} == {f"prompt {number}" for number in range(20, MOST_TEXTS + 20)}
     assert (kept[0].version, kept[0].answer, kept[0].shadow_answer) == ("v2", "yes", "no")
     assert store.texts("acme", "pirate", 4) == store.texts("rival", "pirate", 3) == []
+
+
+def test_releases_put_again_and_again_leave_no_more_than_one_does(
+    store: ShadowStore, plane: ControlPlane
+) -> None:
+    for began in range(3, 8):
+        store.add({ShadowKey("acme", "pirate", began, 2): texts(*map(str, range(MOST_TEXTS // 4)))})
+    assert count_texts(plane) == MOST_TEXTS
+    assert store.texts("acme", "pirate", 3) == []
+    assert len(store.texts("acme", "pirate", 7)) == MOST_TEXTS // 4
+    store.add({ShadowKey("acme", "pirate", 4 + MAX_REVISIONS, 2): sums(samples=1)})
+    found = [store.read("acme", "pirate", began) is not None for began in range(3, 8)]
+    assert found == [False, False, True, True, True], "those that history still has"
 
 
 def test_a_long_text_is_cut_at_a_whole_character(store: ShadowStore) -> None:

@@ -10,13 +10,14 @@ from datetime import datetime, timedelta
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
+from loraplex.control.catalog.release_changes import MAX_REVISIONS
 from loraplex.control.db.database import Database, utc_now
 from loraplex.control.db.release_tables import ShadowCount, ShadowText
 from loraplex.control.db.tables import LIVING, AdapterVersion
 from loraplex.control.types import ReleaseInfo, ShadowInfo, ShadowTexts
 
 MOST_TEXTS = 200
-"""Samples whose texts are kept of a release: the newest."""
+"""Samples of an adapter whose texts are kept: the newest, of whichever release."""
 TEXT_BYTES = 16 << 10
 """Most of each text that is kept, in UTF-8; the rest is cut off."""
 TEXTS_KEPT = timedelta(days=7)
@@ -84,8 +85,8 @@ class ShadowStore:
         self._database = database
 
     def add(self, batch: Mapping[ShadowKey, ShadowSums]) -> None:
-        """Add these samples in one transaction. Those of versions that are deleted are forgotten. Texts beyond
-        `MOST_TEXTS` of a release are removed, and those of the same adapter that are older than `TEXTS_KEPT`."""
+        """Add these samples in one transaction. Those of versions that are deleted are forgotten. Of the same adapter,
+        texts beyond `MOST_TEXTS` or older than `TEXTS_KEPT` are removed, and sums of releases that history has not."""
         with self._database.write(ages_caches=False) as session:
             for key in _living(session, batch):
                 self._add_sums(session, key, batch[key].sums)
@@ -105,6 +106,7 @@ class ShadowStore:
                 **dict.fromkeys(_SUMS, 0),
             )
             session.add(row)
+            _forget_sums(session, key)
         for name, value in sums.items():
             setattr(row, name, getattr(row, name) + value)
 
@@ -179,16 +181,21 @@ def _text_row(key: ShadowKey, at: datetime, prompt: str, answer: str, shadow_ans
 
 def _trim_texts(session: Session, key: ShadowKey) -> None:
     of = ShadowText
-    own = (of.tenant_id == key.tenant_id, of.name == key.name, of.began == key.began)
+    own = (of.tenant_id == key.tenant_id, of.name == key.name)
     surplus: Sequence[str] = session.scalars(
         select(of.id).where(*own).order_by(of.at.desc(), of.id).offset(MOST_TEXTS)
     ).all()
-    old = session.scalars(
-        select(of.id).where(
-            of.tenant_id == key.tenant_id, of.name == key.name, of.at <= utc_now() - TEXTS_KEPT
-        )
-    ).all()
+    old = session.scalars(select(of.id).where(*own, of.at <= utc_now() - TEXTS_KEPT)).all()
     _remove(session, {*surplus, *old})
+
+
+def _forget_sums(session: Session, key: ShadowKey) -> None:
+    of = ShadowCount
+    session.execute(
+        delete(of).where(
+            of.tenant_id == key.tenant_id, of.name == key.name, of.began <= key.began - MAX_REVISIONS
+        )
+    )
 
 
 def _remove(session: Session, ids: Iterable[str]) -> None:
