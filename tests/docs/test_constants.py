@@ -29,7 +29,7 @@ from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
 from loraplex.control import rules, types
 from loraplex.control.audit import log as audit_log
-from loraplex.control.catalog import release_changes, releases, resolver
+from loraplex.control.catalog import release_changes, release_runs, releases, resolver
 from loraplex.control.catalog.resolver import Resolver
 from loraplex.control.db import database, outage, postgres, postgres_engine, read_through, sqlite
 from loraplex.control.limits import budget_store, budgets, limiter, redis_limiter, redis_session
@@ -127,6 +127,8 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("releases.md", "Any answer with 2xx within {:g} s takes the event", (webhook.TIMEOUT_S,)),
     ("releases.md", "sent again, after {:g} s at first", (deliveries.FIRST_PAUSE_S,)),
     ("releases.md", "up to {:g} s, {:g} times in all", (deliveries.LONGEST_PAUSE_S, deliveries.MAX_TRIES)),
+    ("releases.md", "Of each tenant up to {} events wait", (deliveries.MAX_WAITING,)),
+    ("admin.md", "beyond the {} that a tenant has running or paused", (release_runs.MAX_RUNS,)),
     ("adapters.md", "rows, up to {:,} of each module", (token_indices.MAX_TOKEN_ROWS,)),
     ("adapters.md", "`support@sha256:<{} or more hex digits>`", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "by at least {} hex digits", (resolver.MIN_DIGEST_CHARS,)),

@@ -308,3 +308,25 @@ def test_the_actor_of_a_pause_is_recorded(released: ControlPlane) -> None:
         row = session.scalars(select(AuditRow).where(AuditRow.action == "release.pause")).one()
     assert '"status":"paused"' in (row.after or "")
     assert '"status":"running"' in (row.before or "")
+
+
+def test_a_tenant_has_a_limit_of_watched_releases(
+    released: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release_runs, "MAX_RUNS", 1)
+    plane = released
+    plane.tenants.create("zeta", weight=1.0)
+    both = targets(v1=1, v2=1)
+    for tenant, name in (("acme", "other"), ("zeta", "own")):
+        for seed in (1, 2):
+            plane.add(tenant, name, seed)
+    plane.releases.put("acme", "other", both, plan=GUARD)
+    plane.releases.put("acme", "other", both, plan=GUARD)  # again is no second one
+    plane.releases.pause("acme", "other")
+    plane.releases.put("zeta", "own", both, plan=GUARD)
+    with pytest.raises(Conflict, match="has 1 releases with a guard or a schedule"):
+        put(plane, SCHEDULE, v1=1, v2=1)
+    assert in_force(plane).revision == 1
+    put(plane, ReleasePlan(), v1=1, v2=1)
+    plane.releases.promote("acme", "other")
+    assert put(plane, SCHEDULE, v1=1, v2=1).run is not None

@@ -18,8 +18,9 @@ from sqlalchemy import select, update
 
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.release_tables import WebhookDelivery
-from loraplex.control.leases import LeaseLost
+from loraplex.control.leases import NEVER, LeaseLost
 from loraplex.control.types import ReleasePlan
+from loraplex.lifecycle.releases import deliveries
 from loraplex.lifecycle.releases.deliveries import MAX_TRIES, due_deliveries, record_try
 from loraplex.lifecycle.releases.rounds import Rounds
 from loraplex.lifecycle.releases.task import WebhookTask
@@ -329,3 +330,42 @@ def test_without_a_webhook_nothing_waits_to_be_told(plane: ControlPlane) -> None
     watched.put(ReleasePlan(schedule=STEPS[:1]), v1=100, v2=0)
     assert len(watched.round(watched.server(), after=60)) == 1
     assert watched.stored()["deliveries"] == []
+
+
+def waiting(*tenants: str, minutes: int = 0) -> list[WebhookDelivery]:
+    """An event of each tenant, all due, the first one first; they were put this many minutes ago."""
+    at = NEVER + timedelta(days=1, minutes=-minutes)
+    return [
+        WebhookDelivery(
+            id=f"{minutes}-{number:04}",
+            tenant_id=tenant,
+            event="release.promoted",
+            body="{}",
+            created_at=at + timedelta(milliseconds=number),
+            attempts=0,
+            next_at=at + timedelta(milliseconds=number),
+        )
+        for number, tenant in enumerate(tenants)
+    ]
+
+
+def test_a_tenants_events_do_not_wait_for_all_those_of_another(plane: ControlPlane) -> None:
+    with plane.database.write() as session:
+        session.add_all(waiting(*["acme"] * 50, "zeta", "beta"))
+    due = [delivery.id for delivery in due_deliveries(plane.database)]
+    assert due == ["0-0000", "0-0050", "0-0051", "0-0001", "0-0002", "0-0003", "0-0004", "0-0005"]
+
+
+def test_of_a_tenants_events_that_nobody_takes_the_newest_are_kept(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliveries, "MAX_WAITING", 3)
+    with plane.database.write() as session:
+        session.add_all([*waiting(*["acme"] * 4), *waiting("zeta", minutes=9)])
+    watched = Watched(plane)
+    watched.put(ReleasePlan(schedule=STEPS[:1]), v1=100, v2=0)
+    assert len(watched.round(watched.server(announces=True), after=60)) == 1
+    with plane.database.read() as session:
+        kept = session.scalars(select(WebhookDelivery).order_by(WebhookDelivery.created_at)).all()
+    assert [row.id for row in kept[:-1]] == ["9-0000", "0-0002", "0-0003"]
+    assert json.loads(kept[-1].body)["adapter"] == "pirate"

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from loraplex.control.audit.recorder import GUARD, Actor
@@ -37,6 +37,8 @@ from loraplex.control.types import (
 
 ALL = 100
 """Percent of the traffic."""
+MAX_RUNS = 256
+"""Releases of a tenant that are watched at a time: one server looks at each of them every second."""
 
 
 def running(session: Session) -> list[ReleaseRun]:
@@ -62,6 +64,7 @@ def planned_targets(
             f"'targets' needs two versions for {what}: the newest, and the one that it replaces.",
             param="targets",
         )
+    _check_room(session, before)
     candidate = newest(targets)
     if not any(target.weight for target in targets if target != candidate):
         raise InvalidValue(
@@ -81,6 +84,16 @@ def planned_targets(
         run = before.run
         schedule_state.begin(0.0, ScheduleState(run.step, run.since, run.status))
     return step_targets(targets, plan.schedule[0]["weight"])
+
+
+def _check_room(session: Session, before: ReleaseInfo) -> None:
+    of = ReleaseRun
+    others = (of.tenant_id == before.tenant_id, of.name != before.name, of.status.in_(("running", "paused")))
+    if (session.scalar(select(func.count()).select_from(of).where(*others)) or 0) >= MAX_RUNS:
+        raise Conflict(
+            f"The tenant has {MAX_RUNS} releases with a guard or a schedule that have not ended, the most that it may "
+            "have: promote or roll back one of them first."
+        )
 
 
 def _check_shadow(

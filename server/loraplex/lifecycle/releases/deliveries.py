@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
-from sqlalchemy import select
+from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
 from loraplex.control import leases
@@ -23,6 +23,8 @@ MAX_TRIES = 12
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 3600.0
 BATCH = 8
+MAX_WAITING = 1000
+"""Events of a tenant that wait: of more, the oldest are given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class Delivery:
 
 
 def put_delivery(session: Session, change: Change) -> None:
-    """In the transaction that makes the change, so that neither is without the other."""
+    """In the transaction that makes the change, so that neither is without the other. Those of the same tenant that are
+    more than may wait are removed."""
     event = EVENTS.get(change.event)
     if event is None:
         return
@@ -65,14 +68,24 @@ def put_delivery(session: Session, change: Change) -> None:
     }
     row.body = json.dumps(document, separators=(",", ":"))
     session.add(row)
+    session.flush()
+    of = WebhookDelivery
+    own = select(of.id).where(of.tenant_id == row.tenant_id).order_by(of.created_at.desc(), of.id)
+    surplus = session.scalars(own.offset(MAX_WAITING)).all()
+    session.execute(delete(of).where(of.id.in_(surplus)))
 
 
 def due_deliveries(database: Database) -> list[Delivery]:
-    """The deliveries whose time has come, the oldest first, at most `BATCH`."""
+    """The deliveries whose time has come, at most `BATCH`: the oldest of each tenant, then the next of each, so that
+    none waits for all those of another tenant."""
     of = WebhookDelivery
+    turn = func.row_number().over(partition_by=of.tenant_id, order_by=(of.next_at, of.id))
     with database.read() as session:
-        due = select(of).where(of.next_at <= database_now(session)).order_by(of.next_at, of.id).limit(BATCH)
-        return [Delivery(row.id, row.event, row.body.encode(), row.attempts) for row in session.scalars(due)]
+        due = select(of.id, turn.label("turn")).where(of.next_at <= database_now(session)).subquery()
+        query = select(of).join(due, of.id == due.c.id).order_by(due.c.turn, of.next_at, of.id).limit(BATCH)
+        return [
+            Delivery(row.id, row.event, row.body.encode(), row.attempts) for row in session.scalars(query)
+        ]
 
 
 def record_try(database: Database, term: Term, delivery: Delivery, *, delivered: bool) -> bool:
