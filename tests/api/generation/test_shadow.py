@@ -20,6 +20,7 @@ from loraplex.control.db.database import utc_now
 from loraplex.control.types import ReleaseInfo, ReleasePlan, ResolvedModel, ShadowPlan
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.text.processor import TextProcessor
+from support.engine import fake_engine
 from support.engine.fake_engine import FakeEngineClient, Reply, fake_row
 from support.http.data_plane import MAX_MODEL_LEN, DataPlane, ref
 from support.models.byte_tokenizer import write_byte_tokenizer
@@ -264,6 +265,16 @@ def test_a_failure_is_counted_and_raised_nowhere(
     assert bench.store.sums[KEY].sums == {outcome: 1}
 
 
+@pytest.mark.parametrize("number", [float("-inf"), float("nan")])
+def test_a_score_that_no_database_takes_is_a_failure(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, number: float
+) -> None:
+    monkeypatch.setattr(fake_engine, "fake_row", lambda token_id, position, num_top: (number, []))
+    bench.engine.default = Reply(text="ok", eos=False)
+    played(bench, bench.offer)
+    assert bench.store.sums[KEY].sums == {"failed": 1}
+
+
 def test_an_engine_that_takes_nothing_drops_the_sample(bench: Bench) -> None:
     bench.engine.max_inflight = 0
     played(bench, bench.offer)
@@ -352,6 +363,23 @@ def test_sums_outlast_a_database_that_is_away(bench: Bench) -> None:
 
     asyncio.run(play())
     assert (bench.store["samples"], bench.store["exact"], len(bench.store.sums[KEY].texts)) == (2, 2, 2)
+
+
+def test_a_database_that_is_away_leaves_few_texts_in_memory(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow, "MOST_TEXTS_HELD", 3)
+    bench.engine.default = Reply(text="ok", eos=False)
+
+    def offer() -> None:
+        for number, tenant in enumerate(["acme", "zeta", "acme", "zeta", "acme"]):
+            bench.offer(f"r{number}", tenant=tenant, keep_texts=True)
+
+    played(bench, offer)
+    assert bench.store["exact"] == 5
+    assert sum(len(sums.texts) for sums in bench.store.sums.values()) == 3
+    played(bench, offer)
+    assert sum(len(sums.texts) for sums in bench.store.sums.values()) == 6
 
 
 # On the data port.

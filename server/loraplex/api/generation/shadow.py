@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -43,6 +44,8 @@ EVERY_S = 1.0
 """How often sums are written, and the end of the server is looked for."""
 MOST_KEYS = 1000
 """Releases whose sums are held while the database is away."""
+MOST_TEXTS_HELD = 1000
+"""Samples of all releases whose texts are held meanwhile, of up to 48 KiB each; texts of more are not kept."""
 NO_FAULT: frozenset[ErrorCode] = frozenset(
     {"server_overloaded", "engine_restarting", "deadline_exceeded", "draining"}
 )
@@ -242,7 +245,7 @@ class Shadows:
         sums = self._sums_of(sample.key)
         if sums is not None:
             sums.add(values)
-            if texts is not None:
+            if texts is not None and self._num_texts < MOST_TEXTS_HELD:
                 sums.add_texts(*texts, text)
         return "exact" if place is None else "different"
 
@@ -278,7 +281,10 @@ class Shadows:
                 if event.scores is not None and event.scores.prompt is not None:
                     values += [own for own, _ in event.scores.prompt.rows()]
                 _check(event)
-        return sum(values[-len(sample.tokens) :])
+        total = sum(values[-len(sample.tokens) :])
+        if not math.isfinite(total):
+            raise _Failed  # no database and no JSON takes it, and it would stay in the sum
+        return total
 
     def _background(
         self, sample: _Sample, request: EngineRequest, adapter: AdapterRef, name: str
@@ -311,6 +317,10 @@ class Shadows:
         if key not in self._sums and len(self._sums) >= MOST_KEYS:
             return None
         return self._sums.setdefault(key, ShadowSums())
+
+    @property
+    def _num_texts(self) -> int:
+        return sum(len(sums.texts) for sums in self._sums.values())
 
     def _count(self, key: ShadowKey, outcome: ShadowOutcome) -> None:
         self._meter.ended(outcome)
