@@ -42,8 +42,10 @@ def steps(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "DELETE /tenants/{tenant}/adapters/{name}/versions/{version}/pin": (f"{ADAPTER}/versions/v1/pin", {}),
         "PUT /tenants/{tenant}/adapters/{name}/release": (
             f"{ADAPTER}/release",
-            {"json": {"targets": [{"version": "v2", "weight": 1}]}},
+            {"json": {"targets": [{"version": f"v{number}", "weight": 1} for number in (1, 2)], "guard": {}}},
         ),
+        "POST /tenants/{tenant}/adapters/{name}/release/pause": (f"{ADAPTER}/release/pause", {}),
+        "POST /tenants/{tenant}/adapters/{name}/release/resume": (f"{ADAPTER}/release/resume", {}),
         "POST /tenants/{tenant}/adapters/{name}/release/rollback": (f"{ADAPTER}/release/rollback", {}),
         "POST /tenants/{tenant}/adapters/{name}/release/promote": (f"{ADAPTER}/release/promote", {}),
         "DELETE /tenants/{tenant}/adapters/{name}/versions/{version}": (f"{ADAPTER}/versions/v1", {}),

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.drain import Drain
 from loraplex.api.generation import shadow
+from loraplex.api.generation import shadow as shadow_module
 from loraplex.api.generation.shadow import Shadows, first_difference, is_comparable, is_sampled
 from loraplex.api.metrics.shadow_metrics import OUTCOMES, ShadowMeter
 from loraplex.control.catalog.shadow_store import ShadowKey, ShadowSums
@@ -52,6 +53,11 @@ class Store:
 
     sums: dict[ShadowKey, ShadowSums] = field(default_factory=dict)
     broken: bool = False
+    num_cleanings: int = 0
+
+    def remove_old_texts(self) -> int:
+        self.num_cleanings += 1
+        return 0
 
     def add(self, batch: Mapping[ShadowKey, ShadowSums]) -> None:
         if self.broken:
@@ -81,7 +87,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.registry = CollectorRegistry()
 
-        async def in_thread(write: Callable[[], None]) -> None:
+        async def in_thread(write: Callable[[], object]) -> None:
             write()
 
         self.shadows = Shadows(
@@ -382,6 +388,23 @@ def test_a_database_that_is_away_leaves_few_texts_in_memory(
     assert sum(len(sums.texts) for sums in bench.store.sums.values()) == 6
 
 
+async def test_texts_that_are_too_old_are_removed_at_the_start_and_every_hour(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadow_module, "EVERY_S", 0.0)
+    running = asyncio.create_task(bench.shadows.run())
+    for hours in range(3):
+        bench.now = hours * 3600.0
+        async with asyncio.timeout(60):
+            while bench.store.num_cleanings <= hours:
+                await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert bench.store.num_cleanings == hours + 1
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 # On the data port.
 
 
@@ -393,7 +416,7 @@ def shadowed(plane: DataPlane, text: TextProcessor) -> Iterator[tuple[DataPlane,
     plane.resolver.shadows["pirate"] = SHADOW
     store = Store()
 
-    async def in_thread(write: Callable[[], None]) -> None:
+    async def in_thread(write: Callable[[], object]) -> None:
         write()
 
     shadows = Shadows(plane.engine, text, plane.drain, store, in_thread, ShadowMeter(CollectorRegistry()))

@@ -42,6 +42,8 @@ PATIENCE_S = 120.0
 """A sample that is not complete after so long is dropped."""
 EVERY_S = 1.0
 """How often sums are written, and the end of the server is looked for."""
+CLEAN_S = 3600.0
+"""How often texts that are too old are removed."""
 MOST_KEYS = 1000
 """Releases whose sums are held while the database is away."""
 MOST_TEXTS_HELD = 1000
@@ -57,6 +59,7 @@ class Store(Protocol):
     """The part of `ShadowStore` that is written to, in worker threads."""
 
     def add(self, batch: Mapping[ShadowKey, ShadowSums]) -> None: ...
+    def remove_old_texts(self) -> int: ...
 
 
 class _Dropped(Exception):
@@ -119,7 +122,7 @@ class Shadows:
         text: Text,
         drain: Drain,
         store: Store,
-        in_thread: Callable[[Callable[[], None]], Awaitable[None]],
+        in_thread: Callable[[Callable[[], object]], Awaitable[object]],
         meter: ShadowMeter,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -165,10 +168,14 @@ class Shadows:
         self._start_some()
 
     async def run(self) -> None:
-        """Write the sums, without end."""
+        """Write the sums, and now and then remove texts that are too old. Without end."""
+        removed_at = -CLEAN_S
         while True:
             await asyncio.sleep(EVERY_S)
             await self.write()
+            if self._clock() - removed_at >= CLEAN_S:
+                await self._in_thread(self._store.remove_old_texts)
+                removed_at = self._clock()
 
     async def write(self) -> None:
         """Write what has been added up. Raises what the store does; nothing is lost then. When the server is about to
