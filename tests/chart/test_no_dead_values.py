@@ -22,7 +22,11 @@ EVERYTHING = merged(
         "ingress": {"enabled": True, "hosts": ["a.example.com"]},
         "httpRoute": {"enabled": True, "parentRefs": [{"name": "public"}]},
         "networkPolicy": {"egress": {"enabled": True}},
-        "secrets": {"hfToken": {"existingSecret": "hub"}, "otlpHeaders": {"existingSecret": "otlp"}},
+        "secrets": {
+            "hfToken": {"existingSecret": "hub"},
+            "otlpHeaders": {"existingSecret": "otlp"},
+            "webhookSecret": {"existingSecret": "webhook"},
+        },
     },
 )
 """With every object that excludes no other."""
