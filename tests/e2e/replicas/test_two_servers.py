@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ from support.servers.postgres import need_programs, postgres_server
 pytestmark = pytest.mark.slow
 PEPPER = "5a" * 32
 PROMISED_S = 5.0
+NUM_STREAMS = 64
 TRIES = 3
 """A machine that stands still for seconds is no fault of the servers'."""
 
@@ -101,10 +104,9 @@ def test_changes_on_one_server_reach_the_other(servers: Callable[..., LiveServer
     print(f"revoked, deleted and limited on one, refused on the other after {took:.1f} s")
     checked(first.admin.patch("tenants/acme", json={"limits": {"requests_per_minute": None}}))
 
-    second.upload("acme", "pirate", write_tiny_adapter(tmp_path / "better", seed=2))
-    checked(second.admin.post("tenants/acme/adapters/pirate/release/promote"))
-    seconds_until(lambda: served(first, other) == "pirate@v2")
     seconds_until(lambda: ask(second, other, "pirate") == 200)  # the limit is gone there too
+    second.upload("acme", "pirate", write_tiny_adapter(tmp_path / "better", seed=2))
+    change_under_streams(first, second, other)
 
     stranger = second.command[len(SERVE) :]
     stranger[stranger.index("--data-dir") + 1] = str(tmp_path / "stranger")
@@ -114,6 +116,57 @@ def test_changes_on_one_server_reach_the_other(servers: Callable[..., LiveServer
     assert outcome.code == 1
     assert "key pepper" in outcome.said[0]
     assert "00" * 32 not in outcome.stderr
+
+
+def change_under_streams(first: LiveServer, second: LiveServer, key: str) -> None:
+    """64 clients stream one answer after the other while the second server promotes v2, each until it gets v2. None is
+    refused, each answer is whole and of the one version that its header names, and v1 answers nothing that was asked
+    5 s after the change."""
+    begun = threading.Event()
+
+    def follow(number: int) -> list[tuple[float, str, str]]:
+        seen: list[tuple[float, str, str]] = []
+        while not seen or seen[-1][1] == "pirate@v1":
+            asked = time.monotonic()
+            seen.append((asked, *stream((first, second)[number % 2], key, "pirate", number)))
+            begun.set()
+        return seen
+
+    def alone(number: int) -> dict[str, str]:
+        return dict(stream(first, key, f"pirate@v{version}", number) for version in (1, 2))
+
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        following = [pool.submit(follow, number) for number in range(NUM_STREAMS)]
+        assert begun.wait(60)
+        checked(second.admin.post("tenants/acme/adapters/pirate/release/promote"))
+        changed = time.monotonic()
+        answers = [client.result() for client in following]
+        texts = list(pool.map(alone, range(NUM_STREAMS)))
+    assert any(len(seen) > 1 for seen in answers), "v1 answered nothing"
+    assert sum(one["pirate@v1"] != one["pirate@v2"] for one in texts) > NUM_STREAMS / 2
+    for seen, known in zip(answers, texts, strict=True):
+        for asked, version, text in seen:
+            assert text == known[version]
+            assert version == "pirate@v2" or asked < changed + PROMISED_S
+
+
+def stream(server: LiveServer, key: str, model: str, number: int) -> tuple[str, str]:
+    """The version that answered, and its answer."""
+    body = {
+        "model": model,
+        "prompt": f"user {number}",
+        "max_tokens": 32,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    text = ""
+    with server.client(key) as client:
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+        return answer.headers["x-loraplex-adapter"], text
 
 
 @pytest.mark.soak
@@ -150,9 +203,3 @@ def test_two_servers_never_overspend_a_shared_budget(servers: Callable[..., Live
     assert budget["spent"] + budget["held"] <= 400
     assert spent <= 400 - budget["left"]
     print(f"{spent} of 400 tokens answered, {budget['held']} held by the server that was killed")
-
-
-def served(server: LiveServer, key: str) -> str:
-    with server.client(key) as client:
-        answer = client.post("/v1/completions", json={"model": "pirate", "prompt": "x", "max_tokens": 1})
-        return answer.headers["x-loraplex-adapter"]

@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import socket
 import ssl
-import time
 from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
@@ -23,10 +22,9 @@ MAX_STATUS_BYTES = 4096
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 
-def signature(secret: str, timestamp: int, body: bytes) -> str:
-    """HMAC-SHA256 over the timestamp in ASCII, a dot and the body, as `sha256=` and hex digits."""
-    signed = b"%d.%b" % (timestamp, body)
-    return "sha256=" + hmac.new(secret.encode(), signed, hashlib.sha256).hexdigest()
+def signature(secret: str, body: bytes) -> str:
+    """HMAC-SHA256 over the body, in hex digits. A body that is sent again by others is known by its id."""
+    return hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()
 
 
 async def resolve(host: str, port: int) -> list[str]:
@@ -46,7 +44,6 @@ class Webhook:
         *,
         timeout_s: float = TIMEOUT_S,
         resolve: Resolve = resolve,
-        now: Callable[[], float] = time.time,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """Raises ValueError as `checked_url`."""
@@ -59,7 +56,6 @@ class Webhook:
         self._allowed = allowed
         self._timeout_s = timeout_s
         self._resolve = resolve
-        self._now = now
         self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
 
     async def send(self, delivery_id: str, event: str, body: bytes) -> str | None:
@@ -81,7 +77,6 @@ class Webhook:
         return next((address for address in found if self._allowed.allow(self._host, address)), None)
 
     def _request(self, delivery_id: str, event: str, body: bytes) -> bytes:
-        timestamp = int(self._now())
         lines = (
             f"POST {self._target} HTTP/1.1",
             f"host: {self._authority}",
@@ -91,8 +86,7 @@ class Webhook:
             "connection: close",
             f"x-loraplex-event: {event}",
             f"x-loraplex-delivery: {delivery_id}",
-            f"x-loraplex-timestamp: {timestamp}",
-            f"x-loraplex-signature: {signature(self._secret, timestamp, body)}",
+            f"x-loraplex-signature: {signature(self._secret, body)}",
             "",
             "",
         )
