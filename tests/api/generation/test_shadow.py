@@ -3,125 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from loraplex.adapters.ref import AdapterRef
-from loraplex.api.drain import Drain
 from loraplex.api.generation import shadow
-from loraplex.api.generation import shadow as shadow_module
-from loraplex.api.generation.shadow import Shadows, first_difference, is_comparable, is_sampled
-from loraplex.api.metrics.shadow_metrics import OUTCOMES, ShadowMeter
-from loraplex.control.catalog.shadow_store import ShadowKey, ShadowSums
-from loraplex.control.db.database import utc_now
-from loraplex.control.types import ReleaseInfo, ReleasePlan, ResolvedModel, ShadowPlan
-from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.api.generation.shadow import first_difference, is_comparable, is_sampled
+from loraplex.engine.types import SamplingParams
 from loraplex.serving.text.processor import TextProcessor
 from support.engine import fake_engine
-from support.engine.fake_engine import FakeEngineClient, Reply, fake_row
-from support.http.data_plane import MAX_MODEL_LEN, DataPlane, ref
+from support.engine.fake_engine import Reply, fake_row
+from support.http.data_plane import MAX_MODEL_LEN
 from support.models.byte_tokenizer import write_byte_tokenizer
-from support.waiting import eventually
-
-PROMPT = tuple(b"say ok")
-ANSWER = tuple(b"ok")
-LIVE, SHADOW = ref("acme", "pirate", 1), ref("acme", "pirate", 2)
-KEY = ShadowKey("acme", "pirate", 5, 2)
-
-
-def released(tenant: str = "acme", **plan: Any) -> ReleaseInfo:
-    its = ShadowPlan(**{"version": "v2", "sample": 1.0, **plan})
-    return ReleaseInfo(tenant, "pirate", 5, (), "none", utc_now(), plan=ReleasePlan(shadow=its))
-
-
-def model(tenant: str = "acme", adapter: AdapterRef = LIVE, **plan: Any) -> ResolvedModel:
-    return ResolvedModel("pirate", adapter, release=released(tenant, **plan), shadow=SHADOW)
-
-
-def asked(name: str = "r", **changes: Any) -> EngineRequest:
-    sampling = SamplingParams(max_tokens=40, temperature=0.7, seed=11, logprobs=3)
-    return replace(EngineRequest(f"{name}-0", "acme", PROMPT, sampling, LIVE, priority=3), **changes)
-
-
-@dataclass
-class Store:
-    """Adds up what is written; `broken`: it raises instead."""
-
-    sums: dict[ShadowKey, ShadowSums] = field(default_factory=dict)
-    broken: bool = False
-    num_cleanings: int = 0
-
-    def remove_old_texts(self) -> int:
-        self.num_cleanings += 1
-        return 0
-
-    def add(self, batch: Mapping[ShadowKey, ShadowSums]) -> None:
-        if self.broken:
-            raise ConnectionError("the database is away")
-        for key, its in batch.items():
-            self.sums.setdefault(key, ShadowSums()).add_all(its)
-
-    def __getitem__(self, name: str) -> float:
-        return sum(its.sums.get(name, 0) for its in self.sums.values())
+from support.releases.shadows import ANSWER, KEY, LIVE, PROMPT, SHADOW, Bench, asked, model
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> TextProcessor:
     return TextProcessor(write_byte_tokenizer(tmp_path_factory.mktemp("model")), max_model_len=MAX_MODEL_LEN)
-
-
-@dataclass
-class Bench:
-    """Shadows over a scripted engine, on a loop of their own."""
-
-    text: TextProcessor
-    engine: FakeEngineClient = field(default_factory=FakeEngineClient)
-    store: Store = field(default_factory=Store)
-    drain: Drain = field(default_factory=Drain)
-    now: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-        async def in_thread(write: Callable[[], object]) -> None:
-            write()
-
-        self.shadows = Shadows(
-            self.engine,
-            self.text,
-            self.drain,
-            self.store,
-            in_thread,
-            ShadowMeter(self.registry),
-            clock=lambda: self.now,
-        )
-
-    def offer(
-        self, name: str = "r", *, tenant: str = "acme", tokens: tuple[int, ...] = ANSWER, **more: Any
-    ) -> None:
-        request = more.pop("request", None) or asked(name, tenant_id=tenant)
-        stops = more.pop("stops", ())
-        self.shadows.offer(name, model(tenant, **more), (request, tokens), stops)
-
-    async def settle(self) -> None:
-        """Until nothing waits or runs; then all is written."""
-        async with asyncio.timeout(60):
-            while self.gauge("waiting") or self.gauge("running"):
-                await asyncio.sleep(0)
-        await self.shadows.write()
-
-    def gauge(self, name: str) -> float:
-        return self.registry.get_sample_value(f"loraplex_shadow_{name}") or 0.0
-
-    @property
-    def outcomes(self) -> dict[str, int]:
-        name = "loraplex_shadow_requests_total"
-        counts = {one: int(self.registry.get_sample_value(name, {"outcome": one}) or 0) for one in OUTCOMES}
-        return {one: count for one, count in counts.items() if count}
 
 
 @pytest.fixture
@@ -391,7 +292,7 @@ def test_a_database_that_is_away_leaves_few_texts_in_memory(
 async def test_texts_that_are_too_old_are_removed_at_the_start_and_every_hour(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shadow_module, "EVERY_S", 0.0)
+    monkeypatch.setattr(shadow, "EVERY_S", 0.0)
     running = asyncio.create_task(bench.shadows.run())
     for hours in range(3):
         bench.now = hours * 3600.0
@@ -403,62 +304,3 @@ async def test_texts_that_are_too_old_are_removed_at_the_start_and_every_hour(
         assert bench.store.num_cleanings == hours + 1
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-
-
-# On the data port.
-
-
-@pytest.fixture
-def shadowed(plane: DataPlane, text: TextProcessor) -> Iterator[tuple[DataPlane, Store]]:
-    """`pirate` v1, with v2 as its shadow."""
-    plane.resolver.adapters["acme", "pirate"] = {1: LIVE}
-    plane.resolver.releases["pirate"] = released()
-    plane.resolver.shadows["pirate"] = SHADOW
-    store = Store()
-
-    async def in_thread(write: Callable[[], object]) -> None:
-        write()
-
-    shadows = Shadows(plane.engine, text, plane.drain, store, in_thread, ShadowMeter(CollectorRegistry()))
-    object.__setattr__(plane.services, "shadows", shadows)
-
-    def written() -> bool:
-        plane.server.call(shadows.write)
-        return plane.on_loop(lambda: not plane.engine.live) is True
-
-    yield plane, store
-    eventually(written)
-    object.__setattr__(plane.services, "shadows", None)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_callers_ledger_and_limits_know_nothing_of_it(
-    shadowed: tuple[DataPlane, Store], stream: bool
-) -> None:
-    plane, _ = shadowed
-    answer = plane.http.post(
-        f"{plane.url}/v1/completions",
-        json={"model": "pirate", "prompt": "say ok", "stream": stream, "temperature": 0.9},
-        headers={"authorization": "Bearer lpx_acme"},
-    )
-    assert answer.status_code == 200
-    eventually(lambda: plane.on_loop(lambda: len(plane.engine.requests)) == 4)
-    live, *behind = plane.on_loop(lambda: list(plane.engine.requests))
-    assert not live.background
-    assert all(request.background for request in behind)
-    assert behind[0].sampling.seed == live.sampling.seed
-    assert (len(plane.ledger.rows), len(plane.limiter.admitted)) == (1, 1)
-    assert plane.ledger.rows[0].completion_tokens == 3
-
-
-def test_a_request_that_failed_is_not_sampled(shadowed: tuple[DataPlane, Store]) -> None:
-    plane, _ = shadowed
-    plane.engine.script(Reply(text="o", error=("internal_error", "no")))
-    answer = plane.http.post(
-        f"{plane.url}/v1/completions",
-        json={"model": "pirate", "prompt": "say ok"},
-        headers={"authorization": "Bearer lpx_acme"},
-    )
-    assert answer.status_code == 500
-    plane.settle_all()
-    assert len(plane.engine.requests) == 1
