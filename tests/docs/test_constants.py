@@ -124,6 +124,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("admin.md", "more than {} things in a minute on this server", (change_rate_limit.MAX_CHANGES,)),
     ("adapters.md", "The last {} of a name are kept", (release_changes.MAX_REVISIONS,)),
     ("releases.md", "another one leads within {:g} seconds", (rounds.LEASE_S,)),
+    ("releases.md", "or every {:g} s while no request", (rounds.IDLE_LOOK_S,)),
     ("releases.md", "Any answer with 2xx within {:g} s takes the event", (webhook.TIMEOUT_S,)),
     ("releases.md", "sent again, after {:g} s at first", (deliveries.FIRST_PAUSE_S,)),
     ("releases.md", "up to {:g} s, {:g} times in all", (deliveries.LONGEST_PAUSE_S, deliveries.MAX_TRIES)),

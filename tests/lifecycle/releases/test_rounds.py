@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import structlog
 from sqlalchemy import Connection, event, select, update
+from sqlalchemy.orm import Session
 
 from loraplex.control import leases
 from loraplex.control.db.database import Database
@@ -15,6 +16,8 @@ from loraplex.control.db.release_tables import Lease, ReleaseOutcome, ReleaseRun
 from loraplex.control.db.tables import AdapterVersion, Release
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.types import ReleasePlan, ReleaseTarget
+from loraplex.lifecycle.releases import rounds
+from loraplex.lifecycle.releases.look import Change, look
 from loraplex.lifecycle.releases.rounds import LEASE, Rounds
 from support.control.plane import ControlPlane, at_once
 from support.releases.watched import GUARD, STEPS, Watched
@@ -203,12 +206,38 @@ def test_a_release_that_cannot_be_looked_at_keeps_none_of_the_others(watched: Wa
     with watched.plane.database.write() as session:
         of = (Release.name == "aaa", Release.guard.is_not(None))
         session.execute(update(Release).where(*of).values(guard={"metrics": "none"}))
+    server = watched.server(clock=lambda: watched.seconds)
     with structlog.testing.capture_logs() as lines:
-        changes = watched.round(watched.server(), after=60)
+        changes = watched.round(server, after=60)
+        for _ in range(10):
+            watched.round(server)  # it is told once a minute
     assert [change.release.name for change in changes] == ["pirate"]
     assert [(line["event"], line["adapter"]) for line in lines if line["log_level"] == "error"] == [
         ("release_not_watched", "aaa")
     ]
+
+
+def test_a_release_without_news_is_looked_at_every_five_seconds(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[float] = []
+
+    def counted(session: Session, run: ReleaseRun, now: float) -> Change | None:
+        looked.append(watched.seconds)
+        return look(session, run, now)
+
+    monkeypatch.setattr(rounds, "look", counted)
+    watched.put(GUARDED, v1=50, v2=50)
+    server = watched.server()
+    for _ in range(11):
+        watched.round(server)
+    assert looked == [1.0, 6.0, 11.0]
+    watched.ended(2, 1)
+    watched.round(server)
+    watched.running(2, [12.0])
+    watched.round(server)
+    watched.round(server)
+    assert looked[3:] == [12.0, 13.0, 14.0]
 
 
 class Killed(BaseException):

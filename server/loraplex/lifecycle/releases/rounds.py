@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -26,6 +27,10 @@ LEASE = "releases"
 LEASE_S = 5.0
 """Time without a round after which another server leads."""
 RENEW_S = 1.0
+IDLE_LOOK_S = 5.0
+"""Time between looks at a guarded release of which no request runs or ends: a look costs milliseconds."""
+TELL_AGAIN_S = 60.0
+"""Time after which it is logged again that a release cannot be looked at."""
 log = structlog.get_logger("loraplex")
 
 
@@ -69,25 +74,28 @@ class Rounds:
         """This server's term with the lease; None where it does not lead, as far as it knows."""
         self.watched: Sequence[Watched] = ()
         """Releases that were watched at the last round, by whichever server."""
+        self._looked: dict[Watched, float] = {}  # seconds since the epoch
+        self._told: dict[Watched, float] = {}  # by the clock
 
     def round(self, on_change: Callable[[Change], None]) -> None:
         """Look at each watched release if this server leads, or can. Without anything to watch nobody leads.
         Raises DatabaseUnavailable, DatabaseBusy."""
         try:
-            has_work = self._read()
+            due = self._read()
         except LoraplexError:
             self._lead(None)
             raise
-        if not has_work:
+        if due is None:
             self.give_up()
             return
         try:
             self._renew(at_once=True)
             if self.term is None:
                 return
-            for watched in self.watched:
+            for watched, now in due.items():
                 self._renew()
                 self._look(watched, on_change)
+                self._looked[watched] = now
             self._tidy()
         except LeaseLost:
             self._lead(None)
@@ -99,18 +107,38 @@ class Rounds:
             self._lead(None)
             leases.give_up(self._database, term)
 
-    def _read(self) -> bool:
+    def _read(self) -> dict[Watched, float] | None:
+        """Releases to look at, with the time of the reading; None where nothing is watched or waits."""
         of = ReleaseRun
-        query = select(of.tenant_id, of.name, of.revision, of.status).where(
+        query = select(of.tenant_id, of.name, of.revision, of.status, of.guard_state.is_(None)).where(
             of.status.in_(("running", "paused"))
         )
         with self._database.read() as session:
-            rows = session.execute(query.order_by(of.tenant_id, of.name))
-            self.watched = _by_turns([Watched(*row) for row in rows])
+            rows = session.execute(query.order_by(of.tenant_id, of.name)).all()
+            self.watched = _by_turns([Watched(*row[:4]) for row in rows])
+            known = set(self.watched)
+            self._looked = {each: at for each, at in self._looked.items() if each in known}
+            self._told = {each: at for each, at in self._told.items() if each in known}
             if self.watched:
-                return True
+                by_time = {Watched(*row[:4]) for row in rows if row[4]}
+                return self._due(session, by_time)
             rest = (ReleaseOutcome, RunningArmRow, *((WebhookDelivery,) if self._announces else ()))
-            return any(session.scalars(select(table).limit(1)).first() is not None for table in rest)
+            is_left = any(session.scalars(select(table).limit(1)).first() is not None for table in rest)
+            return {} if is_left else None
+
+    def _due(self, session: Session, by_time: Collection[Watched]) -> dict[Watched, float]:
+        """Releases with new evidence, those `by_time`, which have none, and those not looked at for `IDLE_LOOK_S`."""
+        now = self._now(session)
+        news: set[tuple[str, str]] = set()
+        for table in (ReleaseOutcome, RunningArmRow):
+            news.update(session.execute(select(table.tenant_id, table.name).distinct()).tuples())
+        return {
+            each: now
+            for each in self.watched
+            if each in by_time
+            or (each.tenant_id, each.name) in news
+            or not 0 <= now - self._looked.get(each, -math.inf) < IDLE_LOOK_S
+        }
 
     def _renew(self, *, at_once: bool = False) -> None:
         if at_once or self._clock() - self._renewed >= RENEW_S:
@@ -141,17 +169,22 @@ class Rounds:
             raise
         except Exception as error:
             # One that cannot be looked at must not keep the others from it.
-            is_ours = isinstance(error, LoraplexError)
-            log.error(
-                "release_not_watched",
-                tenant=watched.tenant_id,
-                adapter=watched.name,
-                reason=str(error)[:200],
-                exc_info=None if is_ours else error,
-            )
+            self._tell(watched, error)
             return
         if change is not None:
             on_change(change)
+
+    def _tell(self, watched: Watched, error: Exception) -> None:
+        if self._clock() - self._told.get(watched, -math.inf) < TELL_AGAIN_S:
+            return
+        self._told[watched] = self._clock()
+        log.error(
+            "release_not_watched",
+            tenant=watched.tenant_id,
+            adapter=watched.name,
+            reason=str(error)[:200],
+            exc_info=None if isinstance(error, LoraplexError) else error,
+        )
 
     def _tidy(self) -> None:
         assert self.term is not None
