@@ -28,7 +28,7 @@ LEASE_S = 5.0
 """Time without a round after which another server leads."""
 RENEW_S = 1.0
 IDLE_LOOK_S = 5.0
-"""Time between looks at a guarded release of which no request runs or ends: a look costs milliseconds."""
+"""Time between looks at a guarded release while no request of it runs or ends: a look costs milliseconds."""
 TELL_AGAIN_S = 60.0
 """Time after which it is logged again that a release cannot be looked at."""
 log = structlog.get_logger("loraplex")
