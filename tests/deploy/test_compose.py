@@ -153,8 +153,10 @@ def test_made_secrets_are_settings_of_one_server(
     monkeypatch.setenv("LORAPLEX_CONFIG", str(folder / "loraplex.toml"))
     settings = load_settings({})
     secrets = {name for name in Settings.model_fields if f"LORAPLEX_{name.upper()}" in SECRET_VARIABLES}
-    assert secrets == {"admin_token", "key_pepper", "database_url", "redis_url"}
-    assert {name for name in secrets if not getattr(settings, name)} == set()
+    assert secrets == {"admin_token", "key_pepper", "database_url", "redis_url", "webhook_secret"}
+    assert {name for name in secrets if not getattr(settings, name)} == {"webhook_secret"}, (
+        "it has no webhook"
+    )
     password = (folder / "postgres-password").read_text()
     assert settings.database_url == f"postgresql://loraplex:{password}@postgres:5432/loraplex"
     assert (folder / "redis-password").read_text() in settings.redis_url

@@ -6,7 +6,6 @@ import math
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import pytest
 
 from loraplex.control.db.tables import Usage, UsageDay
@@ -187,7 +186,8 @@ def test_usage_of_a_deleted_tenant_stays_billable(plane: ControlPlane) -> None:
         ended(at=AT - timedelta(days=9), tenant_id="rival"),
     ]
     with plane.database.write() as session:
-        session.add_all(Usage(**msgspec.structs.asdict(row)) for row in rows)
+        columns = Usage.__table__.columns.keys()
+        session.add_all(Usage(**{name: getattr(row, name) for name in columns}) for row in rows)
     assert plane.tenants.delete("acme").usage_since == AT - timedelta(days=3)
     assert rows_of(plane.database) == by_id(rows)
     with plane.database.write() as session:

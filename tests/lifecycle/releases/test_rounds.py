@@ -20,6 +20,7 @@ from loraplex.lifecycle.releases import rounds
 from loraplex.lifecycle.releases.look import Change, look
 from loraplex.lifecycle.releases.rounds import LEASE, Rounds
 from support.control.plane import ControlPlane, at_once
+from support.http.quiet import all_levels
 from support.releases.watched import GUARD, STEPS, Watched
 
 BY_TIME = ReleasePlan(schedule=STEPS)
@@ -180,7 +181,7 @@ def test_without_anything_to_watch_nobody_leads(watched: Watched) -> None:
     with watched.plane.database.read() as session:
         assert session.get(Lease, LEASE) is None
     watched.put(BY_TIME, v1=100, v2=0)
-    with structlog.testing.capture_logs() as lines:
+    with all_levels(), structlog.testing.capture_logs() as lines:
         watched.round(server)
         watched.plane.releases.promote("acme", "pirate", "v2")
         watched.round(server)
@@ -207,7 +208,7 @@ def test_a_release_that_cannot_be_looked_at_keeps_none_of_the_others(watched: Wa
         of = (Release.name == "aaa", Release.guard.is_not(None))
         session.execute(update(Release).where(*of).values(guard={"metrics": "none"}))
     server = watched.server(clock=lambda: watched.seconds)
-    with structlog.testing.capture_logs() as lines:
+    with all_levels(), structlog.testing.capture_logs() as lines:
         changes = watched.round(server, after=60)
         for _ in range(10):
             watched.round(server)  # it is told once a minute

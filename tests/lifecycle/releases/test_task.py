@@ -14,6 +14,7 @@ from loraplex.lifecycle.releases.look import RollbackCause
 from loraplex.lifecycle.releases.task import LOAD_AGAIN_S, ReleaseTask
 from support.control.plane import ControlPlane, FakeClock
 from support.engine.fake_engine import FakeEngineClient
+from support.http.quiet import all_levels
 from support.releases.watched import STEPS, Watched
 
 
@@ -69,7 +70,7 @@ async def test_what_a_server_does_is_in_its_log_and_its_metrics(watched: Watched
     meter, other = Meter(), Meter()
     leader, second = task(watched, "a", meter, FakeClock()), task(watched, "b", other, FakeClock())
     engine = FakeEngineClient()
-    with structlog.testing.capture_logs() as lines:
+    with all_levels(), structlog.testing.capture_logs() as lines:
         await leader.round(engine)
         await second.round(engine)
         watched.seconds = 60.0
