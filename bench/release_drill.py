@@ -44,7 +44,7 @@ from support.servers.live_server import (
 BAD = "bot@v2"
 RELEASE = "tenants/acme/adapters/bot/release"
 BAD_LETTER = "~"
-"""What the version that overflows cannot read."""
+"""A letter at which the bad version overflows."""
 SLOWER = 0.2
 
 
@@ -95,7 +95,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a case: the bad version's users, those of them who got an error, and the users of both versions.
+    """The result of a case: the bad version's users, those of them who got an error, and the users of both versions.
     `reason` is None where the release was not rolled back in time."""
 
     users: int

@@ -32,7 +32,7 @@ from support.servers.live_streams import Streams
 MANAGERS = ("local", "ray")
 STREAMS = 8
 TOKENS = 160
-"""Of each answer."""
+"""Length of each answer, in tokens."""
 ASKED = 8
 """Requests before the kill, and as many after it."""
 RATE = 60
@@ -87,7 +87,7 @@ class Hurried:
 
 @dataclass
 class Figures:
-    """What one run showed. `faults`: what was not as it must be."""
+    """The findings of one run. `faults`: texts of what was not as it must be."""
 
     manager: str
     start_s: float = 0.0

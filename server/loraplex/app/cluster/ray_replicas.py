@@ -131,7 +131,7 @@ class RayReplicas:
         return life
 
     def _on_manager_lost(self, reason: str, delay_s: float) -> None:
-        """Its engines serve on."""
+        """Count and log the end of a manager; its engines serve on."""
         self._client.num_managers_lost += 1
         self._log.error("ray_manager_lost", reason=reason, delay_s=delay_s)
 
