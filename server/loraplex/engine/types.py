@@ -112,6 +112,8 @@ class EngineRequest:
     """Whether the request runs in what others leave. It waits while any of them waits, and loses its KV blocks to them.
     It is charged to nobody, is none of its tenant's requests, and its KV is not found in the prefix cache. It takes no
     grammar, no pooling, no `generated` and no `adapter_from`."""
+    speculation: bool = True
+    """Whether tokens of the answer may be drafted. That changes how long it takes, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +317,10 @@ class ScheduledSequence:
     placeholder 0 where pending). `targets` are the prompt tokens whose log probabilities are wanted: the first is the
     one behind position `score_start`, which lies in the slice. With `pool_start` the sequence is pooled: the hidden
     states from this position on are wanted; none where it is the slice's end. `outputs` are the collected tokens of the
-    answer, of a slice that samples and has a grammar or a penalty; else empty. Nobody changes it, though it is not
-    frozen: one is made for every sequence of every step, and a frozen one takes three times as long to make."""
+    answer, of a slice that samples and has a grammar or a penalty; else empty. `drafted` are guesses at the tokens that
+    follow: the slice's last positions and `token_ids` are theirs, and a token is sampled before and behind each of
+    them, all as if those before were right. Nobody changes it, though it is not frozen: one is made for every sequence
+    of every step, and a frozen one takes three times as long to make."""
 
     request: EngineRequest
     order: int
@@ -333,6 +337,7 @@ class ScheduledSequence:
     targets: tuple[int, ...] = ()
     pool_start: int | None = None
     outputs: tuple[int, ...] = ()
+    drafted: tuple[int, ...] = ()
 
     @property
     def request_id(self) -> str:
@@ -388,13 +393,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of one step, in the order of `plan.scheduled`: an empty tuple for a slice that does not sample,
-    else one or more tokens. `failed` maps an index in `scheduled` to what went wrong with that row alone; of these
-    `not_finite` are those for whom numbers came out that are infinite, or none. `scores`
-    map the index of a slice that asks for log probabilities to those of its sampled tokens and of its `targets`.
-    `ended` are the indices of slices whose token ends their grammar; `grammar_failed` says why a slice's grammar cannot
-    be followed. `pooled` maps that of a slice with `pool_start` to its part. `measured` are the outputs of
-    `plan.measure`; None where there is none, or it failed."""
+    """Tokens of one step, in the order of `plan.scheduled`: an empty tuple for a slice that does not sample, else one
+    or more tokens: the drafted ones that were accepted, the one sampled behind them, and those that a grammar forces
+    then. `num_accepted` counts the accepted ones of each slice with drafts, by its index. `failed` maps an index in
+    `scheduled` to what went wrong with that row alone; of these `not_finite` are those for whom numbers came out that
+    are infinite, or none. `scores` map the index of a slice that asks for log probabilities to those of its sampled
+    tokens and of its `targets`. `ended` are the indices of slices whose token ends their grammar; `grammar_failed` says
+    why a slice's grammar cannot be followed. `pooled` maps that of a slice with `pool_start` to its part. `measured`
+    are the outputs of `plan.measure`; None where there is none, or it failed."""
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
@@ -405,3 +411,4 @@ class StepResult:
     grammar_failed: dict[int, str] = field(default_factory=dict)
     pooled: dict[int, PooledPart] = field(default_factory=dict)
     measured: SiteOutputs | None = None
+    num_accepted: dict[int, int] = field(default_factory=dict)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.sampling.noise import uniform
+from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.sampling.sampler import make_sampler
-from loraplex.engine.types import SamplingParams, ScheduledSequence
+from loraplex.engine.types import SamplingParams
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.bundle import Backend
 from loraplex.kernels.sampling.types import TokenMasks
@@ -52,7 +53,7 @@ class Drawer:
         self._samplers: dict[int, Any] = {}
 
     def draw(
-        self, logits: Any, rows: list[ScheduledSequence], allowed: list[np.ndarray | None]
+        self, logits: Any, rows: list[SampledRow], allowed: list[np.ndarray | None]
     ) -> tuple[list[int], list[bool]]:
         x = torch.tensor(np.asarray(logits), dtype=torch.float32)
         size = x.shape[1]

@@ -15,8 +15,9 @@ from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.sampling import sampler
 from loraplex.engine.sampling.batch import TokenHistory, build_sampling_batch
 from loraplex.engine.sampling.noise import uniform
+from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.sampling.sampler import NumbaSampler, make_sampler, sample
-from loraplex.engine.types import SamplingParams, ScheduledSequence
+from loraplex.engine.types import SamplingParams
 from loraplex.kernels.backend import make_kernels
 from support.engine.sampling import EOS, cuts, reference_weights, row
 from support.engine.sampling_options import sampling_params, token_lists
@@ -34,7 +35,7 @@ def draw(request: pytest.FixtureRequest) -> Draw:
     numba = NumbaSampler(0) if request.param == "numba" else None
 
     def drawn(
-        logits: Any, rows: list[ScheduledSequence], pending: list[int] | None = None
+        logits: Any, rows: list[SampledRow], pending: list[int] | None = None
     ) -> tuple[list[int], list[bool]]:
         x = torch.tensor(np.asarray(logits), dtype=torch.float32)
         batch = build_sampling_batch(

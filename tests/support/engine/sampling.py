@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence
 
 EOS = frozenset({2})
@@ -14,18 +15,20 @@ EOS = frozenset({2})
 def row(
     name: str, params: SamplingParams, *, prompt: tuple[int, ...] = (3, 4), output: tuple[int, ...] = (),
     pending: int | None = None,
-) -> ScheduledSequence:  # fmt: skip
+) -> SampledRow:  # fmt: skip
     """A row about to draw its next token; `pending` is an output token that only the device knows."""
     count = len(output) + (pending is not None)
     start = len(prompt) + count - 1
     request = EngineRequest(name, "t", prompt, params)
-    return ScheduledSequence(
-        request, 0, 0, start, 1, (0,), (0,), -1, True, pending is not None, count, outputs=output
+    return SampledRow(
+        ScheduledSequence(
+            request, 0, 0, start, 1, (0,), (0,), -1, True, pending is not None, count, outputs=output
+        )
     )
 
 
 def reference_weights(
-    logits: np.ndarray, item: ScheduledSequence, pending: int | None, allowed: np.ndarray | None = None
+    logits: np.ndarray, item: SampledRow, pending: int | None, allowed: np.ndarray | None = None
 ) -> np.ndarray:
     """The unnormalised distribution of one row, written down plainly in float64; one-hot if greedy. `allowed` [V] bool:
     its grammar's mask."""

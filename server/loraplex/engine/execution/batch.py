@@ -49,7 +49,8 @@ class FlatStep:
     `pooled` are the slices that are pooled; nothing else is wanted of them.
     `logits_rows` are those whose logits are wanted: `sampled_rows`, and those of `prompt_rows` and of `watched` where
     they are not None. Then `sampled_logits` [S] int64 says which of them are sampled; where it is None all are.
-    `sampled[s]` is the index in `plan.scheduled` that sampled row s belongs to. `pending` pairs a row with the id of
+    `sampled[s]` is the index in `plan.scheduled` that sampled row s belongs to; the rows of a slice with drafts are
+    adjacent, in order. `pending` pairs a row with the id of
     the request whose token the previous step samples. `segments` are (slot, first_row, num_rows), `logits_segments` the
     same over the rows of `logits_rows`. `failed` maps an index in `plan.scheduled` to what is wrong with its input; its
     rows hold harmless tokens.
@@ -140,7 +141,8 @@ class _Rows:
             self._ranked.add(index)
 
     def _want_logits(self, index: int, item: ScheduledSequence, first: int) -> None:
-        """Want what comes of the slice's last row: a token, hidden states, or only whether its numbers are finite."""
+        """Want what comes of the slice's last row: a token, hidden states, or only whether its numbers are finite. A
+        slice with drafts samples before each of them too."""
         end = first + item.num_tokens
         if item.samples:
             named = item.request.sampling.logprob_token_ids
@@ -148,9 +150,10 @@ class _Rows:
                 self._failed.setdefault(
                     index, f"a token id in logprob_token_ids is not below {self._vocab_size}"
                 )
-            self._sampled_logits.append(len(self._logits_rows))
-            self._logits_rows.append(end - 1)
-            self._sampled.append(index)
+            count = 1 + len(item.drafted)
+            self._sampled_logits += range(len(self._logits_rows), len(self._logits_rows) + count)
+            self._logits_rows += range(end - count, end)
+            self._sampled += (index,) * count
         elif item.pool_start is not None:
             self._pooled.add(index, item, first)
         elif not item.targets or item.score_start + len(item.targets) < item.start + item.num_tokens:

@@ -141,11 +141,14 @@ class RecordedSize:
 def find_recorded(
     sizes: Iterable[RecordedSize], plan: StepPlan, by_token: Callable[[int], bool] = lambda slot: False
 ) -> RecordedSize | None:
-    """The first whose pass serves this step. None serves one that pools or scores positions of a prompt: its logits are
-    of one row a sequence. None serves one with an adapter that changes anything by token, as `by_token` says of its
-    slot: no such change is recorded."""
+    """The first whose pass serves this step. None serves one that pools, scores positions of a prompt or has drafts:
+    its logits are of one row a sequence. None serves one with an adapter that changes anything by token, as `by_token`
+    says of its slot: no such change is recorded."""
     scheduled = plan.scheduled
-    if any(item.targets or item.pool_start is not None or by_token(item.slot) for item in scheduled):
+    if any(
+        item.targets or item.drafted or item.pool_start is not None or by_token(item.slot)
+        for item in scheduled
+    ):
         return None
     rows, sequences = sum(item.num_tokens for item in scheduled), len(scheduled)
     decodes = rows == sequences and all(item.samples for item in scheduled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,12 +25,14 @@ from loraplex.engine.execution.step_masks import StepMasks, begin_masks
 from loraplex.engine.execution.torch_errors import as_device_fault, give_back_memory
 from loraplex.engine.grammar.masks import MaskMaker, MaskRow
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.logprobs import Scores
+from loraplex.engine.logprobs import Scores, cut_scores
 from loraplex.engine.model.base import ForwardBatch, KVCache, Model
 from loraplex.engine.pooling import PooledPart
+from loraplex.engine.sampling.acceptance import accepted_tokens, add_output_scores
 from loraplex.engine.sampling.batch import AskedScores, SamplingBatch
+from loraplex.engine.sampling.sampled_row import sampled_rows
 from loraplex.engine.sampling.sampler import Sampler, TorchSampler
-from loraplex.engine.sampling.scoring import TokenScores, pack, pack_listed, prompt_scores
+from loraplex.engine.sampling.scoring import TokenScores, prompt_scores
 from loraplex.engine.types import MeasuredPart, StepPlan, StepResult
 
 
@@ -114,6 +116,7 @@ class StepHandle:
     watched: tuple[int, ...]
     masked: tuple[MaskRow, ...]
     pooled: tuple[PooledSlice, ...]
+    drafted: dict[int, tuple[int, ...]]
     failed: dict[int, str] = field(repr=False)
     future: Future[_OnHost] = field(repr=False)
 
@@ -169,7 +172,7 @@ class ModelRunner:
         inputs = self._inputs.begin_inputs(plan)
         step = flatten(plan, vocab_size=vocab_size, inputs=inputs)
         self._kv.expect(step.fresh_blocks)
-        rows = [plan.scheduled[index] for index in step.sampled]
+        rows = sampled_rows(plan.scheduled[index] for index in dict.fromkeys(step.sampled))
         sampling = self._sampler.plan(rows, eos_ids=self._eos_ids, upload=inputs)
         adapters = begin_adapters(
             inputs, step.segments, step.num_rows, step.logits_segments, len(step.logits_rows)
@@ -202,6 +205,7 @@ class ModelRunner:
             () if step.watched is None else step.watched.slices,
             () if masks is None else masks.rows,
             () if step.pooled is None else step.pooled.slices,
+            {index: part.drafted for index, part in enumerate(plan.scheduled) if part.drafted},
             step.failed,
             future,
         )
@@ -211,7 +215,7 @@ class ModelRunner:
         self._previous = _SampledTokens({})
         work = partial(self._measure_alone, plan.measure)
         future = self._executor.submit(lambda: self._run(work))
-        return StepHandle(plan.step_id, 0, (), None, (), frozenset(), (), (), (), {}, future)
+        return StepHandle(plan.step_id, 0, (), None, (), frozenset(), (), (), (), {}, {}, future)
 
     def collect(self, handle: object) -> StepResult:
         """Wait for a step that `submit` gave this handle for. Raises DeviceOutOfMemory if it did not fit, DeviceLost if
@@ -219,23 +223,23 @@ class ModelRunner:
         same."""
         assert isinstance(handle, StepHandle)
         answer, failed = self._wait(handle.future), dict(handle.failed)
-        token_ids: list[tuple[int, ...]] = [()] * handle.num_scheduled
         scores: dict[int, Scores] = {}
         if answer.prompt is not None:
             scores = prompt_scores(answer.prompt, handle.prompt_slices, handle.prompt_ranked, failed)
-        for index, token, ok in zip(handle.sampled, answer.tokens.tolist(), answer.ok.tolist(), strict=True):
-            if index in failed:
-                continue
-            if ok:
-                token_ids[index] = (token,)
-            else:
-                failed[index] = "the logits of this row are not finite, or its options left no token to draw"
+        token_ids = accepted_tokens(
+            [()] * handle.num_scheduled,
+            handle.sampled,
+            handle.drafted,
+            zip(answer.tokens.tolist(), answer.ok.tolist(), strict=True),
+            failed,
+        )
+        num_accepted = {index: max(0, len(token_ids[index]) - 1) for index in handle.drafted}
         if answer.watched_ok is not None:
             for index, ok in zip(handle.watched, answer.watched_ok.tolist(), strict=True):
                 if not ok:
                     failed.setdefault(index, "what was computed of its prompt is not finite")
         if answer.output is not None and handle.asked is not None:
-            _add_output_scores(scores, handle.asked, answer.output, handle.sampled, failed)
+            add_output_scores(scores, handle.asked, answer.output, handle.sampled, token_ids)
         pooled: dict[int, PooledPart] = {}
         if answer.pooled is not None:
             for index, part in pooled_parts(handle.pooled, answer.pooled):
@@ -247,7 +251,14 @@ class ModelRunner:
         not_finite = frozenset(failed.keys() - handle.failed.keys())
         measured = site_outputs(answer.measured)
         result = StepResult(
-            handle.step_id, tuple(token_ids), failed, scores, not_finite, pooled=pooled, measured=measured
+            handle.step_id,
+            tuple(token_ids),
+            failed,
+            scores,
+            not_finite,
+            pooled=pooled,
+            measured=measured,
+            num_accepted=num_accepted,
         )
         return self._follow_grammars(handle, answer.no_mask, result) if handle.masked else result
 
@@ -256,25 +267,32 @@ class ModelRunner:
         ended: set[int] = set()
         broken: dict[int, str] = {}
         token_ids = list(result.token_ids)
-        going_on: list[MaskRow] = []
+        going_on: dict[int, MaskRow] = {}
         for row in handle.masked:
             index = handle.sampled[row.row]
-            if index in result.failed:
-                continue
+            sampled, offset = result.token_ids[index], row.sampled.offset
+            if index in ended or index in broken or offset >= len(sampled):
+                continue  # of a draft that was not accepted so far, or of a row that failed
             if row.row in no_mask:
                 broken[index] = no_mask[row.row]
                 continue
-            (token,) = token_ids[index]
-            accepted = self._masks.accept(row, token)
-            token_ids[index] = accepted.tokens
+            accepted = self._masks.accept(row, sampled[offset], is_last=offset == len(sampled) - 1)
+            token_ids[index] = (*sampled[:offset], *accepted.tokens)
             if accepted.error is not None:
                 broken[index] = accepted.error
             elif accepted.ends:
                 ended.add(index)
             else:
-                going_on.append(row)
-        self._masks.begin_next(going_on)
-        return replace(result, token_ids=tuple(token_ids), ended=frozenset(ended), grammar_failed=broken)
+                going_on[index] = row
+        self._masks.begin_next([row for index, row in going_on.items() if index not in ended | broken.keys()])
+        scores = result.scores | {
+            index: cut
+            for index in ended & result.scores.keys()
+            if (cut := cut_scores(result.scores[index], 0, len(token_ids[index]))) is not None
+        }
+        return replace(
+            result, token_ids=tuple(token_ids), scores=scores, ended=frozenset(ended), grammar_failed=broken
+        )
 
     def _wait(self, future: Future[_OnHost]) -> _OnHost:
         try:
@@ -391,21 +409,6 @@ def _pending(step: FlatStep, previous: _SampledTokens, upload: HostToDevice) -> 
         return None
     rows, sources = zip(*found, strict=True)
     return _Pending(upload.ints(rows), upload.ints(sources))
-
-
-def _add_output_scores(
-    found: dict[int, Scores],
-    asked: AskedScores,
-    output: TokenScores,
-    sampled: tuple[int, ...],
-    failed: Collection[int],
-) -> None:
-    scores = output.numpy()
-    each = zip(asked.sampled, asked.num_top, asked.lists, strict=True)
-    for row, (s, num_top, named) in enumerate(each):
-        if (index := sampled[s]) not in failed:
-            packed = pack_listed(scores, row, named) if named else pack(scores, slice(row, row + 1), num_top)
-            found[index] = replace(found.get(index, Scores()), output=packed)
 
 
 def _to_host(

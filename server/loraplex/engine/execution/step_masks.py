@@ -11,7 +11,7 @@ import torch
 
 from loraplex.engine.grammar.masks import FilledMasks, MaskMaker, MaskRow
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.types import ScheduledSequence
+from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.kernels.sampling.types import TokenMasks
 
 
@@ -37,7 +37,7 @@ class StepMasks:
 
 def begin_masks(
     maker: MaskMaker | None,
-    rows: Sequence[ScheduledSequence],
+    rows: Sequence[SampledRow],
     eos_ids: Collection[int],
     sources: Mapping[str, int],
     previous: Callable[[], Sequence[int | None] | None],

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from loraplex.engine.grammar.dictated import DictatesTooMuch
 from loraplex.engine.grammar.matchers import GrammarMatchers, SequenceMatcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary, clear_bits
-from loraplex.engine.types import ScheduledSequence
+from loraplex.engine.sampling.sampled_row import SampledRow
 
 _MAX_THREADS = 8
 MAX_FORCED = 32
@@ -32,10 +32,10 @@ MAX_FORCED = 32
 class MaskRow:
     """A sampled row with a grammar: number `row` of the step's. `count` of its output tokens are on the host; if it is
     `pending`, one more is sampled by the step before, in that one's row `source`. `barred` tokens would end it too
-    early."""
+    early. Rows of a slice with drafts share the `matcher`, which follows the first one."""
 
     row: int
-    scheduled: ScheduledSequence
+    sampled: SampledRow
     matcher: SequenceMatcher
     count: int
     pending: bool
@@ -82,7 +82,7 @@ class MaskMaker:
         )  # the matchers: with lookahead, a step is collected while the next is filled
 
     def plan(
-        self, rows: Sequence[ScheduledSequence], eos_ids: Collection[int], sources: Mapping[str, int]
+        self, rows: Sequence[SampledRow], eos_ids: Collection[int], sources: Mapping[str, int]
     ) -> tuple[MaskRow, ...]:
         """Those of a step's sampled rows that have a grammar. `sources`: the sampled row of each request in the step
         before."""
@@ -104,15 +104,17 @@ class MaskMaker:
         """`previous` waits for the tokens of the step before: None of all, or of a row, where there are none."""
         return self._thread.submit(self._fill, rows, previous)
 
-    def accept(self, row: MaskRow, token: int) -> Accepted:
-        """A row's token has been sampled, by the oldest step that was not collected."""
+    def accept(self, row: MaskRow, token: int, *, is_last: bool = True) -> Accepted:
+        """A row's token has been sampled, by the oldest step that was not collected. `is_last`: no row of its slice
+        behind it is of use."""
         matcher = row.matcher
-        if row.scheduled.output_index != len(matcher.known):
+        if row.sampled.output_index != len(matcher.known):
             return Accepted((token,))  # nobody uses the token
         with self._in_use:
             error = matcher.move_to(len(matcher.known), token)
             try:
-                forced = self._forced(row) if error is None and not self._lookahead else []
+                asks = is_last and error is None and not self._lookahead
+                forced = self._forced(row) if asks else []
             except DictatesTooMuch as fault:
                 return Accepted((token,), error=str(fault))
             if forced:
@@ -134,8 +136,8 @@ class MaskMaker:
     def _forced(self, row: MaskRow) -> list[int]:
         """Tokens that must follow the row's new token; what ends the answer before is for the tracker to see. Special
         tokens, and those that the model has not got, are left to a mask. Raises DictatesTooMuch."""
-        sampling, vocabulary = row.scheduled.request.sampling, self._matchers.vocabulary
-        most = min(MAX_FORCED, sampling.max_tokens - row.scheduled.output_index - 1)
+        sampling, vocabulary = row.sampled.request.sampling, self._matchers.vocabulary
+        most = min(MAX_FORCED, sampling.max_tokens - row.sampled.output_index - 1)
         if sampling.logprobs is not None or most <= 0:
             return []
         forced = list(islice(row.matcher.dictated(vocabulary.tokenizer), most))
@@ -181,21 +183,28 @@ class MaskMaker:
         failed: dict[int, str] = {}
         words = np.full((len(rows), vocabulary.num_words), ~np.uint32(0))
         with self._in_use:
-            followed: list[tuple[int, MaskRow]] = []
+            followed: list[tuple[int, MaskRow, SequenceMatcher]] = []
+            drafts: list[SequenceMatcher] = []  # of the slice at hand, behind its drafted tokens
             for place, row in enumerate(rows):
+                if offset := row.sampled.offset:
+                    # A row behind a token that the grammar bars is of no use.
+                    followed += [(place, row, each) for each in drafts[offset - 1 : offset]]
+                    continue
+                drafts = []
                 token = None if tokens is None or row.source is None else tokens[row.source]
                 if row.pending and token is None:
                     continue
                 if error := row.matcher.move_to(row.count, *([] if token is None else [token])):
                     failed[row.row] = error
                 else:
-                    followed.append((place, row))
-            self._compute([row.matcher for _, row in followed])
-            for place, row in followed:
+                    followed.append((place, row, row.matcher))
+                    drafts = row.matcher.behind(row.sampled.scheduled.drafted)
+            self._compute([matcher for _, _, matcher in followed])
+            for place, row, matcher in followed:
                 mask = words[place]
-                if row.matcher.mask is not None:
-                    mask[:] = row.matcher.mask
-                if error := _finish(row, mask, vocabulary):
+                if matcher.mask is not None:
+                    mask[:] = matcher.mask
+                if error := _finish(matcher, row.barred, mask, vocabulary):
                     failed[row.row] = error
                     mask[:] = ~np.uint32(0)
         bits = np.zeros((len(rows), self._num_words), dtype=np.uint32)
@@ -204,27 +213,29 @@ class MaskMaker:
         return FilledMasks(bits.view(np.int32), failed)
 
 
-def _finish(row: MaskRow, mask: NDArray[np.uint32], vocabulary: GrammarVocabulary) -> str | None:
+def _finish(
+    matcher: SequenceMatcher, barred: list[int], mask: NDArray[np.uint32], vocabulary: GrammarVocabulary
+) -> str | None:
     """Bar what llguidance knows nothing of. Returns what is wrong, if anything."""
-    inner = row.matcher.inner
+    inner = matcher.inner
     if inner.is_error():
-        return row.matcher.failed()
-    if row.matcher.mask is None:
-        return row.matcher.grammar.fault
+        return matcher.failed()
+    if matcher.mask is None:
+        return matcher.grammar.fault
     used_words = int(np.count_nonzero(mask))
     if used_words == 1:
         vocabulary.allow_dictated_text(inner, mask)
     if vocabulary.known is not None:
         mask &= vocabulary.known
         used_words = int(np.count_nonzero(mask))
-    if row.barred:
+    if barred:
         before = mask.copy()
-        if clear_bits(mask, row.barred) and not mask.any():
+        if clear_bits(mask, barred) and not mask.any():
             mask[:] = before  # the grammar allows the end alone
     return None if used_words else "no token of the model can go on with it"
 
 
-def _barred(row: ScheduledSequence, eos_ids: Collection[int]) -> list[int]:
+def _barred(row: SampledRow, eos_ids: Collection[int]) -> list[int]:
     params = row.request.sampling
     if row.output_index < params.min_tokens:
         return [*eos_ids, *params.stop_token_ids]

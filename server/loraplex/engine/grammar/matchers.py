@@ -100,6 +100,18 @@ class SequenceMatcher:
         self._sure = count
         return None
 
+    def behind(self, drafted: Sequence[int]) -> list[SequenceMatcher]:
+        """Copies that have consumed the first, the first two … of these tokens, as far as the grammar allows them and
+        goes on."""
+        copies: list[SequenceMatcher] = []
+        inner = self.inner
+        for token in drafted[: inner.validate_tokens(list(drafted)) if drafted else 0]:
+            inner = inner.deep_copy()
+            if not inner.consume_token(token) or inner.is_stopped():
+                break
+            copies.append(SequenceMatcher(inner, grammar=self.grammar))
+        return copies
+
     def dictated(self, tokenizer: LLTokenizer) -> Sequence[int]:
         """Tokens that must follow, the first ones at least; none where nothing is dictated. Raises DictatesTooMuch."""
         if not self._ahead:

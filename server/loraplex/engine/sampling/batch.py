@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.sampling.noise import uniform
-from loraplex.engine.types import ScheduledSequence
+from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.kernels.sampling.types import SampleRows
 
 MIN_TEMPERATURE = 1e-20
@@ -93,13 +93,14 @@ class TokenHistory:
         self._known: dict[str, array[int]] = {}
         self._biases: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
 
-    def tokens(self, row: ScheduledSequence) -> NDArray[np.int64]:
-        """[P + O], prompt and answer of a row that tells its outputs: a copy. A sequence only ever grows."""
+    def tokens(self, row: SampledRow) -> NDArray[np.int64]:
+        """[P + O], prompt and answer of a row that tells its outputs, with the drafted tokens that it assumes: a copy.
+        A sequence only ever grows."""
         known = self._known.get(row.request_id)
         if known is None:
             known = self._known[row.request_id] = array("q", row.request.prompt_ids)
         known.extend(row.outputs[len(known) - row.num_prompt :])
-        return np.array(known, dtype=np.int64)
+        return np.array(known + array("q", row.drafted) if row.offset else known, dtype=np.int64)
 
     def retain_requests(self, request_ids: Iterable[str]) -> None:
         """Forget all others."""
@@ -108,7 +109,7 @@ class TokenHistory:
             self._known = {k: v for k, v in self._known.items() if k in keep}
             self._biases = {k: v for k, v in self._biases.items() if k in keep}
 
-    def bias(self, row: ScheduledSequence, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def bias(self, row: SampledRow, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Tokens of `logit_bias` and what is added to each, those beyond the vocabulary left out."""
         known = self._biases.get(row.request_id)
         if known is None:
@@ -121,14 +122,14 @@ class TokenHistory:
 
 
 def build_sampling_batch(
-    rows: Sequence[ScheduledSequence],
+    rows: Sequence[SampledRow],
     *,
     vocab_size: int,
     eos_ids: frozenset[int],
     history: TokenHistory,
     upload: HostToDevice,
 ) -> SamplingBatch:
-    """`rows` are the slices that sample, in the order of the logits. Token ids beyond the vocabulary are passed
+    """`rows` are in the order of the logits. Token ids beyond the vocabulary are passed
     over: they can neither occur nor be sampled."""
     history.retain_requests(row.request_id for row in rows)
     return SamplingBatch(
@@ -142,7 +143,7 @@ def build_sampling_batch(
 
 
 def _penalties(
-    rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, upload: HostToDevice
+    rows: Sequence[SampledRow], vocab_size: int, history: TokenHistory, upload: HostToDevice
 ) -> Penalties | None:
     chosen = [(s, row) for s, row in enumerate(rows) if row.request.sampling.has_penalty]
     if not chosen:
@@ -168,7 +169,7 @@ def _penalties(
 
 
 def _bias(
-    rows: Sequence[ScheduledSequence], vocab_size: int, history: TokenHistory, upload: HostToDevice
+    rows: Sequence[SampledRow], vocab_size: int, history: TokenHistory, upload: HostToDevice
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     found = [
         (s, *history.bias(row, vocab_size)) for s, row in enumerate(rows) if row.request.sampling.logit_bias
@@ -180,7 +181,7 @@ def _bias(
 
 
 def _banned(
-    rows: Sequence[ScheduledSequence], vocab_size: int, eos_ids: frozenset[int], upload: HostToDevice
+    rows: Sequence[SampledRow], vocab_size: int, eos_ids: frozenset[int], upload: HostToDevice
 ) -> torch.Tensor | None:
     indices = [
         s * vocab_size + token
@@ -190,7 +191,7 @@ def _banned(
     return upload.ints(indices) if indices else None
 
 
-def barred_tokens(row: ScheduledSequence, vocab_size: int, eos_ids: frozenset[int]) -> list[int]:
+def barred_tokens(row: SampledRow, vocab_size: int, eos_ids: frozenset[int]) -> list[int]:
     """The tokens that would end a row before its `min_tokens`, in ascending order. A row with a grammar has them barred
     by its mask, unless the grammar allows nothing else."""
     params = row.request.sampling
@@ -200,7 +201,7 @@ def barred_tokens(row: ScheduledSequence, vocab_size: int, eos_ids: frozenset[in
     return sorted(token for token in ends if 0 <= token < vocab_size)
 
 
-def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice) -> Draws | None:
+def _draws(rows: Sequence[SampledRow], vocab_size: int, upload: HostToDevice) -> Draws | None:
     chosen = [(s, row) for s, row in enumerate(rows) if row.request.sampling.temperature > 0.0]
     if not chosen:
         return None
@@ -223,9 +224,7 @@ def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDev
     )
 
 
-def asked_scores(
-    rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice
-) -> AskedScores | None:
+def asked_scores(rows: Sequence[SampledRow], vocab_size: int, upload: HostToDevice) -> AskedScores | None:
     """The rows whose log probabilities were requested, if any. A row that names a token beyond the vocabulary has
     failed."""
     asked = [(s, row.request.sampling) for s, row in enumerate(rows)]

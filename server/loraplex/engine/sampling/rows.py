@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.sampling.batch import MIN_TEMPERATURE, barred_tokens
 from loraplex.engine.sampling.noise import uniform
-from loraplex.engine.types import ScheduledSequence
+from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.kernels.sampling.types import TOKEN_BITS, Biases, Draws, History, SampleRows
 
 
@@ -34,8 +34,9 @@ class TokenCounts:
         self._vocab_size = vocab_size
         self._known: dict[str, _Counted] = {}
 
-    def entries(self, row: ScheduledSequence) -> NDArray[np.int64]:
-        """The entries of `History` for a row that tells its outputs, of a sequence that only ever grows: a copy."""
+    def entries(self, row: SampledRow) -> NDArray[np.int64]:
+        """The entries of `History` for a row that tells its outputs, of a sequence that only ever grows, with the
+        drafted tokens that the row assumes: a copy."""
         counted = self._known.setdefault(row.request_id, _Counted())
         places, entries, num_prompt = counted.places, counted.entries, row.num_prompt
         num_tokens = num_prompt + len(row.outputs)
@@ -50,6 +51,19 @@ class TokenCounts:
             if is_output:
                 entries[place] += 1 << TOKEN_BITS
         counted.num_tokens = num_tokens
+        return self._with_drafted(counted, row.drafted) if row.offset else np.array(entries, dtype=np.int64)
+
+    def _with_drafted(self, counted: _Counted, drafted: Sequence[int]) -> NDArray[np.int64]:
+        """A copy of the entries in which these tokens count too."""
+        entries, new = counted.entries[:], dict[int, int]()
+        for token in drafted:
+            if 0 <= token < self._vocab_size:
+                place = counted.places.get(token, -1)
+                if place < 0:
+                    place = new.setdefault(token, len(entries))
+                    if place == len(entries):
+                        entries.append(token)
+                entries[place] += 1 << TOKEN_BITS
         return np.array(entries, dtype=np.int64)
 
     def retain_requests(self, request_ids: Iterable[str]) -> None:
@@ -60,14 +74,14 @@ class TokenCounts:
 
 
 def build_sample_rows(
-    rows: Sequence[ScheduledSequence],
+    rows: Sequence[SampledRow],
     *,
     vocab_size: int,
     eos_ids: frozenset[int],
     counts: TokenCounts,
     upload: HostToDevice,
 ) -> SampleRows:
-    """`rows` are the slices that sample, in the order of the logits. Token ids beyond the vocabulary are passed over:
+    """`rows` are in the order of the logits. Token ids beyond the vocabulary are passed over:
     they can neither occur nor be sampled."""
     counts.retain_requests(row.request_id for row in rows)
     return SampleRows(
@@ -78,7 +92,7 @@ def build_sample_rows(
     )
 
 
-def _history(rows: Sequence[ScheduledSequence], counts: TokenCounts, upload: HostToDevice) -> History | None:
+def _history(rows: Sequence[SampledRow], counts: TokenCounts, upload: HostToDevice) -> History | None:
     params = [row.request.sampling for row in rows]
     penalised = [p.has_penalty for p in params]
     if not any(penalised):
@@ -102,7 +116,7 @@ def _history(rows: Sequence[ScheduledSequence], counts: TokenCounts, upload: Hos
 
 
 def _biases(
-    rows: Sequence[ScheduledSequence], vocab_size: int, eos_ids: frozenset[int], upload: HostToDevice
+    rows: Sequence[SampledRow], vocab_size: int, eos_ids: frozenset[int], upload: HostToDevice
 ) -> Biases | None:
     found: list[dict[int, float]] = []
     for row in rows:
@@ -121,7 +135,7 @@ def _biases(
     )
 
 
-def _draws(rows: Sequence[ScheduledSequence], vocab_size: int, upload: HostToDevice) -> Draws | None:
+def _draws(rows: Sequence[SampledRow], vocab_size: int, upload: HostToDevice) -> Draws | None:
     params = [row.request.sampling for row in rows]
     if not any(p.temperature > 0.0 for p in params):
         return None

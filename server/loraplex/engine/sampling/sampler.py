@@ -27,8 +27,8 @@ from loraplex.engine.sampling.batch import (
     build_sampling_batch,
 )
 from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
+from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.sampling.scoring import TokenScores, score_tokens, torch_log_sum_exp
-from loraplex.engine.types import ScheduledSequence
 from loraplex.kernels.bundle import Backend, Kernels
 from loraplex.kernels.sampling.types import TokenMasks
 
@@ -40,9 +40,9 @@ class Sampler(Protocol):
     """Draws a step's tokens: `plan` on the thread that plans, in the order of the steps, the rest on the worker."""
 
     def plan(
-        self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: HostToDevice
+        self, rows: Sequence[SampledRow], *, eos_ids: frozenset[int], upload: HostToDevice
     ) -> SamplingBatch:
-        """Parameters of the slices that sample, in the order of the logits."""
+        """Parameters of the rows that are sampled, in the order of the logits."""
         ...
 
     def sample(
@@ -99,7 +99,7 @@ class TorchSampler(_Scorer):
         self._history = TokenHistory()
 
     def plan(
-        self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: HostToDevice
+        self, rows: Sequence[SampledRow], *, eos_ids: frozenset[int], upload: HostToDevice
     ) -> SamplingBatch:
         return build_sampling_batch(
             rows, vocab_size=self._vocab_size, eos_ids=eos_ids, history=self._history, upload=upload
@@ -185,7 +185,7 @@ class TritonSampler(_Scorer):
         warm_up(vocab_size, device)
 
     def plan(
-        self, rows: Sequence[ScheduledSequence], *, eos_ids: frozenset[int], upload: HostToDevice
+        self, rows: Sequence[SampledRow], *, eos_ids: frozenset[int], upload: HostToDevice
     ) -> SamplingBatch:
         options = build_sample_rows(
             rows, vocab_size=self._vocab_size, eos_ids=eos_ids, counts=self._counts, upload=upload

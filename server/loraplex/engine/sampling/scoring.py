@@ -105,11 +105,12 @@ def pack(scores: HostScores, rows: slice, num_top: int, *, ranked: bool = False)
     )
 
 
-def pack_listed(scores: HostScores, row: int, ids: Sequence[int]) -> Logprobs:
-    """Log probabilities of one row, with the tokens that are named for it, which are `ids`."""
+def pack_listed(scores: HostScores, rows: slice, ids: Sequence[int]) -> Logprobs:
+    """Log probabilities of rows of one sequence, each with the tokens that are named for it, which are `ids`."""
     assert scores.listed is not None
-    values = np.concatenate((scores.values[row, :1], scores.listed[row, : len(ids)]))
-    return Logprobs(len(ids), values.astype("<f4").tobytes(), np.array(ids, dtype="<i4").tobytes())
+    values = np.concatenate((scores.values[rows, :1], scores.listed[rows, : len(ids)]), axis=1)
+    named = np.tile(np.array(ids, dtype="<i4"), len(values))
+    return Logprobs(len(ids), values.astype("<f4").tobytes(), named.tobytes())
 
 
 def prompt_scores(
