@@ -1,4 +1,4 @@
-"""What a step's sampled rows bring to the slices that they belong to.
+"""Acceptance of drafted tokens: from the rows that a step samples to the tokens of its slices.
 
 A row of a slice with drafts assumes the drafted tokens before it. The noise of a draw depends on seed, choice and
 output index alone, so the token that a row samples is the one that would have been sampled without drafts wherever all
