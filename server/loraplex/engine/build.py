@@ -32,11 +32,10 @@ from loraplex.engine.device_parts import (
 )
 from loraplex.engine.devices import DeviceUnavailable, choose_kernels
 from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
-from loraplex.engine.execution.executor import Executor
+from loraplex.engine.execution.executor import Executor, set_threads
 from loraplex.engine.execution.inputs import Recorder
 from loraplex.engine.execution.kv_cache import available_memory, block_bytes
 from loraplex.engine.execution.runner import ModelRunner
-from loraplex.engine.execution.threads import set_threads
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.grammar.matchers import GrammarMatchers
 from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer

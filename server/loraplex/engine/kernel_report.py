@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from loraplex.engine.devices import choose_kernels
-from loraplex.engine.execution.threads import set_threads
+from loraplex.engine.execution.executor import set_threads
 from loraplex.engine.sizing import REFERENCE_LAYERS, REFERENCE_WEIGHTS, most_recorded_rows
 from loraplex.kernels.backend import best_backend, obstacle_to
 

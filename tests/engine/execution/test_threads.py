@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraplex.engine.control_groups import ControlGroups
-from loraplex.engine.execution.threads import set_threads
+from loraplex.engine.execution.executor import set_threads
 
 MAX = "max 100000"
 
