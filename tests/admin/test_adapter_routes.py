@@ -60,6 +60,21 @@ class TestAdapters:
         assert [row["version"] for row in versions] == ["v1", "v2"]
         assert (await admin.get("/tenants/acme/adapters/support/versions/v1")).json() == version
 
+    async def test_adapters_are_searched_by_a_part_of_their_names(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
+        for seed, name in enumerate(("bot_a", "botxa", "help.bot", "other")):
+            plane.make_adapter(name, seed=seed)
+
+        async def named(**query: Any) -> list[str]:
+            page = await admin.get("/tenants/acme/adapters", params=query)
+            return [row["name"] for row in page.json()["data"]]
+
+        assert await named(search="bot") == ["bot_a", "botxa", "help.bot"]
+        assert await named(search="t_") == ["bot_a"], "an underscore is no wildcard"
+        assert await named(search="bot", limit=2) == ["bot_a", "botxa"]
+        assert_problem(await admin.get("/tenants/acme/adapters?search=%25"), 400, "invalid_value")
+
     @pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
     async def test_archives(
         self, admin: httpx.AsyncClient, plane: AdminPlane, tmp_path: Path, kind: str
@@ -307,6 +322,9 @@ class TestEngine:
         # The same bytes of another tenant share the memory, not the pin.
         assert (rows[2]["residency"], rows[2]["pinned"]) == (["device", "disk"], False)
         assert_problem(await admin.get("/cache?cursor=YQ=="), 400, "invalid_cursor")
+        chosen = (await admin.get("/cache?tenant=other&adapter=support")).json()["data"]
+        assert chosen == rows[2:]
+        assert (await admin.get("/cache?adapter=another")).json()["data"] == []
 
     async def test_cache_sums_up_what_the_tiers_hold_and_lost(
         self, admin: httpx.AsyncClient, plane: AdminPlane

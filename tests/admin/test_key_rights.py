@@ -87,6 +87,7 @@ async def test_a_key_is_told_its_tenant_its_rights_and_the_base(plane: AdminPlan
             assert told["key"]["id"] == secret.split("_")[1]
             assert set(told["key"]["scopes"]) == set(scopes)
             assert "secret" not in told["key"]
+            assert told["max_upload_bytes"] == plane.max_upload_bytes
             base = plane.services.catalog.base
             assert told["base"] == {
                 "name": SERVED_NAME,

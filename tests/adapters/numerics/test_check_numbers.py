@@ -67,6 +67,8 @@ def test_honest_outputs_are_equal(name: str, dtype: str, base: BaseSpec, tmp_pat
     assert report["tolerance"] == TOLERANCE
     assert report["dtype"] == dtype
     assert len(report["norms"]) == sum("lora_A" in tensor for tensor in draft.tensors)
+    assert report["errors"].keys() == report["norms"].keys()
+    assert report["errors"][report["worst_module"]] == max(report["errors"].values()) == report["max"]
     # Besides, what the served dtype costs: the units above say nothing of it.
     limit = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
     assert report["relative"]["max"] < limit

@@ -157,6 +157,7 @@ def _verdict(sites: list[_Site], dtype: str, *, is_empty: bool) -> NumbersVerdic
         "relative": _summary([site.relative for site in known]),
         "effect": _summary([site.effect for site in sites]),
         "norms": {site.module: site.norm for site in sites[:MAX_REPORTED_MODULES]},
+        "errors": {site.module: site.error for site in sites[:MAX_REPORTED_MODULES]},
         "worst_module": worst.module,
         "dtype": dtype,
         "verdict": "overflow" if overflows else "equal" if is_equal else "mismatch",

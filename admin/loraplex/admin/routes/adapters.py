@@ -10,8 +10,7 @@ from fastapi import APIRouter, Query, Response
 from loraplex.admin.framework.dependencies import AdapterName, Audited, Reader, Services, TenantId, Writer
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.routes.releases import show_release
-from loraplex.admin.schemas.adapters import Adapter, AdapterPage
-from loraplex.admin.schemas.fields import PageQuery
+from loraplex.admin.schemas.adapters import Adapter, AdapterPage, AdapterQuery
 from loraplex.admin.services import AdminServices
 from loraplex.control.errors import ReleaseNotFound
 from loraplex.control.types import AdapterInfo
@@ -22,12 +21,14 @@ router = APIRouter(prefix="/tenants/{tenant}/adapters", route_class=AdminRoute)
 
 @router.get("")
 async def list_adapters(
-    _: Reader, tenant: TenantId, query: Annotated[PageQuery, Query()], services: Services
+    _: Reader, tenant: TenantId, query: Annotated[AdapterQuery, Query()], services: Services
 ) -> AdapterPage:
     """List a tenant's adapters by name, with what is released."""
 
     def read_page() -> AdapterPage:
-        page = services.catalog.list_adapters(tenant, limit=query.limit, cursor=query.cursor)
+        page = services.catalog.list_adapters(
+            tenant, limit=query.limit, cursor=query.cursor, search=query.search
+        )
         return AdapterPage(data=[_show(services, info) for info in page.items], next_cursor=page.next_cursor)
 
     return await services.database.run(read_page)

@@ -25,7 +25,11 @@ async def get_caller(by: AnyCaller, services: Services) -> Caller:
     if by.tenant_id is not None and by.key_id is not None:
         key = show_key(await services.database.run(services.keys.get, by.tenant_id, by.key_id))
     return Caller(
-        kind="key" if by.kind == "key" else "admin", tenant=by.tenant_id, key=key, base=_base(services)
+        kind="key" if by.kind == "key" else "admin",
+        tenant=by.tenant_id,
+        key=key,
+        base=_base(services),
+        max_upload_bytes=services.max_upload_bytes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -13,13 +14,13 @@ from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.schemas.engine import (
     CachePage,
     CachePins,
+    CacheQuery,
     CacheRow,
     CacheTier,
     CacheTotals,
     Engine,
     EngineMemory,
 )
-from loraplex.admin.schemas.fields import PageQuery
 from loraplex.control.catalog.all_versions import list_all_versions
 from loraplex.control.types import VersionInfo
 from loraplex.engine.reports import EngineInfo, EngineStats
@@ -55,9 +56,10 @@ async def get_engine(_: Operator, services: Services) -> Engine:
 
 
 @router.get("/cache")
-async def list_cache(_: Operator, query: Annotated[PageQuery, Query()], services: Services) -> CachePage:
+async def list_cache(_: Operator, query: Annotated[CacheQuery, Query()], services: Services) -> CachePage:
     """List where every version is: device, host memory, disk; and what each tier holds."""
-    page = await services.database.run(list_all_versions, services.database, query.limit, query.cursor)
+    read = partial(list_all_versions, tenant_id=query.tenant, adapter=query.adapter)
+    page = await services.database.run(read, services.database, query.limit, query.cursor)
     digests = {info.digest for info in page.items}
     known = {entry.ref.digest: entry for entry in await services.engine.cache(digests)}
     rows = [_row(info, known.get(info.digest)) for info in page.items]

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
-from loraplex.admin.schemas.fields import QueryParameters, RequestBody, ResponseBody, Timestamp
+from loraplex.admin.schemas import described
+from loraplex.admin.schemas.fields import (
+    OmittedNull,
+    PageQuery,
+    QueryParameters,
+    RequestBody,
+    ResponseBody,
+    Timestamp,
+)
 from loraplex.admin.schemas.releases import Release
 from loraplex.control.types import WithoutInvocation
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
@@ -38,6 +46,15 @@ class VersionImport(RequestBody):
 
     source: Annotated[str, Field(min_length=1, max_length=MAX_URL_CHARS)]
     serving: ServingChoice = ServingChoice()
+
+
+class AdapterQuery(PageQuery):
+    """`search`: a part of the adapters' names."""
+
+    search: Annotated[
+        Annotated[str, Field(pattern=described.NAME_PART)] | None,
+        OmittedNull(),
+    ] = None
 
 
 class PushQuery(QueryParameters):

@@ -21,9 +21,11 @@ class BaseModelShape(ResponseBody):
 
 
 class Caller(ResponseBody):
-    """`kind` is `admin` for the admin token, whose `tenant` and `key` are null."""
+    """`kind` is `admin` for the admin token, whose `tenant` and `key` are null. `max_upload_bytes`: of the files of
+    one adapter."""
 
     kind: Literal["admin", "key"]
     tenant: str | None
     key: Key | None
     base: BaseModelShape
+    max_upload_bytes: int

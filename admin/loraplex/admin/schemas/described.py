@@ -16,6 +16,7 @@ TENANT_ID = "^[a-z0-9][a-z0-9-]{0,62}$"
 VERSION = "^v[1-9][0-9]{0,8}$"
 KEY_ID = "^[0-9a-f]{16}$"
 ADAPTER_NAME = "^[a-z0-9][a-z0-9._-]{0,62}$"
+NAME_PART = "^[a-z0-9._-]{1,63}$"
 CURSOR = {
     "pattern": "^[A-Za-z0-9_-]*={0,2}$",
     "description": "The `next_cursor` of the page before. Only what this list gave is taken.",

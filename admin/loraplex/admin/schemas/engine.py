@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from loraplex.admin.schemas.fields import ResponseBody
+from pydantic import Field
+
+from loraplex.admin.schemas import described
+from loraplex.admin.schemas.fields import OmittedNull, PageQuery, ResponseBody
+
+
+class CacheQuery(PageQuery):
+    """Versions of this tenant, and of adapters of this name."""
+
+    tenant: Annotated[Annotated[str, Field(pattern=described.TENANT_ID)] | None, OmittedNull()] = None
+    adapter: Annotated[Annotated[str, Field(pattern=described.ADAPTER_NAME)] | None, OmittedNull()] = None
 
 
 class CacheRow(ResponseBody):

@@ -211,9 +211,14 @@ class Catalog:
             return AdapterInfo(tenant_id, name, adapter.last_number, living, adapter.created_at)
 
     def list_adapters(
-        self, tenant_id: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
+        self,
+        tenant_id: str,
+        *,
+        limit: int = rules.DEFAULT_PAGE,
+        cursor: str | None = None,
+        search: str | None = None,
     ) -> Page[AdapterInfo]:
-        """List adapters by name; names without a living version are left out."""
+        """List adapters by name, those whose names hold `search`; names without a living version are left out."""
         after = rules.read_cursor(cursor)
         query = (
             select(Adapter, func.count(AdapterVersion.number))
@@ -228,6 +233,8 @@ class Catalog:
         )
         if after is not None:
             query = query.where(Adapter.name > after)
+        if search is not None:
+            query = query.where(Adapter.name.contains(search, autoescape=True))
         with self._database.read() as session:
             require_tenant(session, tenant_id)
             found = [

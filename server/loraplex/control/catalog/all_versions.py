@@ -17,10 +17,22 @@ MAX_DIGESTS = 500
 """In one query."""
 
 
-def list_all_versions(database: Database, limit: int, cursor: str | None) -> Page[VersionInfo]:
-    """Living versions by tenant, name and number. Raises InvalidCursor."""
+def list_all_versions(
+    database: Database,
+    limit: int,
+    cursor: str | None,
+    *,
+    tenant_id: str | None = None,
+    adapter: str | None = None,
+) -> Page[VersionInfo]:
+    """Living versions by tenant, name and number; of one tenant, or of adapters of one name, where these are given.
+    Raises InvalidCursor."""
     key = (AdapterVersion.tenant_id, AdapterVersion.name, AdapterVersion.number)
     query = select(AdapterVersion).where(LIVING).order_by(*key).limit(limit + 1)
+    if tenant_id is not None:
+        query = query.where(AdapterVersion.tenant_id == tenant_id)
+    if adapter is not None:
+        query = query.where(AdapterVersion.name == adapter)
     after = rules.read_cursor(cursor)
     if after is not None:
         tenant, name, number = _read_key(after)
