@@ -9,6 +9,8 @@ QUIET := $(if $(MAKE_TERMOUT),,--quiet --quiet)
 PIP := $(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-compile --constraint constraints.txt
 CLIENTS := .clients
 HELM := $(CLIENTS)/helm/.installed
+# TypeScript, the console's libraries with their types, and axe.
+CONSOLE := $(CLIENTS)/console/.installed
 ARGS ?=
 # Where 'make gpu' writes its results.
 OUT ?= build/gpu
@@ -24,11 +26,11 @@ test: $(STAMP)-dev
 	$(PYTEST) -m "not slow and not soak" $(ARGS)
 
 # What needs the real model, real servers or more than a few seconds.
-test-slow: $(STAMP)-dev $(HELM)
+test-slow: $(STAMP)-dev $(HELM) $(CONSOLE)
 	$(PYTEST) -m "slow and not soak" $(ARGS)
 
 # Both, in one run.
-test-all: $(STAMP)-dev $(HELM)
+test-all: $(STAMP)-dev $(HELM) $(CONSOLE)
 	$(PYTEST) -m "not soak" $(ARGS)
 
 soak: $(STAMP)-dev
@@ -51,7 +53,7 @@ gpu-site:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --constraint constraints.txt --requirement bench/gpu/wheels.txt --dest gpu-wheels
 
-check: $(STAMP)-dev
+check: $(STAMP)-dev $(CONSOLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p loraplex.kernels -p loraplex.adapters -p loraplex.engine -p loraplex.serving -p loraplex.lifecycle -p loraplex.http -p loraplex.api -p loraplex.control -p loraplex.admin -p loraplex.migrations -p loraplex.app -p loraplex.contrib
@@ -59,6 +61,7 @@ check: $(STAMP)-dev
 	$(BIN)/deptry server adapters kernels admin migrations
 	$(BIN)/python tools/check_layout.py
 	$(BIN)/python tools/check_prose.py
+	$(CLIENTS)/console/node_modules/.bin/tsc --project tools/console_types.json
 
 # The documentation site, into build/site. A broken link fails it, here and in tests/docs/test_site.py. Not --quiet: it
 # hides warnings from --strict too.
@@ -108,9 +111,9 @@ $(CLIENTS)/node/.installed: tests/clients/package.json
 	@echo "installing the Node clients"; mkdir -p $(@D) && cp $< $(@D) && npm install --prefix $(@D) --silent --no-package-lock --no-audit --no-fund
 	@touch $@
 
-# Command lines of some 400 MB each.
-$(CLIENTS)/codex/.installed $(CLIENTS)/claude_code/.installed: $(CLIENTS)/%/.installed: tests/clients/package-%.json
-	@command -v npm >/dev/null || { echo "Node 22 or later with npm is needed. On Debian: apt-get install nodejs npm"; exit 1; }
+# Command lines of some 400 MB each, for Node 22; and what checks the console, 25 MB.
+$(CLIENTS)/codex/.installed $(CLIENTS)/claude_code/.installed $(CONSOLE): $(CLIENTS)/%/.installed: tests/clients/package-%.json
+	@command -v npm >/dev/null || { echo "Node 18 or later with npm is needed. On Debian: apt-get install nodejs npm"; exit 1; }
 	@echo "installing $*"; mkdir -p $(@D) && cp $< $(@D)/package.json && npm install --prefix $(@D) --silent --no-package-lock --no-audit --no-fund
 	@touch $@
 

@@ -102,7 +102,8 @@ def test_every_route_of_the_admin_plane_and_its_permission(plane: AdminPlane) ->
     actual: dict[str, str] = {f"{route.method} {route.path}": route.access for route in routes}
     for route in probe_routes(plane.engine, Drain()):
         actual[f"GET {route.path}"] = "nothing"
-    actual |= dict.fromkeys(("GET /openapi.json", "GET /docs", "GET /metrics"), "nothing")
+    pages = ("GET /", "GET /console/{file}", "GET /openapi.json", "GET /docs", "GET /metrics")
+    actual |= dict.fromkeys(pages, "nothing")
     assert documented == actual
     described = {
         f"{method.upper()} {path}"

@@ -21,6 +21,7 @@ from loraplex.admin.app import (
     create_tenant_app,
     tenant_document,
 )
+from loraplex.admin.console.routes import console_routes
 from loraplex.admin.runtime_loading import RuntimeLoading
 from loraplex.admin.services import AdminServices
 from loraplex.api.application import create_data_app, create_starting_data_app, service_probes
@@ -58,6 +59,10 @@ if TYPE_CHECKING:  # it imports OpenTelemetry
     from loraplex.app.tracing.setup import Tracing
 
 
+TENANT_CONSOLE = "/console"
+"""The console's page on the data port; on the admin port it is at `/`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Apps:
     """The two planes of a server, and what drives their beginning and end."""
@@ -82,8 +87,13 @@ def create_starting_apps(installation: Installation, engine: ClusterClient) -> t
     routes: list[BaseRoute] = [
         *probe_routes(engine, Drain(), serving=False, in_document=False),
         metrics_route(Scraper(metrics, engine), in_document=False),
+        *console_routes("/"),
     ]
-    data = create_starting_data_app(engine, name, extra_routes=[_tenant_mount(create_starting_tenant_app())])
+    data = create_starting_data_app(
+        engine,
+        name,
+        extra_routes=[_tenant_mount(create_starting_tenant_app()), *console_routes(TENANT_CONSOLE)],
+    )
     return data, create_starting_admin_app(routes)
 
 
@@ -124,11 +134,12 @@ def create_apps(installation: Installation, engine: ClusterClient) -> Apps:
     operator_routes: list[BaseRoute] = [
         *service_probes(data_services, in_document=False),
         metrics_route(Scraper(shared.metrics, engine), in_document=False),
+        *console_routes("/"),
     ]
     return Apps(
         data=create_data_app(
             data_services,
-            extra_routes=[_tenant_mount(create_tenant_app(admin_services))],
+            extra_routes=[_tenant_mount(create_tenant_app(admin_services)), *console_routes(TENANT_CONSOLE)],
             extra_document=tenant_document,
         ),
         admin=create_admin_app(admin_services, extra_routes=operator_routes),

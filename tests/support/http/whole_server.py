@@ -80,7 +80,7 @@ def whole_server(
     plane's, and ends with its owner."""
     plane = AdminPlane(root)
     services = plane.services
-    chosen = Settings(port=0, admin_port=0, data_dir=root, model=str(root), **settings)
+    chosen = Settings(**({"port": 0, "admin_port": 0} | settings), data_dir=root, model=str(root))
     with open(root / "lock", "w") as lock, open_ports(chosen) as ports, httpx.Client(timeout=60) as http:
         journal = UsageJournal(root / "usage", capacity=chosen.usage_journal_size)
         installation = Installation(

@@ -27,5 +27,6 @@ TENANT_ROUTERS = (
     archives.router,
     releases.router,
     shadow_texts.router,
+    tenants.tenant_router,
     usage.tenant_router,
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from loraplex.admin.framework.dependencies import Audited, Operator, Services, TenantId
+from loraplex.admin.framework.dependencies import Audited, Operator, Services, TenantId, UsageReader
 from loraplex.admin.framework.openapi import LOCATION
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.schemas.fields import PageQuery
@@ -28,6 +28,7 @@ from loraplex.lifecycle.eviction import evict_removed
 from loraplex.serving.errors import EngineUnavailable
 
 router = APIRouter(route_class=AdminRoute)
+tenant_router = APIRouter(route_class=AdminRoute)
 
 
 @router.post("/tenants", status_code=201, responses={201: LOCATION})
@@ -59,8 +60,8 @@ async def list_tenants(_: Operator, query: Annotated[PageQuery, Query()], servic
     return TenantPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor)
 
 
-@router.get("/tenants/{tenant}")
-async def get_tenant(_: Operator, tenant: TenantId, services: Services) -> Tenant:
+@tenant_router.get("/tenants/{tenant}")
+async def get_tenant(_: UsageReader, tenant: TenantId, services: Services) -> Tenant:
     """Show a tenant."""
     return _show(await services.database.run(services.tenants.get, tenant))
 

@@ -11,6 +11,7 @@ from loraplex.admin.schemas.fields import (
     OmittedNull,
     PageQuery,
     PlainText,
+    QueryParameters,
     ResponseBody,
     Timestamp,
 )
@@ -27,6 +28,23 @@ class AuditQuery(PageQuery):
     outcome: Annotated[Literal["done", "refused", "failed"] | None, OmittedNull()] = None
     start: Annotated[GivenTime | None, OmittedNull()] = None
     end: Annotated[GivenTime | None, OmittedNull()] = None
+
+
+class AuditVerifyQuery(QueryParameters):
+    """`anchor`: how the log ended at an earlier time, as this route or `loraplex audit verify` answered then."""
+
+    anchor: Annotated[Annotated[PlainText, Field(max_length=83)] | None, OmittedNull()] = None
+
+
+class AuditVerdict(ResponseBody):
+    """`rows` were found whole before the first that is not, whose number is `broken_at`, for this `reason`; both are
+    null where the log is whole. `anchor` is where the log ends: SEQ:HASH."""
+
+    whole: bool
+    rows: int
+    anchor: str | None
+    broken_at: int | None
+    reason: str | None
 
 
 class AuditEntry(ResponseBody):

@@ -119,7 +119,7 @@ def verify(database: Database, anchor: Anchor | None = None) -> Verdict:
     """Walk the whole log, one snapshot of it, `BATCH` rows in memory at a time. With `anchor`, its row must be there
     with that hash. Raises DatabaseUnavailable, DatabaseBusy."""
     walk, head = _Walk(anchor), None
-    with database.read() as session:
+    with database.read(report=True) as session:
         try:
             head = _head(session)
             for rows in _batches(session):

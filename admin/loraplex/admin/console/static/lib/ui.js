@@ -1,0 +1,178 @@
+/** The parts that pages are made of. A value is text, whatever it holds. */
+import { html, useEffect, useId, useRef } from "./html.js";
+import { dateTime, fullDateTime, num } from "./format.js";
+
+export * from "./format.js";
+
+/**
+ * A page: its heading takes the focus when it comes, so that a screen reader reads it.
+ * @param {{ title: any, actions?: any, children?: any }} props
+ */
+export function Page({ title, actions, children }) {
+  const heading = useRef(/** @type {HTMLElement | null} */ (null));
+  useEffect(() => heading.current?.focus({ preventScroll: true }), []);
+  return html`<header class="page-head">
+      <h1 tabindex="-1" ref=${heading}>${title}</h1>
+      <div class="actions">${actions}</div>
+    </header>
+    ${children}`;
+}
+
+/** A part of a page. @param {{ title: any, note?: any, children?: any }} props */
+export function Section({ title, note, children }) {
+  const id = useId();
+  return html`<section aria-labelledby=${id}>
+    <h2 id=${id}>${title}</h2>
+    ${note && html`<p class="note">${note}</p>`} ${children}
+  </section>`;
+}
+
+/**
+ * @typedef {{ title: string, cell: (row: any) => any, number?: boolean }} Column
+ */
+
+/**
+ * Rows, scrolling sideways where they do not fit. The first column names the row.
+ * @param {{ caption: string, columns: Column[], rows: any[], keyOf: (row: any) => string, testid?: string,
+ *   empty?: string, foot?: any[] }} props `foot`: the cells of a last row, such as totals.
+ */
+export function Table({ caption, columns, rows, keyOf, testid, empty, foot }) {
+  if (!rows.length && empty) return html`<${Empty}>${empty}<//>`;
+  const kind = (/** @type {Column} */ column) => (column.number ? "number" : "");
+  return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
+    <table>
+      <caption class="hidden">${caption}</caption>
+      <thead>
+        <tr>${columns.map((column) => html`<th scope="col" class=${kind(column)}>${column.title}</th>`)}</tr>
+      </thead>
+      <tbody>
+        ${rows.map(
+          (row) => html`<tr key=${keyOf(row)} data-testid=${testid} data-key=${keyOf(row)}>
+            ${columns.map((column, i) =>
+              i === 0
+                ? html`<th scope="row" class=${kind(column)}>${column.cell(row)}</th>`
+                : html`<td class=${kind(column)}>${column.cell(row)}</td>`,
+            )}
+          </tr>`,
+        )}
+      </tbody>
+      ${foot && html`<tfoot><tr>${columns.map((column, i) => html`<td class=${kind(column)}>${foot[i]}</td>`)}</tr></tfoot>`}
+    </table>
+  </div>`;
+}
+
+/** One figure. @param {{ name: string, value: any, note?: any, testid?: string }} props */
+export function Tile({ name, value, note, testid }) {
+  return html`<div class="tile" data-testid=${testid}>
+    <dt>${name}</dt>
+    <dd>${value}</dd>
+    ${note && html`<dd class="note">${note}</dd>`}
+  </div>`;
+}
+
+/** @param {{ children?: any }} props */
+export const Tiles = ({ children }) => html`<dl class="tiles">${children}</dl>`;
+
+/**
+ * What is used of a limit; `held` is reserved for requests that run.
+ * @param {{ name: any, used: number, held?: number, limit: number, show?: (value: number) => string, note?: any,
+ *   testid?: string }} props
+ */
+export function Bar({ name, used, held = 0, limit, show = num, note, testid }) {
+  const id = useId();
+  const part = (/** @type {number} */ value) => `${Math.max(0, Math.min(100, (100 * value) / (limit || 1)))}%`;
+  const left = Math.max(0, limit - used - held);
+  const text = `${show(used)} used${held ? `, ${show(held)} held` : ""}, ${show(left)} left of ${show(limit)}`;
+  return html`<div class="bar" data-testid=${testid}>
+    <div class="bar-text"><span id=${id}>${name}</span><span>${text}</span></div>
+    <div class="bar-track" role="meter" aria-labelledby=${id} aria-valuemin="0" aria-valuemax=${limit}
+      aria-valuenow=${Math.min(limit, used + held)} aria-valuetext=${text}>
+      <div class=${left ? "bar-used" : "bar-used full"} style=${{ width: part(used) }}></div>
+      <div class="bar-held" style=${{ width: part(held) }}></div>
+    </div>
+    ${note && html`<p class="note">${note}</p>`}
+  </div>`;
+}
+
+/** A state as a word with a colour. @param {{ kind: "good" | "busy" | "bad" | "off", children?: any }} props */
+export const Badge = ({ kind, children }) => html`<span class=${`badge ${kind}`}>${children}</span>`;
+
+/** A time in the viewer's zone. @param {{ at: string | null | undefined, none?: string }} props */
+export function Time({ at, none = "never" }) {
+  if (!at) return html`<span class="note">${none}</span>`;
+  return html`<time datetime=${at} title=${`${fullDateTime(at)} (${at})`}>${dateTime(at)}</time>`;
+}
+
+/** @param {{ children?: any }} props */
+export const Empty = ({ children }) => html`<p class="empty" data-testid="empty">${children}</p>`;
+
+/** @param {{ what?: string }} props */
+export const Loading = ({ what = "Loading" }) =>
+  html`<p class="empty" role="status" data-testid="loading">${what}…</p>`;
+
+/**
+ * Why something is not shown, and what to do.
+ * @param {{ error: any, retry?: () => void }} props
+ */
+export function ErrorBox({ error, retry }) {
+  return html`<div class="error" role="alert" data-testid="error">
+    <p><strong>${titleOf(error)}</strong> ${error.message}</p>
+    ${error.code && html`<p class="note">${error.status ? `${error.status} ` : ""}<code>${error.code}</code></p>`}
+    ${retry && html`<button type="button" onClick=${retry}>Try again</button>`}
+  </div>`;
+}
+
+/** @param {any} error */
+function titleOf(error) {
+  if (error.code === "offline") return "The server is away.";
+  if (error.code === "insufficient_scope") return "This key may not see or do this.";
+  if (error.code === "database_unavailable") return "The database is away.";
+  if (error.code === "engine_restarting") return "The engine is starting.";
+  if (error.status === 401) return "The secret is not valid.";
+  if (error.status === 412) return "Someone else changed this meanwhile.";
+  return "This did not work.";
+}
+
+/**
+ * The state of a poll around what it read: loading, an error, or the content, with the error above it if it is old.
+ * @param {{ poll: { data: any, error: any, loading: boolean, reload: () => void }, children: (data: any) => any }} props
+ */
+export function Loaded({ poll, children }) {
+  if (poll.data === null) {
+    return poll.error ? html`<${ErrorBox} error=${poll.error} retry=${poll.reload} />` : html`<${Loading} />`;
+  }
+  return html`${poll.error && html`<${ErrorBox} error=${poll.error} retry=${poll.reload} />`}
+    <div class=${poll.error ? "stale" : ""}>${children(poll.data)}</div>`;
+}
+
+/**
+ * A modal dialog: the browser keeps the focus in it, and Escape closes it.
+ * @param {{ title: string, onClose: () => void, children?: any }} props
+ */
+export function Dialog({ title, onClose, children }) {
+  const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  const id = useId();
+  useEffect(() => {
+    dialog.current?.showModal();
+    return () => dialog.current?.close();
+  }, []);
+  return html`<dialog ref=${dialog} aria-labelledby=${id} onClose=${onClose}>
+    <h2 id=${id}>${title}</h2>
+    ${children}
+  </dialog>`;
+}
+
+/** A labelled control: `children` is one input. @param {{ label: any, hint?: any, children?: any }} props */
+export const Field = ({ label, hint, children }) =>
+  html`<label class="field"><span>${label}</span>${children}${hint && html`<small class="note">${hint}</small>`}</label>`;
+
+/**
+ * Steps through the pages of a list.
+ * @param {{ first: boolean, next: string | null, onFirst: () => void, onNext: () => void, what: string }} props
+ */
+export const Pager = ({ first, next, onFirst, onNext, what }) =>
+  (!first || next) &&
+  html`<nav class="pager" aria-label=${`Pages of ${what}`}>
+    <button type="button" disabled=${first} onClick=${onFirst}>First</button>
+    <button type="button" disabled=${!next} onClick=${onNext} data-testid="next-page">Next</button>
+  </nav>`;

@@ -1,0 +1,45 @@
+/**
+ * The pages by their place after `#/`. A part that begins with `:` is a parameter, which the page gets by its name.
+ *
+ * @typedef {{ at: string, load: () => Promise<{ default: (params: any) => any }>, nav?: string, testid?: string,
+ *   who?: "operator" | "key" | "asks" }} PageEntry
+ * `nav`: its name in the menu; `who`: whose menu has it (all by default; `asks`: a key on the data port).
+ */
+
+/** @type {PageEntry[]} */
+export const pages = [
+  { at: "now", nav: "Now", testid: "nav-now", who: "operator", load: () => import("./now.js") },
+  { at: "tenants", nav: "Tenant", testid: "nav-tenants", load: () => import("./tenant.js") },
+  { at: "audit", nav: "Audit", testid: "nav-audit", who: "operator", load: () => import("./audit.js") },
+];
+
+/**
+ * The page of a place with its parameters.
+ * @param {string} hash As `location.hash`.
+ * @returns {{ page: PageEntry, params: Record<string, string> } | null}
+ */
+export function pageAt(hash) {
+  const given = hash.replace(/^#\/?/, "").split("/").map(decode);
+  for (const page of pages) {
+    const parts = page.at.split("/");
+    if (parts.length !== given.length) continue;
+    /** @type {Record<string, string>} */
+    const params = {};
+    const fits = parts.every((part, i) => {
+      if (!part.startsWith(":")) return part === given[i];
+      params[part.slice(1)] = given[i];
+      return given[i] !== "";
+    });
+    if (fits) return { page, params };
+  }
+  return null;
+}
+
+/** @param {string} part */
+function decode(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}

@@ -1,0 +1,109 @@
+/** Tenant: limits and what is used of them, usage by day and adapter, keys. */
+import { api, path } from "../lib/api.js";
+import { html } from "../lib/html.js";
+import { usePoll } from "../lib/poll.js";
+import { caller, isOperator, mayCall, tenant } from "../lib/store.js";
+import { TenantPicker } from "../lib/tenant_picker.js";
+import * as ui from "../lib/ui.js";
+import { Keys } from "./keys.js";
+import { Usage } from "./usage.js";
+
+const EVERY_MS = 5000;
+/** Adapters are counted one by one, so only up to this limit. */
+const COUNTED = 2000;
+const BYTES = ["max_adapter_bytes", "device_bytes_reserved", "device_bytes_max", "host_bytes_max"];
+const NAMES = /** @type {Record<string, string>} */ ({
+  requests_per_minute: "Requests per minute",
+  tokens_per_minute: "Tokens per minute",
+  max_concurrency: "Requests at a time",
+  max_sequences: "Sequences that run and wait",
+  max_output_tokens: "Tokens of one answer",
+  max_adapters: "Adapters",
+  max_adapter_bytes: "Bytes of adapters",
+  device_bytes_reserved: "Device memory, reserved",
+  device_bytes_max: "Device memory",
+  host_bytes_max: "Host memory",
+});
+
+export default function Tenant() {
+  const id = tenant.value;
+  return html`<${ui.Page} title="Tenant" actions=${html`<${TenantPicker} />`}>
+    ${id === ""
+      ? html`<${ui.Empty}>There is no tenant yet. <code>loraplex tenant create NAME</code> makes one.<//>`
+      : html`<div key=${id}>
+          <${Limits} id=${id} />
+          <${Usage} id=${id} />
+          ${isOperator.value ? html`<${Keys} id=${id} />` : html`<${OwnKey} />`}
+        </div>`}
+  <//>`;
+}
+
+/**
+ * The tenant, and what is used of its limits as far as the caller may see it.
+ * @param {string} id @param {AbortSignal} signal
+ */
+async function readLimits(id, signal) {
+  const found = await api.get(path`tenants/${id}`, {}, { signal });
+  /** @type {Record<string, number>} */
+  const used = {};
+  const { max_adapters: most } = found.limits;
+  if (most !== null && most <= COUNTED && mayCall("adapters:read")) {
+    used.max_adapters = (await api.list(path`tenants/${id}/adapters`, {}, { signal, most })).length;
+  }
+  if (isOperator.value) {
+    const { stats } = await api.get("engine", {}, { signal });
+    const sequences = stats?.tenants[id];
+    if (stats) used.max_sequences = (sequences?.running ?? 0) + (sequences?.waiting ?? 0);
+    const memory = stats?.tenant_bytes[id];
+    if (memory) Object.assign(used, { device_bytes_max: memory.device, device_bytes_reserved: memory.device, host_bytes_max: memory.host });
+  }
+  return { tenant: found, used };
+}
+
+/** @param {{ id: string }} props */
+function Limits({ id }) {
+  const poll = usePoll((signal) => readLimits(id, signal), [id], EVERY_MS);
+  return html`<${ui.Section} title="Limits">
+    <${ui.Loaded} poll=${poll}>${(/** @type {any} */ { tenant: found, used }) => html`
+      <${ui.Tiles}>
+        <${ui.Tile} name="Name" value=${found.display_name ?? found.id} testid="tenant-name" />
+        <${ui.Tile} name="Weight" value=${ui.num(found.weight)} note="of the engine while others wait" />
+        <${ui.Tile} name="Since" value=${html`<${ui.Time} at=${found.created_at} />`} />
+      <//>
+      <${Budget} budget=${found.budget} />
+      ${Object.keys(NAMES).map((name) => html`<${Limit} key=${name} name=${name} limit=${found.limits[name]} used=${used[name]} />`)}
+      ${Object.values(found.limits).every((value) => value === null) && html`<${ui.Empty}>No limit is set.<//>`}`}<//>
+  <//>`;
+}
+
+/** @param {{ budget: any }} props Of a tenant or a key. */
+export function Budget({ budget }) {
+  if (!budget) return null;
+  return html`<${ui.Bar} testid="budget" name=${`Tokens of this ${budget.period === "forever" ? "account" : budget.period}`}
+    used=${budget.spent} held=${budget.held} limit=${budget.limit}
+    note=${budget.ends_at && html`Begins again on <${ui.Time} at=${budget.ends_at} />.`} />`;
+}
+
+/** A bar where what is used is known, else the limit alone. @param {{ name: string, limit: number | null, used?: number }} props */
+function Limit({ name, limit, used }) {
+  if (limit === null) return null;
+  const show = BYTES.includes(name) ? ui.bytes : ui.num;
+  if (used === undefined) {
+    return html`<div class="bar bar-text" data-testid=${name}><span>${NAMES[name]}</span><span>at most ${show(limit)}</span></div>`;
+  }
+  return html`<${ui.Bar} testid=${name} name=${NAMES[name]} used=${used} limit=${limit} show=${show} />`;
+}
+
+/** A key sees itself; an operator makes keys. */
+function OwnKey() {
+  const key = caller.value?.key;
+  return html`<${ui.Section} title="This key" note="An operator makes, rotates and revokes keys.">
+    <${ui.Tiles}>
+      <${ui.Tile} name="Key" value=${key.name ?? key.id} note=${key.id} />
+      <${ui.Tile} name="Scopes" value=${key.scopes.join(", ")} testid="own-scopes" />
+      <${ui.Tile} name="Ends" value=${html`<${ui.Time} at=${key.expires_at} />`} />
+      <${ui.Tile} name="Models" value=${key.models ? key.models.join(", ") : "all"} />
+    <//>
+    <${Budget} budget=${key.budget} />
+  <//>`;
+}

@@ -1,0 +1,123 @@
+"""The console's files: fixed names, their types, headers and digests; nothing in them that makes markup of texts."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from hashlib import sha256
+
+import httpx
+import pytest
+
+from loraplex.admin.app import create_admin_app, create_starting_admin_app
+from loraplex.admin.console.routes import CONTENT_SECURITY_POLICY, STATIC, console_routes, static_files
+from support.http.admin_plane import AdminPlane
+from support.markdown import ROOT
+from tools.vendor_console import DECLARATIONS, DIGESTS, PACKAGES, VENDOR, vendored
+
+OURS = sorted(path for path in STATIC.rglob("*.js") if path.parent != VENDOR)
+FIRST_VIEW_BYTES = 150_000
+
+
+@pytest.fixture
+async def http(plane: AdminPlane) -> httpx.AsyncClient:
+    app = create_admin_app(plane.services, console_routes("/"))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://admin")
+
+
+async def test_every_file_has_its_type_and_the_headers(http: httpx.AsyncClient) -> None:
+    types = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+    for name, file in static_files().items():
+        answer = await http.get(f"/console/{name}")
+        assert (answer.status_code, answer.content) == (200, file.plain), name
+        kind = answer.headers["content-type"].partition(";")[0]
+        assert kind == types.get(name.rpartition(".")[2], kind), name
+        assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+    page = await http.get("/")
+    assert page.content == static_files()["index.html"].plain
+    assert "unsafe" not in CONTENT_SECURITY_POLICY
+
+
+async def test_a_current_copy_is_not_sent_again(http: httpx.AsyncClient) -> None:
+    for encoding in ("gzip", "identity"):
+        headers = {"accept-encoding": encoding}
+        first = await http.get("/console/app.js", headers=headers)
+        assert first.headers.get("content-encoding") == ("gzip" if encoding == "gzip" else None)
+        again = await http.get("/console/app.js", headers=headers | {"if-none-match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        stale = await http.get("/console/app.js", headers=headers | {"if-none-match": '"other"'})
+        assert (stale.status_code, stale.content) == (200, first.content)
+
+
+NO_NAMES = (
+    "",
+    "nothing.js",
+    "../routes.py",
+    "..%2froutes.py",
+    "%2e%2e/routes.py",
+    "/etc/passwd",
+    "app.js%00",
+    "lib",
+)
+
+
+@pytest.mark.parametrize("name", NO_NAMES)
+async def test_no_other_name_is_served(http: httpx.AsyncClient, name: str) -> None:
+    answer = await http.get(f"/console/{name}")
+    assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
+
+
+async def test_the_page_is_there_while_the_server_starts() -> None:
+    app = create_starting_admin_app(console_routes("/"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://admin") as http:
+        assert (await http.get("/")).status_code == 200
+        assert (await http.get("/admin/v1/caller")).json()["code"] == "engine_restarting"
+
+
+def test_the_first_view_is_small() -> None:
+    files = static_files()
+    sent = sum(len(file.compressed) for name, file in files.items() if not name.endswith((".txt", ".json")))
+    assert sent <= FIRST_VIEW_BYTES
+    assert all(gzip.decompress(file.compressed) == file.plain for file in files.values())
+
+
+def test_no_text_becomes_markup_or_code_and_nothing_is_foreign() -> None:
+    forbidden = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|dangerouslySet|document\.write|DOMParser|\beval\(|new Function"
+        r"|localStorage|sessionStorage|document\.cookie|indexedDB|https?://|[\"'`]//\w"
+    )
+    assert len(OURS) >= 10
+    for path in [*OURS, STATIC / "index.html", STATIC / "style.css"]:
+        assert forbidden.findall(path.read_text()) == [], path.name
+    page = (STATIC / "index.html").read_text()
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?![^>]*src=)", page)
+
+
+def test_every_import_is_a_file_of_the_console() -> None:
+    for path in sorted(STATIC.rglob("*.js")):
+        for target in re.findall(r"(?:\bfrom|\bimport)\s*\(?\s*[\"'](.+?)[\"']", path.read_text()):
+            assert target.startswith("."), (path.name, target)
+            assert (path.parent / target).resolve().is_relative_to(STATIC), (path.name, target)
+            assert (path.parent / target).is_file(), (path.name, target)
+
+
+def test_the_libraries_are_those_that_the_digests_name() -> None:
+    known = {DIGESTS, *DECLARATIONS}
+    about = json.loads((VENDOR / DIGESTS).read_text())
+    named = {name: digest for package in about for name, digest in package["files"].items()}
+    assert named == {
+        path.name: sha256(path.read_bytes()).hexdigest()
+        for path in VENDOR.iterdir()
+        if path.name not in known
+    }
+    assert {package["license"] for package in about} == {"MIT", "Apache-2.0"}
+    pinned = json.loads((ROOT / "tests/clients/package-console.json").read_text())["dependencies"]
+    assert {package["package"]: package["version"] for package in about}.items() <= pinned.items()
+
+
+@pytest.mark.skipif(not PACKAGES.exists(), reason="not installed: make .clients/console/.installed")
+def test_the_libraries_are_those_of_the_packages() -> None:
+    assert vendored(PACKAGES) == {path.name: path.read_bytes() for path in VENDOR.iterdir()}
