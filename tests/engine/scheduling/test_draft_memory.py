@@ -46,8 +46,9 @@ def test_a_tenant_stays_within_its_bytes_and_leaves_others_theirs(name: str) -> 
     assert tokens_of(drafts.propose(sequence([1, 2], tenant="small"), 1)) == (3,)
 
 
-def test_the_answer_used_longest_ago_is_dropped_first() -> None:
-    drafts = drafter(20_000, 20_000)
+@pytest.mark.parametrize(("bytes_per_tenant", "other"), [(20_000, "acme"), (1 << 20, "umbrella")])
+def test_the_answer_used_longest_ago_is_dropped_first(bytes_per_tenant: int, other: str) -> None:
+    drafts = drafter(bytes_per_tenant, 20_000)
     finish(drafts, [0], [1, 2, 3, 4])
     finish(drafts, [0], [5, 6, 7, 8])
     for number in range(100):
@@ -56,8 +57,18 @@ def test_the_answer_used_longest_ago_is_dropped_first() -> None:
         assert tokens_of(draft) == (3,)
         drafts.verified(user, "history", 1, 1)
         drafts.closed(user)
-        finish(drafts, [0], range(100 * number, 100 * number + 50), digest=ONE)
+        finish(drafts, [0], range(100 * number, 100 * number + 50), tenant=other, digest=ONE)
     assert drafts.propose(sequence([5, 6]), 1) is None
+
+
+def test_a_dropped_answer_is_not_followed() -> None:
+    drafts, running = drafter(20_000, 20_000), sequence([1, 2])
+    finish(drafts, [0], [1, 2, 3, 4, 5])
+    assert tokens_of(drafts.propose(running, 1)) == (3,)
+    for number in range(100):
+        finish(drafts, [0], range(100 * number + 50, 100 * number + 99))
+    running.token_ids.append(3)
+    assert drafts.propose(running, 1) is None
 
 
 def test_an_answer_above_the_bytes_of_a_tenant_is_not_kept() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter
@@ -69,6 +69,7 @@ def expected(tokens: list[int], most: int) -> tuple[int, ...]:
     return ()
 
 
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 3), max_size=17), st.integers(1, MAX_DRAFT))
 def test_proposals_are_those_of_a_search_of_all_places(tokens: list[int], most: int) -> None:
     drafts, seq = drafter(), sequence(tokens[:1])
@@ -263,8 +264,7 @@ def test_gains_never_rise_and_tell_what_was_accepted() -> None:
         assert draft is not None
         assert [*draft.gains] == sorted(draft.gains, reverse=True)
         assert 0 <= draft.gains[-1] <= draft.gains[0] <= 1
-        if draft.gains[0] != 0.5:
-            drafts.verified(seq, draft.source, 4, 2)
+        drafts.verified(seq, draft.source, 4, 2)
     assert draft.gains == pytest.approx((1, 0.5, 0.25, 0.125), abs=0.1)
 
 

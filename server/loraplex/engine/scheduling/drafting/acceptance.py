@@ -17,8 +17,8 @@ _PRIORS = ((0.3, 0.7), (0.45, 0.8), (0.6, 0.85), (0.75, 0.9))
 _CLASSES = (0, 0, 0, 1, 1, 2, 2, 2, 3)
 """The class of a match by its length: 2, 3 and 4, 5 to 7, 8."""
 _FIRST_WAIT, _LAST_WAIT = 32.0, 1024.0
-TRIAL_GAIN = 0.5
-"""The promise of a trial, so that it is worth a row."""
+TRIAL_GAIN = 1.0
+"""The promise of a trial, so that it is worth a row beside many sequences too."""
 _TRIED, _ACCEPTED, _LATER_TRIED, _LATER_ACCEPTED, _WAITED, _WAIT = range(6)
 _NUM_FIELDS = 6
 

@@ -134,7 +134,7 @@ class Drafter:
             source, length, token_ids = match
             cell = drafting.cells[source] = cell_of(source, length, lucky=drafting.lucky)
             gain, later = learned.chances(cell)
-            if learned.is_due(cell) and gain < TRIAL_GAIN:
+            if learned.is_due(cell):
                 drafting.is_trial = True
                 return Draft(token_ids[:1], (TRIAL_GAIN,), _SOURCES[source])
             count = len(token_ids)
