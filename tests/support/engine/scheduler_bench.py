@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, takewhile
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import Charges, SchedulerConfig
 from loraplex.engine.scheduling.scheduler import Scheduler
+from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, StepPlan
 from support.engine.fake_transport import FakeTransport, make_cache
 
 
 class Bench:
-    """A scheduler with lookahead 0 whose runner is the test: every sampling slice returns token 7."""
+    """A scheduler with lookahead 0 whose runner is the test: every row that is sampled gives token 7."""
 
     def __init__(
-        self, *, blocks: int = 64, seqs: int = 16, tokens: int = 64, charges: Charges | None = None
+        self,
+        *,
+        blocks: int = 64,
+        seqs: int = 16,
+        tokens: int = 64,
+        charges: Charges | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.now = 0.0
         self.transport = FakeTransport(lambda: self.now, num_pages=4)
         self.cache = make_cache(self.transport)
         config = SchedulerConfig(blocks, 4096, seqs, tokens, 1000, charges=charges or Charges())
-        self.scheduler = Scheduler(config, self.cache)
+        self.scheduler = Scheduler(config, self.cache, speculation)
         self.live: dict[str, Sequence] = {}
         self._order = count()
 
@@ -36,6 +43,7 @@ class Bench:
         first: int = 1000,
         priority: int = 0,
         weight: float = 1.0,
+        speculation: bool = True,
     ) -> Sequence:
         prompt = tuple(range(first, first + num_prompt))
         request = EngineRequest(
@@ -45,6 +53,7 @@ class Bench:
             SamplingParams(max_tokens=max_tokens),
             adapter,
             priority=priority,
+            speculation=speculation,
         )
         seq = Sequence(request, self.now, next(self._order), list(prompt))
         self.scheduler.queue.set_weight(tenant, weight)
@@ -64,9 +73,12 @@ class Bench:
             seq = self.live[row.request_id]
             self.scheduler.computed(seq, row)
             if row.samples:
-                seq.token_ids.append(7)
+                accepted = len([*takewhile(lambda token: token == 7, row.drafted)])
+                seq.token_ids += (7,) * (1 + accepted)
                 seq.num_pending -= 1
-                self.scheduler.delivered(seq, 1)
+                self.scheduler.delivered(seq, 1 + accepted)
+                if row.drafted:
+                    self.scheduler.verified(seq, row, accepted)
                 if seq.num_outputs == seq.request.sampling.max_tokens:
                     self.finish(seq)
         self.check()

@@ -28,6 +28,7 @@ from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.reports import EngineStats
 from loraplex.engine.scheduling.background import MAX_BACKGROUND
 from loraplex.engine.scheduling.scheduler import Scheduler
+from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_budget import StepBudget
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import (
@@ -59,8 +60,9 @@ class EngineCore:
 
     `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. `heartbeat` is
     marked at every step. `grammars` builds matchers: a request waits for its own outside of the queue, and holds nobody
-    else back. Without it, requests with a grammar are refused. A request that cannot be served raises nothing:
-    `add_request` leaves its refusal for the next `step` to return.
+    else back. Without it, requests with a grammar are refused. `speculation` drafts tokens, where there is no
+    lookahead. A request that cannot be served raises nothing: `add_request` leaves its refusal for the next `step` to
+    return.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class EngineCore:
         clock: Callable[[], float],
         heartbeat: StepHeartbeat | None = None,
         grammars: GrammarSource | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._config = config
         self._grammars = grammars
         self._cache = cache
         self._clock = clock
-        self._scheduler = Scheduler(config, cache)
+        assert speculation is None or config.lookahead == 0, "a draft behind a token that is not known"
+        self._scheduler = Scheduler(config, cache, speculation)
         self._tracker = RequestTracker(
             self._scheduler, cache, eos_ids=eos_ids, clock=clock, on_end=self._close_grammar
         )
@@ -372,6 +376,8 @@ class EngineCore:
 
     def drop(self, digest: str) -> None:
         self._scheduler.adapters.expected.remove(digest)
+        if self._scheduler.speculation is not None:
+            self._scheduler.speculation.forget(digest)
         self._cache.drop(digest)
 
     def set_elsewhere(self, digests: Collection[str]) -> None:

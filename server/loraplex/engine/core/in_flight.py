@@ -162,6 +162,7 @@ class InFlightSteps:
                         now,
                         is_last=is_last,
                         pooled=result.pooled.get(index),
+                        num_accepted=result.num_accepted.get(index, 0),
                     )
         if (part := step.plan.measure) is not None and part.order not in void:
             seq = tracker.sequence(part)

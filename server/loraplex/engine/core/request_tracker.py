@@ -116,8 +116,10 @@ class RequestTracker:
         *,
         is_last: bool = False,
         pooled: PooledPart | None = None,
+        num_accepted: int = 0,
     ) -> None:
-        """The outcome of a sequence's slice. `is_last`: the last of the tokens ends the sequence's grammar."""
+        """The outcome of a sequence's slice. `is_last`: the last of the tokens ends the sequence's grammar.
+        `num_accepted` of its drafts were right."""
         if failure is None and bool(token_ids) != scheduled.samples:
             failure = f"{len(token_ids)} tokens came for a slice that draws {'some' if scheduled.samples else 'none'}"
         if failure is None and token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
@@ -140,7 +142,8 @@ class RequestTracker:
             # A longer answer to the step before may have brought the first of these already.
             known = seq.num_outputs - scheduled.output_index
             scores = cut_scores(scores, known, len(token_ids))
-            self._take_tokens(seq, token_ids[known:], scores, now, is_last=is_last)
+            drafts = (scheduled, num_accepted) if scheduled.drafted else None
+            self._take_tokens(seq, token_ids[known:], scores, now, is_last=is_last, drafts=drafts)
         elif (
             seq.request.sampling.max_tokens == 0 and scheduled.start + scheduled.num_tokens == seq.num_prompt
         ):
@@ -168,10 +171,18 @@ class RequestTracker:
         self.error(seq, "internal_error", "computing this request failed", spoilt=True)
 
     def _take_tokens(
-        self, seq: Sequence, token_ids: tuple[int, ...], scores: Scores | None, now: float, *, is_last: bool
+        self,
+        seq: Sequence,
+        token_ids: tuple[int, ...],
+        scores: Scores | None,
+        now: float,
+        *,
+        is_last: bool,
+        drafts: tuple[ScheduledSequence, int] | None,
     ) -> None:
         """Append sampled tokens up to the one that ends the sequence, and report them. Tokens behind that one
-        are dropped. Tokens of an epoch before a preemption are as good as any (see `Scheduler._preempt`)."""
+        are dropped. Tokens of an epoch before a preemption are as good as any (see `Scheduler._preempt`). `drafts`: the
+        slice with the drafts that led to them, and how many of these were right."""
         if not token_ids:
             return
         ending: tuple[FinishReason, int | None] | None = None
@@ -190,6 +201,8 @@ class RequestTracker:
         seq.last_token = now
         self.generation_tokens += count
         self._scheduler.delivered(seq, count)
+        if drafts is not None:
+            self._scheduler.verified(seq, *drafts)
         taken, scores = token_ids[:count], cut_scores(scores, 0, count)
         if ending is None:
             state = self._tell_state(seq)
@@ -262,6 +275,8 @@ class RequestTracker:
         if adapter_s is not None and seq.measured is None:
             self.num_adapter_waits += 1
             self.adapter_wait_s += adapter_s
+        if reason in ("stop", "length"):
+            self._scheduler.answered(seq)
         self._scheduler.finish(seq, spoilt=spoilt)
         self._events.append(
             TokenEvent(

@@ -122,6 +122,10 @@ class BlockManager:
         if digest is not None:
             self._of_adapter.setdefault(digest, {})[block] = None
 
+    def register_all(self, named: Iterable[tuple[int, BlockKey]]) -> None:
+        for block, key in named:
+            self.register(block, key)
+
     def set_resident(self, digest: str, is_resident: bool) -> None:
         """An adapter came into memory, or left it: its cached blocks are allocated like the others', or before them."""
         blocks = self._of_adapter.get(digest)

@@ -65,10 +65,9 @@ def cached_prompt_tokens(seq: Sequence) -> int:
     return min(seq.num_computed, (seq.num_prompt - 1) // BLOCK_SIZE * BLOCK_SIZE)
 
 
-def filled(seq: Sequence, scheduled: ScheduledSequence) -> list[tuple[int, BlockKey]]:
-    """The blocks that a computed slice of the sequence has filled, each with its key."""
-    end = scheduled.start + scheduled.num_tokens
-    indices = range(scheduled.start // BLOCK_SIZE, end // BLOCK_SIZE)
+def filled(seq: Sequence, scheduled: ScheduledSequence, start: int, end: int) -> list[tuple[int, BlockKey]]:
+    """The blocks that positions start … end-1 of a computed slice of the sequence have filled, each with its key."""
+    indices = range(start // BLOCK_SIZE, end // BLOCK_SIZE)
     keys = extend_keys(seq) if indices else []
     return [(scheduled.block_ids[index], keys[index]) for index in indices]
 

@@ -30,6 +30,7 @@ from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.integrity import check_places
 from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
+from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_draft import StepDraft
 from loraplex.engine.types import (
     MEASURE_STEPS,
@@ -50,8 +51,11 @@ class Scheduler:
     next request, `adapters` the adapters to load, and `preemption` the sequences to preempt.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: AdapterCache[Any]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: AdapterCache[Any], speculation: Speculation | None = None
+    ) -> None:
         self._cache = cache
+        self.speculation = speculation
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -122,6 +126,8 @@ class Scheduler:
             self.background.remove(seq)
             seq.state = SequenceState.FINISHED
             return
+        if self.speculation is not None:
+            self.speculation.closed(seq)
         if spoilt:
             self.blocks.disown(seq.block_keys)
         if seq in self.running:
@@ -140,8 +146,22 @@ class Scheduler:
         content.
         """
         if seq.state is SequenceState.RUNNING and scheduled.epoch == seq.epoch and not seq.request.background:
-            for block, key in prefix_keys.filled(seq, scheduled):
-                self.blocks.register(block, key)
+            end = scheduled.start + scheduled.num_tokens - len(scheduled.drafted)
+            self.blocks.register_all(prefix_keys.filled(seq, scheduled, scheduled.start, end))
+
+    def verified(self, seq: Sequence, scheduled: ScheduledSequence, num_accepted: int) -> None:
+        """The tokens of a computed slice with drafts are known to `seq`: `num_accepted` of these were right. The others
+        are computed again as what they are; they are charged as a prompt's."""
+        assert self.speculation is not None
+        num_drafted = len(scheduled.drafted)
+        self.speculation.verified(seq, num_drafted, num_accepted)
+        self._charge.work(seq, (num_drafted - num_accepted) * self._charge.prices.prefill)
+        if seq.state is not SequenceState.RUNNING or scheduled.epoch != seq.epoch:
+            return
+        start = scheduled.start + scheduled.num_tokens - num_drafted
+        seq.num_computed = start + num_accepted
+        end = min(seq.num_computed, len(seq.token_ids) - 1)  # nothing behind a token that ends the answer
+        self.blocks.register_all(prefix_keys.filled(seq, scheduled, start, end))
 
     def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence | MeasuredPart]]) -> None:
         """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks,
@@ -154,6 +174,11 @@ class Scheduler:
     def delivered(self, seq: Sequence, num_tokens: int) -> None:
         """Output tokens have been sampled: charge them."""
         self._charge.work(seq, num_tokens * self._charge.prices.decode)
+
+    def answered(self, seq: Sequence) -> None:
+        """A sequence has come to its proper end, and is about to `finish`."""
+        if self.speculation is not None and seq.num_outputs:
+            self.speculation.answered(seq)
 
     def plan(self, now: float, max_tokens: int | None = None) -> StepPlan:
         """The next step, of at most `max_tokens` (None: as configured); it has no `parts` if nothing can be
@@ -181,6 +206,8 @@ class Scheduler:
         if len(draft.preempted) == yielded:  # else new requests would take the blocks that were just freed
             self._admit(draft)
         self._go_on_activated(draft)
+        if self.speculation is not None:
+            self.speculation.extend(draft, self.blocks, self._counter)
         if not len(self.queue):
             self.background.plan(draft, draft.max_running - len(self.running), self._schedule)
         loads = tuple(digest for digest in pending.loading if digest not in self._loading)
@@ -261,11 +288,9 @@ class Scheduler:
 
     def _schedule(self, draft: StepDraft, seq: Sequence) -> None:
         # Runs for every sequence of every step: work that decoding does not need is skipped.
-        request, token_ids, start, slot = seq.request, seq.token_ids, seq.num_computed, seq.slot
-        num_prompt, num_known = len(request.prompt_ids), len(token_ids)
-        num_tokens = num_known + seq.num_pending
+        request, start, slot = seq.request, seq.num_computed, seq.slot
         scores = request.sampling.prompt_logprobs is not None and seq.num_scored < seq.num_to_score
-        count = min(num_tokens - start, draft.budget)
+        count = min(len(seq.token_ids) + seq.num_pending - start, draft.budget)
         if start < request.adapter_from:
             # The rows of a slice have one slot, and these have none.
             count, slot = min(count, request.adapter_from - start), -1
@@ -281,42 +306,18 @@ class Scheduler:
             if missing > self.blocks.num_free and not self._preempt_for_blocks(draft, seq, missing):
                 return
             seq.block_ids += tuple(self.blocks.allocate(missing))
-        pending = end > num_known
-        assert not pending or count == 1, "only a sequence's newest token can be missing on the host"
-        samples = end == num_tokens and request.sampling.max_tokens > 0
-        score_start = start
-        targets: tuple[int, ...] = ()
-        if scores:
-            # Recomputed after a preemption, a position has been scored already.
-            score_start = max(start, seq.num_scored)
-            targets = tuple(token_ids[score_start + 1 : min(end, seq.num_to_score) + 1])
-            draft.score_budget -= len(targets)
+        part = step_draft.make_slice(seq, start, count, slot, scores)
         draft.budget -= count
-        draft.scheduled[seq] = ScheduledSequence(
-            request,
-            seq.order,
-            seq.epoch,
-            start,
-            count,
-            (0,) if pending else (token_ids[start],) if count == 1 else tuple(token_ids[start:end]),
-            seq.block_ids,
-            slot,
-            samples,
-            pending,
-            num_tokens - num_prompt,
-            score_start,
-            targets,
-            None if seq.pooled is None else step_draft.pool_start(seq, start, end),
-            tuple(token_ids[num_prompt:]) if samples and seq.tells_outputs else (),
-        )
+        draft.score_budget -= len(part.targets)
+        draft.scheduled[seq] = part
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
-        if seq.num_charged < num_prompt:
+        if seq.num_charged < len(request.prompt_ids):
             self._charge.prompt(seq, end, self._charge.prices.prefill)
         if slot != seq.slot and end == request.adapter_from:
             draft.activated.append(seq)
         seq.num_computed = end
-        seq.num_pending += samples
+        seq.num_pending += part.samples
 
     def _go_on_activated(self, draft: StepDraft) -> None:
         """Give sequences whose slice ends where their adapter begins to act another slice of this step, as far as there

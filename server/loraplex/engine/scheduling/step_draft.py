@@ -71,6 +71,41 @@ def sort_running(
     return decoding, forced, prefilling, measuring
 
 
+def make_slice(seq: Sequence, start: int, count: int, slot: int, scores: bool) -> ScheduledSequence:
+    """The slice of `count` positions from `start` on. The last of them is pending where the host does not know its
+    token yet. `scores`: log probabilities of the prompt are wanted."""
+    # Runs for every sequence of every step: work that decoding does not need is skipped.
+    request, token_ids = seq.request, seq.token_ids
+    num_prompt, num_known, end = len(request.prompt_ids), len(token_ids), start + count
+    num_tokens = num_known + seq.num_pending
+    pending = end > num_known
+    assert not pending or count == 1, "only a sequence's newest token can be missing on the host"
+    samples = end == num_tokens and request.sampling.max_tokens > 0
+    score_start = start
+    targets: tuple[int, ...] = ()
+    if scores:
+        # Recomputed after a preemption, a position has been scored already.
+        score_start = max(start, seq.num_scored)
+        targets = tuple(token_ids[score_start + 1 : min(end, seq.num_to_score) + 1])
+    return ScheduledSequence(
+        request,
+        seq.order,
+        seq.epoch,
+        start,
+        count,
+        (0,) if pending else (token_ids[start],) if count == 1 else tuple(token_ids[start:end]),
+        seq.block_ids,
+        slot,
+        samples,
+        pending,
+        num_tokens - num_prompt,
+        score_start,
+        targets,
+        None if seq.pooled is None else pool_start(seq, start, end),
+        tuple(token_ids[num_prompt:]) if samples and seq.tells_outputs else (),
+    )
+
+
 def draft_part(draft: StepDraft, measuring: Iterable[Sequence]) -> Sequence | None:
     """Plan a part of one running MeasureRequest of `measuring`, unless the step has one: so its time is bounded. One
     with fewer parts is first. Returns its sequence."""

@@ -1,0 +1,168 @@
+"""Rows of a step for drafted tokens: who gets them, how many, and what they leave behind."""
+
+from collections import Counter
+
+import pytest
+
+from loraplex.engine.config import Charges
+from loraplex.engine.scheduling.drafting import Draft, Drafter
+from loraplex.engine.scheduling.speculation import Speculation
+from loraplex.engine.scheduling.step_costs import StepCosts
+from loraplex.engine.types import Sequence
+from support.engine.scheduler_bench import Bench, sizes
+
+RIGHT, WRONG = 7, 8
+FREE = StepCosts((1.0,) * 64)
+DEAR = StepCosts(tuple(float(rows) for rows in range(1, 65)))
+IN_FOURS = StepCosts(tuple(1.0 + (rows - 1) // 4 for rows in range(1, 65)))
+
+
+class Planted(Drafter):
+    """Proposes `token` for all sequences, each time with the gain that `gains` has for its tenant."""
+
+    def __init__(self, token: int = RIGHT, gains: dict[str, float] | None = None) -> None:
+        super().__init__(bytes_per_tenant=1 << 20, total_bytes=1 << 20)
+        self._token = token
+        self._gains = gains or {}
+        self.learned: Counter[tuple[str, int, int]] = Counter()
+
+    def propose(self, seq: Sequence, most: int) -> Draft | None:
+        assert most >= 1
+        gain = self._gains.get(seq.request.tenant_id, 0.9)
+        return Draft((self._token,) * most, tuple(gain**place for place in range(1, most + 1)), "own")
+
+    def verified(self, seq, source, num_drafted, num_accepted):
+        self.learned[seq.request_id, num_drafted, num_accepted] += 1
+
+
+def bench(drafter: Drafter | None = None, costs: StepCosts = FREE, **sizes: int) -> Bench:
+    return Bench(speculation=Speculation(drafter or Planted(), costs), **sizes)
+
+
+def begin(made: Bench, *names: str, num_prompt: int = 16, **options) -> list[Sequence]:
+    seqs = [
+        made.add(name, num_prompt, tenant=name[0], first=1000 * place, **options)
+        for place, name in enumerate(names)
+    ]
+    while any(not seq.num_outputs for seq in seqs):
+        made.step()
+    return seqs
+
+
+def test_accepted_drafts_advance_a_sequence_by_several_tokens():
+    made = bench()
+    (seq,) = begin(made, "a", max_tokens=30)
+    assert sizes(made.plan()) == {"a": 9}
+    made = bench()
+    (seq,) = begin(made, "a", max_tokens=30)
+    before = seq.num_outputs
+    made.step()
+    assert seq.num_outputs == before + 9
+    assert seq.num_computed == len(seq.token_ids) - 1
+
+
+def test_a_rejected_draft_is_computed_again_and_charged_as_a_prompt():
+    prices = Charges(prefill=1.0, decode=10.0)
+    drafter = Planted(WRONG)
+    made = Bench(charges=prices, speculation=Speculation(drafter, FREE))
+    (seq,) = begin(made, "a")
+    counter = made.scheduler.queue.counter("a")
+    assert made.step() == {"a": 9}
+    assert seq.num_computed == len(seq.token_ids) - 1
+    assert made.scheduler.queue.counter("a") == pytest.approx(counter + 10.0 + 8.0)
+    assert drafter.learned["a", 8, 0] >= 1
+
+
+def test_no_draft_goes_beyond_the_last_token():
+    made = bench()
+    (seq,) = begin(made, "a", max_tokens=4)
+    assert seq.num_outputs == 1
+    assert made.step() == {"a": 3}
+    assert "a" not in made.live
+    made = bench()
+    begin(made, "a", max_tokens=2)
+    assert made.step() == {"a": 1}, "the last token needs no draft"
+
+
+def test_rows_that_cost_as_much_as_steps_are_not_taken():
+    made = bench(costs=DEAR)
+    begin(made, "a", "b")
+    assert made.step() == {"a": 1, "b": 1}
+
+
+def test_drafts_fill_a_tile_that_is_begun_and_begin_none_that_does_not_pay():
+    made = bench(Planted(gains={"a": 0.3}), costs=IN_FOURS)
+    begin(made, "a")
+    assert made.step() == {"a": 4}
+    made = bench(Planted(gains={"a": 0.01}), costs=IN_FOURS)
+    begin(made, "a")
+    assert made.step() == {"a": 1}, "a gain of a hundredth is not worth its risk"
+
+
+def test_tenants_take_turns_however_many_sequences_they_have():
+    made = bench(costs=FREE, seqs=8)
+    begin(made, "a1", "a2", "a3", "b1", max_tokens=40)
+    rows = sizes(made.plan())
+    drafted = Counter({name: count - 1 for name, count in rows.items()})
+    assert drafted["b1"] == drafted["a1"] + drafted["a2"] + drafted["a3"] == 2
+    assert sum(rows.values()) == 8, "no more rows are sampled than sequences may run"
+
+
+def test_the_likelier_draft_of_a_tenant_goes_first():
+    class Uneven(Planted):
+        def propose(self, seq, most):
+            gain = 0.9 if seq.request_id == "a2" else 0.4
+            return Draft((RIGHT,) * most, tuple(gain**place for place in range(1, most + 1)), "own")
+
+    made = bench(Uneven(), costs=IN_FOURS)
+    begin(made, "a1", "a2")
+    assert made.step() == {"a1": 1, "a2": 3}
+
+
+def test_drafts_preempt_nobody_and_leave_a_block_for_each_sequence():
+    made = bench(blocks=4)
+    first, second = begin(made, "a", "b", num_prompt=15, max_tokens=17)
+    # Both stand at the end of their only block, and two blocks are free: each may need one.
+    assert made.scheduler.blocks.num_free == 2
+    while made.live:
+        made.step()
+    assert made.scheduler.num_preemptions == 0
+    assert first.num_outputs == second.num_outputs == 17
+
+
+def test_a_request_without_speculation_is_never_drafted_for():
+    made = bench()
+    begin(made, "a", speculation=False)
+    assert made.step() == {"a": 1}
+
+
+def test_a_chunk_of_a_prompt_leaves_drafts_what_a_small_step_has():
+    made = bench(tokens=512)
+    begin(made, "a")
+    made.add("b", 300, first=5000)
+    assert made.step() == {"a": 1, "b": 300}, "the step is large already"
+    made.add("c", 60, first=9000)
+    rows = made.step()
+    assert rows["c"] == 60
+    assert sum(rows.values()) == 64
+
+
+def test_accepted_drafts_are_found_as_a_prefix_like_all_else():
+    made = bench()
+    (seq,) = begin(made, "a", num_prompt=10, max_tokens=30)
+    while made.live:
+        made.step()
+    follow = made.add("next", 1, tenant="a")
+    follow.token_ids[:] = seq.token_ids
+    assert len(made.scheduler._cached_prefix(follow)) == (len(seq.token_ids) - 1) // 16
+
+
+def test_what_is_known_of_a_sequence_ends_with_it():
+    speculation = Speculation(Planted(), FREE)
+    made = Bench(speculation=speculation)
+    (seq,) = begin(made, "a")
+    made.collect(made.plan())
+    plan = made.plan()
+    assert plan.scheduled[0].drafted
+    made.finish(seq)
+    assert not speculation._sources
