@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.engine.scheduling.step_costs import MEASURED_ROWS, MOST_ROWS, NotMeasured, StepCosts
+from loraplex.engine.scheduling.step_costs import FEW_ROWS, MANY_ROWS, MOST_ROWS, NotMeasured, StepCosts
 
 TIMES = {1: 0.010, 2: 0.012, 4: 0.013, 8: 0.021, 16: 0.036, 32: 0.066, 64: 0.130}
 
@@ -42,7 +42,7 @@ def test_a_time_that_a_busy_machine_made_long_is_that_of_the_next_larger_size() 
 
 
 def test_rows_are_neither_free_nor_dearer_than_steps_of_their_own() -> None:
-    free = StepCosts.from_seconds(dict.fromkeys(MEASURED_ROWS, 0.01))
+    free = StepCosts.from_seconds(dict.fromkeys(FEW_ROWS + MANY_ROWS, 0.01))
     assert free.cost(MOST_ROWS) == pytest.approx(1.63)
     dear = StepCosts.from_seconds({1: 0.001, 2: 1.0, 4: 1.0, 8: 5.0})
     assert [dear.cost(rows) for rows in (1, 2, 8, 64)] == [1.0, 2.0, 8.0, 64.0]
@@ -65,7 +65,7 @@ def test_nonsense_is_no_table(seconds: dict[int, float], message: str) -> None:
         StepCosts.from_seconds(seconds)
 
 
-@given(st.dictionaries(st.sampled_from(MEASURED_ROWS), st.floats(1e-9, 1e6), min_size=1))
+@given(st.dictionaries(st.sampled_from(FEW_ROWS + MANY_ROWS), st.floats(1e-9, 1e6), min_size=1))
 def test_any_times_give_costs_that_never_fall(seconds: dict[int, float]) -> None:
     costs = StepCosts.from_seconds({1: 1e-3, 2: 2e-3} | seconds)
     table = [costs.cost(rows) for rows in range(1, 130)]

@@ -3,52 +3,63 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from math import inf
 
+from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.execution.runner import ModelRunner
-from loraplex.engine.scheduling.step_costs import MEASURED_ROWS, NotMeasured, StepCosts
+from loraplex.engine.scheduling.step_costs import FEW_ROWS, MANY_ROWS, NotMeasured, StepCosts
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
 
 _CONTEXT = 496
 """Positions before the rows of a measured step, where a sequence may be that long."""
-_ROUNDS = 3
+_TRIES = (*FEW_ROWS, *FEW_ROWS, *MANY_ROWS, *FEW_ROWS, *MANY_ROWS)
+"""Rows of the steps that are run, in this order. Each size comes again later, so that a moment in which the machine is
+busy meets one try of it."""
 _MAX_S = 0.8
-"""Seconds after which no further step is begun."""
+"""Seconds of processor time that they may take."""
 _NEEDED = 3
-"""Sizes, the first of MEASURED_ROWS, that are measured once however long they take."""
+"""The first tries, which are run however long they take."""
 
 
-def measure_step_costs(
-    runner: ModelRunner, limits: StepLimits, *, clock: Callable[[], float] = time.perf_counter
-) -> StepCosts:
+def measure_step_costs(runner: ModelRunner, limits: StepLimits, worked: Callable[[], float]) -> StepCosts:
     """The costs of steps that verify a draft: all rows are of one sequence, and each is sampled. `limits` are those of
-    any step: larger sizes are not measured.
+    any step: larger sizes are not measured. `worked`: seconds of processor time so far of what runs the steps, on one
+    processor. Other programs hardly lengthen it.
 
-    The sizes take turns, so that a moment in which the machine is busy meets one try of each, and the least time of a
-    size counts. For the start, once kernels are compiled and before any request: the first block of the KV cache is
-    written to. Raises NotMeasured, and what a step raises.
+    The least time of a size counts. For the start, once kernels are compiled and before any request: the first block of
+    the KV cache is written to. Raises NotMeasured, and what a step raises.
     """
     length = BLOCK_SIZE * limits.max_blocks
     most = min(limits.max_rows, limits.max_sequences, length)
     if most < 2:
         raise NotMeasured("a step has room for one row only")
-    sizes = [rows for rows in MEASURED_ROWS if rows <= most]
-    steps = _Steps(runner, min(_CONTEXT, length - most), clock)
+    steps = _Steps(runner, min(_CONTEXT, length - min(most, MANY_ROWS[-1])))
     steps.run(1)  # the first of all steps makes what later ones find
-    begin = clock()
     seconds: dict[int, float] = {}
-    for turn in range(_ROUNDS):
-        for place, rows in enumerate(sizes):
-            needed = turn == 0 and place < _NEEDED
-            if needed or clock() - begin + _expected(seconds, rows) <= _MAX_S:
-                seconds[rows] = min(steps.run(rows), seconds.get(rows, float("inf")))
+    begin = worked()
+    for number, rows in enumerate(rows for rows in _TRIES if rows <= most):
+        before = worked()
+        if number < _NEEDED or before - begin + _expected(seconds, rows) <= _MAX_S:
+            steps.run(rows)
+            seconds[rows] = min(worked() - before, seconds.get(rows, inf))
     return StepCosts.from_seconds(seconds)
 
 
-def _expected(seconds: dict[int, float], rows: int) -> float:
-    """The most seconds that a step of `rows` rows should take, by the largest measured step that is not larger."""
+def time_on(executor: Executor) -> Callable[[], float]:
+    """Seconds of processor time of the calling thread and the executor's worker. The worker computes an equal share of
+    what threads share, so that this is the time of a step on a machine that has nothing else to do."""
+
+    def worked() -> float:
+        return time.thread_time() + executor.submit(time.thread_time).result()
+
+    return worked
+
+
+def _expected(seconds: Mapping[int, float], rows: int) -> float:
+    """The most seconds that a step of `rows` rows should take, by the largest one that was run and is not larger."""
     known = max(size for size in seconds if size <= rows)
     return seconds[known] * rows / known
 
@@ -56,23 +67,18 @@ def _expected(seconds: dict[int, float], rows: int) -> float:
 class _Steps:
     """Steps of one sequence of made-up tokens behind `start` positions."""
 
-    def __init__(self, runner: ModelRunner, start: int, clock: Callable[[], float]) -> None:
+    def __init__(self, runner: ModelRunner, start: int) -> None:
         self._runner = runner
-        self._clock = clock
         self._start = start
         self._request = EngineRequest(
-            "measured", "", (0,) * (start + 1), SamplingParams(max_tokens=MEASURED_ROWS[-1])
+            "measured", "", (0,) * (start + 1), SamplingParams(max_tokens=MANY_ROWS[-1])
         )
 
-    def run(self, rows: int) -> float:
-        """Seconds of a step of `rows` rows. Raises NotMeasured where no token can be sampled."""
-        plan = StepPlan(0, (self._slice(rows),))
-        begin = self._clock()
-        result = self._runner.collect(self._runner.submit(plan))
-        took = self._clock() - begin
+    def run(self, rows: int) -> None:
+        """Raises NotMeasured where no token can be sampled."""
+        result = self._runner.collect(self._runner.submit(StepPlan(0, (self._slice(rows),))))
         if result.failed:
             raise NotMeasured(result.failed[0])
-        return took
 
     def _slice(self, rows: int) -> ScheduledSequence:
         """One token and `rows - 1` drafts behind it."""

@@ -9,7 +9,8 @@ from math import isfinite
 
 MOST_ROWS = 64
 """Rows of the largest step that a cost is known of."""
-MEASURED_ROWS = (1, 4, 8, 2, 16, 3, 5, 9, 32, 17, 64)
+FEW_ROWS = (1, 4, 8, 2, 5, 3, 9)
+MANY_ROWS = (16, 32, 17, 64)
 """Numbers of rows that are worth measuring, the most important first. Kernels compute rows in tiles of 4, 8 or 16: the
 sizes on both sides of an edge show whether a tile that is begun costs as much as a full one."""
 _LEAST_PER_ROW = 0.01
