@@ -16,9 +16,7 @@ const OTHERS = {
 
 /** @param {import("./pages/index.js").PageEntry} page */
 function isFor(page) {
-  if (page.who === "operator") return isOperator.value;
-  if (page.who === "asks") return !isOperator.value && onDataPort;
-  return page.who !== "key" || !isOperator.value;
+  return page.who !== "operator" || isOperator.value;
 }
 
 function SignIn() {

@@ -2,12 +2,16 @@
 
 const whole = new Intl.NumberFormat();
 const short = new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 });
+const rounded = new Intl.NumberFormat(undefined, { maximumSignificantDigits: 3 });
 const percents = new Intl.NumberFormat(undefined, { style: "percent", maximumFractionDigits: 1 });
 const moment = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
 const fullMoment = new Intl.DateTimeFormat(undefined, { dateStyle: "full", timeStyle: "long" });
 
 /** All digits: what is compared with the API's. @param {number | null | undefined} value */
 export const num = (value) => (value === null || value === undefined ? "–" : whole.format(value));
+
+/** Three digits, whatever the size. @param {number | null | undefined} value */
+export const figure = (value) => (value === null || value === undefined ? "–" : rounded.format(value));
 
 /** For axes and tiles: 12.3K. @param {number} value */
 export const compact = (value) => short.format(value);

@@ -1,0 +1,109 @@
+/** An adapter's files: what is wrong with them before they are sent, and the sending, with progress. */
+import { ApiError, errorOf, headers, urlOf } from "./api.js";
+
+export const CONFIG = "adapter_config.json";
+export const TENSORS = "adapter_model.safetensors";
+const CHAT_FILES = ["chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"];
+/** Parts of the form beside the two files, as docs/admin.md names them. */
+const OTHER_TENSORS = "adapters.safetensors";
+const MAX_CONFIG_BYTES = 1 << 20;
+
+/**
+ * @typedef {{files: Map<string, File>, faults: string[]}} Chosen
+ * @typedef {{maxBytes: number | null, maxRank: number | null}} Caps
+ */
+
+/**
+ * The parts of an upload among the dropped files, and what is wrong with them before anything is sent.
+ * @param {File[]} dropped
+ * @param {Caps} caps
+ * @returns {Promise<Chosen>}
+ */
+export async function choose(dropped, caps) {
+  const files = new Map();
+  const faults = [];
+  for (const file of dropped) {
+    if (isArchive(file.name)) files.set("archive", file);
+    else if ([CONFIG, TENSORS, OTHER_TENSORS, ...CHAT_FILES].includes(file.name)) files.set(file.name, file);
+    else faults.push(`${file.name} is no part of an adapter.`);
+  }
+  if (files.has("archive")) {
+    if (files.size > 1) faults.push("An archive comes without other files.");
+  } else {
+    if (!files.has(CONFIG)) faults.push(`${CONFIG} is missing.`);
+    if (!files.has(TENSORS) && !files.has(OTHER_TENSORS)) faults.push(`${TENSORS} is missing.`);
+  }
+  const bytes = [...files.values()].reduce((sum, file) => sum + file.size, 0);
+  if (caps.maxBytes !== null && bytes > caps.maxBytes) {
+    faults.push(`The files have ${bytes} bytes; the server takes at most ${caps.maxBytes}.`);
+  }
+  const config = files.get(CONFIG);
+  if (config) faults.push(...(await configFaults(config, caps)));
+  const tensors = files.get(TENSORS);
+  if (tensors && !(await isSafetensors(tensors))) faults.push(`${TENSORS} does not begin as safetensors do.`);
+  return { files, faults };
+}
+
+/** @param {string} name */
+function isArchive(name) {
+  return /\.(tar|tar\.gz|tgz|zip)$/i.test(name);
+}
+
+/**
+ * @param {File} config
+ * @param {Caps} caps
+ */
+async function configFaults(config, caps) {
+  if (config.size > MAX_CONFIG_BYTES) return [`${CONFIG} has ${config.size} bytes; at most ${MAX_CONFIG_BYTES} are read.`];
+  let parsed;
+  try {
+    parsed = JSON.parse(await config.text());
+  } catch {
+    return [`${CONFIG} is not valid JSON.`];
+  }
+  const rank = parsed && parsed.r;
+  if (caps.maxRank !== null && typeof rank === "number" && rank > caps.maxRank) {
+    return [`${CONFIG} has rank ${rank}; the server takes at most ${caps.maxRank}.`];
+  }
+  return [];
+}
+
+/**
+ * Whether the file begins as safetensors do: eight bytes with the header's length, then the header, which is JSON.
+ * @param {File} file
+ */
+async function isSafetensors(file) {
+  const head = new DataView(await file.slice(0, 9).arrayBuffer());
+  if (head.byteLength < 9) return false;
+  return head.getBigUint64(0, true) <= BigInt(file.size - 8) && head.getUint8(8) === 0x7b;
+}
+
+/**
+ * Sends the parts as one form. Throws ApiError.
+ * @param {string} where Below /admin/v1/.
+ * @param {Map<string, File>} files
+ * @param {(sent: number, total: number) => void} onProgress
+ * @param {AbortSignal} signal
+ * @returns {Promise<{ status: number, body: any }>}
+ */
+export function send(where, files, onProgress, signal) {
+  const form = new FormData();
+  // The small files first: a fault in them is found before the tensors are sent.
+  const parts = [...files].sort((a, b) => a[1].size - b[1].size);
+  for (const [name, file] of parts) form.append(name, file, file.name);
+  return new Promise((resolve, reject) => {
+    const request = new XMLHttpRequest();
+    request.open("POST", urlOf(where));
+    for (const [name, value] of Object.entries(headers())) request.setRequestHeader(name, value);
+    request.upload.onprogress = (event) => onProgress(event.loaded, event.total);
+    request.onload = () => {
+      const { status, responseText } = request;
+      if (status >= 200 && status < 300) resolve({ status, body: JSON.parse(responseText) });
+      else reject(errorOf(status, request.getResponseHeader("retry-after"), responseText));
+    };
+    request.onerror = () => reject(new ApiError(0, "offline", "The connection broke before the server answered."));
+    request.onabort = () => reject(new DOMException("stopped", "AbortError"));
+    signal.addEventListener("abort", () => request.abort());
+    request.send(form);
+  });
+}

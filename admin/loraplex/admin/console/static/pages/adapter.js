@@ -1,0 +1,161 @@
+/** One adapter: its versions, where they are, their pins and reports. */
+import { api, path } from "../lib/api.js";
+import { html, useState } from "../lib/html.js";
+import { usePoll } from "../lib/poll.js";
+import { isOperator, mayCall, ofTenant } from "../lib/store.js";
+import { Badge, bytes, Empty, ErrorBox, Loaded, Page, seconds, Section, Table, Time } from "../lib/ui.js";
+import { Released, adapterHref } from "./adapters.js";
+import { Report } from "./report.js";
+
+const EVERY_MS = 5000;
+const MAX_VERSIONS = 500;
+
+/** @type {Record<string, "good" | "busy" | "bad" | "off">} */
+const KINDS = { ready: "good", validating: "busy", rejected: "bad", corrupt: "bad", incompatible: "off", deleted: "off" };
+
+/** @param {{ name: string }} props */
+export default function Adapter({ name }) {
+  const [shown, setShown] = useState(/** @type {string | null} */ (null));
+  const [error, setError] = useState(/** @type {any} */ (null));
+  const poll = usePoll((signal) => read(name, signal), [name], EVERY_MS);
+
+  /** @param {() => Promise<any>} act */
+  async function run(act) {
+    setError(null);
+    try {
+      await act();
+    } catch (found) {
+      setError(found);
+    }
+    poll.reload();
+  }
+
+  return html`<${Page} title=${name} actions=${html`<${Links} name=${name} />`}>
+    ${error && html`<${ErrorBox} error=${error} />`}
+    <${Loaded} poll=${poll}>
+      ${(/** @type {any} */ found) => html`
+        <p>Traffic: <${Released} release=${found.adapter.release} /></p>
+        <${Versions} name=${name} versions=${found.versions} cache=${found.cache} run=${run} onReport=${setShown} />
+        <${Reported} version=${chosen(found.versions, shown)} />
+      `}
+    <//>
+  <//>`;
+}
+
+/** @param {string} name @param {AbortSignal} signal */
+async function read(name, signal) {
+  const options = { signal };
+  const [adapter, versions, cache] = await Promise.all([
+    api.get(ofTenant(path`/adapters/${name}`), {}, options),
+    api.list(ofTenant(path`/adapters/${name}/versions`), {}, { signal, most: MAX_VERSIONS }),
+    isOperator.value ? residency(name, signal) : Promise.resolve(null),
+  ]);
+  return { adapter, versions: versions.reverse(), cache };
+}
+
+/** Rows of the cache by version; none while the engine is away. @param {string} name @param {AbortSignal} signal */
+async function residency(name, signal) {
+  try {
+    const tenant = ofTenant("").split("/")[1];
+    const rows = await api.list("cache", { tenant, adapter: name }, { signal, most: MAX_VERSIONS });
+    return new Map(rows.map((row) => [row.version, row]));
+  } catch {
+    return null;
+  }
+}
+
+/** The version whose report is shown: the chosen one, else the newest. @param {any[]} versions @param {string | null} shown */
+function chosen(versions, shown) {
+  return versions.find((one) => one.version === shown) ?? versions.find((one) => one.state !== "deleted") ?? null;
+}
+
+/** @param {{ name: string }} props */
+function Links({ name }) {
+  const write = mayCall("adapters:write");
+  return html`<a class="button" data-testid="nav-release" href="${adapterHref(name)}/release">Release</a>
+    ${write && html`<a class="button" href="${adapterHref(name)}/upload">Upload a version</a>`}
+    <a class="button" href=${"#" + path`/playground/${name}`}>Playground</a>`;
+}
+
+/**
+ * @param {{ name: string, versions: any[], cache: Map<string, any> | null, run: (act: () => Promise<any>) => void,
+ *   onReport: (version: string) => void }} props
+ */
+function Versions({ name, versions, cache, run, onReport }) {
+  const of = (/** @type {any} */ row) => cache?.get(row.version);
+  const columns = [
+    { title: "Version", cell: (/** @type {any} */ row) => html`<button type="button" class="link" onClick=${() => onReport(row.version)}>${row.version}</button>` },
+    { title: "State", cell: (/** @type {any} */ row) => html`<${Badge} kind=${KINDS[row.state] ?? "off"}>${row.state}<//>` },
+    { title: "Rank", number: true, cell: (/** @type {any} */ row) => row.rank },
+    { title: "Size", number: true, cell: (/** @type {any} */ row) => bytes(row.bytes) },
+    ...(cache
+      ? [
+          { title: "Where", cell: (/** @type {any} */ row) => html`<${Where} row=${of(row)} />` },
+          { title: "Load", number: true, cell: (/** @type {any} */ row) => loadSeconds(of(row)) },
+        ]
+      : []),
+    { title: "Created", cell: (/** @type {any} */ row) => html`<${Time} at=${row.created_at} />` },
+    { title: "", cell: (/** @type {any} */ row) => html`<${Actions} name=${name} version=${row} run=${run} />` },
+  ];
+  return html`<${Section} title="Versions" note=${cache ? "" : "Where a version is in memory: only operators see it."}>
+    <${Table} caption="Versions" columns=${columns} rows=${versions} keyOf=${(/** @type {any} */ row) => row.version}
+      testid="version-row" empty="No versions." />
+  <//>`;
+}
+
+/** @param {{ row: any }} props */
+function Where({ row }) {
+  if (!row) return html`<span class="note">–</span>`;
+  const tier = row.residency[0];
+  const kind = { device: "good", host: "busy", disk: "off" }[/** @type {string} */ (tier)];
+  return html`<${Badge} kind=${kind}>${row.loading ? "loading" : tier}<//>
+    ${row.replicas.length > 0 && html` <span class="note">${row.replicas.join(", ")}</span>`}
+    ${row.error && html` <span class="bad">${row.error}</span>`}`;
+}
+
+/** The last load by stage: disk has the parts that follow it. @param {any} row */
+function loadSeconds(row) {
+  const stages = Object.entries(row?.load_seconds ?? {});
+  if (stages.length === 0) return "–";
+  const all = (row.load_seconds.disk ?? 0) + (row.load_seconds.copy ?? 0);
+  return html`<span title=${stages.map(([stage, value]) => `${stage} ${seconds(value)}`).join(", ")}>${seconds(all)}</span>`;
+}
+
+/** @param {{ name: string, version: any, run: (act: () => Promise<any>) => void }} props */
+function Actions({ name, version, run }) {
+  const where = ofTenant(path`/adapters/${name}/versions/${version.version}`);
+  const isLiving = !["deleted", "rejected"].includes(version.state);
+  if (!isLiving) return null;
+  const of = `${name}@${version.version}`;
+  return html`<span class="actions">
+    ${mayCall("adapters:write") &&
+    html`<button type="button" data-testid="pin" aria-pressed=${version.pinned} aria-label="Keep ${of} on the device"
+      onClick=${() => run(() => api.send(version.pinned ? "DELETE" : "PUT", `${where}/pin`))}>
+      ${version.pinned ? "Unpin" : "Pin"}
+    </button>`}
+    <button type="button" data-testid="download" aria-label="Download ${of}"
+      onClick=${() => run(() => download(`${where}/archive`, `${name}-${version.version}.tar`))}>
+      Download
+    </button>
+  </span>`;
+}
+
+/** A link would send no secret: the archive is read here, then saved. @param {string} where @param {string} file */
+async function download(where, file) {
+  const answer = await api.request("GET", where);
+  const url = URL.createObjectURL(await answer.blob());
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = file;
+  link.click();
+  URL.revokeObjectURL(url);
+}
+
+/** @param {{ version: any }} props */
+function Reported({ version }) {
+  if (!version) return html`<${Empty}>No version has a report.<//>`;
+  return html`<${Section} title="Report of ${version.version}" note=${`SHA-256 ${version.digest}`}>
+    <p>On ${version.targets.join(", ")}, for the base <code>${version.base_fingerprint.slice(0, 12)}</code>.</p>
+    <${Report} report=${version.report} />
+  <//>`;
+}

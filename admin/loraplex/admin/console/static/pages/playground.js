@@ -1,0 +1,230 @@
+/** Playground: the base and versions of an adapter side by side, with one seed. Only on the data port. */
+import { api, urlOf } from "../lib/api.js";
+import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { usePoll } from "../lib/poll.js";
+import { caller, isOperator, mayCall, onDataPort } from "../lib/store.js";
+import { ErrorBox, Field, Page, Section } from "../lib/ui.js";
+import { events, piece } from "../lib/stream.js";
+
+const MAX_COLUMNS = 4;
+const MODELS_LISTED = 200;
+
+/**
+ * @typedef {{ prompt: string, system: string, seed: number, temperature: number, maxTokens: number }} Ask
+ * @typedef {{ text: string, status: string, error: any, adapter: string, state: string, firstMs: number | null, usage: any }} Answer
+ */
+
+/** @type {Answer} */
+const NOTHING = { text: "", status: "", error: null, adapter: "", state: "", firstMs: null, usage: null };
+
+/** @param {{ adapter?: string }} props Compared with the base; without it, the base alone. */
+export default function Playground({ adapter = "" }) {
+  const base = caller.value?.base.name ?? "";
+  const [models, setModels] = useState(adapter ? [base, adapter] : [base]);
+  const [answers, setAnswers] = useState(models.map(() => NOTHING));
+  const [ask, setAsk] = useState(
+    /** @type {Ask} */ ({ prompt: "", system: "", seed: 7, temperature: 0.7, maxTokens: 128 }),
+  );
+  const [isRunning, setRunning] = useState(false);
+  const stop = useRef(/** @type {AbortController | null} */ (null));
+  const known = usePoll((signal) => (canAsk() ? api.get("/v1/models", {}, { signal }) : Promise.resolve(null)), []);
+  useEffect(() => () => stop.current?.abort(), []);
+  if (!canAsk()) return html`<${Elsewhere} />`;
+
+  /** @param {number} place @param {Partial<Answer>} changed */
+  const change = (place, changed) =>
+    setAnswers((before) => before.map((one, at) => (at === place ? { ...one, ...changed } : one)));
+
+  /** @param {Event} event */
+  async function onSend(event) {
+    event.preventDefault();
+    const control = new AbortController();
+    stop.current = control;
+    setAnswers(models.map(() => ({ ...NOTHING, status: "waiting" })));
+    setRunning(true);
+    await Promise.all(models.map((model, place) => answer(model, ask, control.signal, (changed) => change(place, changed))));
+    setRunning(false);
+  }
+
+  /** @param {string[]} next */
+  function choose(next) {
+    setModels(next);
+    setAnswers(next.map((model, place) => (model === models[place] ? answers[place] : NOTHING)));
+  }
+
+  return html`<${Page} title="Playground">
+    <form class="ask" onSubmit=${onSend}>
+      <${Prompt} ask=${ask} onChange=${setAsk} />
+      <p class="actions">
+        <button class="primary" data-testid="play-send" disabled=${isRunning || !ask.prompt}>Send</button>
+        <button type="button" data-testid="play-stop" disabled=${!isRunning} onClick=${() => stop.current?.abort()}>Stop</button>
+        <button type="button" data-testid="play-add" disabled=${isRunning || models.length >= MAX_COLUMNS}
+          onClick=${() => choose([...models, base])}>Add a column</button>
+      </p>
+    </form>
+    <datalist id="models">
+      ${(known.data?.data ?? []).slice(0, MODELS_LISTED).map((/** @type {any} */ one) => html`<option value=${one.id} />`)}
+    </datalist>
+    <div class="columns">
+      ${models.map(
+        (model, place) => html`<${Column}
+          key=${place}
+          model=${model}
+          answer=${answers[place] ?? NOTHING}
+          isRunning=${isRunning}
+          onModel=${(/** @type {string} */ value) => choose(models.map((one, at) => (at === place ? value : one)))}
+          onRemove=${models.length > 1 ? () => choose(models.filter((_, at) => at !== place)) : null}
+        />`,
+      )}
+    </div>
+    <${Code} model=${models[models.length - 1]} ask=${ask} />
+  <//>`;
+}
+
+/** Prompts go to this page's own port, with a key that may infer. */
+function canAsk() {
+  return onDataPort && !isOperator.value && mayCall("inference");
+}
+
+/**
+ * Streams one answer into `change`, whatever becomes of it.
+ * @param {string} model
+ * @param {Ask} ask
+ * @param {AbortSignal} signal
+ * @param {(changed: Partial<Answer>) => void} change
+ */
+async function answer(model, ask, signal, change) {
+  const began = performance.now();
+  let text = "";
+  try {
+    const json = { ...bodyOf(model, ask), stream: true, stream_options: { include_usage: true } };
+    const got = await api.request("POST", "/v1/chat/completions", { json, signal });
+    change({
+      status: "streaming",
+      adapter: got.headers.get("x-loraplex-adapter") ?? "base",
+      state: got.headers.get("x-loraplex-adapter-state") ?? "",
+    });
+    for await (const document of events(/** @type {ReadableStream<Uint8Array>} */ (got.body))) {
+      const found = piece(document);
+      if (found.error) throw found.error;
+      if (found.text && !text) change({ firstMs: performance.now() - began });
+      text += found.text;
+      if (found.text) change({ text });
+      if (found.usage) change({ usage: found.usage });
+      if (found.finish) change({ status: found.finish });
+    }
+  } catch (error) {
+    change(signal.aborted ? { status: "stopped" } : { status: "failed", error });
+  }
+}
+
+/** The body of the request, without what streams it. @param {string} model @param {Ask} ask */
+function bodyOf(model, ask) {
+  const system = ask.system ? [{ role: "system", content: ask.system }] : [];
+  return {
+    model,
+    messages: [...system, { role: "user", content: ask.prompt }],
+    seed: ask.seed,
+    temperature: ask.temperature,
+    max_tokens: ask.maxTokens,
+  };
+}
+
+/** @param {{ ask: Ask, onChange: (ask: Ask) => void }} props */
+function Prompt({ ask, onChange }) {
+  /** @param {keyof Ask} field */
+  const set = (field) => (/** @type {any} */ event) => {
+    const { type, value } = event.target;
+    onChange({ ...ask, [field]: type === "number" ? Number(value) : value });
+  };
+  return html`<${Field} label="Prompt">
+      <textarea data-testid="play-prompt" rows="3" value=${ask.prompt} onInput=${set("prompt")}></textarea>
+    <//>
+    <div class="form">
+      <${Field} label="System prompt"><input value=${ask.system} onInput=${set("system")} /><//>
+      <${Field} label="Seed"><input type="number" step="1" value=${ask.seed} onInput=${set("seed")} /><//>
+      <${Field} label="Temperature">
+        <input type="number" min="0" max="2" step="0.1" value=${ask.temperature} onInput=${set("temperature")} />
+      <//>
+      <${Field} label="Most tokens"><input type="number" min="1" step="1" value=${ask.maxTokens} onInput=${set("maxTokens")} /><//>
+    </div>`;
+}
+
+/**
+ * @param {{ model: string, answer: Answer, isRunning: boolean, onModel: (model: string) => void,
+ *   onRemove: (() => void) | null }} props
+ */
+function Column({ model, answer: shown, isRunning, onModel, onRemove }) {
+  return html`<section class="card column">
+    <p class="head">
+      <input data-testid="play-model" list="models" aria-label="Model" value=${model} disabled=${isRunning} spellcheck=${false}
+        autocomplete="off" onInput=${(/** @type {any} */ event) => onModel(event.target.value)} />
+      ${onRemove
+        ? html`<button type="button" disabled=${isRunning} aria-label="Remove ${model}" onClick=${onRemove}>×</button>`
+        : null}
+    </p>
+    <div class="answer" data-testid="play-answer" aria-live="polite" aria-busy=${shown.status === "streaming"}>${shown.text}</div>
+    ${shown.error ? html`<${ErrorBox} error=${shown.error} />` : null}
+    <p class="note" data-testid="play-status">${facts(shown).join(" · ")}</p>
+  </section>`;
+}
+
+/** @param {Answer} shown */
+function facts(shown) {
+  return [
+    shown.status,
+    shown.adapter,
+    shown.state,
+    shown.firstMs === null ? "" : `first token after ${Math.round(shown.firstMs)} ms`,
+    shown.usage ? `${shown.usage.prompt_tokens} + ${shown.usage.completion_tokens} tokens` : "",
+  ].filter(Boolean);
+}
+
+/** The same request for a terminal and for Python. @param {{ model: string, ask: Ask }} props */
+function Code({ model, ask }) {
+  const body = bodyOf(model, { ...ask, prompt: ask.prompt || "…" });
+  const root = urlOf("/v1").href;
+  const curl = [
+    `curl ${root}/chat/completions \\`,
+    "  -H 'Authorization: Bearer '\"$LORAPLEX_API_KEY\" \\",
+    "  -H 'Content-Type: application/json' \\",
+    `  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`,
+  ].join("\n");
+  const { messages, ...rest } = body;
+  const fields = Object.entries(rest).map(([name, value]) => `    ${name}=${JSON.stringify(value)},`);
+  const python = [
+    "import os",
+    "",
+    "from openai import OpenAI",
+    "",
+    `client = OpenAI(base_url=${JSON.stringify(root)}, api_key=os.environ["LORAPLEX_API_KEY"])`,
+    "answer = client.chat.completions.create(",
+    ...fields,
+    `    messages=${JSON.stringify(messages)},`,
+    ")",
+    "print(answer.choices[0].message.content)",
+  ].join("\n");
+  return html`<${Section} title="The same request elsewhere">
+    <h3>curl</h3>
+    <pre data-testid="play-curl" tabindex="0">${curl}</pre>
+    <h3>openai for Python</h3>
+    <pre data-testid="play-openai" tabindex="0">${python}</pre>
+  <//>`;
+}
+
+/** What to do where no prompt can be sent. */
+function Elsewhere() {
+  const reason = !onDataPort
+    ? "Prompts are sent to the data port, which is another origin than this page: the console is there too, at /console."
+    : isOperator.value
+      ? "The admin token cannot infer."
+      : "This key lacks the scope inference.";
+  return html`<${Page} title="Playground">
+    <p data-testid="play-elsewhere">${reason} Sign in there with a tenant's key that has the scope inference.</p>
+    ${onDataPort
+      ? null
+      : html`<p>On its default port it is
+          ${" "}<a href="${location.protocol}//${location.hostname}:8000/console" rel="noreferrer">
+            ${location.hostname}:8000/console</a>; operators choose another with <code>--port</code>.</p>`}
+  <//>`;
+}

@@ -1,0 +1,71 @@
+"""The playground, in a real browser on the data port of a server with a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import expect
+
+from support.console.browser import PATIENCE_MS, Screen
+from support.engine.fake_engine import Reply
+from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
+from support.http.whole_server import WholeServer, whole_server
+
+pytestmark = pytest.mark.slow
+expect.set_options(timeout=PATIENCE_MS)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
+    with whole_server(tmp_path_factory.mktemp("server")) as running:
+        running.plane.make_tenant("acme")
+        yield running
+
+
+def test_the_base_and_two_versions_answer_side_by_side_with_one_seed(
+    server: WholeServer, screen: Screen
+) -> None:
+    plane = server.plane
+    for seed in (1, 2):
+        plane.make_adapter("support", seed=seed)
+    plane.engine.default = Reply(text="<b>Ahoy</b>, it's 7 o'clock")
+    secret = plane.make_key("acme", "inference", "adapters:read")
+    screen.sign_in(f"{server.data_url}/console", secret, "playground/support@v1")
+    screen["play-add"].click()
+    screen["play-model"].nth(2).fill("support@v2")
+    screen["play-prompt"].fill("it's")
+    screen["play-send"].click()
+    for place, served in enumerate(("base", "support@v1", "support@v2")):
+        expect(screen["play-answer"].nth(place)).to_have_text("<b>Ahoy</b>, it's 7 o'clock")
+        expect(screen["play-status"].nth(place)).to_contain_text(f"stop · {served}")
+    asked = plane.engine.requests
+    assert {None if one.adapter is None else one.adapter.version for one in asked} == {None, 1, 2}
+    assert {one.sampling.seed for one in asked} == {7}
+    assert '"model":"support@v2"' in screen.text("play-curl")
+    assert "it'\\''s" in screen.text("play-curl"), "a quote of the prompt does not end the shell's"
+    assert f'base_url="{server.data_url}/v1"' in screen.text("play-openai")
+    assert secret not in screen.page.content()
+
+
+def test_stop_ends_the_stream_and_frees_what_it_held(server: WholeServer, screen: Screen) -> None:
+    plane = server.plane
+    plane.engine.script(Reply(text="Once upon a time", hold=True, hold_after=4))
+    secret = plane.make_key("acme", "inference")
+    screen.sign_in(f"{server.data_url}/console", secret, "playground")
+    expect(screen["play-model"]).to_have_value(SERVED_NAME)
+    screen["play-prompt"].fill("A story")
+    screen["play-send"].click()
+    expect(screen["play-answer"]).to_have_text("Once")
+    screen["play-stop"].click()
+    expect(screen["play-status"]).to_contain_text("stopped")
+    server.settle()
+    assert len(plane.engine.aborted) == 1
+    screen["play-model"].fill("nobody-has-this")
+    screen["play-send"].click()
+    assert "model_not_found" in screen.text("error")
+
+
+def test_operators_are_told_where_the_playground_is(server: WholeServer, screen: Screen) -> None:
+    screen.sign_in(server.admin_url, ADMIN_TOKEN, "playground")
+    assert "/console" in screen.text("play-elsewhere")

@@ -1,0 +1,138 @@
+"""Upload, release and roll back in a real browser, over both ports of a server with a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from support.adapters.drafts import make_adapter
+from support.console.browser import PATIENCE_MS, Screen
+from support.http.admin_plane import ADMIN_TOKEN, ARCH
+from support.http.whole_server import WholeServer, bearer, whole_server
+
+pytestmark = pytest.mark.slow
+MOST_CLICKS = 8
+COUNT_CLICKS = """
+window.clicks = 0;
+addEventListener("click", (event) => { if (event.isTrusted) window.clicks += 1; }, true);
+"""
+
+
+expect.set_options(timeout=PATIENCE_MS)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
+    with whole_server(tmp_path_factory.mktemp("server")) as running:
+        for tenant in ("canary", "refused", "conflict", "many"):
+            running.plane.make_tenant(tenant)
+        yield running
+
+
+def release_url(server: WholeServer, tenant: str) -> str:
+    return f"{server.admin_url}/admin/v1/tenants/{tenant}/adapters/support/release"
+
+
+def weights(server: WholeServer, tenant: str) -> dict[str, int]:
+    answer = server.http.get(release_url(server, tenant), headers=bearer(ADMIN_TOKEN))
+    assert answer.status_code == 200, answer.text
+    return {target["version"]: target["weight"] for target in answer.json()["targets"]}
+
+
+def test_upload_canary_and_rollback_in_eight_clicks(
+    server: WholeServer, screen: Screen, tmp_path: Path
+) -> None:
+    server.plane.make_adapter("support", "canary", seed=1)
+    made = make_adapter(tmp_path, ARCH, seed=2)
+    screen.page.add_init_script(COUNT_CLICKS)
+    screen.sign_in(server.admin_url, server.plane.make_key("canary", "adapters:read", "adapters:write"))
+    screen["nav-adapters"].click()
+    screen["nav-upload"].click()
+    screen["adapter-name"].fill("support")
+    screen["upload"].set_input_files([made.config, made.tensors])
+    screen["upload-send"].click()
+    screen["canary"].click()
+    expect(screen["weight-row"]).to_have_count(2)
+    screen["release-save"].click()
+    expect(screen["released"]).to_have_text("v1 90 %, v2 10 %")
+    assert weights(server, "canary") == {"v1": 90, "v2": 10}
+    screen["release-rollback"].click()
+    expect(screen["released"]).to_have_text("v1 100 %")
+    assert weights(server, "canary") == {"v1": 100}
+    assert screen.page.evaluate("clicks") <= MOST_CLICKS
+
+
+def test_a_refused_upload_says_what_the_server_says(
+    server: WholeServer, screen: Screen, tmp_path: Path
+) -> None:
+    made = make_adapter(tmp_path, ARCH, rank=2)
+    screen.sign_in(
+        server.admin_url, server.plane.make_key("refused", "adapters:read", "adapters:write"), "upload"
+    )
+    screen["adapter-name"].fill(server.plane.services.catalog.served_name)
+    screen["upload"].set_input_files([made.config, made.tensors])
+    screen["upload-send"].click()
+    assert "name_reserved" in screen.text("error")
+    # What can be seen in the files is said before they are sent.
+    made.tensors.write_bytes(b"not safetensors")
+    screen["upload"].set_input_files([made.config, made.tensors])
+    expect(screen["upload-send"]).to_be_disabled(timeout=PATIENCE_MS)
+    assert "does not begin as safetensors do" in screen.page.locator("main").inner_text()
+
+
+def test_a_release_that_changed_meanwhile_is_shown_and_can_be_saved_over(
+    server: WholeServer, screen: Screen
+) -> None:
+    for seed in (1, 2):
+        server.plane.make_adapter("support", "conflict", seed=seed)
+    secret = server.plane.make_key("conflict", "adapters:read", "adapters:write")
+    screen.sign_in(server.admin_url, secret, "adapters")
+    screen["adapter-row"].first.wait_for()
+    screen.go("adapters/support/release/v2")
+    share = screen.page.get_by_label("Percent of v2")
+    share.fill("30")
+    share.blur()
+    expect(screen.page.get_by_label("Percent of v1")).to_have_value("70")
+    # The change of another comes between: the draft names the revision that it began with.
+    screen.page.route("**/release", lambda route: release_elsewhere(server, route))
+    screen["release-save"].click()
+    screen["conflict"].wait_for()
+    assert weights(server, "conflict") == {"v1": 50, "v2": 50}, "nothing was saved over it"
+    assert "v1 50 %, v2 50 %" in screen.text("conflict")
+    screen["conflict-keep"].click()
+    screen["release-save"].click()
+    expect(screen["released"]).to_have_text("v1 70 %, v2 30 %")
+    assert weights(server, "conflict") == {"v1": 70, "v2": 30}
+
+
+def release_elsewhere(server: WholeServer, route: Any) -> None:
+    """Just before the console's first PUT, another client releases."""
+    if route.request.method == "PUT" and weights(server, "conflict") == {"v1": 100}:
+        url = release_url(server, "conflict")
+        body = {"targets": [{"version": "v1", "weight": 50}, {"version": "v2", "weight": 50}]}
+        assert server.http.put(url, json=body, headers=bearer(ADMIN_TOKEN)).status_code == 200
+    route.continue_()
+
+
+def test_an_adapter_is_found_among_many_and_pinned(server: WholeServer, screen: Screen) -> None:
+    for number in range(60):
+        server.plane.make_adapter(f"a{number:02}", "many", seed=1)
+    screen.sign_in(server.admin_url, ADMIN_TOKEN, "adapters")
+    screen["tenant"].fill("many")
+    screen["tenant"].press("Enter")
+    expect(screen["adapter-row"]).to_have_count(50)
+    screen["next-page"].click()
+    expect(screen["adapter-row"]).to_have_count(10)
+    screen["adapter-search"].fill("a3")
+    expect(screen["adapter-row"]).to_have_count(10)
+    screen["adapter-row"].first.get_by_role("link").click()
+    screen["pin"].click()
+    expect(screen["pin"]).to_have_attribute("aria-pressed", "true")
+    assert len(server.plane.engine.pins) == 1
+    with screen.page.expect_download() as saved:
+        screen["download"].click()
+    assert saved.value.suggested_filename == "a30-v1.tar"
