@@ -9,6 +9,7 @@
 /** @type {PageEntry[]} */
 export const pages = [
   { at: "now", nav: "Now", testid: "nav-now", who: "operator", load: () => import("./now.js") },
+  { at: "tenants", nav: "Tenant", testid: "nav-tenants", load: () => import("./tenant.js") },
   { at: "adapters", nav: "Adapters", testid: "nav-adapters", load: () => import("./adapters.js") },
   { at: "adapters/:name", load: () => import("./adapter.js") },
   { at: "adapters/:name/upload", load: () => import("./upload.js") },
@@ -17,7 +18,6 @@ export const pages = [
   { at: "upload", load: () => import("./upload.js") },
   { at: "playground", nav: "Playground", testid: "nav-playground", load: () => import("./playground.js") },
   { at: "playground/:adapter", load: () => import("./playground.js") },
-  { at: "tenants", nav: "Tenant", testid: "nav-tenants", load: () => import("./tenant.js") },
   { at: "audit", nav: "Audit", testid: "nav-audit", who: "operator", load: () => import("./audit.js") },
 ];
 
