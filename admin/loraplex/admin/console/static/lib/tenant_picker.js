@@ -1,27 +1,26 @@
 /** The choice of the tenant that a page shows. A key's is its own. */
-import { html, useEffect, useId, useState } from "./html.js";
+import { html, signal, useEffect, useId, useState } from "./html.js";
+import { usePoll } from "./poll.js";
 import { isOperator, tenant, tenantIds } from "./store.js";
-import { Field } from "./ui.js";
+import { Empty, Field, Loaded } from "./ui.js";
+
+/** The list that the picker reads. @type {{ value: import("./poll.js").Poll<string[]> }} */
+const list = signal({ data: null, error: null, loading: true, reload: () => {} });
 
 /** An operator types or picks an id; it holds once it is one that exists, or with Enter. */
 export function TenantPicker() {
-  const [ids, setIds] = useState(/** @type {string[]} */ ([]));
+  const poll = usePoll(tenantIds, []);
+  const ids = poll.data ?? [];
   const [typed, setTyped] = useState(tenant.value);
-  const list = useId();
+  const options = useId();
   useEffect(() => {
-    const stop = new AbortController();
-    tenantIds(stop.signal).then(
-      (found) => {
-        setIds(found);
-        if (!tenant.value && found.length) {
-          tenant.value = found[0];
-          setTyped(found[0]);
-        }
-      },
-      () => {}, // the page below says what is wrong
-    );
-    return () => stop.abort();
-  }, []);
+    list.value = poll;
+    if (ids.includes(typed)) tenant.value = typed; // before the list was there
+    if (!tenant.value && !typed && ids.length) {
+      tenant.value = ids[0];
+      setTyped(ids[0]);
+    }
+  }, [poll.data, poll.error, poll.loading]);
 
   /** @param {string} value */
   function onType(value) {
@@ -30,9 +29,15 @@ export function TenantPicker() {
   }
 
   return html`<${Field} label="Tenant">
-    <input data-testid="tenant" list=${list} value=${typed} readonly=${!isOperator.value} autocomplete="off"
+    <input data-testid="tenant" list=${options} value=${typed} readonly=${!isOperator.value} autocomplete="off"
       spellcheck=${false} onInput=${(/** @type {any} */ event) => onType(event.target.value)}
       onChange=${(/** @type {any} */ event) => (tenant.value = event.target.value.trim())} />
-    <datalist id=${list}>${ids.map((id) => html`<option value=${id} />`)}</datalist>
+    <datalist id=${options}>${ids.map((id) => html`<option value=${id} />`)}</datalist>
   <//>`;
+}
+
+/** What a page shows while no tenant is chosen: why there is none. */
+export function NoTenant() {
+  return html`<${Loaded} poll=${list.value}>${() => html`<${Empty}>There is no tenant yet.
+    <code>loraplex tenant create NAME</code> makes one.<//>`}<//>`;
 }

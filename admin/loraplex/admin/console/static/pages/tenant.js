@@ -3,7 +3,7 @@ import { api, path } from "../lib/api.js";
 import { html } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import { caller, isOperator, mayCall, tenant } from "../lib/store.js";
-import { TenantPicker } from "../lib/tenant_picker.js";
+import { NoTenant, TenantPicker } from "../lib/tenant_picker.js";
 import * as ui from "../lib/ui.js";
 import { Keys } from "./keys.js";
 import { Usage } from "./usage.js";
@@ -29,7 +29,7 @@ export default function Tenant() {
   const id = tenant.value;
   return html`<${ui.Page} title="Tenant" actions=${html`<${TenantPicker} />`}>
     ${id === ""
-      ? html`<${ui.Empty}>There is no tenant yet. <code>loraplex tenant create NAME</code> makes one.<//>`
+      ? html`<${NoTenant} />`
       : html`<div key=${id}>
           <${Limits} id=${id} />
           <${Usage} id=${id} />
