@@ -216,6 +216,9 @@ def test_ten_thousand_adapters(server: WholeServer, admin: Screen) -> None:
     admin["next-page"].click()
     expect(admin["adapter-tile"].first).not_to_have_text(second)
     assert admin["adapter-tile"].count() <= 60
+    admin["cache-adapter"].fill("a09999")
+    admin["cache-adapter"].press("Enter")
+    expect(admin["adapter-tile"]).to_have_count(1)
     with server.plane.database.write() as session:
         session.execute(update(AdapterVersion).where(AdapterVersion.name.like("a0%")).values(state="deleted"))
 

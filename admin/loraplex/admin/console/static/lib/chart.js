@@ -6,15 +6,25 @@ import { theme } from "./store.js";
 
 /** @typedef {{ name: string, values: (number | null)[] }} Series */
 
+const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
+const day = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", timeZone: "UTC" });
+/** Part of the height that stays free above the highest value. */
+const HEADROOM = 0.05;
+
+/** The legend has the last values while no point is pointed at. @param {uPlot} chart */
+function showLast(chart) {
+  if (chart.cursor.idx === null || chart.cursor.idx === undefined) chart.setLegend({ idx: chart.data[0].length - 1 }, false);
+}
+
 /**
  * Series over time; the page shows the same numbers as text.
- * @param {{ label: string, times: number[], series: Series[], height?: number, bars?: boolean,
- *   show?: (value: number) => string }} props `times` in seconds since 1970, ascending.
+ * @param {{ label: string, times: number[], series: Series[], height?: number, byDay?: boolean,
+ *   show?: (value: number) => string }} props `times` in seconds since 1970, ascending; `byDay`: each begins a day of UTC.
  */
-export function Chart({ label, times, series, height = 180, bars = false, show = compact }) {
+export function Chart({ label, times, series, height = 180, byDay = false, show = compact }) {
   const place = useRef(/** @type {HTMLElement | null} */ (null));
   const chart = useRef(/** @type {uPlot | null} */ (null));
-  const shape = JSON.stringify([series.map((one) => one.name), bars, height, theme.value]);
+  const shape = JSON.stringify([series.map((one) => one.name), byDay, height, theme.value]);
   /** @returns {uPlot.AlignedData} */
   const data = () => [times, ...series.map((one) => one.values)];
 
@@ -23,27 +33,28 @@ export function Chart({ label, times, series, height = 180, bars = false, show =
     if (!into) return undefined;
     const style = getComputedStyle(into);
     const color = (/** @type {number} */ i) => style.getPropertyValue(`--series-${(i % 6) + 1}`).trim();
+    const moment = (/** @type {number} */ at) => (byDay ? day : clock).format(at * 1000);
     const axis = { stroke: style.color, grid: { stroke: style.getPropertyValue("--line").trim(), width: 1 } };
     const made = new uPlot(
       {
         width: into.clientWidth,
         height,
         series: [
-          {},
+          { label: byDay ? "Day" : "Time", value: (/** @type {uPlot} */ _, /** @type {number | null} */ at) => (at === null ? "" : moment(at)) },
           ...series.map((one, i) => ({
             label: one.name,
             stroke: color(i),
-            fill: bars ? color(i) : undefined,
-            width: bars ? 0 : 2,
+            width: 2,
             points: { show: false },
-            paths: bars ? uPlot.paths.bars?.({ size: [0.7, 40] }) : undefined,
             value: (/** @type {uPlot} */ _, /** @type {number | null} */ value) => (value === null ? "–" : show(value)),
           })),
         ],
-        axes: [axis, { ...axis, size: 60, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(show) }],
-        scales: { y: { range: (/** @type {uPlot} */ _, /** @type {number} */ __, /** @type {number} */ top) => [0, top || 1] } },
+        axes: [{ ...axis, space: 80, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(moment) }, { ...axis, size: 60, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(show) }],
+        scales: { y: { range: (/** @type {uPlot} */ _, /** @type {number} */ __, /** @type {number} */ top) => [0, (top || 1) * (1 + HEADROOM)] } },
         legend: { show: true },
         cursor: { drag: { x: false, y: false } },
+        hooks: { ready: [showLast], setCursor: [showLast] },
+        ...(byDay ? { tzDate: (/** @type {number} */ at) => uPlot.tzDate(new Date(at * 1000), "Etc/UTC") } : {}),
       },
       data(),
       into,
@@ -57,6 +68,9 @@ export function Chart({ label, times, series, height = 180, bars = false, show =
       chart.current = null;
     };
   }, [shape]);
-  useEffect(() => chart.current?.setData(data()), [times, series]);
+  useEffect(() => {
+    chart.current?.setData(data());
+    if (chart.current) showLast(chart.current);
+  }, [times, series]);
   return html`<div class="chart" role="img" aria-label=${label} ref=${place}></div>`;
 }

@@ -147,12 +147,24 @@ function Replicas({ cluster }) {
 /** Every version as a tile, by where it is. */
 function Adapters() {
   const [cursor, setCursor] = useState(/** @type {string | null} */ (null));
-  const poll = usePoll((signal) => api.get("cache", { limit: TILES, cursor }, { signal }), [cursor], EVERY_MS);
+  const [of, setOf] = useState({ tenant: "", adapter: "" });
+  const poll = usePoll((signal) => api.get("cache", { limit: TILES, cursor, ...of }, { signal }), [cursor, of], EVERY_MS);
+
+  /** @param {"tenant" | "adapter"} name @param {string} label */
+  const filter = (name, label) => html`<${ui.Field} label=${label}>
+    <input data-testid=${`cache-${name}`} placeholder="all" spellcheck=${false} autocomplete="off"
+      onChange=${(/** @type {any} */ event) => {
+        setCursor(null);
+        setOf({ ...of, [name]: event.target.value.trim() });
+      }} />
+  <//>`;
+
   return html`<${ui.Section} title="Adapters" note="Each version by its fastest memory: device, host, disk.">
+    <div class="form">${filter("tenant", "Tenant")} ${filter("adapter", "Adapter")}</div>
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
       <${ui.Bar} name="Device memory" show=${ui.bytes} used=${page.totals.device.bytes_used} limit=${page.totals.device.bytes_capacity} />
       <${ui.Bar} name="Host memory" show=${ui.bytes} used=${page.totals.host.bytes_used} limit=${page.totals.host.bytes_capacity} />
-      ${page.data.length === 0 && html`<${ui.Empty}>There is no adapter yet.<//>`}
+      ${page.data.length === 0 && html`<${ui.Empty}>There is no such adapter.<//>`}
       <ul class="adapters" aria-label="Adapters">${page.data.map((/** @type {any} */ row) => html`<${AdapterTile} row=${row} key=${`${row.tenant_id}/${row.name}@${row.version}`} />`)}</ul>
       <${ui.Pager} what="adapters" first=${cursor === null} next=${page.next_cursor}
         onFirst=${() => setCursor(null)} onNext=${() => setCursor(page.next_cursor)} />`}<//>

@@ -54,8 +54,8 @@ async function readLimits(id, signal) {
     const { stats } = await api.get("engine", {}, { signal });
     const sequences = stats?.tenants[id];
     if (stats) used.max_sequences = (sequences?.running ?? 0) + (sequences?.waiting ?? 0);
-    const memory = stats?.tenant_bytes[id];
-    if (memory) Object.assign(used, { device_bytes_max: memory.device, device_bytes_reserved: memory.device, host_bytes_max: memory.host });
+    const { device = 0, host = 0 } = stats?.tenant_bytes[id] ?? {};
+    if (stats) Object.assign(used, { device_bytes_max: device, device_bytes_reserved: device, host_bytes_max: host });
   }
   return { tenant: found, used };
 }

@@ -69,9 +69,9 @@ export function Usage({ id }) {
       usage.total === null || usage.total.requests === 0
         ? html`<${ui.Empty}>Nothing was used in this time.<//>`
         : html`<h3>Requests by day and adapter</h3>
-            <${Chart} label="Requests by day and adapter" ...${seriesOf(usage, (row) => row.requests)} />
+            <${Chart} byDay label="Requests by day and adapter" ...${seriesOf(usage, (row) => row.requests)} />
             <h3>Tokens by day and adapter</h3>
-            <${Chart} label="Tokens by day and adapter" ...${seriesOf(usage, tokens)} />
+            <${Chart} byDay label="Tokens by day and adapter" ...${seriesOf(usage, tokens)} />
             <${Sums} usage=${usage} />`}<//>
   <//>`;
 }
