@@ -187,6 +187,7 @@ def test_hostile_texts_are_text(server: WholeServer, screen: Screen) -> None:
         expect(screen["key-row"].filter(has_text=text).first).to_be_visible()
     expect(screen["tenant-name"]).to_contain_text(HOSTILE[1])
     screen["nav-audit"].click()
+    screen["audit-row"].first.wait_for()
     for detail in screen.page.locator("summary").all()[:5]:
         detail.click()
     expect(screen.page.locator("pre", has_text=HOSTILE[1]).first).to_be_visible()

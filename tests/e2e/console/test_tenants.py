@@ -23,13 +23,13 @@ expect.set_options(timeout=PATIENCE_MS)
 
 
 def fill_ledger(server: WholeServer) -> None:
-    """Requests of acme to three adapters and the base over 30 days, and of a rival."""
+    """Requests of acme to three adapters and the base over 28 days, and of a rival."""
     now = datetime.datetime.now(UTC)
     names = ("(base)", "support", "billing", "json")
     rows = [
         {
             "id": uuid.UUID(int=number).hex,
-            "at": now - timedelta(minutes=1 + number * 43_000 / LEDGER_ROWS),
+            "at": now - timedelta(minutes=1 + number * 40_000 / LEDGER_ROWS),
             "tenant_id": "rival" if number % 10 == 0 else "acme",
             "key_id": "k",
             "adapter": names[number % 4],

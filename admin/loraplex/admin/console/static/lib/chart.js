@@ -8,6 +8,9 @@ import { theme } from "./store.js";
 
 const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
 const day = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", timeZone: "UTC" });
+/** Seconds between two labels of the time. */
+const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600];
+const DAY_STEPS = [1, 2, 3, 7, 14, 30].map((days) => days * 86_400);
 /** Part of the height that stays free above the highest value. */
 const HEADROOM = 0.05;
 
@@ -49,7 +52,7 @@ export function Chart({ label, times, series, height = 180, byDay = false, show 
             value: (/** @type {uPlot} */ _, /** @type {number | null} */ value) => (value === null ? "–" : show(value)),
           })),
         ],
-        axes: [{ ...axis, space: 80, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(moment) }, { ...axis, size: 60, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(show) }],
+        axes: [{ ...axis, space: 100, incrs: byDay ? DAY_STEPS : STEPS, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(moment) }, { ...axis, size: 60, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(show) }],
         scales: { y: { range: (/** @type {uPlot} */ _, /** @type {number} */ __, /** @type {number} */ top) => [0, (top || 1) * (1 + HEADROOM)] } },
         legend: { show: true },
         cursor: { drag: { x: false, y: false } },

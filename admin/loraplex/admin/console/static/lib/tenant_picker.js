@@ -1,5 +1,5 @@
 /** The choice of the tenant that a page shows. A key's is its own. */
-import { html, signal, useEffect, useId, useState } from "./html.js";
+import { html, signal, useEffect, useId, useRef, useState } from "./html.js";
 import { usePoll } from "./poll.js";
 import { isOperator, tenant, tenantIds } from "./store.js";
 import { Empty, Field, Loaded } from "./ui.js";
@@ -13,12 +13,14 @@ export function TenantPicker() {
   const ids = poll.data ?? [];
   const [typed, setTyped] = useState(tenant.value);
   const options = useId();
+  const input = useRef(/** @type {HTMLElement | null} */ (null));
   useEffect(() => {
     list.value = poll;
     if (ids.includes(typed)) tenant.value = typed; // before the list was there
     if (!tenant.value && !typed && ids.length) {
       tenant.value = ids[0];
-      setTyped(ids[0]);
+      // Not into the middle of typing.
+      if (document.activeElement !== input.current) setTyped(ids[0]);
     }
   }, [poll.data, poll.error, poll.loading]);
 
@@ -29,7 +31,7 @@ export function TenantPicker() {
   }
 
   return html`<${Field} label="Tenant">
-    <input data-testid="tenant" list=${options} value=${typed} readonly=${!isOperator.value} autocomplete="off"
+    <input ref=${input} data-testid="tenant" placeholder=${tenant.value} list=${options} value=${typed} readonly=${!isOperator.value} autocomplete="off"
       spellcheck=${false} onInput=${(/** @type {any} */ event) => onType(event.target.value)}
       onChange=${(/** @type {any} */ event) => (tenant.value = event.target.value.trim())} />
     <datalist id=${options}>${ids.map((id) => html`<option value=${id} />`)}</datalist>
