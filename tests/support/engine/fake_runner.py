@@ -4,8 +4,9 @@ It keeps a KV memory of physical blocks. A step writes, for each scheduled posit
 digest that lies in the row's adapter slot *at that moment* and of the position before, into the block that the
 row's table names, and samples a token as a hash of all that it reads back through that table. It never looks at a
 sequence's own tokens. So a block given out twice, a prefix found under a wrong key, a slot overwritten too early or
-a token fed out of turn changes what comes out; `reference` says what should have. Log probabilities are hashes of
-the same: `reference_scores`. Answers are hashes of integers alone: the same in every process.
+a token fed out of turn changes what comes out; `reference` says what should have. A rejected draft leaves its KV in
+the blocks, which nobody may read. Log probabilities are hashes of the same: `reference_scores`. Answers are hashes of
+integers alone: the same in every process.
 """
 
 from __future__ import annotations
@@ -235,6 +236,7 @@ class FakeRunner:
         not_finite: set[int] = set()
         ended: set[int] = set()
         broken: dict[int, str] = {}
+        num_accepted: dict[int, int] = {}
         for index, row in enumerate(plan.scheduled):
             request_id = row.request_id
             grammar = grammar_of(row.request)
@@ -271,9 +273,10 @@ class FakeRunner:
             if not row.samples:
                 answers.append(())
                 continue
-            answer = [draw(seen, self.vocab_size)]
             is_scored = sampling.logprobs is not None
-            of_output = [score(seen, answer[0], sampling.logprobs or 0)] if is_scored else []
+            answer, of_output = self._verify(row, seen)
+            num_drafts_accepted = len(answer) - 1
+            seen = seen[: len(seen) - len(row.drafted) + num_drafts_accepted]
             drawn[request_id, row.output_index] = answer[0]
             mark = self._mark(row)
             for _ in range(self.tokens_per_row(row) - 1):
@@ -289,6 +292,8 @@ class FakeRunner:
                 elif kind == "ends" and len(answer) >= left > 0:
                     del answer[left:], of_output[left:]
                     ended.add(index)
+            if row.drafted:
+                num_accepted[index] = min(num_drafts_accepted, len(answer) - 1)
             answers.append(tuple(answer))
             if sampling.logprobs is not None:
                 scores[index] = replace(
@@ -308,7 +313,24 @@ class FakeRunner:
             broken,
             pooled,
             measured,
+            num_accepted,
         )
+
+    def _verify(self, row: ScheduledSequence, seen: tuple[int, ...]) -> tuple[list[int], list[Row]]:
+        """The drafts of a row that are accepted, the token behind them, and the scores of each."""
+        if row.drafted and (row.pending_input or row.token_ids[-len(row.drafted) :] != row.drafted):
+            self.complaints.append(f"a slice of {row.request_id} does not hold its drafts")
+        known = len(seen) - len(row.drafted)
+        answer: list[int] = []
+        scores: list[Row] = []
+        for place, guess in enumerate((*row.drafted, None)):
+            before = seen[: known + place]
+            answer.append(draw(before, self.vocab_size))
+            if row.request.sampling.logprobs is not None:
+                scores.append(score(before, answer[-1], row.request.sampling.logprobs))
+            if answer[-1] != guess:
+                break
+        return answer, scores
 
     def _notice(self, row: ScheduledSequence, seen: tuple[int, ...]) -> None:
         """A row has read poison. From now on no sequence may begin with it."""

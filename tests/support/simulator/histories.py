@@ -28,14 +28,18 @@ The world of a history is in `world`, what lies below its host memory in `tiers`
 from __future__ import annotations
 
 import logging
+import random
 from collections import deque
+from dataclasses import replace
 from math import inf
 
 from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, StepPlan
 from support.engine.fake_runner import FakeRunner, Fault
 from support.engine.fake_transport import Fate
+from support.simulator.drafters import FREE, DrafterKind, PlantedDrafter
 from support.simulator.fairness import Shares
 from support.simulator.grammars import FakeGrammars
 from support.simulator.oracle import Oracle, Violation
@@ -51,9 +55,10 @@ FAIR_EVERY = 8
 
 
 class History:
-    """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`)."""
+    """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`). With
+    `drafts` it has no lookahead, and this drafter."""
 
-    def __init__(self, seed: int, *, fair: bool | None = None) -> None:
+    def __init__(self, seed: int, *, fair: bool | None = None, drafts: DrafterKind | None = None) -> None:
         self.seed = seed
         self.now = 100.0
         self.num_events = 0
@@ -62,6 +67,10 @@ class History:
         self.room = inf
         self.total = Summary(histories=1)
         self.world = world = World(seed, fair=seed % FAIR_EVERY == 0 if fair is None else fair)
+        self._drafts = drafts
+        self._guessing = random.Random(seed)
+        if drafts is not None:
+            world.lookahead, world.config = 0, replace(world.config, lookahead=0)
         self.disk = Disk([*world.sizes], world.storing)
         self._num_slots, self._host_pages = world.rng.randint(2, 4), world.rng.randint(2, 10)
         if world.p_tier and world.storing.random() < 0.5:
@@ -93,6 +102,9 @@ class History:
             is_live=lambda row: self.core._tracker.sequence(row) is not None,
         )
         self.grammars = FakeGrammars(lambda: self.now, world.constraining)
+        self.drafter: PlantedDrafter | None = None
+        if self._drafts is not None:
+            self.drafter = PlantedDrafter(self._drafts, self._guessing, VOCAB_SIZE)
         self.core = EngineCore(
             world.config,
             self.runner,
@@ -100,6 +112,7 @@ class History:
             eos_ids=EOS_IDS,
             clock=lambda: self.now,
             grammars=self.grammars,
+            speculation=None if self.drafter is None else Speculation(self.drafter, FREE),
         )
 
     def _fault(self, plan: StepPlan) -> Fault:
@@ -163,6 +176,9 @@ class History:
         total.loads += self.transport.num_loads
         total.from_copies += self.transport.num_from_copies
         total.held_for_grammar += self.grammars.num_held
+        if self.drafter is not None:
+            total.drafted += sum(drafted for drafted, _ in self.drafter.log)
+            total.accepted += sum(accepted for _, accepted in self.drafter.log)
 
     def _play(self) -> None:
         if self.world.fair:
@@ -357,6 +373,8 @@ class History:
             if shares is not None:
                 shares.told(self.oracle.records[event.request_id], event)
         self.oracle.check_step(self.core, self.cache, self.transport, started)
+        if self.drafter is not None and self.drafter.complaints:
+            raise Violation("; ".join(self.drafter.complaints))
         if shares is not None:
             shares.planned(self.runner.plans)
             self.runner.plans.clear()
@@ -375,13 +393,13 @@ class History:
         self.now = max(self.now, min(times))
 
 
-def play(seed: int, *, fair: bool | None = None) -> Summary:
+def play(seed: int, *, fair: bool | None = None, drafts: DrafterKind | None = None) -> Summary:
     """One history. Raises Violation."""
     log = logging.getLogger("loraplex")
     level = log.level
     log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
     try:
-        return History(seed, fair=fair).play()
+        return History(seed, fair=fair, drafts=drafts).play()
     finally:
         log.setLevel(level)
 

@@ -28,6 +28,8 @@ class Summary:
     deletions: int = 0
     restarts: int = 0
     resumed: int = 0
+    drafted: int = 0
+    accepted: int = 0
     endings: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: Summary) -> None:
@@ -47,5 +49,5 @@ class Summary:
             f"{self.grammar_ends} answers ended by their grammar, {self.held_for_grammar} requests held for theirs, "
             f"{self.measured} adapters measured, {self.from_copies} loads of laid-out copies, "
             f"{self.damaged_copies} copies damaged, {self.deletions} versions deleted, {self.restarts} restarts, "
-            f"{self.resumed} answers that went on behind one"
+            f"{self.resumed} answers that went on behind one, {self.accepted} of {self.drafted} drafts accepted"
         )
