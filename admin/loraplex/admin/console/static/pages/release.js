@@ -76,7 +76,7 @@ export default function Release({ name, candidate = "" }) {
               onSave=${(/** @type {any} */ body) => change("PUT", "", body, based.etag)} />`
           : html`<${Loading} />`}
         <${Arms} found=${found.comparison} />
-        <${Guard} guard=${found.comparison.guard} run=${found.release.body.run} />
+        <${Guard} guard=${found.comparison.guard} run=${inForce.body.run} isGiven=${inForce.body.guard !== null} />
         <${Shadow} shadow=${found.comparison.shadow} />
         <${History} rows=${found.history} />
       `}

@@ -50,9 +50,12 @@ function Interval({ share }) {
   </span>`;
 }
 
-/** @param {{ guard: any, run: any }} props */
-export function Guard({ guard, run }) {
-  if (!guard) return html`<${Section} title="Guard"><${Empty}>No guard watches this release.<//><//>`;
+/** @param {{ guard: any, run: any, isGiven: boolean }} props `isGiven`: the release has a guard, which may not have looked yet. */
+export function Guard({ guard, run, isGiven }) {
+  if (!guard) {
+    const text = isGiven ? "The guard has not looked yet." : "No guard watches this release.";
+    return html`<${Section} title="Guard"><${Empty}>${text}<//><//>`;
+  }
   const said = {
     pass: "Enough requests, and none of its metrics is worse.",
     hold: "Too few requests to say.",

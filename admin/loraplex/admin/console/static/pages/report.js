@@ -30,25 +30,25 @@ export function byLayer(found) {
   return [...layers.values()].sort((a, b) => Number(a.name) - Number(b.name));
 }
 
-/** @param {{report: any}} props */
-export function Report({ report }) {
+/** @param {{report: any, isRefused?: boolean}} props */
+export function Report({ report, isRefused = false }) {
   if (!report) return html`<p class="note">There is no report.</p>`;
   return html`<div class="report" data-testid="report">
     ${report.refusal ? html`<p class="bad" role="alert">${report.refusal.code}: ${report.refusal.message}</p>` : null}
-    <${Checks} checks=${report.checks} />
+    <${Checks} checks=${report.checks} isRefused=${isRefused || Boolean(report.refusal)} />
     <${Numbers} found=${report.reference_error} />
     <${BaseError} found=${report.base_error} />
     <${Facts} report=${report} />
   </div>`;
 }
 
-/** @param {{checks: any}} props */
-function Checks({ checks }) {
+/** @param {{checks: any, isRefused: boolean}} props A check of an accepted adapter that did not pass is a warning. */
+function Checks({ checks, isRefused }) {
   if (!Array.isArray(checks) || checks.length === 0) return null;
   return html`<h3>Checks</h3>
     <ul class="checks">
       ${checks.map(
-        (check) => html`<li class=${check.ok ? "good" : "bad"}>
+        (check) => html`<li class=${check.ok ? "good" : isRefused ? "bad" : "busy"}>
           <span class="mark" role="img" aria-label=${check.ok ? "passed" : "not passed"}>${check.ok ? "✓" : "!"}</span>
           <b>${String(check.name).replaceAll("_", " ")}</b> <span>${String(check.detail)}</span>
         </li>`,

@@ -119,7 +119,7 @@ function Progress({ sent, total }) {
 /** The report of a refused adapter. @param {{ problem: any }} props */
 function Refused({ problem }) {
   if (!problem?.report) return null;
-  return html`<${Section} title="Report"><${Report} report=${problem.report} /><//>`;
+  return html`<${Section} title="Report"><${Report} report=${problem.report} isRefused=${true} /><//>`;
 }
 
 /** @param {{ version: any }} props */
