@@ -1,0 +1,111 @@
+"""Hostile texts in every field that the pages of adapters, releases and uploads show, in a real browser."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Route, expect
+
+from support.adapters.drafts import make_adapter
+from support.console.browser import PATIENCE_MS, Screen
+from support.http.admin_plane import ARCH
+from support.http.whole_server import WholeServer, whole_server
+
+pytestmark = pytest.mark.slow
+expect.set_options(timeout=PATIENCE_MS)
+
+HURT = "<img src=x onerror='window.hurt=1'>"
+HOSTILE = (
+    HURT,
+    "<script>window.hurt=1</script>",
+    "javascript:window.hurt=1",
+    "'\"><svg onload=window.hurt=1>",
+    "</pre><iframe srcdoc='<script>parent.hurt=1</script>'>",
+    "${window.hurt=1}{{window.hurt=1}}",
+)
+KEPT = ("created_at", "since", "next_cursor", "id", "tenant", "kind", "scopes")
+"""Fields whose values the console computes with: times, and who signed in."""
+MARKUP = "main img, main script, main iframe, main [onload], main [onerror], main a[href^='javascript']"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
+    with whole_server(tmp_path_factory.mktemp("server")) as running:
+        running.plane.make_tenant("acme")
+        for seed in (1, 2):
+            running.plane.make_adapter("support", seed=seed)
+        yield running
+
+
+@pytest.fixture
+def hostile(server: WholeServer, screen: Screen) -> Screen:
+    """Signed in at a server whose answers have a hostile text in place of each text."""
+    secret = server.plane.make_key("acme", "adapters:read", "adapters:write")
+    screen.sign_in(f"{server.admin_url}/", secret)
+    screen.page.route("**/admin/v1/**", poison)
+    return screen
+
+
+def poison(route: Route) -> None:
+    answer = route.fetch()
+    if "json" not in answer.headers["content-type"]:
+        route.fulfill(response=answer)
+        return
+    route.fulfill(response=answer, body=json.dumps(poisoned(answer.json(), iter(HOSTILE * 10_000))))
+
+
+def poisoned(value: Any, texts: Iterator[str]) -> Any:
+    """The same document with other texts, also in place of names of fields that are data."""
+    if isinstance(value, str):
+        return next(texts)
+    if isinstance(value, list):
+        return [poisoned(one, texts) for one in value]
+    if isinstance(value, dict):
+        return {
+            (next(texts) if "." in name else name): one if name in KEPT else poisoned(one, texts)
+            for name, one in value.items()
+        }
+    return value
+
+
+def is_harmless(screen: Screen) -> bool:
+    return screen.page.evaluate("window.hurt") is None and screen.page.locator(MARKUP).count() == 0
+
+
+def test_what_the_server_says_of_adapters_is_text(hostile: Screen) -> None:
+    hostile["nav-adapters"].click()
+    hostile["adapter-row"].first.wait_for()
+    assert "window.hurt=1" in hostile.page.locator("main").inner_text()
+    assert is_harmless(hostile)
+    hostile.go("adapters/support")
+    hostile["report"].wait_for()
+    assert "window.hurt=1" in hostile.page.locator("main").inner_text()
+    assert is_harmless(hostile)
+
+
+def test_what_the_server_says_of_a_release_is_text(hostile: Screen) -> None:
+    hostile.go("adapters/support/release")
+    hostile["release-row"].first.wait_for()
+    assert "window.hurt=1" in hostile.page.locator("main").inner_text()
+    assert is_harmless(hostile)
+
+
+def test_a_refusal_and_the_names_of_files_are_text(hostile: Screen, tmp_path: Path) -> None:
+    made = make_adapter(tmp_path, ARCH, seed=3)
+    hostile.go("upload")
+    hostile["adapter-name"].fill("tiny")
+    hostile["upload"].set_input_files([made.config, made.tensors])
+    hostile["upload-send"].click()
+    assert "window.hurt=1" in hostile.text("error")
+    assert is_harmless(hostile)
+    file = {"name": HURT.replace("/", ""), "mimeType": "text/plain", "buffer": b"x"}
+    hostile["upload"].set_input_files(file)
+    expect(hostile.page.locator("main")).to_contain_text("is no part of an adapter")
+    assert is_harmless(hostile)
+    hostile.go("adapters/%3Cimg%20src=x%20onerror=window.hurt=1%3E/upload")
+    expect(hostile["adapter-name"]).to_have_value("<img src=x onerror=window.hurt=1>")
+    assert is_harmless(hostile)
