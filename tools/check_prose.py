@@ -48,7 +48,7 @@ WORDS: tuple[tuple[str, str], ...] = (
 
 SOURCE = ("adapters", "admin", "kernels", "migrations", "server")
 """Folders whose docstrings begin with a noun phrase or a verb."""
-BASE = "173b6da"
+BASE = "c6a670f4"
 """Subjects of later commits are checked."""
 SUBJECT = re.compile(r"(Revert \")?[a-z][a-z0-9_./, -]*: \S.*")
 MAX_SUBJECT = 72

@@ -41,6 +41,7 @@ def test_make_check_runs_every_guard_and_none_is_allowed_to_fail() -> None:
     assert tools == [
         *("ruff", "ruff", "mypy", "lint-imports", "deptry"),
         *("tools/check_layout.py", "tools/check_prose.py"),
+        "$(CLIENTS)/console/node_modules/.bin/tsc",
     ]
     assert [line for line in lines if line.startswith("-") or re.search(r"\|\||;|\|", line)] == []
 

@@ -89,6 +89,43 @@ def test_now_shows_the_batch_by_tenant(server: WholeServer, admin: Screen) -> No
     expect(admin["step-time"]).to_contain_text("8 tokens each")
 
 
+def virtual_ms_to_a_request(screen: Screen) -> int:
+    """Runs the page's clock until it asks for the engine again; the time that went by there."""
+
+    def count() -> int:
+        return sum(url.endswith("/admin/v1/engine") for url in screen.urls)
+
+    before, began = count(), screen.page.evaluate("Date.now()")
+    for _ in range(1000):
+        screen.page.clock.run_for(100)
+        if count() > before:
+            return int(screen.page.evaluate("Date.now()") - began)
+    raise AssertionError("the page asks no more")
+
+
+def test_polling_slows_down_on_errors_and_stops_in_a_hidden_tab(server: WholeServer, screen: Screen) -> None:
+    screen.page.clock.install()
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
+    expect(screen["batch-row"]).to_have_count(2)
+    assert virtual_ms_to_a_request(screen) < 10_000
+    screen.page.route("**/admin/v1/engine", lambda route: route.fulfill(status=503, body="no JSON"))
+    virtual_ms_to_a_request(screen)
+    expect(screen["error"].first).to_contain_text("status 503")
+    waits = [virtual_ms_to_a_request(screen) for _ in range(4)]
+    # Each begins up to a step of the clock after the request before it.
+    assert all(wait >= 2000 * 2**number - 100 for number, wait in enumerate(waits)), waits
+    hide = "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+    hide += " document.dispatchEvent(new Event('visibilitychange')); }"
+    screen.page.evaluate(hide, True)
+    asked = len(screen.urls)
+    screen.page.clock.run_for(120_000)
+    assert [url for url in screen.urls[asked:] if url.endswith("/engine")] == []
+    screen.page.unroute("**/admin/v1/engine")
+    with screen.page.expect_response("**/admin/v1/engine"):
+        screen.page.evaluate(hide, False)
+    expect(screen.page.get_by_text("status 503")).to_have_count(0)
+
+
 def test_the_engine_away(server: WholeServer, admin: Screen) -> None:
     expect(admin["running"]).to_contain_text("8")
     server.plane.engine.kill()
@@ -220,6 +257,8 @@ def test_ten_thousand_adapters(server: WholeServer, admin: Screen) -> None:
     admin["cache-adapter"].fill("a09999")
     admin["cache-adapter"].press("Enter")
     expect(admin["adapter-tile"]).to_have_count(1)
+    admin["adapter-tile"].get_by_role("link").click()
+    expect(admin.page.get_by_role("heading", level=1)).to_contain_text("a09999")
     with server.plane.database.write() as session:
         session.execute(update(AdapterVersion).where(AdapterVersion.name.like("a0%")).values(state="deleted"))
 

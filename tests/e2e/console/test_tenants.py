@@ -22,13 +22,13 @@ LEDGER_ROWS = 10_000
 expect.set_options(timeout=PATIENCE_MS)
 
 
-def fill_ledger(server: WholeServer) -> None:
-    """Requests of acme to three adapters and the base over 28 days, and of a rival."""
+def fill_ledger(server: WholeServer, part: int = 0) -> None:
+    """LEDGER_ROWS requests of acme to three adapters and the base over 28 days, and of a rival."""
     now = datetime.datetime.now(UTC)
     names = ("(base)", "support", "billing", "json")
     rows = [
         {
-            "id": uuid.UUID(int=number).hex,
+            "id": uuid.UUID(int=part * LEDGER_ROWS + number).hex,
             "at": now - timedelta(minutes=1 + number * 40_000 / LEDGER_ROWS),
             "tenant_id": "rival" if number % 10 == 0 else "acme",
             "key_id": "k",
@@ -118,12 +118,16 @@ def test_a_rotated_key_shows_its_new_secret(server: WholeServer, admin: Screen) 
 
 
 def test_totals_are_those_of_the_api(server: WholeServer, admin: Screen) -> None:
+    check_totals(server, admin, LEDGER_ROWS)
+
+
+def check_totals(server: WholeServer, admin: Screen, num_rows: int) -> None:
     admin["usage-days"].select_option("90")
     expect(admin["usage-row"]).to_have_count(4)
     asked = {"tenant": "acme", "bucket": "none", "start": "2000-01-01T00:00:00Z"}
     answer = server.http.get(f"{server.admin_url}/admin/v1/usage", params=asked, headers=bearer(ADMIN_TOKEN))
     (total,) = answer.json()["data"]
-    assert total["requests"] == LEDGER_ROWS * 9 // 10
+    assert total["requests"] == num_rows * 9 // 10
     for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens"):
         assert admin.text(f"total-{name}") == f"{total[name]:,}"
     cells = [row.locator("td").first.inner_text() for row in admin["usage-row"].all()]
@@ -173,3 +177,12 @@ def test_the_admin_token_is_refused_on_the_data_port(server: WholeServer, screen
     screen["secret"].fill(ADMIN_TOKEN)
     screen["sign-in"].click()
     expect(screen["error"]).to_contain_text("works on the admin port only")
+
+
+@pytest.mark.soak
+def test_totals_of_a_long_ledger(server: WholeServer, admin: Screen) -> None:
+    for part in range(1, 10):
+        fill_ledger(server, part)
+    admin["nav-now"].click()
+    admin["nav-tenants"].click()
+    check_totals(server, admin, 10 * LEDGER_ROWS)

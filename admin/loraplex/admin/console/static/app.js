@@ -8,12 +8,6 @@ import { pageAt, pages } from "./pages/index.js";
 const hash = signal(location.hash);
 window.addEventListener("hashchange", () => (hash.value = location.hash));
 
-const OTHERS = {
-  operator: "This page needs the admin token, on the admin port.",
-  key: "This page needs a tenant's key.",
-  asks: "This page needs a tenant's key, on the data port: open /console there.",
-};
-
 /** @param {import("./pages/index.js").PageEntry} page */
 function isFor(page) {
   return page.who !== "operator" || isOperator.value;
@@ -122,7 +116,9 @@ function App() {
 /** @param {import("./pages/index.js").PageEntry | undefined} page */
 function content(page) {
   if (!page) return null;
-  if (page.who && !isFor(page)) return html`<p class="error" role="alert" data-testid="error">${OTHERS[page.who]}</p>`;
+  if (!isFor(page)) {
+    return html`<p class="error" role="alert" data-testid="error">This page needs the admin token, on the admin port.</p>`;
+  }
   return html`<${CurrentPage} />`;
 }
 

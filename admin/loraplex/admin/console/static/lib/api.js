@@ -1,5 +1,5 @@
 /**
- * Requests to the server that this page came from, with the secret of whoever signed in. The secret is in a variable of
+ * Requests to the server that this page came from, with the secret of the person who signed in. The secret is in a variable of
  * this module: it ends with the tab, and no cookie and no storage holds it. Every request is one that curl can make.
  *
  *   const tenants = await api.list("tenants");                       // GET /admin/v1/tenants, all pages

@@ -3,7 +3,9 @@ import { api } from "../lib/api.js";
 import { Chart } from "../lib/chart.js";
 import { html, useRef, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
+import { tenant } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
+import { adapterHref } from "./adapters.js";
 
 const EVERY_MS = 2000;
 const HISTORY = 150;
@@ -181,7 +183,7 @@ function AdapterTile({ row }) {
     row.last_used_seconds_ago !== null && `used ${ui.seconds(row.last_used_seconds_ago)} ago`,
   ];
   return html`<li class=${fastest} data-testid="adapter-tile" data-residency=${fastest}>
-    <strong>${row.name}@${row.version}</strong>
+    <a href=${adapterHref(row.name)} onClick=${() => (tenant.value = row.tenant_id)}>${row.name}@${row.version}</a>
     <div class="note">${row.tenant_id} · ${ui.bytes(row.disk_bytes)}</div>
     <div>${words.filter(Boolean).join(", ")}</div>
     ${row.error && html`<div class="note">${row.error}</div>`}
