@@ -224,3 +224,20 @@ def test_the_document_has_routes_scopes_and_no_answer_of_the_frameworks() -> Non
 def test_a_header_without_one_secret_is_refused(value: bytes) -> None:
     with pytest.raises(BearerInvalid):
         bearer_secret({"headers": [(b"authorization", value)]})
+
+
+async def test_a_moved_route_is_the_same_elsewhere() -> None:
+    """It asks who calls, and reads its path's parameter; the route that it was made of stays where it is."""
+    (one,) = [route for route in router.routes if getattr(route, "name", "") == "read_item"]
+    assert isinstance(one, Route)
+    app = create_app("Items", [one, one.moved("/below/items/{name:path}")], middleware=[Middleware(Boundary)])
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://items") as client:
+        for path in ("/items/a/b", "/below/items/a/b"):
+            refused = await client.get(path)
+            answer = await client.get(path, headers={"authorization": "Bearer none"})
+            assert (refused.status_code, answer.status_code) == (401, 200)
+            assert answer.json() == {"name": "a/b"}
+        secret = {"authorization": "Bearer none"}
+        assert (await client.get("/below/items/a%0A", headers=secret)).json() == {"name": "a\n"}
+        assert (await client.get("/below", headers=secret)).status_code == 404

@@ -13,6 +13,7 @@ import typer
 
 from loraplex.app.commands.shared.errors import CommandGroup
 from loraplex.app.commands.shared.switches import SwitchCommand
+from loraplex.engine.ipc.quick_imports import quick_imports
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ def create_cli(wanted: str | None = None) -> typer.Typer:
 
 def main() -> None:
     """The entry point of the `loraplex` script."""
-    create_cli(wanted_command(sys.argv[1:], os.environ))(prog_name="loraplex")
+    with quick_imports():
+        program = create_cli(wanted_command(sys.argv[1:], os.environ))
+    program(prog_name="loraplex")
 
 
 def wanted_command(arguments: Sequence[str], environment: Mapping[str, str]) -> str:

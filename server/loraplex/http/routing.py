@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, Self, TypeVar, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.params import Security
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.routing import Match, Mount, Route
+from starlette.routing import Match, Mount, Route, compile_path
 from starlette.types import Receive, Scope, Send
 
 from loraplex.control.types import Principal
@@ -88,6 +89,17 @@ class OrderedRoute(APIRoute):
         self._answer = self.app
         if self.scopes is not None:
             self.app = self._in_order
+
+    def moved(self, path: str) -> Self:
+        """The same route at another path with the same parameters. To make one from its endpoint takes ten
+        milliseconds."""
+        route = copy.copy(self)
+        route.path = path
+        route.path_regex, route.path_format, route.param_convertors = compile_path(path)
+        exact(route)
+        if route.scopes is not None:
+            route.app = route._in_order
+        return route
 
     def asked(self, request: Request) -> AbstractAsyncContextManager[Any]:
         """Sets the context's principal, then gives the endpoint's body: an object of its model, or NO_BODY. The answer

@@ -58,8 +58,8 @@ class AdminRoute(OrderedRoute):
     access: str
     action: str | None
 
-    def __init__(self, path: str, endpoint: Callable[..., Any], *, prefix: str = "", **options: Any) -> None:
-        self.template, self._options = path, options
+    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
+        self.template = path
         self._known: list[str] = []
         self._body: type[BaseModel] | None = None
         self.action = None
@@ -67,7 +67,7 @@ class AdminRoute(OrderedRoute):
             self._note_parameter(parameter)
         summary, _, more = inspect.cleandoc(endpoint.__doc__ or "").partition("\n")
         super().__init__(
-            prefix + path,
+            path,
             endpoint,
             **options | {"summary": summary, "generate_unique_id_function": lambda route: route.name},
         )
@@ -91,7 +91,7 @@ class AdminRoute(OrderedRoute):
 
     def below(self, prefix: str) -> AdminRoute:
         """The same route with `prefix` before its path."""
-        return AdminRoute(self.template, self.endpoint, prefix=prefix, **self._options)
+        return self.moved(prefix + self.template)
 
     @property
     def method(self) -> str:

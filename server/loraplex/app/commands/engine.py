@@ -10,6 +10,7 @@ from loraplex.app.commands.server import with_settings
 from loraplex.app.setting_groups import ENGINE_SETTINGS
 from loraplex.app.settings import Settings
 from loraplex.app.supported_platform import require_supported_platform
+from loraplex.engine.ipc.quick_imports import quick_imports
 
 
 def create_engine_command() -> Any:
@@ -27,6 +28,7 @@ def create_engine_command() -> Any:
 
 def _engine(settings: Settings, *, join: str, replica: str | None) -> None:
     require_supported_platform()
-    from loraplex.app.engines.process import run_engine
+    with quick_imports():
+        from loraplex.app.engines.process import run_engine
 
     raise typer.Exit(run_engine(settings, join, replica))

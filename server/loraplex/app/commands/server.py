@@ -15,6 +15,7 @@ from loraplex.app.setting_groups import GROUPS, SERVER_LIMITS, is_hidden, server
 from loraplex.app.setting_types import parse_size
 from loraplex.app.settings import Settings, load_settings
 from loraplex.app.supported_platform import require_supported_platform
+from loraplex.engine.ipc.quick_imports import quick_imports
 
 _PANELS = {name: panel for panel, names in GROUPS.items() for name in names}
 
@@ -196,7 +197,8 @@ def _shown_default(field: FieldInfo) -> str:
 
 def _serve(settings: Settings) -> None:
     require_supported_platform()
-    from loraplex.app.serve import serve
+    with quick_imports():
+        from loraplex.app.serve import serve
 
     raise typer.Exit(serve(settings))
 

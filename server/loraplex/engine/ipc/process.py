@@ -32,6 +32,7 @@ from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.log_lines import JsonLogs, log, report
 from loraplex.engine.ipc.loop import BuiltEngineLike, EngineLoop, Outbox
+from loraplex.engine.ipc.quick_imports import quick_imports
 from loraplex.engine.log_hooks import install_log_hooks
 from loraplex.engine.types import TokenEvent
 
@@ -322,17 +323,19 @@ def main() -> None:
     def build(
         config: EngineConfig, wake: Callable[[], None], on_stage: Callable[[str], None]
     ) -> BuiltEngineLike:
-        from loraplex.engine.build import build_engine
+        with quick_imports():
+            from loraplex.engine.build import build_engine
 
         return build_engine(config, wake, on_stage)
 
     def prepare(decoder: str) -> None:
-        importlib.import_module("loraplex.engine.build")
-        with contextlib.suppress(ImportError):  # its absence is reported where it is needed
-            importlib.import_module("loraplex.kernels.numba_warm_up")
-        if decoder == "transformers":
-            # The config of any family brings most of what transformers needs; of the fused ones the plan is kept.
-            importlib.import_module("transformers").LlamaConfig  # noqa: B018 - imported when it is looked up
+        with quick_imports():
+            importlib.import_module("loraplex.engine.build")
+            with contextlib.suppress(ImportError):  # its absence is reported where it is needed
+                importlib.import_module("loraplex.kernels.numba_warm_up")
+            if decoder == "transformers":
+                # The config of any family brings most of what transformers needs; of the fused ones the plan is kept.
+                importlib.import_module("transformers").LlamaConfig  # noqa: B018 - imported when it is looked up
 
     # Threads of numerical libraries may outlive the loop; nothing of theirs is worth waiting for.
     status = run(build, prepare=prepare)
