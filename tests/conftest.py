@@ -66,6 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported
     hypothesis.settings.load_profile(config.getoption("--hypothesis-profile") or "fast")
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
@@ -119,6 +120,7 @@ def pytest_collection_finish() -> None:
     """Thousands of tests and the modules that they import live to the end: no garbage collection need look at them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 class Recorder:

@@ -143,9 +143,10 @@ class LiveServer:
         return self
 
     def wait_ready(self, timeout: float = START_TIMEOUT_S) -> None:
-        self.wait(lambda: self.get("/readyz") == 200, timeout)
+        # A start takes seconds, and each question keeps the processor from it.
+        self.wait(lambda: self.get("/readyz") == 200, timeout, every=0.15)
 
-    def wait(self, condition: Callable[[], bool], timeout: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], bool], timeout: float = 60.0, *, every: float = 0.03) -> None:
         """Until `condition` holds; fails with the log's end if it does not, or if the server has ended."""
         end = time.monotonic() + timeout
         while not condition():
@@ -153,7 +154,7 @@ class LiveServer:
                 raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log_tail()}")
             if time.monotonic() > end:
                 raise AssertionError(f"not within {timeout} s: {condition}\n{self.log_tail()}")
-            time.sleep(0.03)
+            time.sleep(every)
 
     def stop(self, timeout: float = 90.0) -> int:
         """SIGTERM; the exit code."""
