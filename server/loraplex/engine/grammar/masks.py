@@ -198,7 +198,9 @@ class MaskMaker:
                     failed[row.row] = error
                 else:
                     followed.append((place, row, row.matcher))
-                    drafts = row.matcher.behind(row.sampled.scheduled.drafted)
+                    drafted = row.sampled.scheduled.drafted
+                    if drafted:
+                        drafts = row.matcher.behind(drafted, vocabulary.tokenizer.vocab_size)
             self._compute([matcher for _, _, matcher in followed])
             for place, row, matcher in followed:
                 mask = words[place]

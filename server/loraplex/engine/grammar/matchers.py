@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -100,12 +101,13 @@ class SequenceMatcher:
         self._sure = count
         return None
 
-    def behind(self, drafted: Sequence[int]) -> list[SequenceMatcher]:
+    def behind(self, drafted: Sequence[int], vocab_size: int) -> list[SequenceMatcher]:
         """Copies that have consumed the first, the first two … of these tokens, as far as the grammar allows them and
-        goes on."""
+        goes on. `vocab_size`: of the grammar's tokenizer; a token beyond it would spoil the matcher."""
         copies: list[SequenceMatcher] = []
-        inner = self.inner
-        for token in drafted[: inner.validate_tokens(list(drafted)) if drafted else 0]:
+        known = [*takewhile(lambda token: token < vocab_size, drafted)]
+        inner = self.inner.deep_copy()
+        for token in known[: inner.validate_tokens(known) if known else 0]:
             inner = inner.deep_copy()
             if not inner.consume_token(token) or inner.is_stopped():
                 break
