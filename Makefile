@@ -16,7 +16,7 @@ ARGS ?=
 OUT ?= build/gpu
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --rerun-failed
 
-.PHONY: quickstart test test-slow test-all check docs chart soak drill gpu gpu-site gpu-wheels fmt clean clients outside dashboards
+.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak drill gpu gpu-site gpu-wheels fmt clean clients outside dashboards
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -53,10 +53,13 @@ gpu-site:
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --constraint constraints.txt --requirement bench/gpu/wheels.txt --dest gpu-wheels
 
-check: $(STAMP)-dev $(CONSOLE)
+# mypy takes as long as the others together: make -j2 check.
+check: check-types check-rules
+check-types: $(STAMP)-dev
+	$(BIN)/mypy -p loraplex.kernels -p loraplex.adapters -p loraplex.engine -p loraplex.serving -p loraplex.lifecycle -p loraplex.http -p loraplex.api -p loraplex.control -p loraplex.admin -p loraplex.migrations -p loraplex.app -p loraplex.contrib
+check-rules: $(STAMP)-dev $(CONSOLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p loraplex.kernels -p loraplex.adapters -p loraplex.engine -p loraplex.serving -p loraplex.lifecycle -p loraplex.http -p loraplex.api -p loraplex.control -p loraplex.admin -p loraplex.migrations -p loraplex.app -p loraplex.contrib
 	$(BIN)/lint-imports
 	$(BIN)/deptry server adapters kernels admin migrations
 	$(BIN)/python tools/check_layout.py

@@ -115,6 +115,7 @@ def stranger(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "LORAPLEX_KV_CACHE_MEMORY": "512MiB",
         "LORAPLEX_ADAPTER_MEMORY": "256MiB",
         "LORAPLEX_THREADS": "1",
+        "LORAPLEX_ENGINE_SPARE": "false",
     }
     log = folder / "quickstart.log"
     with open(log, "wb") as output:
