@@ -84,6 +84,25 @@ def test_the_first_view_is_small() -> None:
     assert all(gzip.decompress(file.compressed) == file.plain for file in files.values())
 
 
+def test_the_page_preloads_what_its_first_module_needs() -> None:
+    """Without that a browser finds out about each file when it has read the one before."""
+
+    def imports(name: str) -> set[str]:
+        path = STATIC / name
+        found = re.findall(r"^(?:import|export)[^;]*?from\s*[\"'](.+?)[\"'];", path.read_text(), re.MULTILINE)
+        found += (
+            re.findall(r"(?:\bfrom|\bimport)\s*[\"'](.+?)[\"']", path.read_text()) if "vendor" in name else []
+        )
+        return {(path.parent / target).resolve().relative_to(STATIC).as_posix() for target in found}
+
+    needed, new = set(), imports("app.js")
+    while new:
+        needed |= new
+        new = set().union(*map(imports, new)) - needed
+    page = (STATIC / "index.html").read_text()
+    assert set(re.findall(r'rel="modulepreload" href="console/(.+?)"', page)) == needed
+
+
 def test_no_text_becomes_markup_or_code_and_nothing_is_foreign() -> None:
     forbidden = re.compile(
         r"innerHTML|outerHTML|insertAdjacentHTML|dangerouslySet|document\.write|DOMParser|\beval\(|new Function"
