@@ -282,3 +282,26 @@ class TestChangeRateLimit:
             assert [(await admin.post(path)).status_code for _ in range(5)] == [404] * 5
             clock.advance(20)
             assert [(await one.post(path)).status_code for _ in range(2)] == [404, 429]
+
+
+async def test_the_log_is_verified_over_http(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    plane.make_tenant()
+    plane.make_tenant("rival")
+    said = (await admin.get("/audit/verify")).json()
+    assert said == {
+        "whole": True,
+        "rows": 2,
+        "anchor": str(verify(plane.database).head),
+        "broken_at": None,
+        "reason": None,
+    }
+    assert (await admin.get("/audit/verify", params={"anchor": said["anchor"]})).json() == said
+    rewritten = await admin.get("/audit/verify", params={"anchor": f"1:{'0' * 64}"})
+    assert (rewritten.json()["whole"], rewritten.json()["broken_at"]) == (False, 1)
+    for nonsense in ("1", "x:y", "1:" + "z" * 64):
+        answer = await admin.get("/audit/verify", params={"anchor": nonsense})
+        assert (answer.status_code, answer.json()["code"]) == (400, "invalid_value")
+    async with admin_client(plane.app, plane.make_key("acme", "usage:read")) as own:
+        assert (await own.get("/audit/verify")).json()["code"] == "insufficient_scope"
+        assert (await own.get("/tenants/acme")).json()["id"] == "acme"
+        assert (await own.get("/tenants/rival")).json()["code"] == "tenant_not_found"
