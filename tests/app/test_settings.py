@@ -58,6 +58,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "server_token_budget": ("1000000000", 10**9),
     "server_budget_period": ("day", "day"),
     "lookahead": ("1", "1"),
+    "speculation": ("off", "off"),
     "threads": ("3", 3),
     "replicas": ("2", 2),
     "max_replicas": ("5", 5),

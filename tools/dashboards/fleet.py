@@ -5,6 +5,9 @@ from __future__ import annotations
 from tools.dashboards.model import INSTANCES, Board, Panel, Query, Row, quantiles, rates, share
 from tools.dashboards.replicas import REPLICAS
 
+_SPECULATION = "loraplex_speculation_tokens_total"
+_DRAFTED, _ACCEPTED = 'outcome="drafted"', 'outcome="accepted"'
+
 _SERVES = Row(
     "Does it serve?",
     (
@@ -164,6 +167,33 @@ _LOAD = Row(
                     "{{instance}}",
                 ),
             ),
+        ),
+        Panel(
+            "Drafted tokens",
+            "Tokens that were guessed and verified, from the sequence itself (own) or earlier answers (history), and "
+            "those of them that were accepted.",
+            "ops",
+            (
+                Query(
+                    f"sum by (source) (rate({_SPECULATION}{{<servers>,{_DRAFTED}}}[$__rate_interval]))",
+                    "drafted: {{source}}",
+                ),
+                Query(f"sum(rate({_SPECULATION}{{<servers>,{_ACCEPTED}}}[$__rate_interval]))", "accepted"),
+            ),
+        ),
+        Panel(
+            "Drafts accepted",
+            "Share of the drafted tokens that were accepted; 0 where none was drafted.",
+            "percentunit",
+            (
+                Query(
+                    f"sum(rate({_SPECULATION}{{<servers>,{_ACCEPTED}}}[$__rate_interval])) "
+                    f"/ (sum(rate({_SPECULATION}{{<servers>,{_DRAFTED}}}[$__rate_interval])) > 0) "
+                    f"or sum(rate({_SPECULATION}{{<servers>,{_DRAFTED}}}[$__rate_interval])) * 0",
+                    "accepted",
+                ),
+            ),
+            most=1,
         ),
         Panel(
             "Tenants with the most requests",

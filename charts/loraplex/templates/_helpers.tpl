@@ -114,7 +114,7 @@ securityContext:
 {{/* Those that an engine has: a change of others leaves engines alone. */}}
 {{- define "loraplex.engineSettings" -}}
 ["model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
-"batch_invariant", "recorded_prompt_rows", "lookahead", "threads", "engine_spare", "kv_cache_memory",
+"batch_invariant", "recorded_prompt_rows", "lookahead", "speculation", "threads", "engine_spare", "kv_cache_memory",
 "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs", "max_num_batched_tokens",
 "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url", "artifact_cache_size",
 "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level"]

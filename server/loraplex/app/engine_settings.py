@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from loraplex.app.base_model.source import plan_dir
 from loraplex.app.settings import Settings
@@ -24,7 +24,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "model_name": served_name,
             "artifact_dir": str(artifact_dir(settings)),
             "artifact_cache_bytes": settings.artifact_cache_size,
-            "lookahead": -1 if settings.lookahead == "auto" else int(settings.lookahead),
+            "lookahead": lookahead(settings),
             "num_threads": settings.threads,
             "cache_dir": str(settings.data_dir.resolve()),
             "plan_dir": str(plan_dir(settings.data_dir.resolve())),
@@ -32,6 +32,12 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "num_sharing": max(1, settings.replicas),
         }
     )
+
+
+def lookahead(settings: Settings) -> Literal[-1, 0, 1]:
+    """The setting as EngineConfig has it."""
+    chosen: dict[str, Literal[-1, 0, 1]] = {"auto": -1, "0": 0, "1": 1}
+    return chosen[settings.lookahead]
 
 
 def image_dir(settings: Settings) -> Path:

@@ -10,9 +10,9 @@ from loraplex.app.suggestions import did_you_mean
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "tool_format", "reasoning_format",
-        "adapter_templates", "default_max_tokens", "kernels", "attention", "batch_invariant", "recorded_prompt_rows",
-        "lookahead", "threads", "replicas", "max_replicas", "scale_up_delay", "scale_down_delay", "replica_manager",
-        "ray_address", "engine_spare",
+        "adapter_templates", "default_max_tokens", "speculation", "kernels", "attention", "batch_invariant",
+        "recorded_prompt_rows", "lookahead", "threads", "replicas", "max_replicas", "scale_up_delay",
+        "scale_down_delay", "replica_manager", "ray_address", "engine_spare",
     ),
     "Memory": (
         "kv_cache_memory", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",
@@ -41,7 +41,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Names of settings by the panel of `--help` that shows them."""
 ENGINE_SETTINGS = (
     "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
-    "batch_invariant", "recorded_prompt_rows", "lookahead", "threads", "engine_spare", "kv_cache_memory",
+    "batch_invariant", "recorded_prompt_rows", "lookahead", "speculation", "threads", "engine_spare", "kv_cache_memory",
     "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs", "max_num_batched_tokens",
     "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url", "artifact_cache_size",
     "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level",

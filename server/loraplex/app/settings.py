@@ -180,6 +180,9 @@ class Settings(BaseSettings):
     lookahead: Literal["auto", "0", "1"] = Field(
         "auto", description="Plan the next step while one runs: 0, 1 or auto (1 on cuda)"
     )
+    speculation: Literal["auto", "off"] = Field(
+        "auto", description="Guess tokens and verify several in a step, where that is faster: auto or off"
+    )
     threads: int = Field(0, ge=0, le=1024, description="Threads of the forward pass on CPU")
     kernels: Literal["auto", "torch", "numba", "triton"] = Field(
         "auto",

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -30,11 +29,17 @@ from loraplex.engine.device_parts import (
     compile_kernels,
     load_device,
 )
-from loraplex.engine.devices import DeviceUnavailable, choose_kernels
+from loraplex.engine.devices import (
+    DeviceUnavailable,
+    choose_kernels,
+    choose_lookahead,
+    obstacle_to_speculation,
+)
+from loraplex.engine.execution.cost_measurement import measure_step_costs
 from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor, set_threads
-from loraplex.engine.execution.inputs import Recorder
-from loraplex.engine.execution.kv_cache import available_memory, block_bytes
+from loraplex.engine.execution.inputs import Recorder, StepLimits
+from loraplex.engine.execution.kv_cache import available_memory, block_bytes, blocks_of
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.grammar.matchers import GrammarMatchers
@@ -46,6 +51,7 @@ from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import eos_token_ids
 from loraplex.engine.numerics import numerical_build
 from loraplex.engine.reports import EngineInfo, MemoryUse
+from loraplex.engine.scheduling.step_costs import StepCosts
 from loraplex.engine.sizing import host_budget, most_sequences, require_room
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.backend import best_backend, obstacle_to, resolve_kernels
@@ -158,7 +164,7 @@ def _build(
     grammars = GrammarMatchers(
         lambda: GrammarVocabulary(load_grammar_tokenizer(model_dir, eos_ids), vocab_size), wake
     )
-    lookahead = _lookahead(config, device.kernels.device)
+    lookahead = choose_lookahead(config.lookahead, device.kernels.device)
     parts = build_device(
         config,
         device,
@@ -169,6 +175,7 @@ def _build(
         eos_ids=eos_ids,
         wrap_model=wrap_model,
     )
+    step_costs, no_speculation = _step_costs(config, lookahead, device.kernels, parts)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=parts.kv_size.num_blocks,
@@ -193,9 +200,29 @@ def _build(
         clock=time.monotonic,
         heartbeat=heartbeat,
         grammars=grammars,
+        step_costs=step_costs,
     )
-    info = _info(config, base, device, parts, host, eos_ids, others)
+    info = replace(
+        _info(config, base, device, parts, host, eos_ids, others),
+        speculation=step_costs is not None,
+        speculation_reason=no_speculation,
+    )
     return BuiltEngine(core, info, heartbeat, parts.runner, transport, grammars)
+
+
+def _step_costs(
+    config: EngineConfig, lookahead: int, kernels: Kernels, parts: DeviceParts
+) -> tuple[StepCosts | None, str]:
+    """The costs of steps by their rows; None, and why no token is drafted."""
+    if obstacle := obstacle_to_speculation(config.speculation, lookahead, kernels):
+        return None, obstacle
+    limits = StepLimits(parts.max_step_tokens, config.max_num_seqs, blocks_of(parts.kv_size.max_model_len))
+    try:
+        return measure_step_costs(parts.runner, limits), ""
+    except Exception as error:  # of any kind: an engine without drafts serves as well
+        reason = f"what steps cost could not be measured: {error}"
+        _log.warning("speculation is off: %s", reason)
+        return None, reason
 
 
 def _host_slab(config: EngineConfig, place: torch.device, loaded: LoadedModel) -> HostSlab:
@@ -280,9 +307,3 @@ def _info(
 
 def _tell_fallback(reason: str) -> None:
     _log.warning("torch's kernels are used, which are slower: %s", reason)
-
-
-def _lookahead(config: EngineConfig, device: torch.device) -> Literal[0, 1]:
-    if config.lookahead == -1:
-        return 1 if device.type == "cuda" else 0
-    return config.lookahead

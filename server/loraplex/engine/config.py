@@ -17,7 +17,8 @@ class EngineConfig:
     machine" for the memory sizes and for the sequences and tokens of a step (see `sizing`) and "what the model allows"
     for `max_model_len`. `quantise` "int8" serves the base's linears as 8-bit codes. `recorded_prompt_rows`: rows of the
     largest step with prompt chunks that a GPU records, -1 by the GPU and the model. `lookahead` -1 is 1 on a GPU and 0
-    elsewhere. `kernels` "auto" is the best that the device runs, `attention` "auto" the one that goes with them
+    elsewhere. `speculation` "auto" drafts tokens where the start can measure
+    what steps cost. `kernels` "auto" is the best that the device runs, `attention` "auto" the one that goes with them
     (`loraplex.kernels.attention.choice`). `batch_invariant` is a promise to keep or to refuse
     (`loraplex.engine.numerics`). `cache_dir` keeps what is costly to find out about a base model's weights, `plan_dir`
     the plan made of its config, `image_dir` up to `adapter_image_cache` bytes of laid-out adapters. `artifact_dir` is a
@@ -38,6 +39,7 @@ class EngineConfig:
     adapter_cpu_memory: int = 0
     max_adapter_rank: int = 64
     lookahead: Literal[-1, 0, 1] = -1
+    speculation: Literal["auto", "off"] = "auto"
     num_threads: int = 0
     kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
     attention: Literal["auto", "triton", "torch", "flash-attn-3"] = "auto"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from loraplex.adapters.errors import LoraplexError
@@ -31,6 +33,24 @@ def resolve_device(asked: str) -> torch.device:
     if asked == "cuda" and not torch.cuda.is_available():
         raise DeviceUnavailable("--device cuda: torch finds no CUDA device here; use --device cpu or auto")
     return torch.device(asked)
+
+
+def choose_lookahead(asked: Literal[-1, 0, 1], device: torch.device) -> Literal[0, 1]:
+    """Steps that are planned before the one before them is collected; -1: by the device."""
+    if asked == -1:
+        return 1 if device.type == "cuda" else 0
+    return asked
+
+
+def obstacle_to_speculation(asked: Literal["auto", "off"], lookahead: int, kernels: Kernels) -> str:
+    """Why no token is drafted, whatever steps cost; empty: nothing speaks against it."""
+    if asked == "off":
+        return "--speculation off"
+    if lookahead:
+        return "steps are planned before the tokens of the one before are known (lookahead 1)"
+    if kernels.backend == "triton":
+        return "it is for the kernels of CPUs"
+    return ""
 
 
 def refuse_bits(obstacle: str) -> DeviceUnavailable:

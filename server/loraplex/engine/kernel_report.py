@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
-from loraplex.engine.devices import choose_kernels
+from loraplex.engine.devices import choose_kernels, choose_lookahead, obstacle_to_speculation
 from loraplex.engine.execution.executor import set_threads
 from loraplex.engine.sizing import REFERENCE_LAYERS, REFERENCE_WEIGHTS, most_recorded_rows
 from loraplex.kernels.backend import best_backend, obstacle_to
@@ -33,6 +35,15 @@ def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt
         return f"torch, as was asked for, {shown_threads}"
     better = best_backend(found)
     return f"torch, {shown_threads}; {better} would be faster, but {obstacle_to(better, found)}"
+
+
+def describe_speculation(
+    choice: Literal["auto", "off"], lookahead: Literal[-1, 0, 1], kernels: str, device: str
+) -> str:
+    """Whether an engine drafts tokens, and why not. Arguments as in EngineConfig. Raises DeviceUnavailable."""
+    chosen = choose_kernels(device, kernels)
+    obstacle = obstacle_to_speculation(choice, choose_lookahead(lookahead, chosen.device), chosen)
+    return f"off: {obstacle}" if obstacle else "on, by what steps cost when the server starts"
 
 
 def _describe_numba() -> str:

@@ -10,6 +10,9 @@ from loraplex.adapters.cache.tenant_memory import TenantBytes
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """The sizes by which `EngineStats` counts steps: the bounds of vLLM's vllm:iteration_tokens_total."""
 
+DRAFT_SOURCES = ("own", "history")
+"""The sources of drafted tokens: the sequence itself, and earlier answers of the same tenant and version."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
@@ -69,6 +72,10 @@ class EngineInfo:
     recorded_decodes: tuple[int, ...] = ()
     """Numbers of rows that decoding steps are recorded for on a GPU, and steps with prompt chunks."""
     recorded_prompts: tuple[int, ...] = ()
+    speculation: bool = False
+    """Whether tokens are drafted, and verified several a step."""
+    speculation_reason: str = ""
+    """Why not, in words."""
     memory: MemoryUse | None = None
 
 
@@ -79,6 +86,14 @@ class TenantStats:
     running: int = 0
     waiting: int = 0
     counter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCounts:
+    """Drafted tokens that were verified, and those of them that were accepted, by source."""
+
+    drafted: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,3 +132,4 @@ class EngineStats(CacheUsage):
     """Digests of the adapters with a running sequence."""
     waiting_adapters: tuple[str, ...] = ()
     tenants: dict[str, TenantStats] = field(default_factory=dict)
+    speculation: SpeculationCounts = SpeculationCounts()

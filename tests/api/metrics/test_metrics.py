@@ -18,7 +18,7 @@ from loraplex.api.metrics import EngineSnapshot, Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.control.errors import QuotaSpent, RateLimited
 from loraplex.control.types import ReachedLimit
-from loraplex.engine.reports import EngineInfo, EngineStats, TenantStats
+from loraplex.engine.reports import EngineInfo, EngineStats, SpeculationCounts, TenantStats
 from loraplex.engine.types import Timing
 from loraplex.serving.errors import EngineUnavailable
 from support.clients import vllm_metrics
@@ -177,6 +177,7 @@ def test_the_engine_tells_the_rest(own: DataPlane) -> None:
         running_adapters=(pirate.digest, secret.digest),
         waiting_adapters=("f" * 64,),
         tenants={"acme": TenantStats(2, 1, 7.5)},
+        speculation=SpeculationCounts({"own": 9, "history": 4}, {"own": 6}),
     )
     own.engine.entries = [
         CacheEntry(pirate, "hot", load_seconds={"read": 0.1, "copy": 0.02}),
@@ -194,6 +195,11 @@ def test_the_engine_tells_the_rest(own: DataPlane) -> None:
     assert value(samples, "loraplex_adapter_cache_bytes", tier="device", kind="used") == 4 * (1 << 18)
     assert value(samples, "loraplex_adapter_load_seconds_sum", stage="read") == 0.1
     assert value(samples, "loraplex_tenant_virtual_tokens", tenant="acme") == 7.5
+    drafts = "loraplex_speculation_tokens_total"
+    assert value(samples, drafts, outcome="drafted", source="own") == 9
+    assert value(samples, drafts, outcome="drafted", source="history") == 4
+    assert value(samples, drafts, outcome="accepted", source="own") == 6
+    assert value(samples, drafts, outcome="accepted", source="history") == 0
     # A load is observed once, however often it is seen.
     assert value(scrape(own), "loraplex_adapter_load_seconds_count", stage="read") == 1
 

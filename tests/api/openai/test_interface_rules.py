@@ -102,12 +102,13 @@ def test_both_names_of_the_length(plane: DataPlane, fields: dict[str, int]) -> N
         ("ignore_eos", True),
         ("min_tokens", 2),
         ("priority", 3),
+        ("speculation", False),
     ],
 )
 def test_fields_beyond_openais(plane: DataPlane, route: str, body: Any, field: str, value: Any) -> None:
     assert post(plane, route, {**body, field: value}).status_code == 200
     request = plane.engine.requests[-1]
-    told = request.priority if field == "priority" else getattr(request.sampling, field)
+    told = getattr(request if field in ("priority", "speculation") else request.sampling, field)
     assert told == (tuple(value) if isinstance(value, list) else value)
 
 

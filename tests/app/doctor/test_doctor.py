@@ -57,6 +57,7 @@ def test_all_is_well(tmp_path: Path) -> None:
         "python",
         "torch",
         "kernels",
+        "speculation",
         "database",
         "database clock",
         "redis",

@@ -33,9 +33,13 @@ CPU_TORCH = Torch(
     torch="2.13.0, transformers 5.0, device cpu (AVX512)",
     device="cpu",
     kernels="numba for sapphirerapids, 8 threads",
+    speculation="on, by what steps cost when the server starts",
 )
 GPU_TORCH = Torch(
-    torch="2.13.0, transformers 5.0, device NVIDIA L40S (AVX2)", device=f"cuda {45 * GIB}", kernels="triton"
+    torch="2.13.0, transformers 5.0, device NVIDIA L40S (AVX2)",
+    device=f"cuda {45 * GIB}",
+    kernels="triton",
+    speculation="off: steps are planned before the tokens of the one before are known (lookahead 1)",
 )
 
 

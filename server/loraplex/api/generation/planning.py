@@ -215,6 +215,7 @@ def engine_requests(
                 max_load=max_load_s,
                 grammar=plan.grammar,
                 pooling=fields.pooling,
+                speculation=fields.speculation is not False,
             )
         )
     return requests

@@ -16,7 +16,7 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.metrics.cluster_metrics import ClusterSnapshot
 from loraplex.api.metrics.label_sets import OTHER, LabelSets
-from loraplex.engine.reports import STEP_TOKENS, EngineInfo, EngineStats
+from loraplex.engine.reports import DRAFT_SOURCES, STEP_TOKENS, EngineInfo, EngineStats
 
 MAX_NAMED_ADAPTERS = 100
 """Adapters that vllm:lora_requests_info names at most."""
@@ -148,6 +148,7 @@ def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> I
         "Steps that did not fit into the device's memory, and were computed again.",
         value=grown(name, stats.num_out_of_memory),
     )
+    yield _speculation(stats, grown)
     versions = GaugeMetricFamily(
         "loraplex_adapter_versions", "Adapter versions by where they are.", labels=["state"]
     )
@@ -183,6 +184,19 @@ def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> I
         running.add_metric([OTHER], rest_running)
         waiting.add_metric([OTHER], rest_waiting)
     yield from (running, waiting, counters, _tenant_bytes(stats, labels))
+
+
+def _speculation(stats: EngineStats, grown: Grown) -> Metric:
+    name = "loraplex_speculation_tokens"
+    family = CounterMetricFamily(
+        name, "Drafted tokens: verified by the model, and accepted.", labels=["outcome", "source"]
+    )
+    counts = stats.speculation
+    for outcome, by_source in (("drafted", counts.drafted), ("accepted", counts.accepted)):
+        for source in DRAFT_SOURCES:
+            count = grown(f"{name} {outcome} {source}", by_source.get(source, 0))
+            family.add_metric([outcome, source], count)
+    return family
 
 
 def _adapter_counters(stats: EngineStats, grown: Grown) -> Iterable[Metric]:

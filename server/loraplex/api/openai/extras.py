@@ -27,6 +27,7 @@ class SamplingExtras(Strict):
     min_tokens: Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    speculation: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
         """The same fields of a ChatRequest."""

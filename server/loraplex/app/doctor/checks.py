@@ -16,6 +16,7 @@ from loraplex.app.doctor import production, services
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
 from loraplex.app.doctor.machine import Device, Machine, Port, read_machine
 from loraplex.app.doctor.torch_checks import Answers, Questions
+from loraplex.app.engine_settings import lookahead
 from loraplex.app.output import Output
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import is_bucket
@@ -24,7 +25,7 @@ _MARKS = {"ok": "[green]ok[/]   ", "warn": "[yellow]warn[/] ", "fail": "[red]wro
 
 
 class TorchAnswers(Protocol):
-    """The results for "torch", "device", "kernels", "model" and "untested". Raises OSError with what is wrong."""
+    """The results for each of `torch_checks.NAMES`. Raises OSError with what is wrong."""
 
     def __getitem__(self, name: str) -> str: ...
 
@@ -44,6 +45,8 @@ def examine(settings: Settings, out: Output) -> int:
             max_model_len=settings.max_model_len,
             batch_invariant=settings.batch_invariant,
             recorded_prompt_rows=settings.recorded_prompt_rows,
+            speculation=settings.speculation,
+            lookahead=lookahead(settings),
             model_dir=None if model.directory is None else str(model.directory),
         )
     )
@@ -62,6 +65,7 @@ def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list
         ("python", lambda: ok(machine.python)),
         ("torch", lambda: ok(torch["torch"])),
         ("kernels", lambda: ok(torch["kernels"])),
+        ("speculation", lambda: ok(torch["speculation"])),
         ("database", lambda: services.check_database(settings)),
         ("database clock", lambda: services.check_database_clock(settings)),
         ("redis", lambda: services.check_redis(settings)),

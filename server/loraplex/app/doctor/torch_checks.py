@@ -10,6 +10,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
+
+NAMES = ("torch", "device", "kernels", "speculation", "model", "untested")
+"""Names of the answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +29,13 @@ class Questions:
     max_model_len: int
     batch_invariant: bool
     recorded_prompt_rows: int
+    speculation: Literal["auto", "off"]
+    lookahead: Literal[-1, 0, 1]
     model_dir: str | None
 
 
 class Answers:
-    """The results for "torch", "device", "kernels", "model" and "untested". The process runs at the first call."""
+    """The results for each of `NAMES`. The process runs at the first call."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
@@ -50,7 +56,7 @@ def _ask(questions: Questions) -> dict[str, dict[str, str]]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a module of ours
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1]
-        return {name: {"wrong": reason} for name in ("torch", "device", "kernels", "model", "untested")}
+        return {name: {"wrong": reason} for name in NAMES}
     found: dict[str, dict[str, str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -60,6 +66,7 @@ def _answer(questions: Questions) -> dict[str, dict[str, str]]:
         "torch": _torch,
         "device": lambda: _device(questions),
         "kernels": lambda: _kernels(questions),
+        "speculation": lambda: _speculation(questions),
         "model": lambda: _model(questions),
         "untested": lambda: _untested(questions),
     }
@@ -105,6 +112,14 @@ def _kernels(questions: Questions) -> str:
 
     return describe_kernels(
         questions.kernels, questions.device, questions.threads, questions.recorded_prompt_rows
+    )
+
+
+def _speculation(questions: Questions) -> str:
+    from loraplex.engine.kernel_report import describe_speculation
+
+    return describe_speculation(
+        questions.speculation, questions.lookahead, questions.kernels, questions.device
     )
 
 

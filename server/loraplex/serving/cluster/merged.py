@@ -22,7 +22,7 @@ COUNTERS = (
     "num_preemptions", "num_out_of_memory", "num_steps", "steps_by_tokens", "num_step_tokens", "prompt_tokens",
     "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_adapter_waits", "adapter_wait_s",
     "adapter_loads", "adapter_copies", "adapter_load_failures", "adapter_load_seconds", "device_evictions",
-    "host_evictions", "cap_evictions", "evictions", "warmed",
+    "host_evictions", "cap_evictions", "evictions", "warmed", "speculation",
 )  # fmt: skip
 """Fields of `EngineStats` that count since an engine process began."""
 _MOST_AWAY = 64
