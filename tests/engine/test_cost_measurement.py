@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.scheduling.step_costs import FEW_ROWS, MANY_ROWS, NotMeasured
 from loraplex.engine.types import StepPlan, StepResult
 from loraplex.kernels.attention import BLOCK_SIZE
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import save_tiny
 
 LIMITS = StepLimits(max_rows=256, max_sequences=64, max_blocks=64)
 
@@ -114,3 +119,100 @@ def test_a_step_that_fails_gives_no_costs() -> None:
     runner.failed = {0: "the logits of this row are not finite"}
     with pytest.raises(NotMeasured, match="not finite"):
         measure(runner)
+
+
+# A real engine.
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("base"), {"model_type": "llama", "num_hidden_layers": 1})
+
+
+@pytest.fixture
+def start(base: Path, tmp_path: Path) -> Callable[..., LocalEngine]:
+    def start(**settings: Any) -> LocalEngine:
+        small = {"kv_cache_memory": 1 << 20, "adapter_memory": 1 << 20, "adapter_cpu_memory": 1 << 20}
+        return LocalEngine(
+            base,
+            tmp_path,
+            kernels="torch",
+            dtype="float32",
+            num_threads=1,
+            max_num_seqs=8,
+            **small | settings,
+        )
+
+    return start
+
+
+def test_an_engine_says_that_it_drafts(start: Callable[..., LocalEngine]) -> None:
+    engine = start()
+    engine.close()
+    assert (engine.built.info.speculation, engine.built.info.speculation_reason) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"speculation": "off"}, "--speculation off"),
+        ({"lookahead": 1}, "steps are planned before the tokens of the one before are known (lookahead 1)"),
+        (
+            {"max_num_seqs": 1},
+            "what steps cost could not be measured: a step has room for one row only",
+        ),
+    ],
+)
+def test_an_engine_says_why_it_does_not(
+    start: Callable[..., LocalEngine], settings: dict[str, Any], reason: str
+) -> None:
+    engine = start(**settings)
+    engine.close()
+    assert (engine.built.info.speculation, engine.built.info.speculation_reason) == (False, reason)
+
+
+def test_measuring_leaves_no_trace(start: Callable[..., LocalEngine]) -> None:
+    """The measured sequences are of tokens 0: what is left of them would be found as the prefix of such a prompt."""
+    answers = []
+    for choice in ("auto", "off"):
+        engine = start(speculation=choice)
+        stats = engine.core.stats()
+        assert (stats.num_steps, stats.num_kv_blocks_used, stats.prefix_cache_queries) == (0, 0, 0)
+        for prompt in ([0] * 40, range(3, 20)):
+            engine.add(str(prompt), prompt)
+            engine.run()
+        assert engine.core.stats().prefix_cache_hits == 0
+        answers.append([engine.tokens(request_id) for request_id in engine.events])
+        engine.close()
+    assert answers[0] == answers[1]
+
+
+class Broken:
+    """A model whose first steps fail."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.failures = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, batch: Any) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("this step cannot be computed")
+        return self._model.forward(batch)
+
+
+def test_a_step_that_cannot_be_measured_does_not_end_the_start(
+    start: Callable[..., LocalEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = start(wrap_model=Broken)
+    reason = "what steps cost could not be measured: this step cannot be computed"
+    assert (engine.built.info.speculation, engine.built.info.speculation_reason) == (False, reason)
+    assert f"speculation is off: {reason}" in caplog.messages
+    engine.add("after", range(3, 10), max_tokens=3)
+    engine.run()
+    assert len(engine.tokens("after")) == 3
+    engine.close()

@@ -35,7 +35,7 @@ from loraplex.engine.devices import (
     choose_lookahead,
     obstacle_to_speculation,
 )
-from loraplex.engine.execution.cost_measurement import measure_step_costs
+from loraplex.engine.execution.cost_measurement import measure_step_costs, time_on
 from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor, set_threads
 from loraplex.engine.execution.inputs import Recorder, StepLimits
@@ -175,7 +175,7 @@ def _build(
         eos_ids=eos_ids,
         wrap_model=wrap_model,
     )
-    step_costs, no_speculation = _step_costs(config, lookahead, device.kernels, parts)
+    step_costs, no_speculation = _step_costs(config, lookahead, device, parts)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=parts.kv_size.num_blocks,
@@ -200,7 +200,6 @@ def _build(
         clock=time.monotonic,
         heartbeat=heartbeat,
         grammars=grammars,
-        step_costs=step_costs,
     )
     info = replace(
         _info(config, base, device, parts, host, eos_ids, others),
@@ -211,14 +210,14 @@ def _build(
 
 
 def _step_costs(
-    config: EngineConfig, lookahead: int, kernels: Kernels, parts: DeviceParts
+    config: EngineConfig, lookahead: int, device: Device, parts: DeviceParts
 ) -> tuple[StepCosts | None, str]:
     """The costs of steps by their rows; None, and why no token is drafted."""
-    if obstacle := obstacle_to_speculation(config.speculation, lookahead, kernels):
+    if obstacle := obstacle_to_speculation(config.speculation, lookahead, device.kernels):
         return None, obstacle
     limits = StepLimits(parts.max_step_tokens, config.max_num_seqs, blocks_of(parts.kv_size.max_model_len))
     try:
-        return measure_step_costs(parts.runner, limits), ""
+        return measure_step_costs(parts.runner, limits, time_on(device.executor)), ""
     except Exception as error:  # of any kind: an engine without drafts serves as well
         reason = f"what steps cost could not be measured: {error}"
         _log.warning("speculation is off: %s", reason)
