@@ -132,16 +132,13 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start(base: Path, tmp_path: Path) -> Callable[..., LocalEngine]:
     def start(**settings: Any) -> LocalEngine:
-        small = {"kv_cache_memory": 1 << 20, "adapter_memory": 1 << 20, "adapter_cpu_memory": 1 << 20}
-        return LocalEngine(
-            base,
-            tmp_path,
-            kernels="torch",
-            dtype="float32",
-            num_threads=1,
-            max_num_seqs=8,
-            **small | settings,
-        )
+        given: dict[str, Any] = {
+            "kv_cache_memory": 1 << 20,
+            "adapter_memory": 1 << 20,
+            "adapter_cpu_memory": 1 << 20,
+        }
+        given |= {"kernels": "torch", "dtype": "float32", "num_threads": 1, "max_num_seqs": 8}
+        return LocalEngine(base, tmp_path, **given | settings)
 
     return start
 

@@ -51,7 +51,8 @@ from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import eos_token_ids
 from loraplex.engine.numerics import numerical_build
 from loraplex.engine.reports import EngineInfo, MemoryUse
-from loraplex.engine.scheduling.step_costs import StepCosts
+from loraplex.engine.scheduling.drafting import Drafter
+from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.sizing import host_budget, most_sequences, require_room
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.backend import best_backend, obstacle_to, resolve_kernels
@@ -59,6 +60,9 @@ from loraplex.kernels.bundle import Kernels
 
 _log = logging.getLogger(__name__)
 LOADER_THREADS = 2
+HISTORY_BYTES = 64 << 20
+"""Finished answers that drafts are taken from: of all tenants, and of one."""
+TENANT_HISTORY_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +179,7 @@ def _build(
         eos_ids=eos_ids,
         wrap_model=wrap_model,
     )
-    step_costs, no_speculation = _step_costs(config, lookahead, device, parts)
+    speculation, no_speculation = _speculation(config, lookahead, device, parts)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=parts.kv_size.num_blocks,
@@ -200,28 +204,31 @@ def _build(
         clock=time.monotonic,
         heartbeat=heartbeat,
         grammars=grammars,
+        speculation=speculation,
     )
     info = replace(
         _info(config, base, device, parts, host, eos_ids, others),
-        speculation=step_costs is not None,
+        speculation=speculation is not None,
         speculation_reason=no_speculation,
     )
     return BuiltEngine(core, info, heartbeat, parts.runner, transport, grammars)
 
 
-def _step_costs(
+def _speculation(
     config: EngineConfig, lookahead: int, device: Device, parts: DeviceParts
-) -> tuple[StepCosts | None, str]:
-    """The costs of steps by their rows; None, and why no token is drafted."""
+) -> tuple[Speculation | None, str]:
+    """The drafts of an engine, by what its steps cost; None, and why it has none."""
     if obstacle := obstacle_to_speculation(config.speculation, lookahead, device.kernels):
         return None, obstacle
     limits = StepLimits(parts.max_step_tokens, config.max_num_seqs, blocks_of(parts.kv_size.max_model_len))
     try:
-        return measure_step_costs(parts.runner, limits, time_on(device.executor)), ""
+        costs = measure_step_costs(parts.runner, limits, time_on(device.executor))
     except Exception as error:  # of any kind: an engine without drafts serves as well
         reason = f"what steps cost could not be measured: {error}"
         _log.warning("speculation is off: %s", reason)
         return None, reason
+    drafter = Drafter(bytes_per_tenant=TENANT_HISTORY_BYTES, total_bytes=HISTORY_BYTES)
+    return Speculation(drafter, costs), ""
 
 
 def _host_slab(config: EngineConfig, place: torch.device, loaded: LoadedModel) -> HostSlab:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
-from loraplex.engine.reports import STEP_TOKENS, EngineStats, TenantStats
+from loraplex.engine.reports import STEP_TOKENS, EngineStats, SpeculationCounts, TenantStats
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import Sequence, SequenceState, StepPlan, StepResult
 
@@ -58,6 +58,17 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
             tenant: TenantStats(running[tenant], requests - running[tenant], counter)
             for tenant, requests, counter in scheduler.queue.tenants()
         },
+        speculation=_speculation_counts(scheduler),
+    )
+
+
+def _speculation_counts(scheduler: Scheduler) -> SpeculationCounts:
+    if scheduler.speculation is None:
+        return SpeculationCounts()
+    drafter = scheduler.speculation.drafter
+    return SpeculationCounts(
+        drafted={str(source): count for source, count in drafter.num_drafted.items()},
+        accepted={str(source): count for source, count in drafter.num_accepted.items()},
     )
 
 
