@@ -41,6 +41,7 @@ from loraplex.engine.config import Charges, SchedulerConfig
 from loraplex.engine.execution import device_memory, kv_cache
 from loraplex.engine.grammar import dictated
 from loraplex.engine.scheduling import block_needs, step_budget
+from loraplex.engine.scheduling.drafting import MAX_DRAFT
 from loraplex.http import body, context
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.numba_runtime import cache as numba_cache
@@ -196,6 +197,12 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         (default(UploadGate, "max_uploads"), default(UploadGate, "max_validations")),
     ),
     ("processes.md", "`adapter-load`, {} ", (build.LOADER_THREADS,)),
+    ("speculation.md", "what followed there, {} tokens at most", (MAX_DRAFT,)),
+    (
+        "speculation.md",
+        "{:g} MiB of a tenant, {:g} MiB in all",
+        (build.TENANT_HISTORY_BYTES / MIB, build.HISTORY_BYTES / MIB),
+    ),
     ("processes.md", "caches, at most {:g} s old", (TTL_S,)),
     ("request-path.md", "other processes see it after {:g} s at most", (default(Resolver, "ttl_s"),)),
     ("processes.md", "until it is written ({:g} s)", (key_use.FLUSH_INTERVAL_S,)),

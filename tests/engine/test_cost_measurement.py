@@ -137,7 +137,13 @@ def start(base: Path, tmp_path: Path) -> Callable[..., LocalEngine]:
             "adapter_memory": 1 << 20,
             "adapter_cpu_memory": 1 << 20,
         }
-        given |= {"kernels": "torch", "dtype": "float32", "num_threads": 1, "max_num_seqs": 8}
+        given |= {
+            "kernels": "torch",
+            "dtype": "float32",
+            "num_threads": 1,
+            "max_num_seqs": 8,
+            "speculation": "auto",
+        }
         return LocalEngine(base, tmp_path, **given | settings)
 
     return start

@@ -48,7 +48,8 @@ class LocalEngine:
     ) -> None:
         self.store = ArtifactStore(work_dir / "artifacts")
         self.base = load_base_spec(model_dir, cache_dir=work_dir)
-        settings = {"device": "cpu", **settings}
+        # With drafts the steps depend on what steps cost at this moment.
+        settings = {"device": "cpu", "speculation": "off", **settings}
         config = EngineConfig(model_path=str(model_dir), artifact_dir=str(work_dir / "artifacts"), **settings)
         self.built = build_engine(
             config, lambda: None, wrap_model=wrap_model, recorder=recorder, memory=memory
