@@ -19,9 +19,11 @@ import torch
 
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.model.base import ModelShape
+from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.attention.numba_attention import SPAN
 from loraplex.kernels.linear import numba_dense
 from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, KINDS, save_adapters
-from support.engine.same_bits import Answer, Asked, Question
+from support.engine.same_bits import Answer, Asked, PlantedDrafter, Question
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -32,6 +34,8 @@ CHOSEN = {name: (ADAPTERS | KINDS)[name] for name in ("all", "some", "many-ranks
 CHOSEN |= {
     name: BY_TOKEN[name] for name in ("embedding-rslora-and-layers", "rows-and-head", "other-rows-of-head")
 }
+CROSSING = 5
+"""The number of the question whose answer goes on into a second span."""
 INVOCATION = (1, 2)
 CHOSEN |= {"activated": {**ADAPTERS["all"], "r": 6, "alora_invocation_tokens": list(INVOCATION)}}
 FAMILIES_ASKED = {
@@ -46,7 +50,7 @@ FAMILIES_ASKED = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "wide steps": {"max_num_batched_tokens": 700},
     "narrow steps, one ahead": {"max_num_batched_tokens": 23, "lookahead": 1},
-    "few blocks": {"max_num_batched_tokens": 130, "kv_blocks": 17, "max_model_len": 250, "max_num_seqs": 5},
+    "few blocks": {"max_num_batched_tokens": 130, "kv_blocks": 16, "max_model_len": 250, "max_num_seqs": 8},
     "few adapters": {"max_num_batched_tokens": 90, "lookahead": 1, "adapter_memory": 1 << 19},
 }
 
@@ -103,9 +107,11 @@ def questions(rng: random.Random, count: int) -> list[Question]:
     made = []
     for number in range(count):
         start = shared[: rng.choice([0, 0, 40, 150])]
+        own, most = rng.choice([1, 2, 9, 30, 33, 120]), rng.choice([1, 4, 12, 50])
         if number % 6 == 5:
             start = shared[: rng.choice([500, 540, 600])] + shared[: rng.choice([0, 440])]
-        own = rng.choice([1, 2, 9, 30, 33, 120])
+        if number == CROSSING:
+            start, own, most = shared[:500], 2, 50
         options = [
             {"temperature": 1.0, "seed": number},
             {"temperature": 1.3, "seed": number, "top_p": 0.9, "repetition_penalty": 1.2},
@@ -119,7 +125,7 @@ def questions(rng: random.Random, count: int) -> list[Question]:
             Question(
                 (*start, *(rng.randrange(3, VOCAB) for _ in range(min(own, LONGEST - 50 - len(start))))),
                 adapter,
-                {"max_tokens": rng.choice([1, 4, 12, 50]), **options[number % 4]},
+                {"max_tokens": most, **options[number % 4]},
                 pooled=number % 9 == 8,
             )
         )
@@ -153,16 +159,31 @@ def test_bits_do_not_depend_on_neighbours(
     differing: Counter[str] = Counter()
     seen: Counter[str] = Counter()
     for name, settings in SETTINGS.items():
-        crowd = make_asked(dtype, quantise=quantise, **settings)
+        # With lookahead the token behind a draft would not be known.
+        drafter = (
+            None
+            if "lookahead" in settings
+            else PlantedDrafter(random.Random(count), VOCAB, span=SPAN, block=BLOCK_SIZE)
+        )
+        crowd = make_asked(dtype, quantise=quantise, drafter=drafter, **settings)
 
         def check(question: Question, answer: Answer, name: str = name) -> None:
             differing[name] += answer != expected[question]
 
         fitting = [q for q in asked if len(q.prompt) + 50 <= settings.get("max_model_len", LONGEST)]
-        crowd.among_neighbours(rng.choices(fitting, k=count), rng, check)
+        chosen = [
+            asked[CROSSING] if asked[CROSSING] in fitting else fitting[0],
+            *rng.choices(fitting, k=count - 1),
+        ]
+        if drafter is not None:
+            drafter.plan({f"q{number}": expected[question].tokens for number, question in enumerate(chosen)})
+        crowd.among_neighbours(chosen, rng, check)
+        seen += Counter() if drafter is None else drafter.seen
         stats = crowd.engine.core.stats()
         seen["preemptions"] += stats.num_preemptions
         seen["prefix hits"] += stats.prefix_cache_hits
         seen["evictions"] += stats.device_evictions
+    print("SEEN", seen, differing)
     assert +differing == Counter(), f"of {count} each"
-    assert set(+seen) == {"preemptions", "prefix hits", "evictions"}
+    drafts = {"drafted", "accepted", "rejected", "across blocks", "across spans"}
+    assert set(+seen) == {"preemptions", "prefix hits", "evictions"} | drafts

@@ -1,4 +1,4 @@
-"""The real model: the bits of 24 answers alone, and among random neighbours on other adapters."""
+"""The real model: the bits of 24 answers alone, and among random neighbours on other adapters, with drafts too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.attention.numba_attention import SPAN
 from loraplex.kernels.linear import numba_dense
-from support.engine.same_bits import Answer, Asked, Question
+from support.engine.same_bits import Answer, Asked, PlantedDrafter, Question
 from support.servers.live_server import write_real_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -52,7 +54,7 @@ def test_24_of_24_have_the_same_bits(
         options = {"temperature": 1.0, "seed": number} if number % 2 else {"logprobs": 2}
         return Question(prompt, names[number % len(names)], {"max_tokens": 12, **options})
 
-    def engine(name: str, **settings: int) -> Asked:
+    def engine(name: str, **settings: Any) -> Asked:
         common: dict[str, Any] = {
             "kernels": "numba",
             "num_threads": 1,
@@ -81,3 +83,11 @@ def test_24_of_24_have_the_same_bits(
     crowd.among_neighbours(asked, rng, check)
     assert sum(equal.values()) == len(equal) == 24
     assert crowd.engine.core.stats().device_evictions > 0
+
+    drafter = PlantedDrafter(rng, 40_000, span=SPAN, block=BLOCK_SIZE)
+    drafting = engine("drafting", max_num_batched_tokens=70, drafter=drafter)
+    drafter.plan({f"q{number}": expected[probe].tokens for number, probe in enumerate(probes)})
+    equal.clear()
+    drafting.among_neighbours(probes, rng, check)
+    assert sum(equal.values()) == len(equal) == 24
+    assert set(+drafter.seen) >= {"drafted", "accepted", "rejected", "across blocks"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,11 +12,18 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
-from loraplex.engine import device_parts
+from loraplex.engine import build, device_parts
 from loraplex.engine.logprobs import join_scores
+from loraplex.engine.sampling.sampled_row import SampledRow
+from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter, DraftSource
+from loraplex.engine.scheduling.step_costs import MOST_ROWS, StepCosts
 from loraplex.engine.types import ScheduledSequence
+from loraplex.engine.types import Sequence as EngineSequence
+from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.attention.numba_attention import key_value_offsets
 from support.engine.local_engine import LocalEngine
 
 
@@ -30,56 +39,139 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """`logits`: of each output token, the bytes of what it was drawn from, float32. `scores`: of its log probabilities.
-    `embedding`: of its values."""
+    """`logits`: of each output token, the bytes of what it was drawn from, float32. `kv`: of each output token but the
+    last, a hash of its keys and values in all layers. `scores`: of its log probabilities. `embedding`: of its
+    values."""
 
     tokens: tuple[int, ...]
     logits: tuple[bytes, ...]
+    kv: tuple[bytes, ...]
     scores: tuple[bytes, ...]
     embedding: bytes
 
 
 class Recorder:
-    """Keeps the logits of every sampled row, as the sampler gets them."""
+    """Keeps the logits of every sampled row, as the sampler gets them, and the keys and values of every output token
+    that was computed, as they lie in the cache then. By output index: where a drafted token was rejected, what comes of
+    the right one takes its place."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[Any, list[tuple[str, int]]]] = {}
+        self._rows: dict[int, tuple[Any, list[SampledRow]]] = {}
+        self._caches: list[Any] = []
         self.logits: dict[str, dict[int, bytes]] = {}
+        self.kv: dict[str, dict[int, bytes]] = {}
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        make = device_parts.make_sampler
-        with mock.patch.object(
-            device_parts, "make_sampler", lambda *args, **kwargs: self._wrap(make(*args, **kwargs))
+        make_sampler, make_cache = device_parts.make_sampler, device_parts.WatchedKVCache
+
+        def cache(*args: Any, **kwargs: Any) -> Any:
+            self._caches.append(make_cache(*args, **kwargs))
+            return self._caches[-1]
+
+        with (
+            mock.patch.object(
+                device_parts,
+                "make_sampler",
+                lambda *args, **kwargs: self._wrap(make_sampler(*args, **kwargs)),
+            ),
+            mock.patch.object(device_parts, "WatchedKVCache", cache),
         ):
             yield
 
     def _wrap(self, sampler: Any) -> Any:
         plan, sample = sampler.plan, sampler.sample
 
-        def planned(rows: Sequence[ScheduledSequence], **options: Any) -> Any:
+        def planned(rows: Sequence[SampledRow], **options: Any) -> Any:
             batch = plan(rows, **options)
             # The batch is kept as well, so that no other one gets its id.
-            self._rows[id(batch)] = batch, [(row.request_id, row.output_index) for row in rows]
+            self._rows[id(batch)] = batch, list(rows)
             return batch
 
         def sampled(logits: torch.Tensor, batch: Any, *rest: Any) -> Any:
             _, rows = self._rows.pop(id(batch))
-            for (request_id, index), values in zip(rows, logits, strict=True):
-                self.logits.setdefault(request_id, {})[index] = values.numpy().tobytes()
+            for row, values in zip(rows, logits, strict=True):
+                self.logits.setdefault(row.request_id, {})[row.output_index] = values.numpy().tobytes()
+                if row.offset == 0:
+                    self._keep_kv(row.scheduled)
             return sample(logits, batch, *rest)
 
         sampler.plan, sampler.sample = planned, sampled
         return sampler
 
+    def _keep_kv(self, part: ScheduledSequence) -> None:
+        kept, cache = self.kv.setdefault(part.request_id, {}), self._caches[-1].tensor
+        heads, dim = cache.shape[-2:]
+        for position in range(max(part.start, part.num_prompt), part.start + part.num_tokens):
+            block, place = part.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
+            offsets = key_value_offsets(
+                np.arange(heads)[:, None], place, np.arange(dim), dim, cache.element_size()
+            )
+            own = torch.from_numpy(np.concatenate([each.ravel() for each in offsets]))
+            values = cache[:, block].flatten(1)[:, own].view(torch.uint8)
+            kept[position - part.num_prompt] = hashlib.sha256(values.numpy().tobytes()).digest()
+
+
+class PlantedDrafter(Drafter):
+    """Drafts for two of three rows of the requests whose answers it was told, and always where a span of attention
+    ends: half of its drafts are right, the others have one wrong token. `seen` counts tokens "drafted", "accepted" and
+    "rejected", and drafts that end in another block than they begin ("across blocks") or behind another span of
+    attention ("across spans")."""
+
+    def __init__(self, rng: random.Random, vocab_size: int, *, span: int, block: int) -> None:
+        super().__init__(bytes_per_tenant=1 << 16, total_bytes=1 << 16)
+        self._rng = rng
+        self._vocab_size = vocab_size
+        self._sizes = {"across spans": span, "across blocks": block}
+        self._answers: dict[str, tuple[int, ...]] = {}
+        self.seen: Counter[str] = Counter()
+
+    def plan(self, answers: Mapping[str, tuple[int, ...]]) -> None:
+        """`answers`: by request id, of requests that come."""
+        self._answers.update(answers)
+
+    def propose(self, seq: EngineSequence, most: int) -> Draft | None:
+        coming = self._answers.get(seq.request_id, ())[seq.num_outputs :]
+        last = len(seq.token_ids) - 1
+        is_at_edge = last // self._sizes["across spans"] != (last + most) // self._sizes["across spans"]
+        count = min(len(coming), most, MAX_DRAFT if is_at_edge else self._rng.randrange(1, MAX_DRAFT + 1))
+        if count < 1 or (self._rng.random() < 1 / 3 and not is_at_edge):
+            return None
+        tokens = list(coming[:count])
+        if self._rng.random() < 0.5:
+            place = self._rng.randrange(count)
+            tokens[place] = (tokens[place] + self._rng.randrange(1, self._vocab_size)) % self._vocab_size
+        for name, size in self._sizes.items():
+            self.seen[name] += last // size != (last + count) // size
+        return Draft(tuple(tokens), (0.99,) * count, "own")
+
+    def verified(self, seq: EngineSequence, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
+        super().verified(seq, source, num_drafted, num_accepted)
+        self.seen += Counter(drafted=num_drafted, accepted=num_accepted, rejected=num_drafted - num_accepted)
+
 
 class Asked:
-    """An engine that questions are asked of, in any number at once."""
+    """An engine that questions are asked of, in any number at once. `drafter` drafts for them, as if more rows cost
+    next to nothing; without it nothing is drafted."""
 
-    def __init__(self, base: Path, work: Path, adapters: Mapping[str, Path], **settings: Any) -> None:
+    def __init__(
+        self,
+        base: Path,
+        work: Path,
+        adapters: Mapping[str, Path],
+        *,
+        drafter: PlantedDrafter | None = None,
+        **settings: Any,
+    ) -> None:
         work.mkdir()
         self._recorder = Recorder()
-        with self._recorder.patched():
+        costs = StepCosts(tuple(1 + 0.01 * rows for rows in range(MOST_ROWS)))
+        with (
+            self._recorder.patched(),
+            mock.patch.object(build, "Drafter", return_value=drafter),
+            mock.patch.object(build, "measure_step_costs", return_value=costs),
+        ):
+            settings = {"speculation": "off" if drafter is None else "auto", **settings}
             self.engine = LocalEngine(base, work, **settings)
         # Of two tenants in turns: they preempt each other.
         self._refs = {
@@ -99,12 +191,14 @@ class Asked:
         events = self.engine.events.pop(name)
         assert events[-1].finish_reason is not None, name
         assert events[-1].error is None, events[-1].error
-        logits = self._recorder.logits.pop(name, {})
+        tokens = tuple(token for event in events for token in event.token_ids)
+        logits, kv = self._recorder.logits.pop(name, {}), self._recorder.kv.pop(name, {})
         scores = join_scores([event.scores for event in events if event.scores is not None])
         parts = () if scores is None else (scores.output, scores.prompt)
         return Answer(
-            tuple(token for event in events for token in event.token_ids),
-            tuple(logits[index] for index in sorted(logits)),
+            tokens,
+            tuple(logits[index] for index in range(len(tokens))),
+            tuple(kv[index] for index in range(len(tokens) - 1)),
             tuple(part.values + part.ids for part in parts if part is not None),
             events[-1].pooled or b"",
         )
