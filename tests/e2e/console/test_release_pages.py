@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import expect
 
 from support.adapters.drafts import make_adapter
+from support.console.axe import check_axe, need_axe
 from support.console.browser import PATIENCE_MS, Screen
 from support.http.admin_plane import ADMIN_TOKEN, ARCH
 from support.http.whole_server import WholeServer, bearer, whole_server
@@ -28,7 +29,7 @@ expect.set_options(timeout=PATIENCE_MS)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
     with whole_server(tmp_path_factory.mktemp("server")) as running:
-        for tenant in ("canary", "refused", "conflict", "many"):
+        for tenant in ("canary", "refused", "conflict", "many", "seen"):
             running.plane.make_tenant(tenant)
         yield running
 
@@ -131,8 +132,36 @@ def test_an_adapter_is_found_among_many_and_pinned(server: WholeServer, screen: 
     expect(screen["adapter-row"]).to_have_count(10)
     screen["adapter-row"].first.get_by_role("link").click()
     screen["pin"].click()
-    expect(screen["pin"]).to_have_attribute("aria-pressed", "true")
+    expect(screen["pin"]).to_have_text("Unpin")
     assert len(server.plane.engine.pins) == 1
     with screen.page.expect_download() as saved:
         screen["download"].click()
     assert saved.value.suggested_filename == "a30-v1.tar"
+
+
+PLACES = (
+    ("adapters", "adapter-row"),
+    ("adapters/support", "report"),
+    ("adapters/support/release/v2", "release-row"),
+    ("upload", "upload"),
+    ("playground", "play-elsewhere"),
+)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious_and_phones_show_all(
+    server: WholeServer, screen: Screen, theme: str
+) -> None:
+    need_axe()
+    for seed in (1, 2):
+        server.plane.make_adapter("support", "seen", seed=seed)  # the same bytes again are no new version
+    screen.page.set_viewport_size({"width": 320, "height": 700})
+    screen.sign_in(
+        f"{server.admin_url}/", server.plane.make_key("seen", "adapters:read", "adapters:write", "inference")
+    )
+    screen["theme"].select_option(theme)
+    for place, ready in PLACES:
+        screen.go(place)
+        screen[ready].first.wait_for()
+        check_axe(screen, place)
+        assert screen.page.evaluate("() => document.documentElement.scrollWidth") <= 320, place

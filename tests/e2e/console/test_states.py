@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,15 +18,14 @@ from loraplex.control.audit.recorder import Actor
 from loraplex.control.db.outage import Outage
 from loraplex.control.db.tables import Adapter, AdapterVersion
 from loraplex.engine.reports import EngineStats, TenantStats
+from support.console.axe import check_axe, need_axe
 from support.console.browser import PATIENCE_MS, Screen
 from support.http.admin_plane import ADMIN_TOKEN
 from support.http.whole_server import WholeServer, whole_server
-from support.markdown import ROOT
 from support.servers.live_server import free_ports
 
 pytestmark = pytest.mark.slow
 
-AXE = ROOT / ".clients/console/node_modules/axe-core/axe.min.js"
 NUM_ADAPTERS = 10_000
 HOSTILE = (
     "<script>window.hurt=1</script>",
@@ -279,8 +277,7 @@ def version_row(session: Any, number: int, tenant: str, name: str) -> dict[str, 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious(server: WholeServer, browser: Browser, theme: str) -> None:
-    if not AXE.exists():
-        pytest.skip("axe is not installed: make .clients/console/.installed")
+    need_axe()
     with browser.new_context(viewport={"width": 320, "height": 700}) as context:
         screen = Screen(context.new_page())
         screen.page.goto(f"{server.admin_url}/")
@@ -293,14 +290,6 @@ def test_axe_finds_nothing_serious(server: WholeServer, browser: Browser, theme:
             check_axe(screen, place)
             width = screen.page.evaluate("() => document.documentElement.scrollWidth")
             assert width <= 320, (place, width)
-
-
-def check_axe(screen: Screen, place: str) -> None:
-    screen.page.evaluate(AXE.read_text())
-    found = screen.page.evaluate("async () => (await axe.run()).violations")
-    serious = [one for one in found if one["impact"] in ("serious", "critical")]
-    shown = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in serious]
-    assert serious == [], f"{place}: {json.dumps(shown, indent=1)}"
 
 
 def test_keys_alone_reach_everything(server: WholeServer, screen: Screen) -> None:

@@ -127,11 +127,12 @@ function Actions({ name, version, run }) {
   const isLiving = !["deleted", "rejected"].includes(version.state);
   if (!isLiving) return null;
   const of = `${name}@${version.version}`;
+  const pin = version.pinned ? "Unpin" : "Pin";
   return html`<span class="actions">
     ${mayCall("adapters:write") &&
-    html`<button type="button" data-testid="pin" aria-pressed=${version.pinned} aria-label="Keep ${of} on the device"
+    html`<button type="button" data-testid="pin" aria-label="${pin} ${of}"
       onClick=${() => run(() => api.send(version.pinned ? "DELETE" : "PUT", `${where}/pin`))}>
-      ${version.pinned ? "Unpin" : "Pin"}
+      ${pin}
     </button>`}
     <button type="button" data-testid="download" aria-label="Download ${of}"
       onClick=${() => run(() => download(`${where}/archive`, `${name}-${version.version}.tar`))}>
