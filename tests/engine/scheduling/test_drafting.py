@@ -113,6 +113,17 @@ def test_answers_of_the_namespace_are_proposed() -> None:
     assert tokens_of(drafts.propose(sequence([70, 90, 91], digest=ONE), 2)) == (1, 2), "an answer's beginning"
 
 
+@pytest.mark.parametrize("length", range(2, 10))
+def test_a_short_sequence_that_several_answers_hold_whole_is_found(length: int) -> None:
+    drafts, whole = drafter(), list(range(1, 1 + length))
+    for number in range(3):
+        finish(drafts, [90], [70, 71, *whole, 80 + number, 60])
+    draft = drafts.propose(sequence(whole), 1)
+    assert draft is not None
+    assert draft.source == "history"
+    assert draft.token_ids[0] in (80, 81, 82)
+
+
 def test_the_longer_match_of_two_sources_is_proposed_at_first() -> None:
     drafts = drafter()
     finish(drafts, [0], [1, 2, 3, 4, 5, 60, 61])

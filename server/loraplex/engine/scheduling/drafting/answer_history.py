@@ -101,7 +101,7 @@ class AnswerHistory:
                 length = match_length(tokens, held, start)
                 if length > best:
                     best, found, behind = length, answer, start
-                    if best == MAX_MATCH:
+                    if best in (MAX_MATCH, len(tokens)):
                         break
         if follow is not None and best < MAX_MATCH and offset < len(follow.tokens):
             length = match_length(tokens, follow.tokens, offset)
