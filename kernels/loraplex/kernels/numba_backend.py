@@ -85,18 +85,21 @@ def _obstacle_to_same_bits(dtype: torch.dtype, batch_invariant: bool) -> str | N
 class _Compilation:
     """See `Compilation`. Compiled code is kept on the disk where that can be written to."""
 
-    def is_done(self, dtype: torch.dtype, *, codes: bool) -> bool:
+    def is_done(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool) -> bool:
         from loraplex.kernels.numba_runtime.cache import KERNELS
 
-        return KERNELS.is_compiled(_name(dtype, codes))
+        return KERNELS.is_compiled(_name(dtype, codes, kv_codes))
 
-    def run(self, dtype: torch.dtype, *, codes: bool) -> None:
+    def run(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool) -> None:
         from loraplex.kernels import numba_warm_up
         from loraplex.kernels.numba_runtime.cache import KERNELS
 
         ops = numba_ops()
-        KERNELS.compile(_name(dtype, codes), lambda: numba_warm_up.warm_up(dtype, ops, codes=codes))
+        KERNELS.compile(
+            _name(dtype, codes, kv_codes),
+            lambda: numba_warm_up.warm_up(dtype, ops, codes=codes, kv_codes=kv_codes),
+        )
 
 
-def _name(dtype: torch.dtype, codes: bool) -> str:
-    return str(dtype).removeprefix("torch.") + ("-codes" if codes else "")
+def _name(dtype: torch.dtype, codes: bool, kv_codes: bool) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{'-codes' if codes else ''}{'-kv-codes' if kv_codes else ''}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.linear import numba_dense, numba_dense_tiles
@@ -19,9 +20,9 @@ from loraplex.kernels.sampling.numba_sampling import draw
 from loraplex.kernels.sampling.types import TokenMasks
 
 
-def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False) -> None:
-    """Compile all kernels for a model in `dtype`; `codes`: those of linears in groups too. `ops` are numba's. Kernels
-    do not depend on sizes. For the thread that will run the steps."""
+def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool = False) -> None:
+    """Compile all kernels for a model in `dtype`; `codes`: those of linears in groups too; `kv_codes`: for a KV cache
+    of codes. `ops` are numba's. Kernels do not depend on sizes. For the thread that will run the steps."""
     if dtype not in LIKE:
         return
     x = torch.zeros(1, 64, dtype=dtype)
@@ -31,7 +32,8 @@ def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False) -> None:
     ops.silu_and_mul(x)
     ops.to_float32(x)
     batch = build_attention_batch([1], [1], [[0]])
-    cache = torch.zeros(1, BLOCK, 2, 1, 2, dtype=dtype)
+    cache_dtype = torch.int8 if kv_codes else dtype
+    cache = torch.zeros(1, BLOCK, 2, 1, head_width(2, cache_dtype), dtype=cache_dtype)
     heads = x[:, :6].view(1, 3, 2)
     for norm in (None, torch.ones(2, dtype=dtype), torch.ones(2)):
         cos = torch.ones(1, 1, 1)

@@ -15,8 +15,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "scale_down_delay", "replica_manager", "ray_address", "engine_spare",
     ),
     "Memory": (
-        "kv_cache_memory", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",
-        "max_num_batched_tokens", "max_waiting",
+        "kv_cache_memory", "kv_cache_dtype", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache",
+        "max_num_seqs", "max_num_batched_tokens", "max_waiting",
     ),
     "Ports": (
         "host", "port", "admin_host", "admin_port", "admin_token", "key_pepper", "engine_host", "engine_port",
@@ -42,9 +42,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
 ENGINE_SETTINGS = (
     "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
     "batch_invariant", "recorded_prompt_rows", "lookahead", "speculation", "threads", "engine_spare", "kv_cache_memory",
-    "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs", "max_num_batched_tokens",
-    "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url", "artifact_cache_size",
-    "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level",
+    "kv_cache_dtype", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",
+    "max_num_batched_tokens", "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url",
+    "artifact_cache_size", "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level",
 )  # fmt: skip
 """Settings of an engine, which `loraplex engine` takes too."""
 _LIMITS = "server_"

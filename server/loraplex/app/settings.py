@@ -103,6 +103,10 @@ class Settings(BaseSettings):
         description="How the base's linears are kept (int8: codes of 8 bits in groups of 64 inputs, half of bfloat16's "
         "memory)",
     )
+    kv_cache_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="How keys and values are kept (auto: in --dtype; int8: codes of 8 bits with a scale each)",
+    )
     max_model_len: int = Field(
         0,
         ge=0,

@@ -160,6 +160,7 @@ def _build(
         device.executor,
         on_stage,
         codes=config.quantise != "none" or base.stored != "",
+        kv_codes=loaded.kv_dtype is torch.int8,
     )
     transport = _transport(config, base, loaded, host, wake)
     heartbeat = StepHeartbeat()
@@ -279,7 +280,7 @@ def _info(
         dtype=str(model.dtype).removeprefix("torch."),
         block_size=BLOCK_SIZE,
         num_kv_blocks=kv_size.num_blocks,
-        kv_bytes=kv_size.num_blocks * block_bytes(model.shape, model.dtype),
+        kv_bytes=kv_size.num_blocks * block_bytes(model.shape, loaded.kv_dtype),
         arena_page_bytes=arena.layout.page_bytes,
         arena_pages=loaded.num_pages,
         adapter_cpu_bytes=host.num_bytes,
@@ -294,9 +295,10 @@ def _info(
         sites=arena.layout.site_names,
         hidden_size=model.hidden_size,
         quantise=config.quantise,
+        kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         stored_codes=base.stored,
         same_bits=loaded.obstacle is None,
-        numerics=numerical_build(model, device.kernels, config.quantise),
+        numerics=numerical_build(model, device.kernels, config.quantise, config.kv_cache_dtype),
         recorded_decodes=parts.steps.recorded(prompts=False),
         recorded_prompts=parts.steps.recorded(prompts=True),
         memory=MemoryUse(

@@ -15,21 +15,22 @@ MAX_RECORDED_ROWS = 1024
 class EngineConfig:
     """The configuration of an engine process. Sizes in bytes, tokens or sequences as named; 0 means "choose from the
     machine" for the memory sizes and for the sequences and tokens of a step (see `sizing`) and "what the model allows"
-    for `max_model_len`. `quantise` "int8" serves the base's linears as 8-bit codes. `recorded_prompt_rows`: rows of the
-    largest step with prompt chunks that a GPU records, -1 by the GPU and the model. `lookahead` -1 is 1 on a GPU and 0
-    elsewhere. `speculation` "auto" drafts tokens where the start can measure
-    what steps cost. `kernels` "auto" is the best that the device runs, `attention` "auto" the one that goes with them
-    (`loraplex.kernels.attention.choice`). `batch_invariant` is a promise to keep or to refuse
-    (`loraplex.engine.numerics`). `cache_dir` keeps what is costly to find out about a base model's weights, `plan_dir`
-    the plan made of its config, `image_dir` up to `adapter_image_cache` bytes of laid-out adapters. `artifact_dir` is a
-    store's folder, or the cache of the bucket that `artifact_url` names. `num_sharing` engines start together
-    on this machine: each takes an equal part of what is chosen from it."""
+    for `max_model_len`. `quantise` "int8" serves the base's linears as 8-bit codes, `kv_cache_dtype` "int8" keeps keys
+    and values so, "auto" in the model's dtype. `recorded_prompt_rows`: rows of the largest step with prompt chunks that
+    a GPU records, -1 by the GPU and the model. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `speculation` "auto"
+    drafts tokens where the start can measure what steps cost. `kernels` "auto" is the best that the device runs,
+    `attention` "auto" the one that goes with them (`loraplex.kernels.attention.choice`). `batch_invariant` is a promise
+    to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is costly to find out about a base model's
+    weights, `plan_dir` the plan made of its config, `image_dir` up to `adapter_image_cache` bytes of laid-out adapters.
+    `artifact_dir` is a store's folder, or the cache of the bucket that `artifact_url` names. `num_sharing` engines
+    start together on this machine: each takes an equal part of what is chosen from it."""
 
     model_path: str
     artifact_dir: str
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     quantise: Literal["none", "int8"] = "none"
+    kv_cache_dtype: Literal["auto", "int8"] = "auto"
     max_model_len: int = 0
     max_num_seqs: int = 0
     max_num_batched_tokens: int = 0

@@ -24,6 +24,7 @@ from loraplex.engine.execution.kv_cache import (
     block_bytes,
     blocks_of,
     free_host_memory,
+    kv_dtype,
     size_kv_cache,
 )
 from loraplex.engine.execution.runner import ModelRunner
@@ -71,13 +72,15 @@ class Device:
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model with the arena for its adapters. `obstacle`: why it cannot promise the same bits; None where it can.
-    `free_host`: bytes of host memory that were free before pools took any; None where that is not known."""
+    `kv_dtype`: of its KV cache. `free_host`: bytes of host memory that were free before pools took any; None where that
+    is not known."""
 
     model: Model
     arena: AdapterArena
     num_pages: int
     num_slots: int
     obstacle: str | None
+    kv_dtype: torch.dtype
     free_host: int | None
 
 
@@ -109,6 +112,7 @@ def load_device(config: EngineConfig, device: Device, base: BaseSpec) -> LoadedM
             attention=config.attention,
             plans=plans,
             quantise=config.quantise != "none",
+            kv_codes=config.kv_cache_dtype == "int8",
         )
     ).result()
     obstacle = kernels.obstacle_to_same_bits(model.dtype, config.batch_invariant)
@@ -131,7 +135,8 @@ def load_device(config: EngineConfig, device: Device, base: BaseSpec) -> LoadedM
     num_pages, num_slots = arena_size(budget, layout)
     free_host = free_host_memory()
     arena = executor.submit(lambda: AdapterArena(layout, num_pages, num_slots, kernels)).result()
-    return LoadedModel(model, arena, num_pages, num_slots, obstacle, free_host)
+    chosen = kv_dtype(config.kv_cache_dtype, model.dtype)
+    return LoadedModel(model, arena, num_pages, num_slots, obstacle, chosen, free_host)
 
 
 def build_device(
@@ -160,13 +165,13 @@ def build_device(
     sampler = make_sampler(kernels, vocab_size=vocab_size, max_rows=config.max_num_seqs)
     max_scored = max(1, _MAX_SCORED_BYTES // (4 * vocab_size))
     steps = _steps(config, device, loaded, served, sampler, max_scored)
-    make_kv = _KVMaker(config, device, model, heartbeat, 2 * -(-max_step_tokens // BLOCK_SIZE))
+    make_kv = _KVMaker(config, device, loaded, heartbeat, 2 * -(-max_step_tokens // BLOCK_SIZE))
     limits = StepLimits(max_step_tokens, config.max_num_seqs, 0)
     workspace = None
     if memory is None:
         size = make_kv.size(None)
         pools = {
-            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape, model.dtype),
+            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape, loaded.kv_dtype),
             "--adapter-memory": loaded.arena.num_bytes,
         }
         _warn_of_memory(pools | dict(host_pools), loaded.free_host)
@@ -205,17 +210,16 @@ class _KVMaker:
 
     config: EngineConfig
     device: Device
-    model: Model
+    loaded: LoadedModel
     heartbeat: StepHeartbeat
     blocks_ahead: int
 
     def __call__(self, num_blocks: int) -> KVCache:
-        model = self.model
         return self.device.executor.submit(
             lambda: WatchedKVCache(
-                model.shape,
+                self.loaded.model.shape,
                 num_blocks,
-                model.dtype,
+                self.loaded.kv_dtype,
                 self.device.kernels.device,
                 self.heartbeat,
                 blocks_ahead=self.blocks_ahead,
@@ -225,8 +229,8 @@ class _KVMaker:
     def size(self, budget: int | None) -> KVSize:
         """`budget`: bytes of the device that are left for it; None: a share of what is free."""
         return size_kv_cache(
-            self.model.shape,
-            self.model.dtype,
+            self.loaded.model.shape,
+            self.loaded.kv_dtype,
             self.device.kernels.device,
             kv_cache_memory=self.config.kv_cache_memory,
             max_model_len=self.config.max_model_len,
@@ -264,16 +268,22 @@ def _steps(
 
 
 def compile_kernels(
-    kernels: Kernels, dtype: torch.dtype, executor: Executor, on_stage: Callable[[str], None], *, codes: bool
+    kernels: Kernels,
+    dtype: torch.dtype,
+    executor: Executor,
+    on_stage: Callable[[str], None],
+    *,
+    codes: bool,
+    kv_codes: bool,
 ) -> None:
-    """Compile what must be before the first step. Raises CompilationFailed."""
+    """Compile what must be before the first step. Arguments as of `Compilation`. Raises CompilationFailed."""
     compilation = kernels.compilation
     if compilation is None:
         return
-    if not compilation.is_done(dtype, codes=codes):
+    if not compilation.is_done(dtype, codes=codes, kv_codes=kv_codes):
         on_stage("compiling kernels for this processor (once; 10 to 20 s, minutes where the machine is slow)")
     try:
-        executor.submit(lambda: compilation.run(dtype, codes=codes)).result()
+        executor.submit(lambda: compilation.run(dtype, codes=codes, kv_codes=kv_codes)).result()
     except Exception as error:  # of any kind: what is compiled depends on the processor
         raise CompilationFailed(describe_failure(kernels.backend, error)) from error
     on_stage("loading")

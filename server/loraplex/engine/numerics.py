@@ -29,10 +29,12 @@ _VARIABLES = (
 """Variables by which libraries choose other instructions."""
 
 
-def numerical_build(model: Model, kernels: Kernels, quantise: str = "none") -> str:
-    """A digest of what decides the bits of its answers, the weights and dtype aside: how they are quantised, sources,
-    versions of libraries, processor or GPU, the kernels chosen, and the RoPE frequencies that the served length chose
-    (ADR 0011)."""
+def numerical_build(
+    model: Model, kernels: Kernels, quantise: str = "none", kv_cache_dtype: str = "auto"
+) -> str:
+    """A digest of what decides the bits of its answers, the weights and dtype aside: how they are quantised and how
+    keys and values are kept, sources, versions of libraries, processor or GPU, the kernels chosen, and the RoPE
+    frequencies that the served length chose (ADR 0011)."""
     decides = kernels.obstacle_to_same_bits(model.dtype, False) is not None
     parts = [
         *(f"{package.__name__} {_digest(Path(package.__path__[0]))}" for package in _PACKAGES),
@@ -41,6 +43,7 @@ def numerical_build(model: Model, kernels: Kernels, quantise: str = "none") -> s
         f"{kernels.backend} {type(model).__name__} {model.shape.max_positions}",
         f"attention {model.attention.name} {_version(model.attention.name)}",
         *(() if quantise == "none" else (f"quantise {quantise}",)),
+        *(() if kv_cache_dtype == "auto" else (f"KV {kv_cache_dtype}",)),
         f"batch invariant {decides and kernels.batch_invariant}",
         *_processor(model.device, kernels),
     ]

@@ -59,6 +59,8 @@ class EngineInfo:
     base_fingerprint: str = ""
     quantise: str = "none"
     """The setting of this name: how the base's linears are kept."""
+    kv_cache_dtype: str = ""
+    """The dtype of keys and values; "int8" is that of codes with scales."""
     stored_codes: str = ""
     """The format of a checkpoint that is quantised itself, for example "gptq int4"."""
     sites: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraplex.kernels.attention.numba_attention import BLOCK, SPAN, build_attention_batch, paged_attention
-from support.kernels.numba_cache import packed_cache
+from support.kernels.numba_cache import packed_cache, packed_codes
 from support.kernels.paged import expected_attention, paged_step
 from support.kernels.poison import poison_new_memory
 
@@ -110,17 +110,19 @@ def test_row_depends_on_its_sequence_alone():
         row += count
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "pack"), [*((dtype, packed_cache) for dtype in TOLERANCE), (torch.bfloat16, packed_codes)]
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (5, 1, 34), (2, 2, 80), (16, 2, 16)])
 @pytest.mark.parametrize("window", [None, 1, 40, 129, 700])
-def test_a_row_has_the_same_bits_in_any_chunk(heads, kv_heads, dim, window, dtype):
+def test_a_row_has_the_same_bits_in_any_chunk(heads, kv_heads, dim, window, dtype, pack):
     """Whichever rows of its sequence are computed with it, and in however many units. Behind its position lies what a
     longer sequence wrote there, or nothing finite."""
     length = 2 * SPAN + 150
     step = paged_step(
         [length], [length], heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=BLOCK, dtype=dtype
     )
-    cache, (table,) = packed_cache(step.cache), step.tables
+    cache, (table,) = pack(step.cache), step.tables
     options = {"scale": 0.3, "window": window}
 
     def rows(first, end, cache=cache):
@@ -140,7 +142,7 @@ def test_a_row_has_the_same_bits_in_any_chunk(heads, kv_heads, dim, window, dtyp
         flat, source = clean.view(-1, 2, kv_heads, dim), step.cache.view(-1, 2, kv_heads, dim)
         at = torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in range(end)])
         flat[at] = source[at]
-        assert torch.equal(rows(end - 1, end, packed_cache(clean)), whole[end - 1 : end]), end
+        assert torch.equal(rows(end - 1, end, pack(clean)), whole[end - 1 : end]), end
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

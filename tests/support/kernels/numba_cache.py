@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
 
-from loraplex.kernels.attention.numba_attention import key_value_offsets
+from loraplex.kernels.attention.kv_codes import from_codes, head_width
+from loraplex.kernels.attention.numba_attention import key_value_offsets, scale_offsets
+from loraplex.kernels.attention.numba_kernel import NumbaAttention
 
 
 def packed_cache(cache: torch.Tensor) -> torch.Tensor:
@@ -14,6 +17,29 @@ def packed_cache(cache: torch.Tensor) -> torch.Tensor:
     packed = torch.empty_like(cache.reshape(len(cache), -1))
     packed[:, _order(*cache.shape[1:], cache.element_size())] = cache.reshape(len(cache), -1)
     return packed.view(cache.shape)
+
+
+def packed_codes(cache: torch.Tensor) -> torch.Tensor:
+    """The same as codes, each position for itself: [N, 16, 2, Hkv, D + 2] int8."""
+    num_blocks, positions, _, kv_heads, dim = cache.shape
+    packed = torch.empty(num_blocks, positions, 2, kv_heads, head_width(dim, torch.int8), dtype=torch.int8)
+    everywhere = SimpleNamespace(slots=torch.arange(num_blocks * positions))
+    NumbaAttention().write_kv(cache.flatten(0, 1), packed, everywhere)
+    return packed
+
+
+def unpacked_codes(packed: torch.Tensor) -> torch.Tensor:
+    """[N, 16, 2, Hkv, D] float32: the numbers of a cache of codes in that order."""
+    num_blocks, positions, _, kv_heads, width = packed.shape
+    dim = width - 2
+    flat = packed.view(num_blocks, -1)
+    codes = flat[:, _order(positions, 2, kv_heads, dim, 1)].view(num_blocks, positions, 2, kv_heads, dim)
+    places = [
+        [[scale_offsets(h, p, dim)[kind] for h in range(kv_heads)] for kind in range(2)]
+        for p in range(positions)
+    ]
+    at = torch.tensor(places)[..., None] + torch.arange(2)
+    return from_codes(codes, flat[:, at].view(torch.float16)[..., 0], torch.float32)
 
 
 @lru_cache

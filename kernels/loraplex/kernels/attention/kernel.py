@@ -41,6 +41,11 @@ class AttentionKernel(Protocol):
         before it is begun."""
         ...
 
+    @property
+    def reads_codes(self) -> bool:
+        """Whether caches may be int8 (`loraplex.kernels.attention.kv_codes`)."""
+        ...
+
     def lay_out(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> Any:
@@ -50,7 +55,7 @@ class AttentionKernel(Protocol):
 
     def write_kv(self, kv: torch.Tensor, cache: torch.Tensor, batch: Any) -> None:
         """Store a step's K and V in one layer's cache, in place. kv: [T, 2, Hkv, D], K before V; cache: [N, P, 2, Hkv,
-        D] of the same dtype."""
+        D] of the same dtype, or [N, P, 2, Hkv, D + 2] of codes."""
         ...
 
     def run(
@@ -64,7 +69,8 @@ class AttentionKernel(Protocol):
         softcap: float | None,
     ) -> torch.Tensor:
         """The formula, after this step's K and V were written. q: [T, Hq, D], last axis contiguous; cache: [N, P, 2,
-        Hkv, D]; one floating dtype. Returns [T, Hq, D] in that dtype, contiguous."""
+        Hkv, D] of the same floating dtype, or [N, P, 2, Hkv, D + 2] of codes. Returns [T, Hq, D] in the dtype of q,
+        contiguous."""
         ...
 
 

@@ -146,6 +146,7 @@ class LibraryAttention:
     """See `RecordableAttention`."""
 
     reads_unwritten = False
+    reads_codes = False
 
     def __init__(
         self, library: Library, needs: AttentionNeeds, dtype: torch.dtype, device: torch.device

@@ -25,12 +25,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex.kernels.attention.kv_codes import SCALE_BYTES, head_width
 from loraplex.kernels.attention.numba_attention_amx import tile_shapes
-from loraplex.kernels.attention.numba_attention_products import BLOCK, SEGMENT
+from loraplex.kernels.attention.numba_attention_products import BLOCK, SEGMENT, head_bytes_of
 from loraplex.kernels.attention.numba_attention_tiles import attend, copy_vector, finish, join_spans
 from loraplex.kernels.numba_runtime.amx import release_tiles
 from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
+    CODES,
     LIKE,
     fetch_add,
     jit,
@@ -163,14 +165,15 @@ def paged_attention(
     same step.
 
     q: [T, Hq, D], D even, last axis contiguous; cache: [N, 16, 2, Hkv, D], contiguous; one dtype of
-    `numba_runtime.vectors.LIKE`. Returns [T, Hq, D] in that dtype, contiguous. Raises ValueError for other shapes.
+    `numba_runtime.vectors.LIKE`; or [N, 16, 2, Hkv, D + 2] of codes. Returns [T, Hq, D] in that dtype, contiguous.
+    Raises ValueError for other shapes.
     """
     rows, heads, dim = q.shape
     kv_heads = cache.shape[3]
     if (
-        q.dtype is not cache.dtype
+        cache.dtype not in (q.dtype, torch.int8)
         or cache.shape[1:3] != (BLOCK, 2)
-        or cache.shape[4] != dim
+        or cache.shape[4] != head_width(dim, cache.dtype)
         or dim % 2
         or heads % kv_heads
         or rows != batch.num_rows
@@ -184,8 +187,9 @@ def paged_attention(
     out = torch.empty(q.shape, dtype=q.dtype)
     lists = batch.lists(kv_heads, heads // kv_heads, dim, -1 if window is None else window)
     size = q.element_size()
+    codes = cache.dtype is torch.int8
     _attend_all.run(
-        (LIKE[q.dtype],),
+        (LIKE[q.dtype], _F32, CODES) if codes else (LIKE[q.dtype],) * 3,
         q.data_ptr(),
         q.stride(0) * size,
         q.stride(1) * size,
@@ -198,7 +202,7 @@ def paged_attention(
         float(scale),
         0.0 if softcap is None else float(softcap),
         *lists,
-        tile_shapes(q.dtype, dim),
+        0 if codes else tile_shapes(q.dtype, dim),
     )
     return out
 
@@ -210,13 +214,20 @@ def key_value_offsets(
     head: _Ints, position: _Ints, dim: _Ints, head_dim: int, element_size: int
 ) -> tuple[_Ints, _Ints]:
     """Where a block's memory has K and V of one KV head, position in the block and dimension: in elements from its
-    begin. Tensors are broadcast."""
-    base = head * 2 * BLOCK * head_dim
-    if element_size == 4:
+    begin. Of one byte are codes, whose scales lie behind those of their head: see `scale_offsets`. Tensors are
+    broadcast."""
+    base = head * 2 * BLOCK * (head_dim + SCALE_BYTES if element_size == 1 else head_dim)
+    if element_size != 2:
         return base + dim * BLOCK + position, base + (BLOCK + position) * head_dim + dim
     key = (dim // 2) * 2 * BLOCK + 2 * position + dim % 2
     value = (position // 2) * 2 * head_dim + 2 * dim + position % 2
     return base + key, base + BLOCK * head_dim + value
+
+
+def scale_offsets(head: _Ints, position: _Ints, head_dim: int) -> tuple[_Ints, _Ints]:
+    """Where a block of codes has the scales of K and V of one KV head and position: in bytes from its begin."""
+    base = head * 2 * BLOCK * (head_dim + SCALE_BYTES) + 2 * BLOCK * head_dim + SCALE_BYTES * position
+    return base, base + SCALE_BYTES * BLOCK
 
 
 @jit
@@ -274,13 +285,17 @@ def _lay_out(counts, lengths, starts, group, window):
 
 
 @jit
-def _gather(target, q, q_row, q_head, rows, group, dim, like):
+def _gather(target, q, q_row, q_head, rows, group, dim, like, given):
     """The query vectors of `rows` rows and the first `group` heads at q, side by side."""
-    size = size_of(like)
+    size, target_size = size_of(like), size_of(given)
     for m in range(rows * group):
         source = q + m // group * q_row + m % group * q_head
         for d in range(0, dim, 16):
-            copy_vector(target + (m * dim + d) * size, source + d * size, dim - d, like)
+            place = target + (m * dim + d) * target_size
+            if target_size == size:
+                copy_vector(place, source + d * size, dim - d, like)
+            else:
+                store_some(load_some(source + d * size, dim - d, like), place, dim - d, given)
 
 
 @jit
@@ -290,7 +305,8 @@ def _keep(state, size, place):
         store_some(load_some(state + d * 4, size - d, _F32), place + d * 4, size - d, _F32)
 
 
-def _attend_units(team, arguments, like):
+def _attend_units(team, arguments, like, given, of_cache):
+    """`like`: of queries and answers, `given` and `of_cache`: see `attend`."""
     q, q_row, q_head = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     out, cache, kv_heads = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     group, dim, window = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
@@ -301,7 +317,7 @@ def _attend_units(team, arguments, like):
     shapes = read_int64(arguments + 144)
     total_units = num_units * kv_heads
     size = size_of(like)
-    block_bytes = 2 * BLOCK * kv_heads * dim * size
+    block_bytes = kv_heads * head_bytes_of(dim, of_cache)
     out_row = kv_heads * group * dim * size
     vectors = max(_MAX_VECTORS, group)
     queries = np.empty(vectors * dim, np.float32)
@@ -326,7 +342,7 @@ def _attend_units(team, arguments, like):
         parts, offset = read_int64(here + 48), read_int64(here + 56)
         count = rows * group
         source = q + first_row * q_row + head * group * q_head
-        _gather(queries.ctypes.data, source, q_row, q_head, rows, group, dim, like)
+        _gather(queries.ctypes.data, source, q_row, q_head, rows, group, dim, like, given)
         first, last = low // SPAN, (end - 1) // SPAN
         if only >= 0:
             first, last = first + only, first + only
@@ -354,7 +370,8 @@ def _attend_units(team, arguments, like):
                 scale,
                 softcap,
                 shapes,
-                like,
+                given,
+                of_cache,
             )
             if span != first:
                 join_spans(state, states[1].ctypes.data, count, dim)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from numba import types
 from numba.extending import intrinsic
 
+from loraplex.kernels.attention.kv_codes import SCALE_BYTES
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.vectors import jit, size_of
 
@@ -31,12 +32,48 @@ def wide_registers(typing):
     return types.boolean(), lower
 
 
+@intrinsic
+def factor_size_of(typing, like):
+    """Bytes of an element of the other factor of a product."""
+
+    def lower(context, builder, signature, values):
+        return nir.i64(nir.elements(context, signature.args[0]).factor_size)
+
+    return types.int64(like), lower
+
+
+@intrinsic
+def column_size_of(typing, like):
+    """Bytes from one column of a pair to the next."""
+
+    def lower(context, builder, signature, values):
+        return nir.i64(nir.elements(context, signature.args[0]).column_size)
+
+    return types.int64(like), lower
+
+
+@intrinsic
+def is_codes(typing, like):
+    """Whether K and V are codes with scales."""
+
+    def lower(context, builder, signature, values):
+        return nir.flag(signature.args[0] == types.int8)
+
+    return types.boolean(like), lower
+
+
+@jit
+def head_bytes_of(dim, like):
+    """K and V of one KV head in a block, and the scales that lie behind codes."""
+    return 2 * BLOCK * (dim * size_of(like) + (SCALE_BYTES if is_codes(like) else 0))
+
+
 @intrinsic(prefer_literal=True)
 def _scores(typing, count, together, q, dim, blocks, num_blocks, scores, like):
     """scores[m, 16·j + i] = q[m] · K_j[:, i], for `count` vectors, `together` blocks at a time (constants).
 
     q: [count, dim]; blocks: [num_blocks] int64, addresses of K by pairs: [dim/2, 16, 2], or [dim/2, 2, 16] for
-    float32; scores: float32, SEGMENT a row. num_blocks is rounded up to a multiple of `together`.
+    float32 and codes; scores: float32, SEGMENT a row. num_blocks is rounded up to a multiple of `together`.
     """
     if not isinstance(count, types.IntegerLiteral) or not isinstance(together, types.IntegerLiteral):
         return None
@@ -46,8 +83,9 @@ def _scores(typing, count, together, q, dim, blocks, num_blocks, scores, like):
         element = nir.elements(context, signature.args[-1])
         _, _, q, dim, blocks, num_blocks, scores, _ = values
         pairs = builder.lshr(dim, nir.i64(1))
-        row_bytes = builder.mul(dim, nir.i64(element.size))
+        row_bytes = builder.mul(dim, nir.i64(element.factor_size))
         queries = [builder.add(q, builder.mul(row_bytes, nir.i64(row))) for row in range(rows)]
+        key_bytes = builder.mul(dim, nir.i64(BLOCK * element.size))
 
         def some_blocks(j, _):
             first = builder.add(blocks, builder.mul(j, nir.i64(8)))
@@ -55,14 +93,16 @@ def _scores(typing, count, together, q, dim, blocks, num_blocks, scores, like):
 
             def add_pair(pair, sums):
                 at = builder.mul(pair, nir.i64(2 * BLOCK * element.size))
-                offset = builder.mul(pair, nir.i64(2 * element.size))
+                offset = builder.mul(pair, nir.i64(2 * element.factor_size))
                 own = [element.splat_pair(builder, builder.add(query, offset)) for query in queries]
                 following = []
                 for b, key in enumerate(keys):
-                    column = element.load_pair(builder, builder.add(key, at), nir.i64(4 * BLOCK))
+                    column = element.load_pair(
+                        builder, builder.add(key, at), nir.i64(element.column_size * BLOCK)
+                    )
                     if rows < 4:
                         # With so few vectors memory is what takes the time: the block's V lies behind its K.
-                        ahead = builder.add(builder.add(key, at), builder.mul(row_bytes, nir.i64(BLOCK)))
+                        ahead = builder.add(builder.add(key, at), key_bytes)
                         for line in range(0, 2 * BLOCK * element.size, 64):
                             nir.prefetch(builder, builder.add(ahead, nir.i64(line)))
                     mine = sums[b * rows : (b + 1) * rows]
@@ -93,8 +133,8 @@ def _values(typing, count, chunks, weights, pairs, num_pairs, offset, dim, total
     both constants; where chunks is 0, for the first `columns` ≤ 16.
 
     weights: SEGMENT elements a row; pairs: [num_pairs] int64, addresses of pairs of positions of V, in which those
-    columns begin `offset` bytes on: [dim, 2], or [2, dim] for float32; total: [count, dim] float32 from those columns
-    on; faded: [count] float32.
+    columns begin `offset` bytes on: [dim, 2], or [2, dim] for float32 and codes; total: [count, dim] float32 from those
+    columns on; faded: [count] float32.
     """
     if not isinstance(count, types.IntegerLiteral) or not isinstance(chunks, types.IntegerLiteral):
         return None
@@ -106,6 +146,8 @@ def _values(typing, count, chunks, weights, pairs, num_pairs, offset, dim, total
         _, _, weights, pairs, num_pairs, offset, dim, total, faded, columns, _ = values
         mask = None if wide else nir.lane_mask(builder, nir.i64(0), columns)
         row_bytes = builder.mul(dim, nir.i64(4))
+        chunk_bytes = 16 * element.column_size
+        second = builder.mul(dim, nir.i64(element.column_size))
         places = [
             builder.add(builder.add(total, builder.mul(row_bytes, nir.i64(row))), nir.i64(64 * chunk))
             for row in range(rows)
@@ -116,13 +158,14 @@ def _values(typing, count, chunks, weights, pairs, num_pairs, offset, dim, total
             v = nir.load(builder, builder.add(pairs, builder.mul(j, nir.i64(8))), nir.I64, 8)
             v = builder.add(v, offset)
             value = [
-                element.load_pair(builder, builder.add(v, nir.i64(64 * chunk)), row_bytes, mask)
+                element.load_pair(builder, builder.add(v, nir.i64(chunk_bytes * chunk)), second, mask)
                 for chunk in range(wide or 1)
             ]
             weight = []
             for row in range(rows):
                 at = builder.add(
-                    builder.mul(j, nir.i64(2 * element.size)), nir.i64(row * SEGMENT * element.size)
+                    builder.mul(j, nir.i64(2 * element.factor_size)),
+                    nir.i64(row * SEGMENT * element.factor_size),
                 )
                 weight.append(element.splat_pair(builder, builder.add(weights, at)))
             operands = [(a, b) for a in weight for b in value]
@@ -158,7 +201,7 @@ def all_scores(count, q, dim, blocks, num_blocks, scores, like):
     """
     m = 0
     while m < count:
-        at, there, left = q + m * dim * size_of(like), scores + m * SEGMENT * 4, count - m
+        at, there, left = q + m * dim * factor_size_of(like), scores + m * SEGMENT * 4, count - m
         if not wide_registers():
             if left >= 2:
                 _scores(2, 2, at, dim, blocks, num_blocks, there, like)
@@ -201,11 +244,11 @@ def all_values(count, weights, pairs, num_pairs, dim, total, faded, like):
             step = 64
         elif left >= 32:
             step = 32
-        # Of a pair in 16 bits the columns lie side by side, of one in 32 row by row: four bytes a column in both.
-        offset = column * 4
+        # Of a pair in 16 bits the columns lie side by side, of others row by row.
+        offset = column * column_size_of(like)
         m = 0
         while m < count:
-            at, there = weights + m * SEGMENT * size_of(like), total + (m * dim + column) * 4
+            at, there = weights + m * SEGMENT * factor_size_of(like), total + (m * dim + column) * 4
             rows, fades = count - m, faded + m * 4
             if step == 64 and rows >= 4:
                 _values(4, 4, at, pairs, num_pairs, offset, dim, there, fades, left, like)

@@ -27,6 +27,9 @@ from loraplex.kernels.attention.numba_attention_products import (
     SEGMENT,
     all_scores,
     all_values,
+    factor_size_of,
+    head_bytes_of,
+    is_codes,
 )
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.vectors import (
@@ -51,6 +54,7 @@ from loraplex.kernels.numba_runtime.vectors import (
 )
 
 _F32 = np.float32(0)
+_F16 = np.int16(0)
 _BLOCKS = SEGMENT // BLOCK
 _LOWEST = np.float32(-3e38)  # finite: -inf less -inf is NaN
 _HIDDEN = np.float32(-math.inf)
@@ -141,6 +145,26 @@ def _weigh(scores, num_blocks, first, last, factor, top, weights, like):
 
 
 @jit
+def _scale_scores(scores, num_blocks, keys, offset):
+    """Scores of codes become those of K. The scales of a block of `keys` [num_blocks] lie `offset` bytes on."""
+    for block in range(num_blocks):
+        at = scores + block * 64
+        store(load(at, _F32) * load(keys[block] + offset, _F16), at, _F32)
+
+
+@jit
+def _scale_weights(weights, num_blocks, first, last, keys, offset):
+    """The weights of the positions first … last-1 of a segment become those of V's codes. Scales as above; those of
+    other positions may be NaN, and their weights stay 0."""
+    for block in range(max(first, 0) // BLOCK, min((last + BLOCK - 1) // BLOCK, num_blocks)):
+        at, start = weights + block * 64, block * BLOCK
+        w = load(at, _F32) * load(keys[block] + offset, _F16)
+        if start < first or start + BLOCK > last:
+            w = keep_lanes(w, first - start, last - start, _F32)
+        store(w, at, _F32)
+
+
+@jit
 def _raise_tops(tops, sums, highest, faded, count, factor):
     """The new tops of `count` rows, and what their sums so far are multiplied with, which `faded` keeps."""
     for m in range(0, count, 16):
@@ -183,14 +207,14 @@ def _edge_pair(source, target, dim, odd, like):
 def _find(keys, pairs, edges, cache, block_bytes, head, dim, table, segment, num_blocks, low, high, like):
     """The addresses of a segment's blocks of K and of its pairs of positions of V; low … high-1 are seen.
     Returns the first pair's number in the segment, and how many there are."""
-    half = BLOCK * dim * size_of(like)
+    half, head_bytes = BLOCK * dim * size_of(like), head_bytes_of(dim, like)
     pair_bytes = 2 * dim * size_of(like)
     first_pair, end_pair = (low - segment) // 2, (high - segment + 1) // 2
     # Those before the first one that is seen may be anybody's now.
     first_block = (low - segment) // BLOCK
     for block in range(first_block, num_blocks):
         number = read_int32(table + (segment // BLOCK + block) * 4)
-        k = cache + number * block_bytes + head * 2 * half
+        k = cache + number * block_bytes + head * head_bytes
         keys[block] = k
         for pair in range(max(first_pair, block * 8), min(end_pair, block * 8 + 8)):
             pairs[pair - first_pair] = k + half + (pair - block * 8) * pair_bytes
@@ -199,6 +223,8 @@ def _find(keys, pairs, edges, cache, block_bytes, head, dim, table, segment, num
     for block in range(num_blocks, (num_blocks + BLOCKS_AT_ONCE - 1) // BLOCKS_AT_ONCE * BLOCKS_AT_ONCE):
         keys[block] = keys[first_block]
     count = end_pair - first_pair
+    if is_codes(like):
+        return first_pair, count  # any code is finite, and has weight 0 where it is not seen
     if (low - segment) % 2 == 1:
         pairs[0] = _edge_pair(pairs[0], edges, dim, 1, like)
     if (high - segment) % 2 == 1:
@@ -258,11 +284,15 @@ def attend(
     scale,
     softcap,
     shapes,
+    given,
     like,
 ):
     """One span: the state behind the positions low … high-1, for the gathered query vectors q [M, dim], M = rows·group;
     those of row r stand at position + r. A state is totals [M, dim], tops [M], which are logarithms to base 2, and sums
-    [M], all float32, one behind the other. `shapes`: of `numba_attention_amx.tile_shapes`."""
+    [M], all float32, one behind the other. `shapes`: of `numba_attention_amx.tile_shapes`. `like` stands for the dtype
+    of K and V, `given` for that of the query vectors and weights: float32 beside codes, else the same."""
+    of_keys = 2 * BLOCK * dim
+    of_values = of_keys + 2 * BLOCK
     count = rows * group
     faded = scores + count * SEGMENT * 4
     totals, tops, sums = state, state + count * dim * 4, state + count * (dim + 1) * 4
@@ -287,6 +317,8 @@ def attend(
             at = position + m // group
             first = start if window < 0 else max(start, at - window + 1)
             row, last = scores + m * SEGMENT * 4, min(end, at + 1)
+            if is_codes(like):
+                _scale_scores(row, num_blocks, keys, of_keys)
             if softcap != 0.0:
                 _cap_scores(row, num_blocks, scale, softcap)
             highest = _largest_score(row, num_blocks, first - segment, last - segment)
@@ -295,23 +327,27 @@ def attend(
         for m in range(count):
             at = position + m // group
             first = start if window < 0 else max(start, at - window + 1)
+            last = min(end, at + 1)
+            own = weights + m * SEGMENT * factor_size_of(like)
             total = _weigh(
                 scores + m * SEGMENT * 4,
                 num_blocks,
                 first - segment,
-                min(end, at + 1) - segment,
+                last - segment,
                 factor,
                 read_float32(tops + m * 4),
-                weights + m * SEGMENT * size_of(like),
-                like,
+                own,
+                given,
             )
+            if is_codes(like):
+                _scale_weights(own, num_blocks, first - segment, last - segment, keys, of_values)
             write_float32(read_float32(sums + m * 4) + total, sums + m * 4)
         if shapes != 0:
             block = _find_blocks(pairs, keys, edges, dim, num_blocks, start - segment, end - segment, like)
-            seen, places = weights + block * BLOCK * size_of(like), pairs.ctypes.data + block * 8
+            seen, places = weights + block * BLOCK * factor_size_of(like), pairs.ctypes.data + block * 8
             values_of_tiles(count, seen, places, num_blocks - block, dim, totals, faded, shapes)
         else:
-            seen = weights + 2 * first_pair * size_of(like)
+            seen = weights + 2 * first_pair * factor_size_of(like)
             all_values(count, seen, pairs.ctypes.data, num_pairs, dim, totals, faded, like)
         segment += SEGMENT
 

@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.attention.kv_codes import pack_rows, unpack_rows
 from loraplex.kernels.attention.types import (
     AttentionBatch,
     DecodeGroup,
@@ -41,10 +42,11 @@ _MAX_MASK_ELEMENTS = 1 << 22
 
 class TorchAttention:
     """An `AttentionKernel` of any device, size, window and softcap. `num_kv_heads`, `head_dim` and `dtype` are those of
-    the KV cache."""
+    a KV cache that is not of codes."""
 
     name = "torch"
     reads_unwritten = True
+    reads_codes = True
 
     def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         block_bytes = BLOCK_SIZE * 2 * num_kv_heads * head_dim * dtype.itemsize
@@ -119,9 +121,10 @@ def build_attention_batch(
 def write_kv(kv: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> None:
     """Store this step's K and V in one layer's cache, in place.
 
-    kv: [T, 2, Hkv, D], K before V; cache: [N, P, 2, Hkv, D]; same dtype.
+    kv: [T, 2, Hkv, D], K before V; cache: [N, P, 2, Hkv, D] of the same dtype, or [N, P, 2, Hkv, D + 2] of codes.
     """
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slots, kv)
+    rows = pack_rows(kv) if cache.dtype is torch.int8 else kv
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slots, rows)
 
 
 def paged_attention(
@@ -135,7 +138,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """The formula above, after `write_kv` of the same step.
 
-    q: [T, Hq, D]; cache: [N, P, 2, Hkv, D]; the same floating dtype. Returns [T, Hq, D] in that dtype, contiguous.
+    q: [T, Hq, D]; cache: [N, P, 2, Hkv, D] of the same floating dtype, or [N, P, 2, Hkv, D + 2] of codes, whose numbers
+    are rounded to that dtype. Returns [T, Hq, D] in that dtype, contiguous.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for number, group in enumerate(batch.decode):
@@ -156,12 +160,12 @@ def _decode(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    _, block_size, _, num_kv_heads, head_dim = cache.shape
+    block_size, num_kv_heads, head_dim = cache.shape[1], cache.shape[3], q.shape[2]
     size = group.rows.shape[0]
     view = batch.decode_views.get((number, window))
     if view is None:
         view = batch.decode_views[number, window] = _decode_view(group, window, block_size, q.dtype)
-    kv = cache.index_select(0, view.blocks)
+    kv = _gather(cache, view.blocks, q.dtype)
     kv = kv.view(size, view.num_blocks * block_size, 2, num_kv_heads, head_dim)[:, : view.length]
     k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)  # [B, Hkv, L, D]
     grouped = q.index_select(0, group.rows).view(size, num_kv_heads, -1, head_dim)  # [B, Hkv, Hq/Hkv, D]
@@ -180,14 +184,14 @@ def _prefill(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    block_size, num_kv_heads, head_dim = cache.shape[1], *cache.shape[3:]
+    block_size, num_kv_heads, head_dim = cache.shape[1], cache.shape[3], q.shape[2]
     num_rows = piece.num_rows
     view = batch.prefill_views.get((number, window))
     if view is None:
         view = batch.prefill_views[number, window] = _prefill_view(
             piece, window, block_size, q.dtype, plain=softcap is None
         )
-    kv = cache.index_select(0, view.blocks).view(-1, 2, num_kv_heads, head_dim)[: view.length]
+    kv = _gather(cache, view.blocks, q.dtype).view(-1, 2, num_kv_heads, head_dim)[: view.length]
     # KV heads as the batch, the query heads of a group as heads over one K: [Hkv, Hq/Hkv, L, D] without a copy.
     group = q.shape[1] // num_kv_heads
     k = kv[:, 0].transpose(0, 1)[:, None].expand(-1, group, -1, -1)
@@ -208,6 +212,12 @@ def _prefill(
         else:
             mask = _causal_mask(view.num_past + first, last - first, view.length, window, q.dtype, q.device)
         result[:, :, first:last] = _attend(grouped[:, :, first:last], k, v, mask, scale, softcap)
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[n, P, 2, Hkv, D]"""
+    found = cache.index_select(0, blocks)
+    return unpack_rows(found, dtype) if found.dtype is torch.int8 else found
 
 
 def _only_causal(piece: PrefillSlice, window: int | None) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import triton
 
+from loraplex.kernels.attention.kv_codes import head_dim_of, to_codes
 from loraplex.kernels.attention.triton_plan import AttentionPlan, Int32, ListPlace, WindowCounts, WindowPlaces
 from loraplex.kernels.attention.triton_programs import attention_program, merge_program, write_program
 from loraplex.kernels.attention.triton_tiling import Tiling
@@ -82,16 +83,54 @@ def build_attention_batch(
     return TritonAttentionBatch(plan, array, scratch, step.num_rows, step.windows)
 
 
+@dataclass(frozen=True, slots=True)
+class CacheOperands:
+    """One layer's cache [N, P, 2, Hkv, D] as programs take it. Strides in elements: of blocks, positions, K and V,
+    heads.
+
+    Of codes, a block has them first, [P, 2, Hkv, D], and then their scales [2, Hkv, P] float16. `scales` begins with
+    those of block 0, and `scales_kind` is the stride of K and V there; of floats both stand for nothing."""
+
+    cache: torch.Tensor
+    scales: torch.Tensor
+    strides: tuple[int, int, int, int]
+    scales_kind: int
+    is_codes: bool
+
+
+def cache_operands(cache: torch.Tensor) -> CacheOperands:
+    """Raises ValueError for a cache of codes that is not contiguous, or with heads of an odd size."""
+    if cache.dtype is not torch.int8:
+        block, position, kind, head, _ = cache.stride()
+        return CacheOperands(cache, cache, (block, position, kind, head), 0, False)
+    _, positions, _, heads, _ = cache.shape
+    dim = head_dim_of(cache)
+    if dim % 2 or not cache.is_contiguous():
+        raise ValueError(
+            f"a cache of codes is contiguous, with heads of an even size, not {list(cache.shape)}"
+        )
+    scales = cache.view(-1).view(torch.float16)[positions * heads * dim :]
+    strides = (cache.stride(0), 2 * heads * dim, heads * dim, dim)
+    return CacheOperands(cache, scales, strides, heads * positions, True)
+
+
 def write_kv(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Store K and V in one layer's cache, in place. kv: [T, 2, Hkv, D], K before V, rows contiguous; cache: [N, P, 2,
-    Hkv, D] of the same dtype, positions contiguous; slots: [T] int32 or int64, -1 for nowhere. Raises ValueError for
-    other shapes."""
+    Hkv, D] of the same dtype, positions contiguous, or [N, P, 2, Hkv, D + 2] of codes; slots: [T] int32 or int64, -1
+    for nowhere. Raises ValueError for other shapes."""
     rows, width = kv.shape[0], kv[0].numel() if kv.shape[0] else 0
-    if kv.shape[1:] != cache.shape[2:] or kv.dtype is not cache.dtype or slots.shape != (rows,):
+    if (
+        kv.shape[1:] != (*cache.shape[2:4], head_dim_of(cache))
+        or cache.dtype not in (kv.dtype, torch.int8)
+        or slots.shape != (rows,)
+    ):
         raise ValueError(
             f"{list(kv.shape)} {kv.dtype} does not fit a cache {list(cache.shape)} {cache.dtype}"
         )
     if not rows:
+        return
+    if cache.dtype is torch.int8:
+        _write_codes(kv, cache, slots)
         return
     if not (kv[0].is_contiguous() and cache[0, 0].is_contiguous()):
         raise ValueError("a row's K and V, and a position's, must be contiguous")
@@ -110,6 +149,16 @@ def write_kv(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None
     )
 
 
+def _write_codes(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    codes, scales = to_codes(kv[slots >= 0])
+    num_blocks, positions, _, heads, _ = cache.shape
+    slots = slots[slots >= 0].long()
+    block, position = slots // positions, slots % positions
+    flat, size = cache.view(num_blocks, -1), codes.shape[1:].numel() * positions
+    flat[:, :size].unflatten(1, (positions, *codes.shape[1:]))[block, position] = codes
+    flat[:, size:].view(torch.float16).unflatten(1, (2, heads, positions))[block, :, :, position] = scales
+
+
 def paged_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -121,22 +170,22 @@ def paged_attention(
 ) -> torch.Tensor:
     """The formula of `loraplex.kernels.attention.torch_attention`, after this step's K and V were written.
 
-    q: [T, Hq, D], last axis contiguous; cache: [N, P, 2, Hkv, D], last axis contiguous; the same floating dtype.
-    Returns [T, Hq, D] in that dtype, contiguous; rows of padding are 0. Sums are made in float32; the probabilities
-    are rounded to the dtype of V before they are multiplied with it. Blocks' positions that belong to no sequence may
-    hold anything. Raises ValueError for a window that the plan was not made for, and for tensors of other shapes than
-    the plan's.
+    q: [T, Hq, D], last axis contiguous; cache: [N, P, 2, Hkv, D], last axis contiguous, of the same floating dtype, or
+    [N, P, 2, Hkv, D + 2] of codes. Returns [T, Hq, D] in the dtype of q, contiguous; rows of padding are 0. Sums are
+    made in float32; the probabilities are rounded to that dtype before they are multiplied with it. Blocks' positions
+    that belong to no sequence may hold anything. Raises ValueError for a window that the plan was not made for, and for
+    tensors of other shapes than the plan's.
     """
     plan = batch.plan
     shape = plan.shape
     places = plan.places.get(window)
     if places is None:
         raise ValueError(f"the plan has no lists for the window {window}, but for {list(plan.places)}")
-    _, block_size, _, num_kv_heads, head_dim = cache.shape
+    block_size, num_kv_heads, head_dim = cache.shape[1], cache.shape[3], head_dim_of(cache)
     if (
         q.shape != (batch.num_rows, shape.num_heads, shape.head_dim)
         or (block_size, num_kv_heads, head_dim) != (shape.block_size, shape.num_kv_heads, shape.head_dim)
-        or q.dtype is not cache.dtype
+        or cache.dtype not in (q.dtype, torch.int8)
         or q.stride(-1) != 1
         or cache.stride(-1) != 1
     ):
@@ -145,11 +194,24 @@ def paged_attention(
             f"{batch.num_rows} rows"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    operands = cache_operands(cache)
     decode, prefill, merge = _lengths(places, None if batch.counts is None else batch.counts[window])
-    _attend(q, cache, out, batch, places.decode, decode, plan.tilings.decode, False, scale, window, softcap)
+    _attend(
+        q, operands, out, batch, places.decode, decode, plan.tilings.decode, False, scale, window, softcap
+    )
     if places.prefill is not None:
         _attend(
-            q, cache, out, batch, places.prefill, prefill, plan.tilings.prefill, True, scale, window, softcap
+            q,
+            operands,
+            out,
+            batch,
+            places.prefill,
+            prefill,
+            plan.tilings.prefill,
+            True,
+            scale,
+            window,
+            softcap,
         )
     if merge:
         place = places.merge
@@ -177,7 +239,7 @@ def _lengths(places: WindowPlaces, counts: WindowCounts | None) -> tuple[int, in
 
 def _attend(
     q: torch.Tensor,
-    cache: torch.Tensor,
+    operands: CacheOperands,
     out: torch.Tensor,
     batch: TritonAttentionBatch,
     place: ListPlace,
@@ -191,10 +253,10 @@ def _attend(
     if not num_items:
         return
     shape = batch.plan.shape
-    block, position, kind, head, _ = cache.stride()
     attention_program[(num_items * shape.units,)](
         q,
-        cache,
+        operands.cache,
+        operands.scales,
         out,
         batch.scratch.part,
         batch.scratch.lse,
@@ -203,10 +265,8 @@ def _attend(
         batch.array[batch.plan.tables_offset :],
         q.stride(0),
         q.stride(1),
-        block,
-        position,
-        kind,
-        head,
+        *operands.strides,
+        operands.scales_kind,
         scale,
         softcap or 1.0,
         window or 0,
@@ -223,6 +283,7 @@ def _attend(
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
         INTERIOR=interior,
+        CODES=operands.is_codes,
         # TF32 would cost float32 half its digits.
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
         num_warps=tiling.num_warps,

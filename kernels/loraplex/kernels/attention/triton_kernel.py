@@ -60,6 +60,7 @@ class TritonAttention:
 
     name = "triton"
     reads_unwritten = False
+    reads_codes = True
 
     def __init__(
         self,

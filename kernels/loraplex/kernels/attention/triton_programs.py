@@ -6,11 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+GROWTH = tl.constexpr(128.0)
+"""Weights of codes are multiplied with V's scales, which are about a 127th of its numbers: float16 has no digits for
+that. So they are made that much larger, and answers smaller by as much."""
+
 
 @triton.jit
 def attention_program(
     q_ptr,
     cache_ptr,
+    scales_ptr,
     out_ptr,
     part_ptr,
     lse_ptr,
@@ -23,6 +28,7 @@ def attention_program(
     cache_position,
     cache_kind,
     cache_head,
+    scales_kind,
     scale,
     softcap,
     window,
@@ -39,12 +45,14 @@ def attention_program(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     INTERIOR: tl.constexpr,
+    CODES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """One item of a list, for one KV head and TILE_HEADS of the query heads that share it. Grid: UNITS programs for
     each item that there is room for; those beyond the list's length end at once.
 
-    q [T, Hq, D] with strides q_row, q_head; cache [N, P, 2, Hkv, D] with strides, D contiguous; out [T, Hq, D]; part
+    q [T, Hq, D] with strides q_row, q_head; cache [N, P, 2, Hkv, D] with strides, D contiguous; CODES: it is of codes,
+    with their scales at `scales_ptr` (`triton_attention.cache_operands`); out [T, Hq, D]; part
     [R, Hq, D] and lse [R, Hq] float32, the latter to base 2; items [n, 8], count and tables int32. INTERIOR: tiles
     that every row sees whole go without masks.
     """
@@ -77,6 +85,7 @@ def attention_program(
     # masked NaN would still spoil a sum.
     k_ptr = cache_ptr + kv_head.to(tl.int64) * cache_head
     v_ptr = k_ptr + cache_kind
+    k_scales_ptr = scales_ptr + kv_head * BLOCK_SIZE
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -90,27 +99,29 @@ def attention_program(
         if HAS_WINDOW:
             for start in range(begin, tl.minimum(inner, end), BLOCK_N):
                 acc, best, total = _attend(
-                    q, k_ptr, v_ptr, table_ptr, acc, best, total, start, end, position, cache_block,
-                    cache_position, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True,
-                    HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+                    q, k_ptr, v_ptr, k_scales_ptr, table_ptr, acc, best, total, start, end, position, cache_block,
+                    cache_position, scales_kind, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True,
+                    HAS_WINDOW, HAS_SOFTCAP, CODES, PRECISION,
                 )  # fmt: skip
         for start in range(inner, outer, BLOCK_N):
             acc, best, total = _attend(
-                q, k_ptr, v_ptr, table_ptr, acc, best, total, start, end, position, cache_block,
-                cache_position, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, False,
-                HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+                q, k_ptr, v_ptr, k_scales_ptr, table_ptr, acc, best, total, start, end, position, cache_block,
+                cache_position, scales_kind, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, False,
+                HAS_WINDOW, HAS_SOFTCAP, CODES, PRECISION,
             )  # fmt: skip
         begin = outer
     for start in range(begin, end, BLOCK_N):
         acc, best, total = _attend(
-            q, k_ptr, v_ptr, table_ptr, acc, best, total, start, end, position, cache_block,
-            cache_position, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True,
-            HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+            q, k_ptr, v_ptr, k_scales_ptr, table_ptr, acc, best, total, start, end, position, cache_block,
+            cache_position, scales_kind, scale, softcap, window, HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True,
+            HAS_WINDOW, HAS_SOFTCAP, CODES, PRECISION,
         )  # fmt: skip
 
     # A row that saw nothing, as padding's do: 0. One whose scores are NaN must stay NaN.
     divisor = tl.where(total == 0, 1.0, total)
     answer = acc / divisor[:, None]
+    if CODES:
+        answer = answer * (1 / GROWTH)
     stored = row_ok[:, None] & (d < HEAD_DIM)[None, :]
     if part_row < 0:
         out_at = ((first_row + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
@@ -127,6 +138,7 @@ def _attend(
     q,
     k_ptr,
     v_ptr,
+    k_scales_ptr,
     table_ptr,
     acc,
     best,
@@ -136,6 +148,7 @@ def _attend(
     position,
     cache_block,
     cache_position,
+    scales_kind,
     scale,
     softcap,
     window,
@@ -146,6 +159,7 @@ def _attend(
     MASKED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    CODES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Positions start … start+BLOCK_N-1: the online softmax of FlashAttention (Dao et al., 2022), to base 2."""
@@ -158,8 +172,15 @@ def _attend(
         block = tl.load(table_ptr + j // BLOCK_SIZE)
         loaded = (d < HEAD_DIM)[None, :]
     at = block.to(tl.int64) * cache_block + j % BLOCK_SIZE * cache_position
-    k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if CODES:
+        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0).to(q.dtype)
+        scales_at = block.to(tl.int64) * (cache_block // 2) + j % BLOCK_SIZE
+        k_scale = tl.load(k_scales_ptr + scales_at, mask=j < end, other=0.0).to(tl.float32)
+        v_scale = tl.load(k_scales_ptr + scales_kind + scales_at, mask=j < end, other=0.0).to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * k_scale[None, :]
+    else:
+        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if HAS_SOFTCAP:
         # tanh(x) = 1 - 2 / (exp(2x) + 1), which ends at ±1 where exp does at infinity or 0.
         grown = tl.exp2(scores * (2 * 1.4426950408889634 * scale / softcap))
@@ -177,8 +198,14 @@ def _attend(
     shift = tl.where(higher == float("-inf"), 0.0, higher)
     p = tl.exp2(scores - shift[:, None])
     faded = tl.exp2(best - shift)
-    v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc * faded[:, None], input_precision=PRECISION)
+    if CODES:
+        v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0).to(q.dtype)
+        acc = tl.dot(
+            (p * (v_scale * GROWTH)[None, :]).to(q.dtype), v, acc * faded[:, None], input_precision=PRECISION
+        )
+    else:
+        v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * faded[:, None], input_precision=PRECISION)
     return acc, higher, total * faded + tl.sum(p, 1)
 
 

@@ -2,22 +2,46 @@
 
 The cache's order (`loraplex.kernels.attention.numba_attention.key_value_offsets`) has positions side by side: a block's
 keys are a transpose of the rows they come from, its values pairs of rows, interleaved. A block whose positions are all
-written at once is written by vectors; a single row, as in decoding, number by number.
+written at once is written by vectors; a single row, as in decoding, number by number. Codes are made of each row by
+itself.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from loraplex.kernels.attention.numba_attention import key_value_offsets
+from loraplex.kernels.attention.kv_codes import LARGEST_CODE, LARGEST_SCALE
+from loraplex.kernels.attention.numba_attention import key_value_offsets, scale_offsets
 from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.numba_runtime import ir as nir
-from loraplex.kernels.numba_runtime.vectors import copy_element, jit, load, read_int64, size_of, store
+from loraplex.kernels.numba_runtime.vectors import (
+    CODES,
+    copy_element,
+    first_lane,
+    fma,
+    horizontal_max,
+    horizontal_sum,
+    jit,
+    load,
+    load_first,
+    load_some,
+    maximum,
+    read_int64,
+    size_of,
+    splat,
+    store,
+    store_first,
+    store_some,
+)
 
-_key_value_offsets = jit(key_value_offsets)
+_F32, _F16 = np.float32(0), np.int16(0)
+_ONE, _SHARE = np.float32(1), np.float32(1 / LARGEST_CODE)
+_LARGEST_SCALE = np.float32(LARGEST_SCALE)
+_key_value_offsets, _scale_offsets = jit(key_value_offsets), jit(scale_offsets)
 
 
 @jit
@@ -36,6 +60,38 @@ def write_row(block, position, key, value, kv_heads, dim, like):
     for head in range(kv_heads):
         source = head * dim * size_of(like)
         _write_elements(block, head, position, key + source, value + source, 0, 0, dim, like)
+
+
+@jit
+def write_codes(block, position, key, value, kv_heads, dim, codes, like):
+    """`write_row` of a cache of codes. `codes`: address of memory for a head's."""
+    for head in range(kv_heads):
+        source = head * dim * size_of(like)
+        of_key, of_value = _scale_offsets(head, position, dim)
+        _make_codes(key + source, dim, codes, block + of_key, like)
+        for d in range(dim):
+            k, _ = _key_value_offsets(head, position, d, dim, 1)
+            copy_element(block + k, codes + d, CODES)
+        _, v = _key_value_offsets(head, position, 0, dim, 1)
+        _make_codes(value + source, dim, block + v, block + of_value, like)
+
+
+@jit
+def _make_codes(source, dim, codes, scale, like):
+    """`loraplex.kernels.attention.kv_codes.to_codes` of one head [D]. All addresses."""
+    size = size_of(like)
+    zero = splat(_F32)
+    highest, spoilt = zero, zero
+    for d in range(0, dim, 16):
+        x = load_some(source + d * size, dim - d, like)
+        highest = maximum(maximum(x, zero - x), highest)
+        spoilt = fma(x, zero, spoilt)  # NaN where a number is not finite
+    largest = min(horizontal_max(highest) * _SHARE, _LARGEST_SCALE) + horizontal_sum(spoilt)
+    store_first(splat(largest), scale, 1, _F16)
+    own = first_lane(load_first(scale, 1, _F16))
+    inverse = splat(_ONE / own if own > _F32 else _F32)
+    for d in range(0, dim, 16):
+        store_some(load_some(source + d * size, dim - d, like) * inverse, codes + d, dim - d, CODES)
 
 
 @jit

@@ -7,12 +7,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch
-from loraplex.kernels.attention.numba_attention_products import BLOCK
-from loraplex.kernels.layers.numba_kv_write import follows, write_block, write_row
+from loraplex.kernels.attention.numba_attention_products import BLOCK, head_bytes_of, is_codes
+from loraplex.kernels.layers.numba_kv_write import follows, write_block, write_codes, write_row
 from loraplex.kernels.layers.numba_norm import scaled
 from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
+    CODES,
     LIKE,
     fma,
     jit,
@@ -48,8 +50,8 @@ def rotate_and_write(
     kv_heads, half = cache.shape[3], cos.shape[-1]
     if (
         all_heads != num_heads + 2 * kv_heads
-        or cache.shape[1:] != (BLOCK, 2, kv_heads, dim)
-        or cache.dtype is not heads.dtype
+        or cache.shape[1:] != (BLOCK, 2, kv_heads, head_width(dim, cache.dtype))
+        or cache.dtype not in (heads.dtype, torch.int8)
         or dim % 2
         or 2 * half > dim
         or cos.shape != (rows, 1, half)
@@ -74,6 +76,7 @@ def rotate_and_write(
     arguments = (
         LIKE[heads.dtype],
         LIKE[heads.dtype if q_norm is None else q_norm.dtype],
+        CODES if cache.dtype is torch.int8 else LIKE[heads.dtype],
         heads.data_ptr(),
         heads.stride(0) * heads.element_size(),
         num_heads,
@@ -89,7 +92,7 @@ def rotate_and_write(
         float(eps),
     )
     alone = rows * all_heads * dim <= SMALL
-    _rotate.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows), alone=alone)
+    _rotate.run(arguments[:3], *arguments[3:], rows, rows_of_unit(rows), alone=alone)
 
 
 @jit
@@ -125,6 +128,8 @@ def _rotate_heads(heads, number, dim, cos, sin, half, like):
 def _rotate_rows(
     like,
     weight_like,
+    of_cache,
+    codes,
     heads,
     stride,
     num_heads,
@@ -142,7 +147,7 @@ def _rotate_rows(
     last,
 ):
     size = size_of(like)
-    block_bytes = 2 * BLOCK * kv_heads * dim * size
+    block_bytes = kv_heads * head_bytes_of(dim, of_cache)
     keys = num_heads * dim * size
     values = keys + kv_heads * dim * size
     run = 0  # rows up to this one whose positions lie side by side in one block
@@ -158,7 +163,12 @@ def _rotate_rows(
             continue
         slot = read_int64(slots + row * 8)
         block = cache + slot // BLOCK * block_bytes
-        if run == BLOCK:
+        if is_codes(of_cache):
+            for back in range(run):
+                source = begin - back * stride
+                position = slot % BLOCK - back
+                write_codes(block, position, source + keys, source + values, kv_heads, dim, codes, like)
+        elif run == BLOCK:
             start = begin - (BLOCK - 1) * stride
             write_block(block, start + keys, start + values, stride, kv_heads, dim, like)
         else:
@@ -169,13 +179,14 @@ def _rotate_rows(
         run = 0
 
 
-def _rotate_units(team, arguments, like, weight_like):
+def _rotate_units(team, arguments, like, weight_like, of_cache):
     heads, stride, num_heads = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     kv_heads, dim, cos = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     sin, half, cache = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
     slots, q_norm, k_norm = read_int64(arguments + 72), read_int64(arguments + 80), read_int64(arguments + 88)
     eps, rows, share = read_float64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
     units = (rows + share - 1) // share
+    codes = np.empty(dim, np.int8)
     while True:
         first = take_unit(team, units) * share
         if first >= rows:
@@ -189,6 +200,8 @@ def _rotate_units(team, arguments, like, weight_like):
         _rotate_rows(
             like,
             weight_like,
+            of_cache,
+            codes.ctypes.data,
             heads,
             stride,
             num_heads,

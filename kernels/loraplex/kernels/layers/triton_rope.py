@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.attention.kv_codes import head_dim_of
+from loraplex.kernels.attention.triton_attention import cache_operands
+
 _HEADS_AT_A_TIME = 8
 
 
@@ -26,32 +29,31 @@ def rope_and_write_kv(
 
     heads: [T, Hq + 2·Hkv, D], the queries, keys and values of each row side by side, last axis contiguous; num_heads:
     Hq; cos, sin: [T, 1, R/2] float32, contiguous, R ≤ D; cache: one layer's [N, P, 2, Hkv, D], last axis contiguous,
-    in the dtype of heads; slots: [T] int32 or int64, -1 for a row whose K and V go nowhere. Queries are rotated in
-    place. Keys and values go into the cache only: what `heads` has of them stays as it was. With q_norm and k_norm
-    [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of heads as there. Raises
-    ValueError for other shapes.
+    in the dtype of heads, or [N, P, 2, Hkv, D + 2] of codes; slots: [T] int32 or int64, -1 for a row whose K and V go
+    nowhere. Queries are rotated in place. Keys and values go into the cache only: what `heads` has of them stays as it
+    was. With q_norm and k_norm [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of
+    heads as there. Raises ValueError for other shapes.
     """
     check_heads(heads, num_heads, cos, sin, cache, slots, q_norm, k_norm)
     rows, all_heads, head_dim = heads.shape
     half = cos.shape[-1]
     if not rows:
         return
-    block, position, kind, head, _ = cache.stride()
+    operands = cache_operands(cache)
     rope_program[(rows, triton.cdiv(all_heads, _HEADS_AT_A_TIME))](
         heads,
         cos,
         sin,
         cache,
+        operands.scales,
         slots,
         heads if q_norm is None else q_norm,
         heads if k_norm is None else k_norm,
         eps,
         heads.stride(0),
         heads.stride(1),
-        block,
-        position,
-        kind,
-        head,
+        *operands.strides,
+        operands.scales_kind,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=cache.shape[3],
         HEAD_DIM=head_dim,
@@ -61,6 +63,7 @@ def rope_and_write_kv(
         BLOCK_HEADS=_HEADS_AT_A_TIME,
         BLOCK_SIZE=cache.shape[1],
         NORM=q_norm is not None,
+        CODES=operands.is_codes,
         num_warps=4,
     )
 
@@ -81,8 +84,8 @@ def check_heads(
     half = cos.shape[-1]
     if (
         all_heads != num_heads + 2 * num_kv_heads
-        or cache.shape[4] != head_dim
-        or cache.dtype is not heads.dtype
+        or head_dim_of(cache) != head_dim
+        or cache.dtype not in (heads.dtype, torch.int8)
         or 2 * half > head_dim
         or cos.shape != (rows, 1, half)
         or sin.shape != cos.shape
@@ -108,6 +111,7 @@ def rope_program(
     cos_ptr,
     sin_ptr,
     cache_ptr,
+    scales_ptr,
     slots_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -118,6 +122,7 @@ def rope_program(
     cache_position,
     cache_kind,
     cache_head,
+    scales_kind,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -127,6 +132,7 @@ def rope_program(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS."""
     row = tl.program_id(0).to(tl.int64)
@@ -150,8 +156,9 @@ def rope_program(
         grow = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
     store_heads(
         a, b, c, grow, grow, row, head, r, halves, head, rest, rests, heads_ptr, heads_row, heads_head, cos_ptr,
-        sin_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, cache_block, cache_position, cache_kind, cache_head,
-        True, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, NORM, NORM,
+        sin_ptr, cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, cache_block, cache_position, cache_kind,
+        cache_head, scales_kind, True, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, NORM, NORM, CODES,
+        BLOCK_HEADS, 1, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
 
 
@@ -175,6 +182,7 @@ def store_heads(
     cos_ptr,
     sin_ptr,
     cache_ptr,
+    scales_ptr,
     slots_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -182,6 +190,7 @@ def store_heads(
     cache_position,
     cache_kind,
     cache_head,
+    scales_kind,
     row_there,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -190,6 +199,11 @@ def store_heads(
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     STORE_REST: tl.constexpr,
+    CODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
 ):
     """Norm heads where NORM, rotate them, and store queries where they lie and keys and values in the cache.
 
@@ -197,7 +211,8 @@ def store_heads(
     of one shape, that `row`, `head` (queries before keys before values) and `r` (the number within the half) broadcast
     to; `halves` says which are there. c is the same of `rest_head`, `rest` (from 2·HALF on) and `rests`, where HEAD_DIM
     is more than 2·HALF. `grow` and `rest_grow`: by how much a norm multiplies each, before its weight. STORE_REST: c is
-    not what lies in the queries.
+    not what lies in the queries. CODES: the cache is of codes, with its scales at `scales_ptr`. For those, a and b are
+    [ROWS, HEADS · BLOCK_HALF], and c is [ROWS, HEADS · BLOCK_REST].
     """
     dtype = heads_ptr.dtype.element_ty
     turned = head < NUM_HEADS + NUM_KV_HEADS
@@ -216,8 +231,8 @@ def store_heads(
     tl.store(q_ptr + HALF + r, turned_b, mask=halves & is_q)
     stored = halves & (slot >= 0) & (head >= NUM_HEADS)
     at = (head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + (head - NUM_HEADS) % NUM_KV_HEADS * cache_head
-    tl.store(kv_ptr + at + r, turned_a, mask=stored)
-    tl.store(kv_ptr + at + HALF + r, turned_b, mask=stored)
+    rests_stored = rests
+    rest_at = at
     if HEAD_DIM > 2 * HALF:
         is_q = rest_head < NUM_HEADS
         if NORM:
@@ -227,10 +242,65 @@ def store_heads(
             tl.store(
                 heads_ptr + row * heads_row + rest_head * heads_head + rest, c.to(dtype), mask=rests & is_q
             )
-        stored = rests & (slot >= 0) & (rest_head >= NUM_HEADS)
+        rests_stored = rests & (slot >= 0) & (rest_head >= NUM_HEADS)
         kv_head = (rest_head - NUM_HEADS) % NUM_KV_HEADS
-        at = (rest_head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + kv_head * cache_head
-        tl.store(kv_ptr + at + rest, c.to(dtype), mask=stored)
+        rest_at = (rest_head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + kv_head * cache_head
+    if CODES:
+        x = tl.where(halves, turned_a.to(tl.float32), 0.0)
+        y = tl.where(halves, turned_b.to(tl.float32), 0.0)
+        z = x
+        peak = tl.maximum(_peaks(x, ROWS, HEADS, BLOCK_HALF), _peaks(y, ROWS, HEADS, BLOCK_HALF))
+        spoilt = _spoilt(x, ROWS, HEADS, BLOCK_HALF) + _spoilt(y, ROWS, HEADS, BLOCK_HALF)
+        if HEAD_DIM > 2 * HALF:
+            z = tl.where(rests, c.to(dtype).to(tl.float32), 0.0)
+            peak = tl.maximum(peak, _peaks(z, ROWS, HEADS, BLOCK_REST))
+            spoilt += _spoilt(z, ROWS, HEADS, BLOCK_REST)
+        scale = (tl.minimum(peak * (1 / 127), 65504.0) + spoilt).to(tl.float16)
+        own = scale.to(tl.float32)
+        inverse = tl.where(own > 0, 1 / own, 0.0)
+        grown = repeat_by_head(inverse, ROWS, HEADS, BLOCK_HALF)
+        tl.store(kv_ptr + at + r, _codes(x * grown), mask=stored)
+        tl.store(kv_ptr + at + HALF + r, _codes(y * grown), mask=stored)
+        if HEAD_DIM > 2 * HALF:
+            rest_grown = repeat_by_head(inverse, ROWS, HEADS, BLOCK_REST)
+            tl.store(kv_ptr + rest_at + rest, _codes(z * rest_grown), mask=rests_stored)
+        kind = (head - NUM_HEADS) // NUM_KV_HEADS
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        scale_at = slot // BLOCK_SIZE * (cache_block // 2) + slot % BLOCK_SIZE
+        scale_at = scale_at + kind * scales_kind + kv_head * BLOCK_SIZE
+        scales = repeat_by_head(scale, ROWS, HEADS, BLOCK_HALF)
+        tl.store(scales_ptr + scale_at + r * 0, scales, mask=stored & (r == 0))
+    else:
+        tl.store(kv_ptr + at + r, turned_a, mask=stored)
+        tl.store(kv_ptr + at + HALF + r, turned_b, mask=stored)
+        if HEAD_DIM > 2 * HALF:
+            tl.store(kv_ptr + rest_at + rest, c.to(dtype), mask=rests_stored)
+
+
+@triton.jit
+def repeat_by_head(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, HEADS] → [ROWS, HEADS·BLOCK]"""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, HEADS, BLOCK)), (ROWS, HEADS * BLOCK))
+
+
+@triton.jit
+def _peaks(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, HEADS·BLOCK] → [ROWS, HEADS]: the largest absolute numbers."""
+    return tl.max(tl.reshape(tl.abs(x), (ROWS, HEADS, BLOCK)), 2)
+
+
+@triton.jit
+def _spoilt(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, HEADS·BLOCK] → [ROWS, HEADS]: NaN where a number is not finite, else 0."""
+    return tl.sum(tl.reshape(x * 0.0, (ROWS, HEADS, BLOCK)), 2)
+
+
+@triton.jit
+def _codes(x):
+    """The nearest of -127 … 127, ties to even; any for a NaN."""
+    x = tl.where(x > -127.0, x, -127.0)
+    x = tl.where(x < 127.0, x, 127.0)
+    return ((x + 12582912.0) - 12582912.0).to(tl.int8)
 
 
 @triton.jit

@@ -22,7 +22,9 @@ F16 = ir.HalfType()
 F64 = ir.DoubleType()
 I1, I8, I16, I32, I64 = (ir.IntType(width) for width in (1, 8, 16, 32, 64))
 V_F32, V_F16 = ir.VectorType(F32, LANES), ir.VectorType(F16, LANES)
-V_I1, V_I16, V_I32 = (ir.VectorType(kind, LANES) for kind in (I1, I16, I32))
+V_I1, V_I8, V_I16, V_I32 = (ir.VectorType(kind, LANES) for kind in (I1, I8, I16, I32))
+_MAGIC = 12582912.0
+"""1.5·2²³"""
 
 
 def vector(kind, value):
@@ -145,9 +147,14 @@ def has_dpbf16(context) -> bool:
 
 class Elements:
     """How one dtype lies in memory. A *pair* is two operands of a product's sum: for 16-bit dtypes their elements lie
-    side by side, (a₀ b₀ a₁ b₁ …); for float32 they are two vectors."""
+    side by side, (a₀ b₀ a₁ b₁ …); for float32 and codes they are two vectors. The other factor of a product, which
+    `splat_pair` reads, is of the same dtype, beside codes it is float32."""
 
     size: int
+    factor_size: int
+    """Bytes of an element of the other factor."""
+    column_size = 4
+    """Bytes from one column of a pair to the next."""
 
     def load(self, builder, address, mask=None):
         """[16] as float32; zeros where a mask is given and off."""
@@ -162,11 +169,12 @@ class Elements:
         raise NotImplementedError
 
     def load_pair(self, builder, address, second, mask=None):
-        """A pair of vectors: 64 bytes at the address, for float32 and 64 at the address + second."""
+        """A pair of vectors: 64 bytes at the address, for float32 and 64 at the address + second; for codes, 16 and
+        16."""
         raise NotImplementedError
 
     def splat_pair(self, builder, address):
-        """Two adjacent elements, in all lanes."""
+        """Two adjacent elements of the other factor, in all lanes."""
         raise NotImplementedError
 
     def dot_pair(self, builder, total, a, b):
@@ -175,7 +183,7 @@ class Elements:
 
 
 class _Float32(Elements):
-    size = 4
+    size = factor_size = 4
 
     def load(self, builder, address, mask=None):
         if mask is None:
@@ -205,7 +213,7 @@ class _Float32(Elements):
 class _Halves(Elements):
     """The 16-bit dtypes: a pair is [16] i32, the even element in the lower half."""
 
-    size = 2
+    size = factor_size = 2
 
     def to_float32(self, builder, bits):
         """[16] i16 → float32."""
@@ -279,6 +287,38 @@ class _BFloat16(_Halves):
         return builder.bitcast(low, V_F32), builder.bitcast(high, V_F32)
 
 
+class _Codes(_Float32):
+    """Whole numbers -127 … 127 in int8."""
+
+    size = column_size = 1
+
+    def load(self, builder, address, mask=None):
+        if mask is None:
+            codes = load(builder, address, V_I8, 1)
+        else:
+            codes = masked_load(builder, address, mask, V_I8, "v16i8", 1)
+        return builder.sitofp(builder.sext(codes, V_I32), V_F32)
+
+    def store(self, builder, value, address, mask=None):
+        """The nearest codes, ties to even; any code for a NaN."""
+        # The low byte of a number beside 1.5·2²³ is the nearest whole number.
+        shifted = builder.fadd(self._clamped(builder, value), vector(V_F32, _MAGIC))
+        codes = builder.trunc(builder.bitcast(shifted, V_I32), V_I8)
+        if mask is None:
+            store(builder, codes, address, 1)
+        else:
+            masked_store(builder, codes, address, mask, "v16i8", 1)
+
+    def round(self, builder, value):
+        magic = vector(V_F32, _MAGIC)
+        return builder.fsub(builder.fadd(self._clamped(builder, value), magic), magic)
+
+    def _clamped(self, builder, value):
+        least, most = vector(V_F32, -127.0), vector(V_F32, 127.0)
+        value = builder.select(builder.fcmp_ordered(">", value, least), value, least)
+        return builder.select(builder.fcmp_ordered("<", value, most), value, most)
+
+
 class _NamedBFloat(ir.Type):
     """`bfloat`, which llvmlite has no class for."""
 
@@ -312,6 +352,8 @@ def elements(context, like) -> Elements:
         return _Float32()
     if like == types.int16:
         return _Float16()
+    if like == types.int8:
+        return _Codes()
     if like == types.uint16:
         return _BFloat16Pairs() if has_dpbf16(context) else _BFloat16()
     raise TypeError(f"{like} does not stand for a dtype of the kernels")

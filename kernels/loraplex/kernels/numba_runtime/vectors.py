@@ -26,6 +26,9 @@ from loraplex.kernels.numba_runtime.cache import KERNELS
 LIKE = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)}
 """The argument that stands for a dtype. numba has no 16-bit floats: uint16 stands for bfloat16, int16 for float16."""
 
+CODES = np.int8(0)
+"""The argument that stands for codes of 8 bits (`loraplex.kernels.attention.kv_codes`)."""
+
 JIT = {"boundscheck": False, "error_model": "numpy"}
 """Options of every compiled function. Without fastmath: it would be free to take NaN for impossible."""
 

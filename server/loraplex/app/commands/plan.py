@@ -33,6 +33,7 @@ def plan(
     max_num_seqs: Annotated[int | None, typer.Option(min=1, max=4096, help="As of serve")] = None,
     dtype: Annotated[str, typer.Option(help="As of serve: auto, bfloat16, float16 or float32")] = "auto",
     quantise: Annotated[str, typer.Option(help="As of serve: none or int8")] = "none",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As of serve: auto or int8")] = "auto",
     replicas: Annotated[
         int, typer.Option(min=1, max=64, help="Engines, each with a copy of the base; on a CPU they share it")
     ] = 1,
@@ -64,6 +65,7 @@ def plan(
                 "context": context,
                 "max_model_len": max_model_len,
                 "max_num_seqs": max_num_seqs or 0,
+                "kv_cache_dtype": kv_cache_dtype,
             },
         )
 
@@ -92,6 +94,8 @@ def _plan(
         raise SettingsInvalid(f"--dtype {dtype[:40]}: give auto, bfloat16, float16 or float32.")
     if quantise not in ("none", "int8"):
         raise SettingsInvalid(f"--quantise {quantise[:40]}: give none or int8.")
+    if wanted["kv_cache_dtype"] not in ("auto", "int8"):
+        raise SettingsInvalid(f"--kv-cache-dtype {wanted['kv_cache_dtype'][:40]}: give auto or int8.")
     is_cpu = gpu.lower() == "cpu"
     cpu_memory = available_memory(torch.device("cpu")) if is_cpu and not memory else memory
     shared = ray_bytes(replicas) if replicas > 1 else 0  # of the host, whatever the engines run on

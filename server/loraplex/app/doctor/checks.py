@@ -39,6 +39,7 @@ def examine(settings: Settings, out: Output) -> int:
             device=settings.device,
             dtype=settings.dtype,
             quantise=settings.quantise != "none",
+            kv_codes=settings.kv_cache_dtype == "int8",
             kernels=settings.kernels,
             attention=settings.attention,
             threads=settings.threads,

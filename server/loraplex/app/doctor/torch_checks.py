@@ -23,6 +23,7 @@ class Questions:
     device: str
     dtype: str
     quantise: bool
+    kv_codes: bool
     kernels: str
     attention: str
     threads: int
@@ -149,7 +150,9 @@ def _model(questions: Questions) -> str:
     bits = "the same bits in every batch"
     if obstacle is not None:
         bits = f"bits that may depend on the batch ({obstacle})"
-    attention = examine_attention(model_dir, questions.attention, kernels, served)
+    attention = examine_attention(
+        model_dir, questions.attention, kernels, served, kv_codes=questions.kv_codes
+    )
     return f"{kind}, {attention}, {bits}, {examine_dtype(model_dir, questions.dtype, kernels)}"
 
 

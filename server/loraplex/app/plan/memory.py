@@ -11,7 +11,7 @@ from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.plan.devices import MIB, Device
 from loraplex.engine.execution.device_memory import headroom
-from loraplex.engine.execution.kv_cache import KVSize, block_bytes, size_kv_cache
+from loraplex.engine.execution.kv_cache import KVSize, block_bytes, kv_dtype, size_kv_cache
 from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import (
     MAX_SLOTS,
@@ -42,7 +42,8 @@ class PlanDoesNotFit(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The memory that the operator asks for. `sites` empty: every linear of a layer. Sizes in tokens; 0: chosen."""
+    """The memory that the operator asks for. `sites` empty: every linear of a layer. Sizes in tokens; 0: chosen.
+    `kv_cache_dtype`: the setting of this name."""
 
     adapters: int
     rank: int
@@ -50,6 +51,7 @@ class Wanted:
     context: int = 1024
     max_model_len: int = 0
     max_num_seqs: int = 0
+    kv_cache_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
     """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
     and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
     target = torch.device(device.kind)
+    block = block_bytes(model.shape, kv_dtype(wanted.kv_cache_dtype, model.dtype))
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
     layout = ArenaLayout(
         model.site_groups,
@@ -107,7 +110,7 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
         raise PlanDoesNotFit(
             f"the weights take {_gib(weights)}, and {device.name} has {_gib(device.memory)}, of them "
             f"{_gib(reserve + activations)} for the rest of a server: a device of at least "
-            f"{_gib(weights + reserve + activations + adapter + block_bytes(model.shape, model.dtype))} is needed."
+            f"{_gib(weights + reserve + activations + adapter + block)} is needed."
         )
     budget = _whole_mib(max(wanted.adapters * adapter, layout.smallest_full_bytes), layout.page_bytes)
     pages, slots = arena_size(budget, layout)
@@ -116,7 +119,6 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
     host = (
         None if host_free is None else _whole_mib(max(host_budget(host_free), layout.smallest_full_bytes), 1)
     )
-    block = block_bytes(model.shape, model.dtype)
     settings: dict[str, str | int] = {
         "device": device.kind,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -127,6 +129,8 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
     }
     if host is not None:
         settings["adapter_cpu_memory"] = f"{host // MIB}MiB"
+    if wanted.kv_cache_dtype != "auto":
+        settings["kv_cache_dtype"] = wanted.kv_cache_dtype
     if wanted.max_model_len:
         settings["max_model_len"] = wanted.max_model_len
     kv = size.num_blocks * block
@@ -164,9 +168,9 @@ def _kv_size(
 ) -> tuple[KVSize, int]:
     """The KV cache that a start would choose of `kv_free` bytes, less if the activations need more than that leaves;
     and the setting, in whole MiB, that gives it."""
-    needed = -(-max(wanted.context, wanted.max_model_len) // BLOCK_SIZE) * block_bytes(
-        model.shape, model.dtype
-    )
+    of_cache = kv_dtype(wanted.kv_cache_dtype, model.dtype)
+    block = block_bytes(model.shape, of_cache)
+    needed = -(-max(wanted.context, wanted.max_model_len) // BLOCK_SIZE) * block
     if kv_free - activations < needed:
         fewer = wanted.adapters - math.ceil((needed - kv_free + activations) / adapter)
         remedy = f"{fewer} adapters of rank {wanted.rank} fit" if fewer > 0 else "a shorter --context may fit"
@@ -177,12 +181,12 @@ def _kv_size(
         )
 
     # A start measures what is an estimate here.
-    left = max(block_bytes(model.shape, model.dtype), kv_free - activations - headroom(device.memory))
+    left = max(block, kv_free - activations - headroom(device.memory))
 
     def sized(budget: int) -> KVSize:
         return size_kv_cache(
             model.shape,
-            model.dtype,
+            of_cache,
             target,
             kv_cache_memory=budget,
             max_model_len=wanted.max_model_len,
@@ -191,7 +195,6 @@ def _kv_size(
             available=kv_free,
         )
 
-    block = block_bytes(model.shape, model.dtype)
     chosen = min(sized(0).num_blocks * block, kv_free - activations)
     budget = chosen // MIB * MIB
     return sized(budget), budget

@@ -13,6 +13,7 @@ from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.model.base import KVCache, ModelShape
 from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.attention.kv_codes import head_width
 
 _CPU_FRACTION = 0.3
 _CPU_LIMIT = 4 << 30
@@ -68,9 +69,16 @@ class WatchedKVCache(KVCache):
             self._first_touch.expect(int(blocks.max()))
 
 
+def kv_dtype(asked: str, model_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache by the setting --kv-cache-dtype. int8 is that of codes."""
+    return torch.int8 if asked == "int8" else model_dtype
+
+
 def block_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes of one block of 16 positions over all layers, K and V."""
-    return BLOCK_SIZE * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    """Bytes of one block of 16 positions over all layers, K and V, of a KV cache in this dtype; in int8 with the scales
+    of its codes."""
+    width = head_width(shape.head_dim, dtype)
+    return BLOCK_SIZE * shape.num_layers * 2 * shape.num_kv_heads * width * dtype.itemsize
 
 
 def blocks_of(num_positions: int) -> int:
@@ -90,7 +98,7 @@ def size_kv_cache(
     available: int | None = None,
     num_sharing: int = 1,
 ) -> KVSize:
-    """The number of blocks for `kv_cache_memory` bytes (0: for `budget` bytes; None: a
+    """The number of blocks of a KV cache in `dtype` for `kv_cache_memory` bytes (0: for `budget` bytes; None: a
     share of the `available` bytes; None: of what is free now, for one of `num_sharing` engines), never more than
     `max_num_seqs` sequences can use.
 

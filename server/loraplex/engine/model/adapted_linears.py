@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from loraplex.engine.model.base import ForwardBatch
+from loraplex.kernels.attention.kv_codes import head_dim_of
 from loraplex.kernels.ops import Ops
 
 
@@ -74,7 +75,7 @@ class AdaptedLinears:
         """[T, num_heads, D]: the rotated queries. Keys and values are in the batch's cache afterwards."""
         y = self._product(linear, x, layer, group, batch)
         cache = batch.kv.layer(layer)
-        head_dim = cache.shape[-1]
+        head_dim = head_dim_of(cache)
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
         norms: _Norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
         readers = batch.lora_readers

@@ -11,6 +11,7 @@ import torch
 from loraplex.adapters.errors import LoraplexError
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kernel import AttentionKernel
+from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import LoraPass
@@ -97,7 +98,8 @@ class ModelShape:
 
 
 class KVCache:
-    """One preallocated pool of KV blocks for all layers: [layers, N, 16, 2, Hkv, D], K before V.
+    """One preallocated pool of KV blocks for all layers: [layers, N, 16, 2, Hkv, D], K before V; of codes, in int8,
+    [layers, N, 16, 2, Hkv, D + 2] (`loraplex.kernels.attention.kv_codes`).
 
     Invariant, for kernels that read what is not written yet (`AttentionKernel.reads_unwritten`): where a block belongs
     to a sequence, its positions beyond the sequence's end hold zeros. A block's last owner may have left anything
@@ -105,7 +107,8 @@ class KVCache:
     """
 
     def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        sizes = (shape.num_layers, num_blocks, BLOCK_SIZE, 2, shape.num_kv_heads, shape.head_dim)
+        width = head_width(shape.head_dim, dtype)
+        sizes = (shape.num_layers, num_blocks, BLOCK_SIZE, 2, shape.num_kv_heads, width)
         if device.type == "cpu":
             self.tensor = untouched_zeros(sizes, dtype)
         else:
@@ -117,7 +120,7 @@ class KVCache:
         return self.tensor.shape[1]
 
     def layer(self, index: int) -> torch.Tensor:
-        """[N, 16, 2, Hkv, D]: a view."""
+        """[N, 16, 2, Hkv, D], or D + 2: a view."""
         return self._layers[index]
 
     def expect(self, blocks: torch.Tensor) -> None:

@@ -52,15 +52,16 @@ def load_model(
     attention: str = "auto",
     plans: KeptPlans | None = None,
     quantise: bool = False,
+    kv_codes: bool = False,
 ) -> Model:
     """Load a checkpoint of safetensors files: `FusedDecoder` for its families, `TransformersDecoder` for others.
 
     `dtype` "auto" is the checkpoint's own; where the kernels can't multiply in it, float32. `max_model_len` is the
     length that was asked for, 0 if none was: where RoPE depends on the length, it decides for all sequences (ADR 0011).
     With `plans`, transformers is not imported where a config of the families has been read before (ADR 0011).
-    `quantise`: the linears are kept as codes of 8 bits. Nothing in the directory is executed. Raises ModelUnsupported
-    with the reason if it can't be served exactly as transformers would, or, for batch-invariant kernels, only by
-    transformers' own code, and for an `attention` that cannot compute this model's."""
+    `quantise`: the linears are kept as codes of 8 bits; `kv_codes`: keys and values will be. Nothing in the directory
+    is executed. Raises ModelUnsupported with the reason if it can't be served exactly as transformers would, or, for
+    batch-invariant kernels, only by transformers' own code, and for an `attention` that cannot compute this model's."""
     device = kernels.device
     content, raw = read_config_json(model_dir)
     plan = None if plans is None else plans.find(content, max_model_len)
@@ -76,7 +77,7 @@ def load_model(
     if plan is not None:
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, kernels.multiplies)
-        choice = fused_attention(attention, kernels, plan.spec, chosen)
+        choice = fused_attention(attention, kernels, plan.spec, chosen, kv_codes=kv_codes)
         return load_fused(
             model_dir,
             plan.spec,
@@ -121,14 +122,20 @@ def examine_codes(model_dir: Path, quantise: bool) -> None:
 
 
 def fused_attention(
-    attention: str, kernels: Kernels, spec: DecoderSpec, dtype: torch.dtype
+    attention: str, kernels: Kernels, spec: DecoderSpec, dtype: torch.dtype, *, kv_codes: bool
 ) -> AttentionChoice:
-    """The attention of a model on the fused decoder. Raises ModelUnsupported where an `attention` that
-    was asked for cannot."""
+    """The attention of a model on the fused decoder. `kv_codes`: its KV cache is of codes. Raises ModelUnsupported
+    where an `attention` that was asked for cannot."""
     try:
-        return kernels.choose_attention(attention, attention_needs(spec), dtype)
+        choice = kernels.choose_attention(attention, attention_needs(spec), dtype)
     except AttentionUnavailable as error:
         raise ModelUnsupported(f"--attention {attention}: {error}") from error
+    if kv_codes and not choice.kernel.reads_codes:
+        raise ModelUnsupported(
+            f"--kv-cache-dtype int8: --attention {attention} reads keys and values in the model's dtype alone; "
+            "choose --attention auto, or serve with --kv-cache-dtype auto"
+        )
+    return choice
 
 
 def _refuse_attention(attention: str, model_type: str) -> ModelUnsupported:
@@ -192,16 +199,19 @@ def examine_same_bits(model_dir: Path, asked: bool) -> str | None:
     return no_same_bits(config.model_type)
 
 
-def examine_attention(model_dir: Path, asked: str, kernels: Kernels, dtype: torch.dtype) -> str:
-    """The attention that a checkpoint would get, and why, from its config alone. Raises ModelUnsupported."""
+def examine_attention(
+    model_dir: Path, asked: str, kernels: Kernels, dtype: torch.dtype, *, kv_codes: bool
+) -> str:
+    """The attention that a checkpoint would get, and why, from its config alone. `kv_codes` as of `fused_attention`.
+    Raises ModelUnsupported."""
     config, part = read_model_config(model_dir)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw)
-        found = fused_attention(asked, kernels, spec, dtype)
-        return f"attention {found.name} ({found.reason})"
+        found = fused_attention(asked, kernels, spec, dtype, kv_codes=kv_codes)
+        return f"attention {found.name} ({found.reason}){', KV in int8' if kv_codes else ''}"
     if asked not in ("auto", "torch"):
         raise _refuse_attention(asked, config.model_type)
-    return "attention torch"
+    return f"attention torch{', KV in int8' if kv_codes else ''}"
 
 
 def examine_dtype(model_dir: Path, asked: str, kernels: Kernels) -> str:

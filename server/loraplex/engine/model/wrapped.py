@@ -18,6 +18,7 @@ from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupporte
 from loraplex.engine.model.sites import find_sites
 from loraplex.engine.model.weights import tensor_bytes
 from loraplex.kernels.attention.kernel import AttentionKernel
+from loraplex.kernels.attention.kv_codes import head_dim_of
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
@@ -183,17 +184,19 @@ def _attention(
         raise ModelUnsupported("the model's attention does not know its layer (it has no layer_idx)")
     batch = _BATCH.get()
     cache = batch.kv.layer(layer)
-    if key.shape != value.shape or key.shape[1] != cache.shape[3] or key.shape[3] != cache.shape[4]:
+    if key.shape != value.shape or key.shape[1] != cache.shape[3] or key.shape[3] != head_dim_of(cache):
         raise ModelUnsupported(
             f"layer {layer} has keys of shape {list(key.shape)} and values of {list(value.shape)}, not those that "
-            f"the config says: {cache.shape[3]} heads of size {cache.shape[4]}"
+            f"the config says: {cache.shape[3]} heads of size {head_dim_of(cache)}"
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3).to(cache.dtype)
+    # Codes are made of any dtype.
+    dtype = query.dtype if cache.dtype is torch.int8 else cache.dtype
+    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3).to(dtype)
     kernel = _KERNEL.get()
     kernel.write_kv(kv, cache, batch.attention)
-    q = query[0].transpose(0, 1).to(cache.dtype)
+    q = query[0].transpose(0, 1).to(dtype)
     out = kernel.run(q, cache, batch.attention, scale=scaling, window=sliding_window, softcap=softcap)
     return out.to(query.dtype)[None], None
 

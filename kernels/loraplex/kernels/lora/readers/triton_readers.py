@@ -16,6 +16,8 @@ from __future__ import annotations
 import torch
 import triton
 
+from loraplex.kernels.attention.kv_codes import head_dim_of
+from loraplex.kernels.attention.triton_attention import cache_operands
 from loraplex.kernels.layers.triton_rope import check_heads
 from loraplex.kernels.lora.readers.triton_add_norm import expand_norm
 from loraplex.kernels.lora.readers.triton_gated import expand_gated
@@ -58,7 +60,7 @@ class FusedReaders:
         program computes. Raises ValueError where the shapes are not the group's, or not those of
         `loraplex.kernels.layers.triton_rope`."""
         tiling = self._launcher.tiling
-        num_kv_heads, head_dim, half = cache.shape[3], cache.shape[4], cos.shape[-1]
+        num_kv_heads, head_dim, half = cache.shape[3], head_dim_of(cache), cos.shape[-1]
         block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
         block_rest = triton.next_power_of_2(rest) if rest > 0 else 0
         heads = self._columns(y) // (2 * block_half + block_rest)
@@ -73,21 +75,20 @@ class FusedReaders:
         )
         self._launcher.shrink(layer, group, x)
         items = y.shape[0] * (triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
-        block, position, kind, head, _ = cache.stride()
+        of_cache = cache_operands(cache)
         expand_rotary[(min(self._launcher.expand_programs, items),)](
             y,
             y.stride(0),
             cos,
             sin,
             cache,
+            of_cache.scales,
             slots,
             y if q_norm is None else q_norm,
             y if k_norm is None else k_norm,
             eps,
-            block,
-            position,
-            kind,
-            head,
+            *of_cache.strides,
+            of_cache.scales_kind,
             *operands,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
@@ -97,6 +98,7 @@ class FusedReaders:
             BLOCK_REST=block_rest,
             BLOCK_SIZE=cache.shape[1],
             NORM=q_norm is not None,
+            CODES=of_cache.is_codes,
             SPLIT_SITES=len(plan.group.sites) == 3,
             **constants,
             BLOCK_M=tiling.small_rows,
