@@ -69,7 +69,12 @@ def texts() -> dict[str, str]:
 
 
 def logits(
-    model_dir: Path, prompts: list[list[int]], *, quantise: bool, names: Sequence[str] = ("base", *ADAPTERS)
+    model_dir: Path,
+    prompts: list[list[int]],
+    *,
+    quantise: bool,
+    names: Sequence[str] = ("base", *ADAPTERS),
+    kv_dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """[tokens of all prompts, V] log probabilities, of the base and of each adapter, or of those in `names`."""
     model = load_model(model_dir, "cpu", torch.float32, quantise=quantise)
@@ -88,7 +93,7 @@ def logits(
     for slot, name in enumerate(("base", *ADAPTERS), -1):
         if name not in names:
             continue
-        run = PagedRun(model, prompts)
+        run = PagedRun(model, prompts, kv_dtype=kv_dtype)
         for number, prompt in enumerate(prompts):
             segments = [] if slot < 0 else [(slot, 0, len(prompt))]
             lora = arena.lora_pass(segments, len(prompt)) if segments else None
@@ -99,10 +104,20 @@ def logits(
 
 def print_errors(trained: Path, served: Path, *, quantise: bool) -> None:
     """`quantise`: `served` as int8 codes."""
-    tokenizer = Tokenizer.from_file(str(served / "tokenizer.json"))
-    prompts = [tokenizer.encode(text).ids[:TOKENS] for text in texts().values()]
+    prompts = prompts_of(served)
     exact = logits(trained, prompts, quantise=False)
-    codes = logits(served, prompts, quantise=quantise)
+    print_divergence(prompts, exact, logits(served, prompts, quantise=quantise))
+
+
+def prompts_of(model_dir: Path) -> list[list[int]]:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return [tokenizer.encode(text).ids[:TOKENS] for text in texts().values()]
+
+
+def print_divergence(
+    prompts: list[list[int]], exact: dict[str, torch.Tensor], codes: dict[str, torch.Tensor]
+) -> None:
+    """Of the log probabilities of `codes` from the exact ones, by name."""
     print(f"{sum(map(len, prompts))} tokens of {', '.join(texts())}, float32:")
     for name, expected in exact.items():
         divergence = (expected.exp() * (expected - codes[name])).sum(-1)

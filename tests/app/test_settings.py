@@ -37,6 +37,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "max_num_batched_tokens": ("128", 128),
     "max_waiting": ("9", 9),
     "kv_cache_memory": ("2GiB", 2 << 30),
+    "kv_cache_dtype": ("int8", "int8"),
     "adapter_memory": ("64MiB", 64 << 20),
     "adapter_cpu_memory": ("65 MiB", 65 << 20),
     "adapter_image_cache": ("1GiB", 1 << 30),

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -45,7 +45,10 @@ def outline_of(name: str, tmp_path: Path, **changes: object) -> ModelOutline:
     return outline_model(tmp_path, CUDA, "auto")
 
 
-def test_an_engine_allocates_what_was_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_an_engine_allocates_what_was_planned(
+    kv_cache_dtype: Literal["auto", "int8"], tmp_path: Path
+) -> None:
     model = write_tiny_model(tmp_path / "tiny", positions=4096)
     arguments = (
         "--model",
@@ -58,6 +61,8 @@ def test_an_engine_allocates_what_was_planned(tmp_path: Path) -> None:
         "12",
         "--adapters",
         "5",
+        "--kv-cache-dtype",
+        kv_cache_dtype,
     )
     found = plan(*arguments, "--context", "256", "--max-num-seqs", "4", "--dtype", "float32")
     settings = found["settings"]
@@ -73,6 +78,7 @@ def test_an_engine_allocates_what_was_planned(tmp_path: Path) -> None:
             adapter_cpu_memory=mib(settings["adapter_cpu_memory"]),
             max_num_seqs=settings["max_num_seqs"],
             max_adapter_rank=settings["max_adapter_rank"],
+            kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
         ),
         wake=lambda: None,
     )
@@ -80,6 +86,7 @@ def test_an_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     engine.close()
     assert (info.arena_pages, info.arena_page_bytes) == (found["arena_pages"], found["page"])
     assert (info.num_kv_blocks, info.kv_bytes) == (found["kv_blocks"], found["kv"])
+    assert info.kv_cache_dtype == {"auto": "float32", "int8": "int8"}[kv_cache_dtype]
     assert info.max_model_len == found["max_model_len"]
     assert found["resident"] >= 5
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from loraplex.engine.execution.first_touch import FirstTouch
+from loraplex.engine.execution.kv_cache import block_bytes, size_kv_cache
 from loraplex.engine.model.base import KVCache, ModelShape
 
 
@@ -31,6 +32,26 @@ def test_a_cache_takes_memory_as_it_is_written() -> None:
     assert cache.layer(2)[4999:5002].float().sum() == 1.5 * 16 * 2 * 4 * 64
     cache.clear_blocks(torch.tensor([5000]))
     assert not cache.layer(2)[4999:5002].any()
+
+
+def test_a_pool_holds_nearly_twice_the_sequences_as_codes() -> None:
+    for head_dim, times in ((64, 1.93), (128, 1.96), (256, 1.98)):
+        shape = ModelShape(4, 2, head_dim, 100, 1 << 17)
+        blocks = {}
+        for dtype in (torch.bfloat16, torch.int8):
+            size = size_kv_cache(
+                shape,
+                dtype,
+                torch.device("cpu"),
+                kv_cache_memory=1 << 30,
+                max_model_len=1024,
+                max_num_seqs=1 << 20,
+            )
+            blocks[dtype] = size.num_blocks
+            cache = KVCache(shape, 3, dtype, torch.device("cpu"))
+            assert cache.tensor.nbytes == 3 * block_bytes(shape, dtype)
+            assert size.num_blocks * block_bytes(shape, dtype) <= 1 << 30
+        assert blocks[torch.int8] >= times * blocks[torch.bfloat16]
 
 
 def is_resident(tensor: torch.Tensor) -> bool:

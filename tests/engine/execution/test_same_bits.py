@@ -10,18 +10,23 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from loraplex.engine.execution.kv_cache import block_bytes
+from loraplex.engine.execution.kv_cache import block_bytes, kv_dtype
 from loraplex.engine.model.base import ModelShape
-from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels import numba_backend
+from loraplex.kernels.attention import BLOCK_SIZE, numba_kernel
 from loraplex.kernels.attention.numba_attention import SPAN
+from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.linear import numba_dense
+from loraplex.kernels.torch_backend import torch_ops
 from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, KINDS, save_adapters
 from support.engine.same_bits import Answer, Asked, PlantedDrafter, Question
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
@@ -76,7 +81,8 @@ def make_asked(subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Asked
 
     def make(dtype: str, *, kv_blocks: int = 2000, **settings: Any) -> Asked:
         heads, dim = subject.family.get("num_key_value_heads", 2), subject.family["head_dim"]
-        size = block_bytes(ModelShape(3, heads, dim, VOCAB, 2048), getattr(torch, dtype))
+        of_cache = kv_dtype(settings.get("kv_cache_dtype", "auto"), getattr(torch, dtype))
+        size = block_bytes(ModelShape(3, heads, dim, VOCAB, 2048), of_cache)
         asked = Asked(
             subject.base,
             tmp_path / str(len(made)),
@@ -133,28 +139,29 @@ def questions(rng: random.Random, count: int) -> list[Question]:
 
 
 CASES = [
-    ("none", "float32", 20),
-    ("none", "bfloat16", 20),
-    ("int8", "bfloat16", 20),
+    ("none", "auto", "float32", 20),
+    ("none", "auto", "bfloat16", 20),
+    ("int8", "int8", "bfloat16", 20),
     *(
-        pytest.param(quantise, dtype, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
-        for quantise in ("none", "int8")
+        pytest.param(quantise, kv, dtype, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+        for quantise, kv in (("none", "auto"), ("int8", "auto"), ("none", "int8"))
         for dtype in ("float32", "bfloat16")
     ),
 ]
-"""How linears are kept, the dtype, and the requests of each engine: four of them for each family. The short version has
-codes with one dtype alone."""
+"""How linears are kept, and keys and values, the dtype, and the requests of each engine: four of them for each family.
+The short version has codes with one dtype alone."""
 
 
-@pytest.mark.parametrize(("quantise", "dtype", "count"), CASES)
+@pytest.mark.parametrize(("quantise", "kv_cache_dtype", "dtype", "count"), CASES)
 def test_bits_do_not_depend_on_neighbours(
-    make_asked: Callable[..., Asked], quantise: str, dtype: str, count: int
+    make_asked: Callable[..., Asked], quantise: str, kv_cache_dtype: str, dtype: str, count: int
 ) -> None:
     if not numba_dense.is_for(getattr(torch, dtype)):
         pytest.skip(f"on this processor a library multiplies in {dtype}")
     rng = random.Random(count)
     asked = questions(rng, min(30, count))
-    lone = make_asked(dtype, quantise=quantise, max_num_batched_tokens=2048)
+    form = {"quantise": quantise, "kv_cache_dtype": kv_cache_dtype}
+    lone = make_asked(dtype, **form, max_num_batched_tokens=2048)
     expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
     differing: Counter[str] = Counter()
     seen: Counter[str] = Counter()
@@ -165,7 +172,7 @@ def test_bits_do_not_depend_on_neighbours(
             if "lookahead" in settings
             else PlantedDrafter(random.Random(count), VOCAB, span=SPAN, block=BLOCK_SIZE)
         )
-        crowd = make_asked(dtype, quantise=quantise, drafter=drafter, **settings)
+        crowd = make_asked(dtype, **form, drafter=drafter, **settings)
 
         def check(question: Question, answer: Answer, name: str = name) -> None:
             differing[name] += answer != expected[question]
@@ -187,3 +194,46 @@ def test_bits_do_not_depend_on_neighbours(
     assert +differing == Counter(), f"of {count} each"
     drafts = {"drafted", "accepted", "rejected", "across blocks", "across spans"}
     assert set(+seen) == {"preemptions", "prefix hits", "evictions"} | drafts
+
+
+def a_scale_of_the_whole_step(
+    heads: torch.Tensor, num_heads: int, cos: Any, sin: Any, cache: Any, batch: Any, **norms: Any
+) -> None:
+    """The planted mistake: rows of one step have a scale together. It rotates, and writes keys and values, as the
+    engine does otherwise."""
+    rows, _, dim = heads.shape
+    kv_heads = cache.shape[3]
+    alone = torch.zeros(-(-rows // 16), 16, 2, kv_heads, dim, dtype=heads.dtype)
+    torch_ops().rotate_and_write(
+        heads, num_heads, cos, sin, alone, SimpleNamespace(slots=torch.arange(rows)), **norms
+    )
+
+    def to_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = (x.float().abs().amax((0, -1)) / 127).half()
+        codes = (x.float() / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
+        return codes, scales.expand(x.shape[:-1])
+
+    with mock.patch.object(numba_kernel, "to_codes", to_codes):
+        NumbaAttention().write_kv(alone.flatten(0, 1)[:rows], cache, batch)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_scale_of_several_positions_would_show(
+    make_asked: Callable[..., Asked], planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if planted:
+        make = numba_backend.numba_ops
+        monkeypatch.setattr(
+            numba_backend,
+            "numba_ops",
+            lambda **options: replace(
+                make(**options), rotate_and_write=a_scale_of_the_whole_step, record_layers=None
+            ),
+        )
+    rng = random.Random(5)
+    question = Question(tuple(rng.randrange(3, VOCAB) for _ in range(60)), None, {"max_tokens": 3})
+    answers = [
+        make_asked("float32", kv_cache_dtype="int8", max_num_batched_tokens=tokens).alone("a", question)
+        for tokens in (2048, 23)
+    ]
+    assert (answers[0] == answers[1]) is not planted

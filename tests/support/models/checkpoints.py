@@ -174,7 +174,13 @@ class PagedRun:
     """Sequences on a model, in any slices one likes, each with blocks scattered over a dirty cache."""
 
     def __init__(
-        self, model: Model, prompts: list[list[int]], *, seed: int = 0, gather_blocks: int = 1024
+        self,
+        model: Model,
+        prompts: list[list[int]],
+        *,
+        seed: int = 0,
+        gather_blocks: int = 1024,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         needed = [-(-len(p) // BLOCK_SIZE) for p in prompts]
@@ -185,8 +191,9 @@ class PagedRun:
         self.gather_blocks = gather_blocks
         self.done = [0] * len(prompts)
         self.logits: list[list[torch.Tensor]] = [[] for _ in prompts]
-        self.kv = KVCache(model.shape, sum(needed) + 3, model.dtype, model.device)
-        self.kv.tensor.fill_(float("nan"))
+        self.kv = KVCache(model.shape, sum(needed) + 3, kv_dtype or model.dtype, model.device)
+        # Scales of codes are NaN then too.
+        self.kv.tensor.fill_(127 if kv_dtype is torch.int8 else float("nan"))
 
     @torch.inference_mode()
     def step(

@@ -1,0 +1,75 @@
+"""--kv-cache-dtype int8 in whole engines: what it changes, and which models and kernels it is refused for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.loading import examine_attention
+from loraplex.kernels.backend import make_kernels
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import FAMILIES, OTHERS, PagedRun, save_tiny
+from support.models.loading import load_model
+
+CPU = torch.device("cpu")
+PROMPTS = [[7, 3, 9, 1, 4, 4, 2, 8] * 5, [5, 1], list(range(3, 40))]
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+
+@pytest.mark.parametrize("family", ["llama-biases", "gemma2", "granite"])
+def test_answers_are_near_those_without_codes(family: str, tmp_path: Path) -> None:
+    """On the fused decoder, and through transformers."""
+    base = save_tiny(tmp_path / "base", (FAMILIES | OTHERS)[family])
+    model = load_model(base, CPU, "float32", kernels="torch")
+    found = []
+    for kv_dtype in (torch.float32, torch.int8):
+        run = PagedRun(model, PROMPTS, kv_dtype=kv_dtype)
+        run.step({0: 13, 2: 20})
+        run.step({2: 17, 1: 2, 0: 1})
+        run.step({0: 26})
+        found.append(torch.cat([run.result(i) for i in range(len(PROMPTS))]).log_softmax(-1))
+    exact, codes = found
+    assert not torch.equal(exact, codes)
+    assert float((exact.exp() * (exact - codes)).sum(-1).mean()) < 1e-3
+
+
+def test_an_engine_says_how_it_keeps_keys_and_values(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["llama-biases"])
+    settings: dict[str, Any] = {"kernels": "torch", "num_threads": 1, "kv_cache_memory": 1 << 20}
+    settings |= {"adapter_memory": 4 << 20, "adapter_cpu_memory": 4 << 20, "max_model_len": 64}
+    infos, answers = [], []
+    for asked in ("auto", "int8"):
+        engine = LocalEngine(base, tmp_path / asked, dtype="float32", kv_cache_dtype=asked, **settings)
+        engine.add("a", PROMPTS[0], max_tokens=5)
+        engine.run()
+        answers.append(engine.tokens("a"))
+        infos.append(engine.built.info)
+        engine.close()
+    plain, codes = infos
+    assert (plain.kv_cache_dtype, codes.kv_cache_dtype) == ("float32", "int8")
+    assert plain.numerics != codes.numerics
+    assert codes.memory is not None
+    assert codes.kv_bytes == codes.memory.kv <= 1 << 20
+    assert codes.kv_bytes / codes.num_kv_blocks < 0.35 * plain.kv_bytes / plain.num_kv_blocks
+    assert [len(tokens) for tokens in answers] == [5, 5]
+
+
+@pytest.mark.parametrize("asks", ["start", "doctor"])
+def test_attention_that_reads_floats_alone_is_refused(asks: str, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["llama-biases"] | {"head_dim": 16})
+    expected = r"^--kv-cache-dtype int8: --attention torch reads .* choose --attention auto, or"
+    with pytest.raises(ModelUnsupported, match=expected) as caught:
+        if asks == "start":
+            load_model(base, CPU, "float32", kernels="triton", attention="torch", kv_codes=True)
+        else:
+            examine_attention(base, "torch", make_kernels("triton", CPU), torch.float32, kv_codes=True)
+    assert "\n" not in caught.value.message
+    for kernels in ("triton", "torch", "numba"):
+        found = examine_attention(base, "auto", make_kernels(kernels, CPU), torch.float32, kv_codes=True)
+        assert found.startswith(f"attention {kernels} (")
+        assert found.endswith(", KV in int8")
