@@ -11,6 +11,7 @@ import torch
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.loading import examine_attention
 from loraplex.kernels.backend import make_kernels
+from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, PagedRun, save_tiny
 from support.models.loading import load_model
@@ -57,6 +58,34 @@ def test_an_engine_says_how_it_keeps_keys_and_values(tmp_path: Path) -> None:
     assert codes.kv_bytes == codes.memory.kv <= 1 << 20
     assert codes.kv_bytes / codes.num_kv_blocks < 0.35 * plain.kv_bytes / plain.num_kv_blocks
     assert [len(tokens) for tokens in answers] == [5, 5]
+
+
+@pytest.mark.slow
+def test_all_backends_give_the_same_answers(tmp_path: Path) -> None:
+    """With an adapter and without, in chunks and step by step."""
+    base = save_tiny(tmp_path / "base", FAMILIES["llama-biases"])
+    adapters = save_adapters(base, tmp_path, {"all": ADAPTERS["all"]})
+    settings: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": 1 << 20}
+    settings |= {"adapter_memory": 4 << 20, "adapter_cpu_memory": 4 << 20, "max_model_len": 64}
+    answers = []
+    for kernels in ("torch", "numba", "triton"):
+        engine = LocalEngine(
+            base,
+            tmp_path / kernels,
+            kernels=kernels,
+            kv_cache_dtype="int8",
+            max_num_batched_tokens=16,
+            max_num_seqs=4,
+            **settings,
+        )
+        adapter = engine.publish(adapters["all"])
+        for number, prompt in enumerate(PROMPTS):
+            engine.add(f"base {number}", prompt, max_tokens=6)
+            engine.add(f"adapter {number}", prompt, adapter, max_tokens=6)
+        engine.run()
+        answers.append({name: engine.tokens(name) for name in sorted(engine.events)})
+        engine.close()
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize("asks", ["start", "doctor"])

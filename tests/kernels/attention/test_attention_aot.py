@@ -15,7 +15,7 @@ from support.kernels.triton_aot import ARCHS, Variant, check, products_in_flight
 
 RECORD = Path(__file__).parents[1] / "aot" / "attention.json"
 PROGRAMS = "loraplex.kernels.attention.triton_programs"
-STRIDES = ("q_row", "q_head", "cache_block", "cache_position", "cache_kind", "cache_head")
+STRIDES = ("q_row", "q_head", "cache_block", "cache_position", "cache_kind", "cache_head", "scales_kind")
 
 
 def attention(
@@ -26,12 +26,14 @@ def attention(
     prefill: bool,
     window: bool = False,
     softcap: bool = False,
+    codes: bool = False,
 ) -> Variant:
     dim = shape.head_dim
     return Variant(
         name,
         f"{PROGRAMS}:attention_program",
         dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr"), "*bf16")
+        | ({"cache_ptr": "*i8", "scales_ptr": "*fp16"} if codes else {"scales_ptr": "*bf16"})
         | dict.fromkeys(("part_ptr", "lse_ptr"), "*fp32")
         | dict.fromkeys(("items_ptr", "count_ptr", "tables_ptr"), "*i32")
         | dict.fromkeys((*STRIDES, "window"), "i32")
@@ -41,7 +43,7 @@ def attention(
             "PARTS": shape.parts_per_group, "UNITS": shape.units, "HEAD_DIM": dim,
             "BLOCK_D": 1 << (dim - 1).bit_length(), "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n,
             "BLOCK_SIZE": shape.block_size, "HAS_WINDOW": window, "HAS_SOFTCAP": softcap, "INTERIOR": prefill,
-            "PRECISION": "tf32",
+            "CODES": codes, "PRECISION": "tf32",
         },
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -51,19 +53,33 @@ def attention(
 
 
 def fused() -> list[Variant]:
-    strides = ("heads_row", "heads_head", "cache_block", "cache_position", "cache_kind", "cache_head")
+    strides = (
+        "heads_row",
+        "heads_head",
+        "cache_block",
+        "cache_position",
+        "cache_kind",
+        "cache_head",
+        "scales_kind",
+    )
     pointers = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i32"}
-    pointers |= dict.fromkeys(("heads_ptr", "cache_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("heads_ptr", "cache_ptr", "scales_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16")
     rope = Variant(
         "rope and KV write, Qwen3's norm",
         "loraplex.kernels.layers.triton_rope:rope_program",
         pointers | dict.fromkeys(strides, "i32") | {"eps": "fp32"},
         {
             "NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_REST": 1,
-            "BLOCK_HEADS": 8, "BLOCK_SIZE": 16, "NORM": True,
+            "BLOCK_HEADS": 8, "BLOCK_SIZE": 16, "NORM": True, "CODES": False,
         },
         multiples_of_16=strides,
     )  # fmt: skip
+    rope_of_codes = replace(
+        rope,
+        name="rope and KV write as codes, Qwen3's norm",
+        signature=rope.signature | {"cache_ptr": "*i8", "scales_ptr": "*fp16"},
+        constants={**rope.constants, "CODES": True},
+    )
     norm = Variant(
         "residual and norm, 4096",
         "loraplex.kernels.layers.triton_norm:rms_norm_program",
@@ -89,7 +105,7 @@ def fused() -> list[Variant]:
         {"NUM_HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_PARTS": 16},
         unaligned=("count_ptr",),
     )
-    return [rope, norm, gated, merge]
+    return [rope, rope_of_codes, norm, gated, merge]
 
 
 def variants() -> list[Variant]:
@@ -106,6 +122,23 @@ def variants() -> list[Variant]:
             decode = attention(f"{name} decode, sm_{arch}", shape, tilings.decode, prefill=False, **of)
             prefill = attention(f"{name} prefill, sm_{arch}", shape, tilings.prefill, prefill=True, **of)
             found += [replace(variant, archs=(arch,)) for variant in (decode, prefill)]
+            if name.startswith("Llama"):
+                found += [
+                    replace(
+                        attention(
+                            f"{name} {step} of codes, sm_{arch}",
+                            shape,
+                            tiling,
+                            prefill=is_prefill,
+                            codes=True,
+                        ),
+                        archs=(arch,),
+                    )
+                    for step, tiling, is_prefill in (
+                        ("decode", tilings.decode, False),
+                        ("prefill", tilings.prefill, True),
+                    )
+                ]
         # The same on both.
         tiling = choose_tilings(shape, 2, (8, 0), batch_invariant=True).decode
         found.append(
@@ -136,6 +169,7 @@ def test_on_hopper_no_product_in_registers_is_left_in_flight() -> None:
     *prefills, trap, decode = products_in_flight(
         prefill,
         hopper["Gemma 2 2B prefill, sm_90"],
+        hopper["Llama 8B prefill of codes, sm_90"],
         replace(prefill, num_stages=2),
         hopper["Llama 8B decode, sm_90"],
     )

@@ -158,7 +158,7 @@ def _growth(usage: Usage, before: Usage, slack: float) -> list[str]:
 
 
 _TYPES = {
-    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "int64": "i64",
+    "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int8": "i8", "int32": "i32", "int64": "i64",
 }  # fmt: skip
 
 
