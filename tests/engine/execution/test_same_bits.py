@@ -221,6 +221,8 @@ def a_scale_of_the_whole_step(
 def test_a_scale_of_several_positions_would_show(
     make_asked: Callable[..., Asked], planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if not numba_dense.is_for(torch.bfloat16):
+        pytest.skip("on this processor a library multiplies in bfloat16")
     if planted:
         make = numba_backend.numba_ops
         monkeypatch.setattr(
@@ -233,7 +235,7 @@ def test_a_scale_of_several_positions_would_show(
     rng = random.Random(5)
     question = Question(tuple(rng.randrange(3, VOCAB) for _ in range(60)), None, {"max_tokens": 3})
     answers = [
-        make_asked("float32", kv_cache_dtype="int8", max_num_batched_tokens=tokens).alone("a", question)
+        make_asked("bfloat16", kv_cache_dtype="int8", max_num_batched_tokens=tokens).alone("a", question)
         for tokens in (2048, 23)
     ]
     assert (answers[0] == answers[1]) is not planted

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.lora import triton_expand, triton_lora, triton_shrink
 from loraplex.kernels.lora.readers import triton_add_norm, triton_gated, triton_readers, triton_rotary
 from loraplex.kernels.lora.readers.triton_readers import FusedReaders
@@ -118,7 +117,7 @@ def readers_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> lis
             keep_launches(found, f"{name}, {NAMES[dtype]}", name, module, patch)
         readers = recorded_readers((GROUP, *READ), dtype)
         hidden, inner = torch.empty(64, 4096, dtype=dtype), torch.empty(64, 14336, dtype=dtype)
-        rotate(readers, hidden, 32, 8, 128, 64, None, dtype)
+        rotate(readers, hidden, 32, 8, 128, 64, None)
         readers.gated(0, "gate_up", hidden, torch.empty(64, 28672, dtype=dtype), gelu=False)
         readers.norm(0, "down", inner, hidden, hidden[0], 1e-5, hidden.clone())
     return found
@@ -127,19 +126,17 @@ def readers_launched(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> lis
 def families_rotated(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     """Other families' launches of the B side with RoPE and the KV write."""
     found: list[Variant] = []
-    qwen = SiteGroup("qkv", GROUP.sites, 2560, (4096, 1024, 1024))
-    for family, group, *heads, norm, of_cache in (
-        ("Qwen3 4B", qwen, 32, 8, 128, 64, dtype, dtype),
-        ("Gemma 3 12B", SiteGroup("qkv", GROUP.sites, 3840, (4096, 2048, 2048)), 16, 8, 256, 128, torch.float32, dtype),
-        ("Phi-4 mini", PACKED, 24, 8, 128, 48, None, dtype),
-        ("Qwen3 4B into codes", qwen, 32, 8, 128, 64, dtype, torch.int8),
+    for family, group, *heads, norm in (
+        ("Qwen3 4B", SiteGroup("qkv", GROUP.sites, 2560, (4096, 1024, 1024)), 32, 8, 128, 64, dtype),
+        ("Gemma 3 12B", SiteGroup("qkv", GROUP.sites, 3840, (4096, 2048, 2048)), 16, 8, 256, 128, torch.float32),
+        ("Phi-4 mini", PACKED, 24, 8, 128, 48, None),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             keep_launches(
                 found, f"expand_rotary of {family}, {NAMES[dtype]}", "expand_rotary", triton_rotary, patch
             )
             readers = recorded_readers((group,), dtype)
-            rotate(readers, torch.empty(64, group.in_features, dtype=dtype), *heads, norm, of_cache)
+            rotate(readers, torch.empty(64, group.in_features, dtype=dtype), *heads, norm)
     return found
 
 
@@ -151,11 +148,10 @@ def rotate(
     head_dim: int,
     half: int,
     norm: torch.dtype | None,
-    of_cache: torch.dtype,
 ) -> None:
     y = torch.empty(64, (num_heads + 2 * num_kv_heads) * head_dim, dtype=x.dtype)
     cos = torch.empty(64, 1, half)
-    cache = torch.empty(2, 16, 2, num_kv_heads, head_width(head_dim, of_cache), dtype=of_cache)
+    cache = torch.empty(2, 16, 2, num_kv_heads, head_dim, dtype=x.dtype)
     weight = None if norm is None else torch.empty(head_dim, dtype=norm)
     slots = torch.zeros(64, dtype=torch.int32)
     readers.rotary(0, "qkv", x, y, num_heads, cos, cos, cache, slots, q_norm=weight, k_norm=weight, eps=1e-6)

@@ -191,34 +191,6 @@ def test_every_family_and_kind_of_batch(arenas, name: str, batch: str) -> None:
     check(arenas, name, BATCHES[batch], layer=int(batch == "distinct"))  # one of them has no tiles there
 
 
-@pytest.mark.parametrize(
-    ("name", "batch"),
-    [
-        ("llama", "few rows each"),
-        ("partial rotary, normed", "skewed"),
-        ("float16, norms in float32", "few rows each"),
-    ],
-)
-def test_codes_are_those_of_expand_and_the_rotation(arenas, name: str, batch: str) -> None:
-    family = FAMILIES[name]
-    pass_, step = RecordedPass(arenas[family.group, family.dtype], TILING, rows=ROWS), Step(family)
-    pass_.put(BATCHES[batch])
-    x, kept = draw(ROWS, HIDDEN, dtype=family.dtype), draw(ROWS, COLUMNS, dtype=family.dtype, seed=1)
-    y, other = kept.clone(), kept.clone()
-    cache, other_cache = (
-        torch.full((8, BLOCK, 2, KV_HEADS, HEAD_DIM + 2), 99, dtype=torch.int8, device=DEVICE)
-        for _ in range(2)
-    )
-    rest = step.cos, step.sin
-    assert pass_.readers.rotary(0, "qkv", x, y, HEADS, *rest, cache, step.slots, **step.norms)
-    pass_.launcher.apply(0, "qkv", x, other)
-    heads = other.view(ROWS, HEADS + 2 * KV_HEADS, HEAD_DIM)
-    triton_rope.rope_and_write_kv(heads, HEADS, *rest, other_cache, step.slots, **step.norms)
-    assert not bool((cache == 99).all())
-    if DEVICE.type == "cpu":
-        assert torch.equal(cache, other_cache)
-
-
 def test_one_recorded_pass_serves_any_set_of_adapters(arenas) -> None:
     """As a CUDA graph replays it: launched over lists that other steps have written."""
     family = FAMILIES["llama"]
@@ -267,6 +239,16 @@ def test_heads_that_a_program_can_not_hold_are_rotated_apart(arenas) -> None:
     x, y, cache = draw(ROWS, HIDDEN), draw(ROWS, COLUMNS), empty_cache(torch.float32)
     rest = step.cos, step.sin, cache, step.slots
     assert not readers.rotary(0, "qkv", x, y, HEADS, *rest, **step.norms)
+
+
+def test_codes_are_made_apart(arenas) -> None:
+    family = FAMILIES["llama"]
+    readers, step = RecordedPass(arenas[family.group, family.dtype], TILING, rows=ROWS).readers, Step(family)
+    x, y = draw(ROWS, HIDDEN), draw(ROWS, COLUMNS)
+    cache = torch.full((8, BLOCK, 2, KV_HEADS, HEAD_DIM + 2), 99, dtype=torch.int8, device=DEVICE)
+    rest = step.cos, step.sin, cache, step.slots
+    assert not readers.rotary(0, "qkv", x, y, HEADS, *rest, **step.norms)
+    assert bool((cache == 99).all())
 
 
 def test_shapes_that_do_not_fit_are_refused(arenas) -> None:

@@ -258,17 +258,17 @@ def store_heads(
         scale = (tl.minimum(peak * (1 / 127), 65504.0) + spoilt).to(tl.float16)
         own = scale.to(tl.float32)
         inverse = tl.where(own > 0, 1 / own, 0.0)
-        grown = repeat_by_head(inverse, ROWS, HEADS, BLOCK_HALF)
+        grown = _repeat(inverse, ROWS, HEADS, BLOCK_HALF)
         tl.store(kv_ptr + at + r, _codes(x * grown), mask=stored)
         tl.store(kv_ptr + at + HALF + r, _codes(y * grown), mask=stored)
         if HEAD_DIM > 2 * HALF:
-            rest_grown = repeat_by_head(inverse, ROWS, HEADS, BLOCK_REST)
+            rest_grown = _repeat(inverse, ROWS, HEADS, BLOCK_REST)
             tl.store(kv_ptr + rest_at + rest, _codes(z * rest_grown), mask=rests_stored)
         kind = (head - NUM_HEADS) // NUM_KV_HEADS
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
         scale_at = slot // BLOCK_SIZE * (cache_block // 2) + slot % BLOCK_SIZE
         scale_at = scale_at + kind * scales_kind + kv_head * BLOCK_SIZE
-        scales = repeat_by_head(scale, ROWS, HEADS, BLOCK_HALF)
+        scales = _repeat(scale, ROWS, HEADS, BLOCK_HALF)
         tl.store(scales_ptr + scale_at + r * 0, scales, mask=stored & (r == 0))
     else:
         tl.store(kv_ptr + at + r, turned_a, mask=stored)
@@ -278,7 +278,7 @@ def store_heads(
 
 
 @triton.jit
-def repeat_by_head(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+def _repeat(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
     """[ROWS, HEADS] → [ROWS, HEADS·BLOCK]"""
     return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, HEADS, BLOCK)), (ROWS, HEADS * BLOCK))
 

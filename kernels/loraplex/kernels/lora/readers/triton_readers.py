@@ -16,8 +16,6 @@ from __future__ import annotations
 import torch
 import triton
 
-from loraplex.kernels.attention.kv_codes import head_dim_of
-from loraplex.kernels.attention.triton_attention import cache_operands
 from loraplex.kernels.layers.triton_rope import check_heads
 from loraplex.kernels.lora.readers.triton_add_norm import expand_norm
 from loraplex.kernels.lora.readers.triton_gated import expand_gated
@@ -57,14 +55,14 @@ class FusedReaders:
         eps: float,
     ) -> bool:
         """Compute a group of Q, K and V, or one site for the three. False also for heads that are wider than what a
-        program computes. Raises ValueError where the shapes are not the group's, or not those of
-        `loraplex.kernels.layers.triton_rope`."""
+        program computes, and for a cache of codes: a program has no registers for what those take. Raises ValueError
+        where the shapes are not the group's, or not those of `loraplex.kernels.layers.triton_rope`."""
         tiling = self._launcher.tiling
-        num_kv_heads, head_dim, half = cache.shape[3], head_dim_of(cache), cos.shape[-1]
+        num_kv_heads, head_dim, half = cache.shape[3], cache.shape[4], cos.shape[-1]
         block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
         block_rest = triton.next_power_of_2(rest) if rest > 0 else 0
         heads = self._columns(y) // (2 * block_half + block_rest)
-        if not tiling.fuse_rotary or not heads:
+        if not tiling.fuse_rotary or not heads or cache.dtype is torch.int8:
             return False
         plan, operands, constants = self._launcher.reader_operands(layer, group, y)
         all_heads = num_heads + 2 * num_kv_heads
@@ -75,20 +73,21 @@ class FusedReaders:
         )
         self._launcher.shrink(layer, group, x)
         items = y.shape[0] * (triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads))
-        of_cache = cache_operands(cache)
+        block, position, kind, head, _ = cache.stride()
         expand_rotary[(min(self._launcher.expand_programs, items),)](
             y,
             y.stride(0),
             cos,
             sin,
             cache,
-            of_cache.scales,
             slots,
             y if q_norm is None else q_norm,
             y if k_norm is None else k_norm,
             eps,
-            *of_cache.strides,
-            of_cache.scales_kind,
+            block,
+            position,
+            kind,
+            head,
             *operands,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
@@ -98,7 +97,6 @@ class FusedReaders:
             BLOCK_REST=block_rest,
             BLOCK_SIZE=cache.shape[1],
             NORM=q_norm is not None,
-            CODES=of_cache.is_codes,
             SPLIT_SITES=len(plan.group.sites) == 3,
             **constants,
             BLOCK_M=tiling.small_rows,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loraplex.kernels.layers.triton_rope import repeat_by_head, store_heads
+from loraplex.kernels.layers.triton_rope import store_heads
 from loraplex.kernels.lora.readers.triton_columns import updated_columns
 from loraplex.kernels.lora.triton_device import FEW_ROWS, HEAD, LIST, PIECE
 
@@ -18,13 +18,18 @@ def _by_head(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _repeat(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, HEADS] → [ROWS, HEADS·BLOCK]"""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, HEADS, BLOCK)), (ROWS, HEADS * BLOCK))
+
+
+@triton.jit
 def _rotary_heads(
     y_ptr,
     y_stride,
     cos_ptr,
     sin_ptr,
     cache_ptr,
-    scales_ptr,
     slots_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -33,7 +38,6 @@ def _rotary_heads(
     cache_position,
     cache_kind,
     cache_head,
-    scales_kind,
     storage_ptr,
     floats_ptr,
     h_ptr,
@@ -54,7 +58,6 @@ def _rotary_heads(
     BLOCK_REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
-    CODES: tl.constexpr,
     MAX_CHUNKS: tl.constexpr,
     GRANULE: tl.constexpr,
     PLANES: tl.constexpr,
@@ -119,14 +122,14 @@ def _rotary_heads(
         if HEAD_DIM > 2 * HALF:
             squares += _by_head(tl.where(rests, c, 0.0), ROWS, HEADS, BLOCK_REST)
         by_head = tl.rsqrt(squares / HEAD_DIM + eps)
-        grow = repeat_by_head(by_head, ROWS, HEADS, BLOCK_HALF)
+        grow = _repeat(by_head, ROWS, HEADS, BLOCK_HALF)
         if HEAD_DIM > 2 * HALF:
-            rest_grow = repeat_by_head(by_head, ROWS, HEADS, BLOCK_REST)
+            rest_grow = _repeat(by_head, ROWS, HEADS, BLOCK_REST)
     store_heads(
         a, b, c, grow, rest_grow, row, (site_head + head)[None, :], r[None, :], halves,
         (site_head + rest_head)[None, :], rest[None, :], rests, y_ptr, y_stride, HEAD_DIM, cos_ptr, sin_ptr,
-        cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, cache_block, cache_position, cache_kind, cache_head,
-        scales_kind, row_there, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, NORM, NORM or UPDATE, CODES,
+        cache_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, cache_block, cache_position, cache_kind, cache_head,
+        0, row_there, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, NORM, NORM or UPDATE, False,
         ROWS, HEADS, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
 
@@ -138,7 +141,6 @@ def expand_rotary(
     cos_ptr,
     sin_ptr,
     cache_ptr,
-    scales_ptr,
     slots_ptr,
     q_norm_ptr,
     k_norm_ptr,
@@ -147,7 +149,6 @@ def expand_rotary(
     cache_position,
     cache_kind,
     cache_head,
-    scales_kind,
     storage_ptr,
     floats_ptr,
     h_ptr,
@@ -165,7 +166,6 @@ def expand_rotary(
     BLOCK_REST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
-    CODES: tl.constexpr,
     SPLIT_SITES: tl.constexpr,
     LAYERS: tl.constexpr,
     SITES: tl.constexpr,
@@ -228,39 +228,35 @@ def expand_rotary(
             plane_stride = (3 if SPLIT_SITES else 1) * num_rows * row_stride
             if BY_ROWS and num_rows == 1:
                 _rotary_heads(
-                    y_ptr, y_stride, cos_ptr, sin_ptr, cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps,
-                    cache_block, cache_position, cache_kind, cache_head, scales_kind, storage_ptr, floats_ptr, h_here,
-                    plane_stride, row_stride, record_ptr, first_row, num_rows, splits, first_head, site_head,
-                    site_heads,
-                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, BLOCK_SIZE, NORM, CODES,
+                    y_ptr, y_stride, cos_ptr, sin_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps, cache_block,
+                    cache_position, cache_kind, cache_head, storage_ptr, floats_ptr, h_here, plane_stride, row_stride,
+                    record_ptr, first_row, num_rows, splits, first_head, site_head, site_heads,
+                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, BLOCK_SIZE, NORM,
                     MAX_CHUNKS, GRANULE, PLANES, 1, HEADS, BLOCK_R, True, True,
                 )  # fmt: skip
             elif BY_ROWS and num_rows <= FEW_ROWS:
                 _rotary_heads(
-                    y_ptr, y_stride, cos_ptr, sin_ptr, cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps,
-                    cache_block, cache_position, cache_kind, cache_head, scales_kind, storage_ptr, floats_ptr, h_here,
-                    plane_stride, row_stride, record_ptr, first_row, num_rows, splits, first_head, site_head,
-                    site_heads,
-                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, BLOCK_SIZE, NORM, CODES,
+                    y_ptr, y_stride, cos_ptr, sin_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps, cache_block,
+                    cache_position, cache_kind, cache_head, storage_ptr, floats_ptr, h_here, plane_stride, row_stride,
+                    record_ptr, first_row, num_rows, splits, first_head, site_head, site_heads,
+                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, BLOCK_SIZE, NORM,
                     MAX_CHUNKS, GRANULE, PLANES, FEW_ROWS, HEADS, BLOCK_R, True, True,
                 )  # fmt: skip
             else:
                 _rotary_heads(
-                    y_ptr, y_stride, cos_ptr, sin_ptr, cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps,
-                    cache_block, cache_position, cache_kind, cache_head, scales_kind, storage_ptr, floats_ptr, h_here,
-                    plane_stride, row_stride, record_ptr, first_row, num_rows, splits, first_head, site_head,
-                    site_heads,
-                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, BLOCK_SIZE, NORM, CODES,
+                    y_ptr, y_stride, cos_ptr, sin_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps, cache_block,
+                    cache_position, cache_kind, cache_head, storage_ptr, floats_ptr, h_here, plane_stride, row_stride,
+                    record_ptr, first_row, num_rows, splits, first_head, site_head, site_heads,
+                    NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, BLOCK_SIZE, NORM,
                     MAX_CHUNKS, GRANULE, PLANES, BLOCK_M, HEADS, BLOCK_R, False, True,
                 )  # fmt: skip
         else:
             other = item - num_items
             base_row = tl.load(work_ptr + base_start + other // BASE_UNITS).to(tl.int64)
             _rotary_heads(
-                y_ptr, y_stride, cos_ptr, sin_ptr, cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps,
-                cache_block, cache_position, cache_kind, cache_head, scales_kind, storage_ptr, floats_ptr, h_ptr, 0, 0,
-                records_ptr,
+                y_ptr, y_stride, cos_ptr, sin_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, eps, cache_block,
+                cache_position, cache_kind, cache_head, storage_ptr, floats_ptr, h_ptr, 0, 0, records_ptr,
                 base_row, 1, 1, other % BASE_UNITS * BASE_HEADS, 0, ALL_HEADS,
-                NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, BLOCK_SIZE, NORM, CODES,
+                NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST, BLOCK_SIZE, NORM,
                 MAX_CHUNKS, GRANULE, PLANES, 1, BASE_HEADS, BLOCK_R, True, False,
             )  # fmt: skip

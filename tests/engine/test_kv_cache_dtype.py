@@ -61,14 +61,14 @@ def test_an_engine_says_how_it_keeps_keys_and_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_backends_give_the_same_answers(tmp_path: Path) -> None:
+def test_triton_gives_the_answers_of_the_reference(tmp_path: Path) -> None:
     """With an adapter and without, in chunks and step by step."""
     base = save_tiny(tmp_path / "base", FAMILIES["llama-biases"])
     adapters = save_adapters(base, tmp_path, {"all": ADAPTERS["all"]})
     settings: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "kv_cache_memory": 1 << 20}
     settings |= {"adapter_memory": 4 << 20, "adapter_cpu_memory": 4 << 20, "max_model_len": 64}
     answers = []
-    for kernels in ("torch", "numba", "triton"):
+    for kernels in ("torch", "triton"):
         engine = LocalEngine(
             base,
             tmp_path / kernels,
@@ -85,7 +85,7 @@ def test_all_backends_give_the_same_answers(tmp_path: Path) -> None:
         engine.run()
         answers.append({name: engine.tokens(name) for name in sorted(engine.events)})
         engine.close()
-    assert answers[0] == answers[1] == answers[2]
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("asks", ["start", "doctor"])
