@@ -1,11 +1,12 @@
 """Keys and values as codes beside bfloat16 ones, on the real model:
 
-    PYTHONPATH=tests python -m bench.cpu.kv_codes MODEL [--errors] [--places] [--steps] [--turns 15] [--threads 1]
+    PYTHONPATH=tests python -m bench.cpu.kv_codes MODEL [--errors] [--places] [--attention] [--steps] [--turns 15]
 
 MODEL is the directory of SmolLM2-135M-Instruct. `--errors`: the Kullback-Leibler divergence, in nats a token, of
 --kv-cache-dtype int8 from keys and values in float32, both computed in float32, for the base and the example adapters,
-over text of five kinds. `--places`: sequences of 1,024 tokens in a pool of 1 GiB. `--steps`: medians of the processor
-time of whole decoding steps, and of prompts, of two engines in turns.
+over text of five kinds. `--places`: sequences of 1,024 tokens in a pool of 1 GiB. `--attention`: medians of the
+processor time of the CPU's attention alone, over random numbers, and `--steps` of whole decoding steps, and of prompts,
+of two engines; both in turns, in `--threads`, 1 unless given.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import torch
 from bench.cpu.quantised import logits, print_divergence, prompts_of
 from loraplex.engine.execution.kv_cache import size_kv_cache
 from loraplex.engine.model.outline import outline_model
+from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.attention.kv_codes import SCALE_BYTES
+from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from support.engine.local_engine import LocalEngine
 
 CONTEXT = 1024
@@ -29,6 +33,16 @@ POOL = 1 << 30
 FORMS = ("auto", "int8")
 CASES = (1, 16)
 """Sequences of a decoding step."""
+ATTENTION = (
+    ("16 of 1024, 9 heads and 3 of KV, 64", [1] * 16, [1024] * 16, 3, 3, 64, 15),
+    ("16 of 1024, 32 heads and 8 of KV, 128", [1] * 16, [1024] * 16, 8, 4, 128, 6),
+    ("16 of 1024, 4 heads and 4 of KV, 64", [1] * 16, [1024] * 16, 4, 1, 64, 15),
+    ("16 of 1024, 14 heads and 2 of KV, 64", [1] * 16, [1024] * 16, 2, 7, 64, 15),
+    ("1 of 1024, 9 heads and 3 of KV, 64", [1], [1024], 3, 3, 64, 15),
+    ("a chunk of 256 behind 768, 9 heads and 3 of KV, 64", [256], [1024], 3, 3, 64, 2),
+)
+"""Name, rows and lengths of the sequences, KV heads, queries of each, size of a head, and layers in turn, so that none
+is in a cache."""
 
 
 def print_errors(model_dir: Path) -> None:
@@ -55,6 +69,28 @@ def print_places(model_dir: Path) -> None:
         f"{POOL >> 20} MiB, heads of {shape.head_dim}: {first:.1f} sequences of {CONTEXT} tokens in bfloat16, "
         f"{second:.1f} in int8: {second / first:.3f} times"
     )
+
+
+def print_attention(turns: int) -> None:
+    """Of a layer, in bfloat16 over bfloat16 and over codes."""
+    for name, rows, lens, kv_heads, group, dim, layers in ATTENTION:
+        blocks = [-(-length // BLOCK_SIZE) for length in lens]
+        order = iter(torch.randperm(sum(blocks)).tolist())
+        batch = build_attention_batch(rows, lens, [[next(order) for _ in range(count)] for count in blocks])
+        sizes = (sum(blocks), BLOCK_SIZE, 2, kv_heads)
+        plain = [torch.randn(*sizes, dim).bfloat16() for _ in range(layers)]
+        codes = [torch.full((*sizes, dim + SCALE_BYTES), 32, dtype=torch.int8) for _ in range(layers)]
+        queries = torch.randn(sum(rows), kv_heads * group, dim).bfloat16()
+        seconds = []
+        for _ in range(turns):
+            taken = []
+            for caches in (plain, codes):
+                start = time.process_time()
+                for cache in caches:
+                    paged_attention(queries, cache, batch, scale=0.1)
+                taken.append((time.process_time() - start) / layers)
+            seconds.append(taken)
+        print(f"{name}: {ratio(seconds)}")
 
 
 def decoding(model_dir: Path, work: Path, form: Any, rows: int, threads: int) -> LocalEngine:
@@ -106,6 +142,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--places", action="store_true")
+    parser.add_argument("--attention", action="store_true")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
@@ -115,6 +152,8 @@ def main() -> None:
         print_errors(options.model)
     if options.places:
         print_places(options.model)
+    if options.attention:
+        print_attention(options.turns)
     if options.steps:
         for rows in CASES:
             print_steps(options.model, rows, options.turns, options.threads)
