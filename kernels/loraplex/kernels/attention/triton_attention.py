@@ -155,8 +155,9 @@ def _write_codes(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> 
     slots = slots[slots >= 0].long()
     block, position = slots // positions, slots % positions
     flat, size = cache.view(num_blocks, -1), codes.shape[1:].numel() * positions
-    flat[:, :size].unflatten(1, (positions, *codes.shape[1:]))[block, position] = codes
-    flat[:, size:].view(torch.float16).unflatten(1, (2, heads, positions))[block, :, :, position] = scales
+    flat[:, :size].view(num_blocks, positions, *codes.shape[1:])[block, position] = codes
+    of_scales = flat[:, size:].view(torch.float16).view(num_blocks, 2, heads, positions)
+    of_scales[block, :, :, position] = scales
 
 
 def paged_attention(
