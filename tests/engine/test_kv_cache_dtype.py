@@ -19,7 +19,7 @@ from support.models.loading import load_model
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3, 9, 1, 4, 4, 2, 8] * 5, [5, 1], list(range(3, 40))]
 
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "gemma2", "granite"])
