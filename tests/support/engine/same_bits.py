@@ -23,7 +23,8 @@ from loraplex.engine.scheduling.step_costs import MOST_ROWS, StepCosts
 from loraplex.engine.types import ScheduledSequence
 from loraplex.engine.types import Sequence as EngineSequence
 from loraplex.kernels.attention import BLOCK_SIZE
-from loraplex.kernels.attention.numba_attention import key_value_offsets
+from loraplex.kernels.attention.kv_codes import SCALE_BYTES, head_dim_of
+from loraplex.kernels.attention.numba_attention import key_value_offsets, scale_offsets
 from support.engine.local_engine import LocalEngine
 
 
@@ -101,12 +102,15 @@ class Recorder:
 
     def _keep_kv(self, part: ScheduledSequence) -> None:
         kept, cache = self.kv.setdefault(part.request_id, {}), self._caches[-1].tensor
-        heads, dim = cache.shape[-2:]
+        heads, dim = cache.shape[-2], head_dim_of(cache[0])
         for position in range(max(part.start, part.num_prompt), part.start + part.num_tokens):
             block, place = part.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
             offsets = key_value_offsets(
                 np.arange(heads)[:, None], place, np.arange(dim), dim, cache.element_size()
             )
+            if cache.dtype is torch.int8:
+                scales = scale_offsets(np.arange(heads)[:, None], place, dim)
+                offsets = *offsets, *(each + np.arange(SCALE_BYTES) for each in scales)
             own = torch.from_numpy(np.concatenate([each.ravel() for each in offsets]))
             values = cache[:, block].flatten(1)[:, own].view(torch.uint8)
             kept[position - part.num_prompt] = hashlib.sha256(values.numpy().tobytes()).digest()
