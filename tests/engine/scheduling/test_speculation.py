@@ -166,3 +166,24 @@ def test_what_is_known_of_a_sequence_ends_with_it():
     assert plan.scheduled[0].drafted
     made.finish(seq)
     assert not speculation._sources
+
+
+@pytest.mark.parametrize("fault", ["propose", "verified", "finished", "closed"])
+def test_a_drafter_that_fails_ends_drafts_and_nothing_else(fault, monkeypatch, caplog):
+    drafter = Planted()
+    made = bench(drafter)
+    (seq,) = begin(made, "a", max_tokens=60)
+
+    def fail(*given):
+        raise IndexError("planted")
+
+    monkeypatch.setattr(drafter, fault, fail)
+    while made.live:
+        made.step()
+    assert seq.num_outputs == 60
+    if fault == "finished":
+        made.scheduler.answered(seq)
+    assert "no token is drafted any more" in caplog.text
+    monkeypatch.undo()
+    begin(made, "b")
+    assert made.step() == {"b": 1}

@@ -11,10 +11,12 @@ more. They preempt nothing.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, zip_longest
+from typing import ParamSpec, TypeVar
 
 from loraplex.engine.scheduling.block_needs import blocks_for
 from loraplex.engine.scheduling.blocks import BlockManager
@@ -23,17 +25,23 @@ from loraplex.engine.scheduling.step_costs import StepCosts
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
 from loraplex.engine.types import ScheduledSequence, Sequence
 
+_log = logging.getLogger(__name__)
+_Given = ParamSpec("_Given")
+_Told = TypeVar("_Told")
+
 LEAST_GAIN = 1.02
 """A step takes drafts only if the expected tokens by time grow by this factor: costs are measured, not exact."""
 
 
 class Speculation:
-    """The drafts of an engine. `drafter` proposes them; `costs` are those of steps by their rows."""
+    """The drafts of an engine. `drafter` proposes them; `costs` are those of steps by their rows. Answers need no
+    drafts: if the drafter raises anything, it is logged, and nothing is drafted from then on."""
 
     def __init__(self, drafter: Drafter, costs: StepCosts) -> None:
         self.drafter = drafter
         self._costs = costs
         self._sources: dict[Sequence, DraftSource] = {}  # of drafts in flight
+        self._has_failed = False
 
     def extend(self, draft: StepDraft, blocks: BlockManager, counter: Callable[[Sequence], float]) -> None:
         """Add drafts to slices of a step that is planned otherwise. `counter` gives the service of a sequence's tenant:
@@ -41,12 +49,16 @@ class Speculation:
         rows = draft.num_tokens
         num_sampled = sum(part.samples for part in chain(draft.scheduled.values(), draft.of_base))
         room = min(SMALL_STEP - rows, draft.budget, draft.max_running - num_sampled)
-        if room <= 0:
+        if room <= 0 or self._has_failed:
             return
         drafts: dict[Sequence, Draft] = {}
         for seq, part in draft.scheduled.items():
             most = min(MAX_DRAFT, room, seq.request.sampling.max_tokens - part.output_index - 1)
-            if most > 0 and _may_draft(part) and (found := self.drafter.propose(seq, most)) is not None:
+            if (
+                most > 0
+                and _may_draft(part)
+                and (found := self._ask(self.drafter.propose, seq, most)) is not None
+            ):
                 drafts[seq] = found
         if drafts:
             chosen = self._choose(drafts, counter, rows, num_sampled)[:room]
@@ -103,21 +115,34 @@ class Speculation:
 
     def verified(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """A slice with drafts was computed: `num_accepted` of its `num_drafted` guesses were right."""
-        self.drafter.verified(seq, self._sources.pop(seq), num_drafted, num_accepted)
+        self._ask(self.drafter.verified, seq, self._sources.pop(seq), num_drafted, num_accepted)
 
     def answered(self, seq: Sequence) -> None:
         """The answer of a sequence is complete: later ones of its namespace may repeat it."""
         if seq.request.speculation and not seq.request.background:
-            self.drafter.finished(seq)
+            self._ask(self.drafter.finished, seq)
 
     def closed(self, seq: Sequence) -> None:
         """A sequence has ended, in whatever way."""
         self._sources.pop(seq, None)
-        self.drafter.closed(seq)
+        self._ask(self.drafter.closed, seq)
 
     def forget(self, digest: str) -> None:
         """A version is gone: drop what is known of its answers."""
-        self.drafter.forget(digest)
+        self._ask(self.drafter.forget, digest)
+
+    def _ask(
+        self, call: Callable[_Given, _Told], *given: _Given.args, **named: _Given.kwargs
+    ) -> _Told | None:
+        """A call to the drafter; None if it fails, or has failed before."""
+        if self._has_failed:
+            return None
+        try:
+            return call(*given, **named)
+        except Exception:
+            self._has_failed = True
+            _log.exception("the drafter failed: no token is drafted any more")
+            return None
 
 
 def _may_draft(part: ScheduledSequence) -> bool:
