@@ -12,12 +12,14 @@ from bench.cpu.quantised import logits, prompts_of
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 
-def test_answers_diverge_by_less_than_a_thousandth_and_a_half(real_model_dir: Path) -> None:
-    prompts = [prompt[:80] for prompt in prompts_of(real_model_dir)]
+@pytest.mark.parametrize(
+    "name", ["base", *(pytest.param(name, marks=pytest.mark.soak) for name in ("json", "sentiment"))]
+)
+def test_answers_diverge_by_less_than_a_thousandth_and_a_half(name: str, real_model_dir: Path) -> None:
+    """The pirate adapter's come to 0.0019 (docs/lab/2026-11-28-int8-kv.md)."""
+    prompts = prompts_of(real_model_dir)
     exact, codes = (
-        logits(real_model_dir, prompts, quantise=False, names=("base", "json"), kv_dtype=kv_dtype)
+        logits(real_model_dir, prompts, quantise=False, names=(name,), kv_dtype=kv_dtype)[name]
         for kv_dtype in (torch.float32, torch.int8)
     )
-    for name, expected in exact.items():
-        divergence = float((expected.exp() * (expected - codes[name])).sum(-1).mean())
-        assert 1e-5 < divergence <= 0.0015, name
+    assert 1e-5 < float((exact.exp() * (exact - codes)).sum(-1).mean()) <= 0.0015
