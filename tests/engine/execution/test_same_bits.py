@@ -190,7 +190,6 @@ def test_bits_do_not_depend_on_neighbours(
         seen["preemptions"] += stats.num_preemptions
         seen["prefix hits"] += stats.prefix_cache_hits
         seen["evictions"] += stats.device_evictions
-    print("SEEN", seen, differing)
     assert +differing == Counter(), f"of {count} each"
     drafts = {"drafted", "accepted", "rejected", "across blocks", "across spans"}
     assert set(+seen) == {"preemptions", "prefix hits", "evictions"} | drafts
