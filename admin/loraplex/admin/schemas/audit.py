@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from loraplex.admin.schemas import described
 from loraplex.admin.schemas.fields import (
     GivenTime,
     OmittedNull,
@@ -33,7 +34,7 @@ class AuditQuery(PageQuery):
 class AuditVerifyQuery(QueryParameters):
     """`anchor`: how the log ended at an earlier time, as this route or `loraplex audit verify` answered then."""
 
-    anchor: Annotated[Annotated[PlainText, Field(max_length=83)] | None, OmittedNull()] = None
+    anchor: Annotated[Annotated[str, Field(pattern=described.AUDIT_ANCHOR)] | None, OmittedNull()] = None
 
 
 class AuditVerdict(ResponseBody):
