@@ -72,7 +72,7 @@ def print_places(model_dir: Path) -> None:
 
 
 def print_attention(turns: int) -> None:
-    """Of a layer, in bfloat16 over bfloat16 and over codes."""
+    """Attention of a layer, in bfloat16 over bfloat16 and over codes."""
     for name, rows, lens, kv_heads, group, dim, layers in ATTENTION:
         blocks = [-(-length // BLOCK_SIZE) for length in lens]
         order = iter(torch.randperm(sum(blocks)).tolist())

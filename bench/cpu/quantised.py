@@ -117,7 +117,7 @@ def prompts_of(model_dir: Path) -> list[list[int]]:
 def print_divergence(
     prompts: list[list[int]], exact: dict[str, torch.Tensor], codes: dict[str, torch.Tensor]
 ) -> None:
-    """Of the log probabilities of `codes` from the exact ones, by name."""
+    """Divergences of the log probabilities of `codes` from the exact ones, by name."""
     print(f"{sum(map(len, prompts))} tokens of {', '.join(texts())}, float32:")
     for name, expected in exact.items():
         divergence = (expected.exp() * (expected - codes[name])).sum(-1)

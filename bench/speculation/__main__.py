@@ -54,7 +54,7 @@ AIMS = {
 }
 """Least ratios by workload, temperature and clients."""
 AIMS_OF_ALL = {(0.0, 4): 1.1, (0.0, 16): 0.99, (0.7, 16): 0.99}
-"""Of all workloads, by temperature and clients."""
+"""The least ratios of all workloads, by temperature and clients."""
 
 
 @dataclass(frozen=True)

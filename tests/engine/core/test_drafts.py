@@ -60,7 +60,7 @@ def test_a_thousand_histories_with_drafts(kind: DrafterKind) -> None:
 
 
 def answers(drafter: PlantedDrafter | None) -> tuple[dict[str, tuple[Any, ...]], dict[str, float], int]:
-    """What each of 24 requests of two tenants was told, what the tenants were served, and the number of steps."""
+    """The answers to 24 requests of two tenants, the service that these got, and the number of steps."""
     engine, draw = core_engine(drafter, max_num_seqs=8, num_blocks=24), random.Random(5)
     for number in range(24):
         tenant = f"t{number % 2}"

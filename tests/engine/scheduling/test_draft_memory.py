@@ -1,4 +1,4 @@
-"""What guessed tokens cost: the work of a call, and the memory of finished answers."""
+"""The cost of guessed tokens: the work of a call, and the memory of finished answers."""
 
 from __future__ import annotations
 

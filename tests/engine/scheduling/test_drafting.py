@@ -58,7 +58,7 @@ def test_no_more_than_asked_for() -> None:
 
 
 def expected(tokens: list[int], most: int) -> tuple[int, ...]:
-    """By trying every length and every place."""
+    """The longest match, found by trying every length and every place."""
     for length in range(min(8, len(tokens) - 1), 1, -1):
         for place in range(len(tokens) - 1, length - 1, -1):
             if tokens[place - length : place] == tokens[-length:]:
