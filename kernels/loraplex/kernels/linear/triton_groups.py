@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.triton_splits import store_sums
 
 _LEAST_BLOCK_K, _MOST_BLOCK_K = 16, 64
 _LEAST_SPLIT = 512
@@ -216,25 +217,10 @@ def groups_program(
                 x_at, codes_at, scales_ptr + n, offsets_ptr + n, has_row, has_column, k, split, N, K,
                 GROUP, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, HAS_OFFSETS, PRECISION, AWAIT,
             )  # fmt: skip
-    y_at = m.to(tl.int64)[None, :] * N + n[:, None]
-    here = has_column[:, None] & has_row[None, :]
-    is_last = True
-    if APART:
-        plane = num_rows.to(tl.int64) * N
-        tl.store(planes_ptr + tl.program_id(1) * plane + y_at, total, here)
-        # All threads have stored before one of them tells the other programs, and none reads before that one knows.
-        tl.debug_barrier()
-        is_last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
-        tl.debug_barrier()
-        if is_last:
-            tl.store(arrived_ptr + tile, 0)
-            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for split in range(SPLITS):
-                total += tl.load(planes_ptr + split * plane + y_at, here, 0.0, cache_modifier=".cg")
-    if is_last:
-        if HAS_BIAS:
-            total += tl.load(bias_ptr + n, has_column, 0.0).to(tl.float32)[:, None]
-        tl.store(y_ptr + y_at, total.to(y_ptr.dtype.element_ty), here)
+    store_sums(
+        total, bias_ptr, y_ptr, planes_ptr, arrived_ptr, m, n, has_row, has_column, num_rows, N,
+        BLOCK_M, BLOCK_N, SPLITS, APART, HAS_BIAS,
+    )  # fmt: skip
 
 
 @triton.jit
