@@ -1,15 +1,14 @@
-"""Which tests `tests/conftest.py` skips and how it records them, wherever the checkout lies."""
+"""Which tests `tests/conftest.py` skips, shares out and records, wherever the checkout lies."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 TESTS = """
 import pytest
@@ -24,23 +23,37 @@ def test_soak(): pass
 """
 
 
-@pytest.mark.parametrize("folder", ["soak", "slow"])
-def test_the_name_of_a_checkout_marks_no_test(tmp_path: Path, folder: str) -> None:
-    tests = tmp_path / folder / "tests"
+def test_a_file_is_run_by_one_process_and_the_name_of_a_checkout_marks_none(tmp_path: Path) -> None:
+    tests = tmp_path / "soak" / "slow" / "tests"
     tests.mkdir(parents=True)
     shutil.copy(Path(__file__).with_name("conftest.py"), tests)
     (tests.parent / "pytest.ini").write_text("[pytest]\nmarkers = slow\n soak\n")
     (tests / "durations.json").write_text("{}")
-    (tests / "test_one.py").write_text(TESTS)
-    command = [sys.executable, "-m", "pytest", "-v", "--record-durations", "-p", "no:cacheprovider"]
+    for name in ("one", "two"):
+        (tests / f"test_{name}.py").write_text(TESTS)
+    options = "-n 2 --dist loadgroup --no-loadscope-reorder --record-durations -p no:cacheprovider"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
-        command, check=False, cwd=tests.parent, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", "-v", *options.split()],
+        check=False,
+        cwd=tests.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
-    results = {
-        line.split()[0].rpartition("::")[2]: line.split()[1]
-        for line in done.stdout.splitlines()
-        if "::" in line
+    # Such as "[gw0] [ 16%] PASSED tests/test_one.py::test_plain@test_one.py".
+    lines = re.findall(r"^\[(gw\d)\] .*\] (\w+) tests/([\w.:]+)", done.stdout, re.MULTILINE)
+    ran = {test: (result, process) for process, result, test in lines}
+    assert ran, done.stdout + done.stderr
+    one, two = ran["test_one.py::test_plain"][1], ran["test_two.py::test_plain"][1]
+    results = {"test_plain": "PASSED", "test_slow": "PASSED", "test_soak": "SKIPPED"}
+    assert ran == {
+        f"test_{file}.py::{test}": (result, process)
+        for file, process in (("one", one), ("two", two))
+        for test, result in results.items()
+    }, done.stdout
+    assert one != two
+    recorded = json.loads((tests / "durations.json").read_text())
+    assert {name: found.keys() for name, found in recorded.items()} == {
+        f"test_{name}.py": {"fast", "slow"} for name in ("one", "two")
     }
-    assert results == {"test_plain": "PASSED", "test_slow": "PASSED", "test_soak": "SKIPPED"}, done.stdout
-    assert json.loads((tests / "durations.json").read_text())["test_one.py"].keys() == {"fast", "slow"}
