@@ -154,8 +154,8 @@ def run_case(
 
     With `ceilings` one layer is timed: `graph_ms` in a CUDA graph, `floor_ms` what the bytes and flops need,
     `torch_ms` that of the reference in torch."""
-    step = _step(case, device)
-    options = _options(case)
+    step = make_step(case, device)
+    options = attention_options(case)
     plan = make_plan(case, device)
     scratch = triton_attention.AttentionScratch.allocate(plan, device)
     batch = triton_attention.build_attention_batch(plan, scratch, case.num_rows, case.seq_lens, step.tables)
@@ -188,10 +188,10 @@ def run_case(
 
 def run_library(choice: str, case: AttentionCase, device: torch.device) -> dict[str, Any]:
     """A library's kernel against float64, by way of the engine's seam."""
-    step = _step(case, device)
+    step = make_step(case, device)
     kernel = _kernel(choice, case, device)
     batch = kernel.lay_out(step.num_rows, step.seq_lens, step.tables)
-    options = _options(case)
+    options = attention_options(case)
     error = relative_error(
         kernel.run(step.q, step.cache, batch, **options), expected_attention(step, **options)
     )
@@ -208,12 +208,12 @@ def compare_prefill(
 ) -> dict[str, Any]:
     """One layer's attention by Triton (a) and by a library (b), queued as a step without a recording is, in turns.
     `error`: of b's answer, from a's."""
-    step = _step(case, device)
+    step = make_step(case, device)
     runs, answers = [], []
     for name in ("triton", choice):
         kernel = _kernel(name, case, device)
         batch = kernel.lay_out(step.num_rows, step.seq_lens, step.tables)
-        runs.append(partial(kernel.run, step.q, step.cache, batch, **_options(case)))
+        runs.append(partial(kernel.run, step.q, step.cache, batch, **attention_options(case)))
         answers.append(runs[-1]())
     error = relative_error(answers[1], answers[0])
     a_ms, b_ms = watch.interleaved_ms(runs)
@@ -233,7 +233,7 @@ def compare_prefill(
     }
 
 
-def _step(case: AttentionCase, device: torch.device) -> PagedStep:
+def make_step(case: AttentionCase, device: torch.device) -> PagedStep:
     return paged_step(
         case.num_rows,
         case.seq_lens,
@@ -253,7 +253,7 @@ def _kernel(choice: str, case: AttentionCase, device: torch.device) -> Attention
     return make_kernels("triton", device).choose_attention(choice, needs, case.dtype).kernel
 
 
-def _options(case: AttentionCase) -> dict[str, Any]:
+def attention_options(case: AttentionCase) -> dict[str, Any]:
     return {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
 
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from bench.gpu import attention, codes, equality, fused, lora, sampling
+from bench.gpu import attention, codes, equality, fp8, fused, kv_codes, lora, sampling
 from bench.gpu.case import Bench, Case, Row
 from bench.gpu.decoding import readers
-from bench.gpu.decoding.switches import FULL_AB, SMALL_AB, SwitchBench
+from bench.gpu.decoding.switches import FULL_AB, FULL_KV, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
 from bench.gpu.rig import GREEDY
 from bench.gpu.steps import FULL, FULL_256, MIXED, SMALL, StepBench, StepsShape
@@ -26,6 +26,7 @@ def small() -> list[Case]:
             SMALL,
             [("steps", "decode", (2, 2, 8)), ("steps", "decode", (1, 0, 0))],
         ),
+        *_kv(small=True),
         *_invariant(SMALL_INVARIANT, bits=(10, 2, 8), steps=[(4, 2, 8)], prompts=[(18, 8)]),
         *_more(SMALL, hosts=[(2, 2, 8)], prompts=[(40, 8)], ranks=[16]),
     ]
@@ -68,6 +69,8 @@ def full() -> list[Case]:
         *_steps(FULL, [("steps", "decode", row) for row in [*most[5:], *other_ranks, (256, 256, 8)]]),
         *_more(FULL, hosts=[(64, 64, 16), (256, 64, 16), (1, 1, 16)], prompts=[(2048, 64)], ranks=[64, 8]),
         *(Case("codes", case.name, partial(_run, codes.run_case, case)) for case in codes.full_cases()),
+        *_kv(small=False),
+        *(Case("fp8", case.name, partial(_run, fp8.run_case, case)) for case in fp8.full_cases()),
         *_sampling(sampling.full_cases()),
         *_lora(lora.full_cases()[:11]),
         *_attention(attention.full_cases()[:8]),
@@ -82,12 +85,15 @@ def full() -> list[Case]:
 
 def small_ab(*names: str) -> list[Case]:
     """Both sides of these switches, on tiny shapes."""
-    return [*_prefill(names, small=True), *_switched(SMALL_AB, names, [(2, 2, 8)])]
+    return [*_prefill(names, small=True), *_switched([SMALL_AB], names, [(2, 2, 8)])]
 
 
 def full_ab(*names: str) -> list[Case]:
     """The same for a GPU."""
-    cases = _switched(FULL_AB, names, [(64, 8, 16), (64, 64, 16), (256, 64, 16)])
+    others = [name for name in names if name != "kv-codes"]
+    cases = _switched([FULL_AB], others, [(64, 8, 16), (64, 64, 16), (256, 64, 16)])
+    if "kv-codes" in names:
+        cases += _switched(FULL_KV, ["kv-codes"], [(64, 8, 16)])
     return [Case("ceilings", "device", _ceilings), *_prefill(names, small=False), *cases]
 
 
@@ -106,18 +112,30 @@ def _prefill(names: Sequence[str], *, small: bool) -> list[Case]:
     ]
 
 
-def _switched(shape: StepsShape, names: Sequence[str], steps: Sequence[tuple[int, int, int]]) -> list[Case]:
+def _switched(
+    shapes: Sequence[StepsShape], names: Sequence[str], steps: Sequence[tuple[int, int, int]]
+) -> list[Case]:
     return [
         Case(
             "ab",
-            f"{name}: {of[0]} rows, {of[1]} adapters, rank {of[2]}",
+            f"{name}: {of[0]} rows, {of[1]} adapters, rank {of[2]}"
+            + (f", context {shape.context:,}" if len(shapes) > 1 else ""),
             partial(_on_switch, shape, name, of),
             limit_s=150,
         )
         for name in names
         if name != "prefill"
+        for shape in shapes
         for of in steps
     ]
+
+
+def _kv(*, small: bool) -> list[Case]:
+    runs: list[tuple[Any, Any]] = [
+        *((case, kv_codes.run_attention) for case in kv_codes.attention_cases(small=small)),
+        *((case, kv_codes.run_rope) for case in kv_codes.rope_cases(small=small)),
+    ]
+    return [Case("kv", case.name, partial(_run, run, case)) for case, run in runs]
 
 
 def _on_switch(shape: StepsShape, name: str, of: tuple[int, int, int], bench: Bench) -> Row:
@@ -180,6 +198,10 @@ def _checks(*, small: bool) -> list[Case]:
         *(
             Case("checks", f"codes: {case.name}", partial(_check, codes.run_case, case), 120, alone=False)
             for case in codes.small_cases()
+        ),
+        *(
+            Case("checks", f"fp8: {case.name}", partial(_check, fp8.run_case, case), 120, alone=False)
+            for case in fp8.small_cases()
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
         *(

@@ -32,8 +32,9 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
     ),
     "ab": (
         "Two ways of the same step, in turns",
-        [*_SIZES, ("a", "a", "s"), ("b", "b", "s"), ("base ms", "base_ms", ".3f"), ("a ms", "a_ms", ".3f"),
-         ("b ms", "b_ms", ".3f"), ("a ÷ b", "a_to_b", ".3f"), ("difference", "error", ".1e"), ("right", "ok", "s")],
+        [*_SIZES, ("context", "context", "d"), ("a", "a", "s"), ("b", "b", "s"), ("base ms", "base_ms", ".3f"),
+         ("a ms", "a_ms", ".3f"), ("b ms", "b_ms", ".3f"), ("a ÷ b", "a_to_b", ".3f"), ("difference", "error", ".1e"),
+         ("right", "ok", "s")],
     ),
     "prefill": (
         "Attention to prompts by Triton (a) and by a library (b), in turns",
@@ -47,6 +48,21 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
          ("÷ floor", "times_floor", ".2f"), ("16 bits ms", "dense_ms", ".4f"),
          ("16 bits, invariant, ms", "invariant_ms", ".4f"), ("difference", "relative_error", ".1e"),
          ("right", "ok", "s")],
+    ),
+    "kv": (
+        "Keys and values in the model's dtype (a) and in 8-bit codes (b), one layer",
+        [*_KERNEL[:3], ("of the codes", "codes_error", ".1e"), ("steps of a code", "steps", ".2f"),
+         ("a ms", "a_ms", ".4f"), ("b ms", "b_ms", ".4f"), ("a ÷ b", "a_to_b", ".3f"),
+         ("b's floor ms", "floor_ms", ".4f"), ("b ÷ floor", "times_floor", ".2f"), ("right", "ok", "s")],
+    ),
+    "fp8": (
+        "A linear over 8-bit floats: the tile that keeps a row's bits, and torch's product, which rounds x too",
+        [("case", "case", "s"), ("tile ms", "tile_ms", ".4f"), ("by 128 of K ms", "wide_ms", ".4f"),
+         ("torch's ms", "scaled_ms", ".4f"), ("fast sums ms", "fast_ms", ".4f"), ("one scale ms", "tensor_ms", ".4f"),
+         ("rounding x ms", "round_ms", ".4f"), ("16 bits ms", "dense_ms", ".4f"), ("8-bit codes ms", "codes_ms", ".4f"),
+         ("floor ms", "floor_ms", ".4f"), ("tile's difference", "error", ".1e"),
+         ("torch's difference", "scaled_error", ".1e"), ("x's rounding", "rounding", ".1e"),
+         ("torch's row alone", "scaled_alone", "s"), ("right", "ok", "s"), ("not timed", "note", "s")],
     ),
     "invariant": (
         "--batch-invariant beside the fast path",

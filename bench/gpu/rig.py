@@ -57,7 +57,7 @@ class RigSize:
 class Rig:
     """A decoder over a KV cache with a place for each of `max_sequences` sequences; slot -1 is the base.
     `batch_invariant`: as the engine's setting; the model is made for it or not. `tiling`: another one for adapters.
-    `kv`: that of another rig of the same size, to share."""
+    `kv`: that of another rig of the same size, to share; `kv_dtype` of its own one, where it is not the model's."""
 
     def __init__(
         self,
@@ -67,12 +67,15 @@ class Rig:
         batch_invariant: bool = False,
         tiling: LoraTiling | None = None,
         kv: KVCache | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.device = model.device
         self.size = size
         self.blocks_each = -(-size.max_len // BLOCK_SIZE)
-        self.kv = kv or KVCache(model.shape, size.max_sequences * self.blocks_each, model.dtype, model.device)
+        self.kv = kv or KVCache(
+            model.shape, size.max_sequences * self.blocks_each, kv_dtype or model.dtype, model.device
+        )
         self.layout = ArenaLayout(
             model.site_groups, model.num_layers, model.dtype, max_rank=size.max_rank, head=model.head_group
         )

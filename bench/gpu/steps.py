@@ -77,7 +77,8 @@ class StepBench:
         invariant = shape.batch_invariant
         model = model or random_decoder(self.config, shape.dtype, device, batch_invariant=invariant)
         self.rig = Rig(model, shape.size, batch_invariant=invariant, **rig)
-        self.rig.kv.tensor.normal_()
+        if self.rig.kv.tensor.is_floating_point():
+            self.rig.kv.tensor.normal_()
         self._images: dict[int, HostImage] = {}
         self._filled = (0, 0)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.kv_codes import copy_to_codes
 from bench.gpu.rig import RigSize
 from bench.gpu.steps import FULL, SMALL, StepBench, StepsShape
 from bench.gpu.timing import Ceilings, relative_error
@@ -21,22 +22,40 @@ FULL_AB = replace(
     ),
 )  # fmt: skip
 SMALL_AB = SMALL
+FULL_KV = tuple(
+    replace(
+        FULL,
+        context=context,
+        size=RigSize(
+            max_rows=2048, max_sequences=64, max_len=context + 16, sizes=(64,), arena_bytes=1 << 30, slots=8,
+            max_rank=16,
+        ),
+    )
+    for context in (1024, 4096)
+)  # fmt: skip
+"""Both pools of the longer context and the model take 70 GB."""
 _ERROR = 0.1
 """The largest difference of the logits of a whole model, whose sums are taken in another order: five switches that
 change nothing else differ by 0.04 to 0.05 in 32 layers of random bfloat16 weights, each kernel right beside float64 on
 both sides."""
+_CODES_ERROR = 0.3
+"""The same where one side also rounds keys and values to 8-bit codes."""
 
 
 @dataclass(frozen=True)
 class Switch:
     """`make` builds each side from the options of `StepBench`; the first is named `a`. `runs` gives the step that is
-    timed, without adapters and with them."""
+    timed, without adapters and with them. `begin` gets both benches before. `shares_kv`: both sides have one pool.
+    `error`: of the logits, at most."""
 
     a: str
     b: str
     make_a: Callable[..., StepBench]
     make_b: Callable[..., StepBench]
     runs: Callable[[StepBench, int, int, int], list[Callable[[], torch.Tensor]]] = StepBench.decoding_runs
+    begin: Callable[[StepBench, StepBench], None] = lambda a, b: None
+    shares_kv: bool = True
+    error: float = _ERROR
 
 
 def _tiled(**changes: Any) -> Callable[..., StepBench]:
@@ -49,6 +68,14 @@ def _tiled(**changes: Any) -> Callable[..., StepBench]:
 def _prompts_recorded(shape: StepsShape, *arguments: Any, **options: Any) -> StepBench:
     size = replace(shape.size, prompt_sizes=tuple(2 * rows for rows in shape.size.sizes))
     return StepBench(replace(shape, size=size), *arguments, **options)
+
+
+def _kv_in_codes(*arguments: Any, **options: Any) -> StepBench:
+    return StepBench(*arguments, kv_dtype=torch.int8, **options)
+
+
+def _copy_kv(a: StepBench, b: StepBench) -> None:
+    copy_to_codes(a.rig.kv, b.rig.kv)
 
 
 def _longest_prompt(
@@ -115,6 +142,15 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(expand_rows=16),
         _longest_prompt,
     ),
+    "kv-codes": Switch(
+        "keys and values in the model's dtype",
+        "keys and values in 8-bit codes",
+        StepBench,
+        _kv_in_codes,
+        begin=_copy_kv,
+        shares_kv=False,
+        error=_CODES_ERROR,
+    ),
 }
 
 
@@ -141,6 +177,7 @@ class SwitchBench:
             "rows": rows,
             "adapters": adapters,
             "rank": rank,
+            "context": one.shape.context,
             "a": switch.a,
             "b": switch.b,
             "base_ms": base_ms,
@@ -148,7 +185,7 @@ class SwitchBench:
             "b_ms": b_ms,
             "a_to_b": a_ms / b_ms,
             "error": error,
-            "ok": error <= _ERROR,
+            "ok": error <= switch.error,
         }
 
     def _sides_of(self, name: str) -> tuple[StepBench, ...]:
@@ -156,8 +193,11 @@ class SwitchBench:
         if name != self._name:
             self._sides = ()
             gc.collect()
-            one = SWITCHES[name].make_a(*self._made_from, **self._shared)
+            switch = SWITCHES[name]
+            one = switch.make_a(*self._made_from, **self._shared)
             self._shared = {"model": one.rig.model, "kv": one.rig.kv}
-            self._sides = one, SWITCHES[name].make_b(*self._made_from, **self._shared)
-            self._name = name
+            shared = self._shared if switch.shares_kv else {"model": one.rig.model}
+            other = switch.make_b(*self._made_from, **shared)
+            switch.begin(one, other)
+            self._sides, self._name = (one, other), name
         return self._sides

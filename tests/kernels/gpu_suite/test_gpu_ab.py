@@ -19,7 +19,7 @@ def bench():
     return Bench(torch.device("cpu"))
 
 
-FEW = ("programs", "splits", "fused", "prompt-rows")
+FEW = ("programs", "splits", "fused", "prompt-rows", "kv-codes")
 """Switches of the short version."""
 
 
@@ -86,6 +86,12 @@ def test_the_cases_for_a_gpu_are_all_three_sizes_of_each_switch():
         "ab/programs: 64 rows, 8 adapters, rank 16",
         "ab/programs: 64 rows, 64 adapters, rank 16",
         "ab/programs: 256 rows, 64 adapters, rank 16",
+    ]
+
+
+def test_codes_of_kv_are_compared_at_two_contexts():
+    assert [case.key for case in catalogue.full_ab("kv-codes")][1:] == [
+        f"ab/kv-codes: 64 rows, 8 adapters, rank 16, context {context}" for context in ("1,024", "4,096")
     ]
 
 

@@ -1,0 +1,240 @@
+"""A base linear over 8-bit floats (e4m3) in Triton: y[m, n] = Σ_k x[m, k] · w[n, k] + bias[n], with
+w[n, k] = values[n, k] · scales[k // group, n].
+
+Every e4m3 number is one of bfloat16, float16 and float32. With a scale for each output the values are multiplied as
+they are, and their sum is scaled: nothing of a weight is rounded. With scales along K a weight is made in float32 and
+rounded to the dtype of x, as in `triton_groups`, whose form this has: yᵀ = w · xᵀ, and K in splits that follow from the
+weight alone, so that a row's bits do not depend on the rows beside it, nor on their number.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from loraplex.kernels.linear.triton_groups import GroupsTiling, choose_tiling
+from loraplex.kernels.linear.triton_splits import store_sums
+
+_LEAST_COLUMNS = 16
+"""Columns of a tile, at least."""
+_FLOATS = (8, 9)
+"""Compute capability from which a GPU converts e4m3."""
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFloats:
+    """`values` [N, K] float8_e4m3fn, `scales` [G, N] float32, for G groups of `group` inputs, on the device. `dtype` is
+    that of x and y. `most_rows`: rows of a tile on this device, at most. `arrived` as in
+    `loraplex.kernels.linear.triton_groups.PackedCodes`. `converts`: the device has instructions for e4m3."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    dtype: torch.dtype
+    most_rows: int
+    arrived: torch.Tensor
+    converts: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, inputs = self.values.shape
+        return rows, inputs
+
+
+def pack_floats(
+    values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, device: torch.device
+) -> PackedFloats:
+    """values [N, K] float8_e4m3fn with scales [N, G] float32, G a divisor of K, on `device`. Raises ValueError for
+    groups that are neither whole rows nor multiples of 64 inputs."""
+    columns, inputs = values.shape
+    group = inputs // scales.shape[1]
+    if scales.shape != (columns, inputs // group) or (group != inputs and group % 64):
+        raise ValueError(f"scales {list(scales.shape)} do not fit 8-bit floats {list(values.shape)}")
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return PackedFloats(
+        values.to(device).contiguous(),
+        scales.to(device, torch.float32).T.contiguous(),
+        group,
+        dtype,
+        most_rows=256 if capability >= _HOPPER else 128,
+        arrived=torch.zeros(triton.cdiv(columns, _LEAST_COLUMNS), dtype=torch.int32, device=device),
+        converts=capability >= _FLOATS,
+    )
+
+
+def linear(
+    x: torch.Tensor,
+    weight: PackedFloats,
+    bias: torch.Tensor | None = None,
+    *,
+    tiling: GroupsTiling | None = None,
+) -> torch.Tensor:
+    """x [..., K], bias [N] or None → [..., N], of the weight's dtype, contiguous. Sums are float32, rounded once,
+    behind the bias. `tiling` is for tests. Raises ValueError for other shapes and strides."""
+    out_features, in_features = weight.shape
+    if (
+        x.shape[-1] != in_features
+        or x.dtype is not weight.dtype
+        or not x.is_contiguous()
+        or (bias is not None and (bias.shape != (out_features,) or bias.dtype is not weight.dtype))
+    ):
+        raise ValueError(
+            f"no product of {list(x.shape)} {x.dtype} with 8-bit floats {list(weight.shape)} for {weight.dtype}"
+        )
+    y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
+    num_rows = y.numel() // out_features
+    if num_rows:
+        tiling = tiling or choose_tiling(
+            num_rows, weight.shape, weight.group, x.element_size(), most_rows=weight.most_rows
+        )
+        tiles = triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_features, tiling.block_n)
+        planes = weight.scales
+        if tiling.apart:
+            planes = torch.empty(tiling.splits, num_rows, out_features, dtype=torch.float32, device=x.device)
+        floats_program[tiles, tiling.splits if tiling.apart else 1](
+            x,
+            weight.values if weight.converts else weight.values.view(torch.uint8),
+            weight.scales,
+            weight.scales if bias is None else bias,
+            y,
+            planes,
+            weight.arrived,
+            num_rows,
+            out_features,
+            in_features,
+            GROUP=weight.group,
+            ROW_SCALES=weight.group == in_features,
+            WHOLE=in_features % tiling.block_k == 0,
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.block_n,
+            BLOCK_K=tiling.block_k,
+            SPLITS=tiling.splits,
+            APART=tiling.apart,
+            HAS_BIAS=bias is not None,
+            # TF32 would cost float32 half its digits.
+            PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+            AWAIT=x.is_cuda,  # the interpreter knows no assembler
+            CONVERTS=weight.converts,
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+    return y
+
+
+# One machine code for all numbers of rows.
+@triton.jit(do_not_specialize=["num_rows"])
+def floats_program(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    bias_ptr,
+    y_ptr,
+    planes_ptr,
+    arrived_ptr,
+    num_rows,
+    N,
+    K,
+    GROUP: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    APART: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    AWAIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):
+    """x [num_rows, K], values [N, K] e4m3, or their bytes where not CONVERTS, scales [K / GROUP, N], y [num_rows, N],
+    planes and arrived as `store_sums` says, used only where APART. ROW_SCALES: GROUP is K. WHOLE: BLOCK_K divides K.
+    Grid: tiles, those of the same columns beside each other, so that values come from memory once; splits of K where
+    APART, else 1."""
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    m = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    has_row, has_column = m < num_rows, n < N
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + m.to(tl.int64)[None, :] * K + k[:, None]
+    values_at = values_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+    if APART or SPLITS == 1:
+        total = _sum_split(
+            x_at, values_at, scales_ptr + n, has_row, has_column, k, tl.program_id(1), N, K,
+            GROUP, ROW_SCALES, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PRECISION, AWAIT, CONVERTS,
+        )  # fmt: skip
+    else:
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for split in range(SPLITS):
+            total += _sum_split(
+                x_at, values_at, scales_ptr + n, has_row, has_column, k, split, N, K,
+                GROUP, ROW_SCALES, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PRECISION, AWAIT, CONVERTS,
+            )  # fmt: skip
+    store_sums(
+        total, bias_ptr, y_ptr, planes_ptr, arrived_ptr, m, n, has_row, has_column, num_rows, N,
+        BLOCK_M, BLOCK_N, SPLITS, APART, HAS_BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_split(
+    x_at,
+    values_at,
+    scales_at,
+    has_row,
+    has_column,
+    k,
+    split,
+    N,
+    K,
+    GROUP: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    AWAIT: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_M] float32: Σ_k w[n, k] · x[m, k] over the blocks of K of one split."""
+    blocks = tl.cdiv(K, BLOCK_K)
+    each = tl.cdiv(blocks, SPLITS)
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for block in range(split * each, tl.minimum(split * each + each, blocks)):
+        first = block * BLOCK_K
+        # Where BLOCK_K divides K the mask over K is true for every lane, and the compiler drops it.
+        there = k < BLOCK_K if WHOLE else first + k < K
+        x = tl.load(x_at + first, has_row[None, :] & there[:, None], 0.0)
+        values = tl.load(values_at + first, has_column[:, None] & there[None, :], 0.0)
+        if ROW_SCALES:
+            weight = _widened(values, x.dtype, CONVERTS)
+        else:
+            scale = tl.load(scales_at + first // GROUP * N, has_column, 0.0)
+            weight = (_widened(values, tl.float32, CONVERTS) * scale[:, None]).to(x.dtype)
+        total = tl.dot(weight, x, total, input_precision=PRECISION)
+        if AWAIT:
+            # As in triton_groups: the product is awaited before registers of the weights are used again.
+            total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
+    if ROW_SCALES:
+        total *= tl.load(scales_at, has_column, 0.0)[:, None]
+    return total
+
+
+@triton.jit
+def _widened(values, dtype: tl.constexpr, CONVERTS: tl.constexpr):
+    """e4m3, or its bytes where not CONVERTS, as numbers of `dtype`: exact."""
+    if CONVERTS:
+        wide = values.to(dtype)
+    else:
+        # The bits of a float16 that is 2⁸ times as small: its exponent has another bias, subnormal numbers too.
+        bits = values.to(tl.uint16)
+        small = ((bits & 0x7F) << 7 | (bits & 0x80) << 8).to(tl.float16, bitcast=True)
+        wide = (small.to(tl.float32) * 256.0).to(dtype)
+    return wide
