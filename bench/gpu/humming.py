@@ -2,20 +2,31 @@
 
 It quantises random weights itself, so that it is compared with float64 over its own values. `invariant`: with its
 option of that name.
+
+    export PYTHONPATH=tests:server:adapters:kernels:build/gpu-site
+    python3 -m bench.gpu.humming --compile; python3 -m bench.gpu.humming --out build/gpu
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
+import multiprocessing
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu.timing import median_ms, relative_error
 
+SIDES = ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
+ROWS = (16, 64, 1, 256)
+GROUP = 128
 _READ_BYTES = 256 << 20
 _WAYS: dict[str, dict[str, bool] | None] = {
     "humming": None,
@@ -104,3 +115,27 @@ def compile_shape(columns: int, inputs: int, group: int, rows: Sequence[int]) ->
     except Exception as error:
         return f"humming, {inputs} to {columns}: {type(error).__name__}: {str(error)[:300]}"
     return ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"))
+    parser.add_argument("--compile", action="store_true", help="compile alone, beside each other")
+    options = parser.parse_args(argv)
+    if options.compile:
+        with ProcessPoolExecutor(len(SIDES), multiprocessing.get_context("spawn")) as pool:
+            jobs = [pool.submit(compile_shape, *side, GROUP, ROWS) for side in SIDES]
+            print(*(job.result() for job in jobs), sep="\n")
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    with (options.out / "humming.jsonl").open("a") as file:
+        for columns, inputs in SIDES:
+            for row in run_shape(columns, inputs, GROUP, ROWS):
+                row |= {"shape": f"{inputs} to {columns}, groups of {GROUP}"}
+                file.write(json.dumps(row) + "\n")
+                print(row, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

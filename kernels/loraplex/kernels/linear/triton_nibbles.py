@@ -25,8 +25,8 @@ PLANES = 4
 _LEAST_WIDTH = 16
 """Inputs of a plane, at least: a tensor core takes no fewer."""
 _LEAST_COLUMNS = 16
-_NO_CODE = 8
-"""What signed codes have on top."""
+_SIGNED = 8
+"""Added to signed codes, to make them whole numbers from 0 on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def pack_nibbles(
     if inputs % block or weight.group % width or width < _LEAST_WIDTH:
         return None
     least, most = (int(found) for found in weight.codes.aminmax())
-    low = 0 if least >= 0 else -_NO_CODE
+    low = 0 if least >= 0 else -_SIGNED
     if least < low or most > low + 15:
         return None
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -115,7 +115,7 @@ def linear(
     *,
     tiling: NibblesTiling,
 ) -> torch.Tensor:
-    """As `triton_groups.linear`."""
+    """The product, as `triton_groups.linear` has it."""
     out_features, in_features = weight.shape
     if (
         x.shape[-1] != in_features
