@@ -14,7 +14,8 @@ from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import numba_activation, numba_norm, numba_rope, numba_widen
-from loraplex.kernels.linear import dense, groups, numba_dense, numba_groups
+from loraplex.kernels.linear import dense, groups, numba_dense, numba_groups, numba_int8
+from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features, host_name
@@ -52,13 +53,22 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
         rotate_and_write=numba_rope.rotate_and_write,
         pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant, pool=pool),
         pack_groups=partial(numba_groups.pack_groups, pool=pool),
+        pack_integers=partial(_pack_integers, pool=pool),
         linear=_linear,
         to_float32=numba_widen.to_float32,
         record_layers=numba_layers.NumbaRecordedLayers,
     )
 
 
+def _pack_integers(weight: GroupedWeight, dtype: torch.dtype, *, pool: HugePagePool) -> Any:
+    if numba_int8.is_for(weight):
+        return numba_int8.pack_integers(weight, dtype, pool=pool)
+    return numba_groups.pack_groups(weight, dtype, pool=pool)
+
+
 def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if isinstance(weight, numba_int8.PackedIntegers):
+        return numba_int8.linear(x, weight, bias)
     if isinstance(weight, numba_groups.PackedGroups):
         return numba_groups.linear(x, weight, bias)
     if isinstance(weight, groups.GroupedWeight):

@@ -68,3 +68,8 @@ def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:
         weight = GroupedWeight(torch.zeros(1, 2, dtype=torch.int8), torch.zeros(1, 1), offsets, 2)
         for rows in (1, 64):  # of many rows other kernels are used
             ops.linear(torch.zeros(rows, 2, dtype=dtype), ops.pack_groups(weight, dtype), None)
+    if ops.pack_integers is None:
+        return
+    for scale in (1.0, 1.0 + 2**-20):  # in float16, and one that float16 does not hold
+        weight = GroupedWeight(torch.zeros(1, 32, dtype=torch.int8), torch.full((1, 1), scale), None, 32)
+        ops.linear(torch.zeros(1, 32, dtype=dtype), ops.pack_integers(weight, dtype), None)

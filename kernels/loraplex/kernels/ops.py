@@ -40,7 +40,9 @@ class RotateAndWrite(Protocol):
 class Ops:
     """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation` and
     `.rope`, and of `loraplex.kernels.linear.dense`. What `pack_weight` and `pack_groups` return is for `linear` alone;
-    `pack_groups` takes a weight on the CPU and the dtype of x and y. Attention itself is an `AttentionKernel`
+    `pack_groups` takes a weight on the CPU and the dtype of x and y; so does `pack_integers`, of whose weight `linear`
+    computes products of whole numbers where they pay, with x in codes of 8 bits (`loraplex.kernels.linear.numba_int8`).
+    None: there are no such products. Attention itself is an `AttentionKernel`
     (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers call these functions."""
 
     rms_norm: Norm
@@ -54,4 +56,5 @@ class Ops:
     pack_groups: Callable[[GroupedWeight, torch.dtype], Any]
     linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
     to_float32: Callable[[torch.Tensor], torch.Tensor]
+    pack_integers: Callable[[GroupedWeight, torch.dtype], Any] | None = None
     record_layers: Callable[[], RecordedLayers] | None = None

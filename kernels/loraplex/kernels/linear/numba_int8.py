@@ -1,0 +1,322 @@
+"""Base linears over weights in groups, with 8-bit activations, on a CPU, compiled by numba.
+
+Rows are quantised in groups of 32 inputs (`layers.numba_quantise`), a weight's codes have 4 bits, and their
+products are summed as whole numbers (`int8_products`). Scales come to the sum of a group:
+
+    y[r, n] = Σ_g offsets[n, g] · X[r, g]  +  Σ_g (scales[n, g] · S[r, g]) · (Σ_{k in g} codes[n, k] · q[r, k])
+              +  bias[n]
+
+with x[r, k] ≈ S[r, g] · q[r, k] and X[r, g] = S[r, g] · Σ_{k in g} q[r, k]. Sums over groups are float32, in the order
+of the groups, and y is rounded once. So a row's result is bit-identical for any other rows and any threads."""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from loraplex.kernels.host_memory import HugePagePool
+from loraplex.kernels.layers.numba_quantise import GROUP, RECORD, quantise_rows
+from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.int8_products import PART_BYTES, STEP, STEPS, products
+from loraplex.kernels.linear.numba_dense import block_size, unit_spans
+from loraplex.kernels.numba_runtime import ir as nir
+from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
+from loraplex.kernels.numba_runtime.vectors import LIKE, read_int64, size_of
+
+_GROUP, _RECORD_BYTES = GROUP, 4 * RECORD
+_MOST_CODE = 15
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers:
+    """`codes` [⌈N/B⌉, K/32, 4, B, 4] uint8 of two codes each (`int8_products`); `scales` and `offsets` [⌈N/B⌉, G, B],
+    float16 where that holds all of them, else float32; of B outputs each, zeros behind the N outputs. `dtype` is that
+    of x and y."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    shape: tuple[int, int]
+    group: int
+    dtype: torch.dtype
+
+
+def is_for(weight: GroupedWeight) -> bool:
+    """Whether these products are used for a weight: its groups are made of groups of 32 inputs, and the codes of each
+    lie within 16 numbers that follow each other."""
+    if weight.group % GROUP:
+        return False
+    grouped = weight.codes.view(len(weight.codes), -1, weight.group)
+    return int((grouped.amax(-1).to(torch.int16) - grouped.amin(-1)).max()) <= _MOST_CODE
+
+
+def pack_integers(
+    weight: GroupedWeight, dtype: torch.dtype, *, pool: HugePagePool | None = None
+) -> PackedIntegers:
+    """The weight in blocks, in memory of the `pool`, if one is given. Raises ValueError where these products are not
+    for it."""
+    if not is_for(weight):
+        raise ValueError(
+            f"{list(weight.shape)} in groups of {weight.group} are no 4-bit codes in groups of {GROUP}"
+        )
+    least, offsets = _least_codes(weight), weight.offsets
+    codes = weight.codes - least.repeat_interleave(weight.group, 1)
+    if least.any():
+        offsets = weight.scales * least + (0.0 if offsets is None else offsets)
+    kind = torch.float16 if _in_float16(weight.scales) and _in_float16(offsets) else torch.float32
+    return PackedIntegers(
+        _code_blocks(codes.to(torch.uint8), pool),
+        _in_blocks(weight.scales.to(kind), pool),
+        None if offsets is None else _in_blocks(offsets.to(kind), pool),
+        weight.shape,
+        weight.group,
+        dtype,
+    )
+
+
+def _least_codes(weight: GroupedWeight) -> torch.Tensor:
+    """[N, G] int8: the code of each group that becomes 0 and goes into its offset. The same in all groups where that is
+    possible: scales that float16 holds leave it offsets that it holds then."""
+    least = weight.codes.view(len(weight.codes), -1, weight.group).amin(-1)
+    for first in (0, -8):
+        if first <= int(least.min()) and int(weight.codes.max()) <= first + _MOST_CODE:
+            return torch.full_like(least, first)
+    return least
+
+
+def _in_float16(numbers: torch.Tensor | None) -> bool:
+    return numbers is None or torch.equal(numbers.to(torch.float16).float(), numbers)
+
+
+def _code_blocks(codes: torch.Tensor, pool: HugePagePool | None) -> torch.Tensor:
+    """[N, K] → [⌈N/B⌉, K/32, 4, B, 4]"""
+    rows, inputs = codes.shape
+    width = block_size()
+    sizes = (-(-rows // width), inputs // GROUP, STEPS // 2, width, STEP)
+    blocks = torch.zeros(sizes, dtype=torch.uint8) if pool is None else pool.zeros(sizes, torch.uint8)
+    for block, part in enumerate(codes.split(width)):
+        steps = part.view(len(part), -1, STEPS, STEP)
+        pairs = steps[:, :, ::2] | steps[:, :, 1::2] << 4
+        blocks[block, :, :, : len(part)] = pairs.permute(1, 2, 0, 3)
+    return blocks
+
+
+def _in_blocks(columns: torch.Tensor, pool: HugePagePool | None) -> torch.Tensor:
+    """[N, G] → [⌈N/B⌉, G, B]"""
+    rows, count = columns.shape
+    width = block_size()
+    sizes = (-(-rows // width), count, width)
+    blocks = torch.zeros(sizes, dtype=columns.dtype) if pool is None else pool.zeros(sizes, columns.dtype)
+    for block, part in enumerate(columns.split(width)):
+        blocks[block, :, : len(part)] = part.T
+    return blocks
+
+
+def linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K], bias [N] or None → [T, N], contiguous, all of the weight's dtype. Raises ValueError for other
+    shapes."""
+    out_features, in_features = weight.shape
+    dtype = weight.dtype
+    fits_bias = bias is None or (
+        bias.dtype is dtype and bias.shape == (out_features,) and bias.is_contiguous()
+    )
+    if x.dtype is not dtype or x.dim() != 2 or x.shape[1] != in_features or not fits_bias:
+        raise ValueError(f"x {list(x.shape)} {x.dtype} does not fit a weight {list(weight.shape)} in {dtype}")
+    quantised = quantise_rows(x if x.stride(1) == 1 else x.contiguous())
+    rows = x.shape[0]
+    y = torch.empty(rows, out_features, dtype=dtype)
+    spans, grain = unit_spans(rows, rows, len(weight.codes), num_threads())
+    _multiply.run(
+        (LIKE[dtype], LIKE[weight.scales.dtype]),
+        quantised.codes.data_ptr(),
+        quantised.groups.data_ptr(),
+        rows,
+        weight.codes.data_ptr(),
+        weight.scales.data_ptr(),
+        0 if weight.offsets is None else weight.offsets.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        in_features,
+        out_features,
+        weight.group // GROUP,
+        grain,
+        spans,
+    )
+    return y
+
+
+def _parts(context):
+    """Vectors of a block's outputs."""
+    return 2 if nir.wide_registers(context) else 1
+
+
+@intrinsic
+def _block_width(typing):
+    """`block_size`, of the processor that code is made for."""
+
+    def lower(context, builder, signature, values):
+        return nir.i64(16 * _parts(context))
+
+    return types.int64(), lower
+
+
+@intrinsic
+def _tile_rows(typing):
+    """Rows of a tile, at most."""
+
+    def lower(context, builder, signature, values):
+        return nir.i64(products(nir.features(context)).most_rows)
+
+    return types.int64(), lower
+
+
+@intrinsic
+def _tile(
+    typing, rows, x, records, codes, scales, offsets, bias, y, y_stride, groups, shared, shifts, count, like,
+    scale_like,
+):  # fmt: skip
+    """y[r, :count] of one block, for r < rows ≤ _tile_rows: code of its own for each number of rows. `shared`: groups
+    of x that share a scale of the weight; `shifts`: groups of x that have an offset, all or 0."""
+
+    def lower(context, builder, signature, values):
+        rows, *arguments, _, _ = values
+        emit_tiles(context, builder, signature.args[-2:], rows, arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 13, like, scale_like), lower
+
+
+def emit_tiles(context, builder, kinds, rows, arguments):
+    """Code of a tile for each number of rows."""
+    most = products(nir.features(context)).most_rows
+    done = builder.append_basic_block("done")
+    cases = [builder.append_basic_block(f"rows{number}") for number in range(1, most + 1)]
+    choice = builder.switch(rows, cases[-1])
+    for number, block in enumerate(cases, 1):
+        if number < most:
+            choice.add_case(nir.i64(number), block)
+        builder.position_at_end(block)
+        _emit_tile(context, builder, kinds, number, *arguments)
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def _emit_tile(
+    context, builder, kinds, rows, x, records, codes, scales, offsets, bias, y, y_stride, groups, shared, shifts,
+    count,
+):  # fmt: skip
+    element, scale_element = (nir.elements(context, kind) for kind in kinds)
+    parts, summed = _parts(context), products(nir.features(context))
+    inputs = builder.mul(groups, nir.i64(GROUP))
+    sources = [builder.add(x, builder.mul(inputs, nir.i64(r))) for r in range(rows)]
+    record_stride = builder.mul(groups, nir.i64(4 * RECORD))
+    its_records = [builder.add(records, builder.mul(record_stride, nir.i64(r))) for r in range(rows)]
+    step_bytes = PART_BYTES * parts
+    group_bytes = step_bytes * STEPS // 2
+    next_block = builder.mul(groups, nir.i64(group_bytes))
+
+    def record(index, r, word):
+        at = builder.add(its_records[r], builder.mul(index, nir.i64(4 * RECORD)))
+        return nir.splat(builder, nir.load(builder, builder.add(at, nir.i64(4 * word)), nir.F32, 4))
+
+    def columns(place):
+        return [
+            scale_element.load(builder, builder.add(place, nir.i64(16 * scale_element.size * part)))
+            for part in range(parts)
+        ]
+
+    def following(place, passed):
+        """Where the next group's scales lie: after `shared` groups of x at the next place."""
+        more = builder.add(passed, nir.i64(1))
+        is_next = builder.icmp_signed("==", more, shared)
+        there = builder.add(place, nir.i64(16 * scale_element.size * parts))
+        return builder.select(is_next, there, place), builder.select(is_next, nir.i64(0), more)
+
+    def shift(index, values):
+        place, passed, *totals = values
+        column = columns(place)
+        return [
+            *following(place, passed),
+            *(
+                nir.fma(builder, record(index, r, 1), column[part], totals[parts * r + part])
+                for r in range(rows)
+                for part in range(parts)
+            ),
+        ]
+
+    def add_group(index, values):
+        place, passed, *totals = values
+        at = builder.add(codes, builder.mul(index, nir.i64(group_bytes)))
+        given = [builder.add(source, builder.mul(index, nir.i64(GROUP))) for source in sources]
+        column, made = columns(place), list(totals)
+        for start in range(0, group_bytes, 64):
+            nir.prefetch(builder, builder.add(at, builder.add(next_block, nir.i64(start))))
+        for part in range(parts):
+            place_of_part = builder.add(at, nir.i64(PART_BYTES * part))
+            sums = summed.group(builder, given, place_of_part, nir.i64(step_bytes))
+            for r, whole in enumerate(sums):
+                scale = builder.fmul(column[part], record(index, r, 0))
+                number = parts * r + part
+                made[number] = nir.fma(builder, scale, builder.sitofp(whole, nir.V_F32), totals[number])
+        return [*following(place, passed), *made]
+
+    zeros = [nir.vector(nir.V_F32, 0.0)] * (parts * rows)
+    _, _, *totals = nir.loop(builder, shifts, 1, [offsets, nir.i64(0), *zeros], shift)
+    _, _, *totals = nir.loop(builder, groups, 1, [scales, nir.i64(0), *totals], add_group)
+    for part in range(parts):
+        mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * part)))
+        start = nir.i64(16 * element.size * part)
+        has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
+        lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
+        # Without a bias no lane is on. The address has memory then too: without any the load would take hundreds of
+        # cycles.
+        added = element.load(builder, builder.add(builder.select(has_bias, bias, codes), start), lanes)
+        for r in range(rows):
+            target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
+            element.store(builder, builder.fadd(totals[parts * r + part], added), target, mask)
+
+
+def _multiply_units(team, arguments, like, scale_like):
+    x, records, rows = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    codes, scales = read_int64(arguments + 24), read_int64(arguments + 32)
+    offsets, bias = read_int64(arguments + 40), read_int64(arguments + 48)
+    y, inputs, columns = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
+    shared, grain = read_int64(arguments + 80), read_int64(arguments + 88)
+    spans = read_int64(arguments + 96)
+    width, size, most = _block_width(), size_of(like), _tile_rows()
+    groups = inputs // _GROUP
+    shifts = groups if offsets != 0 else 0
+    scale_bytes = groups // shared * width * size_of(scale_like)
+    blocks = (columns + width - 1) // width
+    grains = (blocks + grain - 1) // grain
+    while True:
+        unit = take_unit(team, grains * spans)
+        if unit >= grains * spans:
+            break
+        span = unit // grains
+        low, high = rows * span // spans, rows * (span + 1) // spans
+        tiles = (high - low + most - 1) // most
+        first = unit % grains * grain
+        for block in range(first, min(first + grain, blocks)):
+            source = codes + block * inputs * width // 2
+            its_scales, its_offsets = scales + block * scale_bytes, offsets + block * scale_bytes
+            its_bias = bias + block * width * size if bias != 0 else 0
+            target, count = y + block * width * size, min(width, columns - block * width)
+            for tile in range(tiles):
+                # Tiles of equal size: a last one of a single row would take as long as one of four.
+                row = low + (high - low) * tile // tiles
+                end = low + (high - low) * (tile + 1) // tiles
+                place, its_records = x + row * inputs, records + row * groups * _RECORD_BYTES
+                out = target + row * columns * size
+                _tile(
+                    end - row, place, its_records, source, its_scales, its_offsets, its_bias, out,
+                    columns * size, groups, shared, shifts, count, like, scale_like,
+                )  # fmt: skip
+
+
+_multiply = Kernel(_multiply_units, "q" * 13)

@@ -1,0 +1,271 @@
+"""The base linear with 8-bit activations that numba compiles."""
+
+from __future__ import annotations
+
+import ctypes
+
+import llvmlite.binding as llvm
+import pytest
+import torch
+from llvmlite import ir
+from numba import types
+
+from loraplex.kernels.layers.numba_quantise import GROUP, QuantisedRows, quantise_rows
+from loraplex.kernels.linear import int8_products, numba_int8
+from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.int8_products import products
+from loraplex.kernels.linear.numba_int8 import emit_tiles, linear, pack_integers
+from loraplex.kernels.numba_runtime import ir as nir
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+FEATURES = {
+    "portable": frozenset[str](),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "avx512": frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl"}),
+    "avx512-vnni": frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni"}),
+}
+SHAPES = [(32, 32, 32), (1, 64, 32), (100, 128, 64), (33, 192, 192), (80, 576, 96)]
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight_of(
+    columns: int, inputs: int, group: int, *, least: int = -3, offsets: bool = False
+) -> GroupedWeight:
+    generator = torch.Generator().manual_seed(columns + inputs)
+    codes = torch.randint(least, least + 16, (columns, inputs), generator=generator).to(torch.int8)
+    shape = (columns, inputs // group)
+    scales = torch.rand(shape, generator=generator) * 0.01
+    return GroupedWeight(codes, scales, torch.randn(shape, generator=generator) if offsets else None, group)
+
+
+def dense(weight: GroupedWeight) -> torch.Tensor:
+    found = weight.codes.double() * weight.scales.double().repeat_interleave(weight.group, 1)
+    if weight.offsets is not None:
+        found += weight.offsets.double().repeat_interleave(weight.group, 1)
+    return found
+
+
+def as_quantised(x: torch.Tensor) -> torch.Tensor:
+    """What the codes of x stand for, in float64."""
+    found = quantise_rows(x)
+    codes = found.codes.view(*found.groups.shape[:2], GROUP).double()
+    return (codes * found.groups[..., :1].double()).view(x.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("columns", "inputs", "group"), SHAPES)
+@pytest.mark.parametrize("offsets", [False, True])
+def test_products_are_those_of_the_quantised_rows_and_rounded_once(
+    columns: int, inputs: int, group: int, offsets: bool, dtype: torch.dtype
+) -> None:
+    weight = weight_of(columns, inputs, group, offsets=offsets)
+    packed = pack_integers(weight, dtype)
+    assert packed.shape == (columns, inputs)
+    for bias in (None, drawn(columns, seed=1, dtype=dtype)):
+        for rows in (0, 1, 2, 3, 4, 5, 7, 13, 64):
+            x = drawn(rows, inputs, seed=2, dtype=dtype)
+            y = linear(x, packed, bias)
+            assert (y.shape, y.dtype, y.is_contiguous()) == ((rows, columns), dtype, True)
+            exact = as_quantised(x) @ dense(weight).T + (0.0 if bias is None else bias.double())
+            assert ((y.double() - exact).abs() <= exact.abs() * ROUNDING[dtype] + 2e-5 * inputs**0.5).all()
+
+
+@pytest.mark.parametrize("codes", [(0, 15), (-8, 7), (-128, -113)], ids=str)
+def test_sums_of_extreme_codes_are_exact(codes: tuple[int, int]) -> None:
+    inputs, rows = 96, 6
+    columns = 40
+    weight_codes = torch.full((columns, inputs), codes[1], dtype=torch.int8)
+    weight_codes[::2] = codes[0]
+    weight_codes[1::3, ::2] = codes[0]
+    weight = GroupedWeight(weight_codes, torch.ones(columns, 3), None, 32)
+    x = torch.full((rows, inputs), 127.0)  # codes of themselves
+    x[1] = -127.0
+    x[2, ::2] = -127.0
+    x[3, 1::4] = -127.0
+    x[4] = torch.arange(inputs) % 255 - 127.0
+    x[4, ::32] = 127.0
+    packed = pack_integers(weight, torch.float32)
+    assert torch.equal(linear(x, packed).long(), x.long() @ weight_codes.long().T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(dtype: torch.dtype) -> None:
+    packed, rows = pack_integers(weight_of(100, 192, 64, offsets=True), dtype), 400
+    x = drawn(rows, 192, seed=1, dtype=dtype)
+    together = linear(x, packed)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for count in (*range(1, 20), 100, 191, rows - 2):
+                first = (count * 7) % (rows - count)
+                assert torch.equal(linear(x[first : first + count], packed), together[first : first + count])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_scale_of_a_step_in_place_of_a_row_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = pack_integers(weight_of(64, 128, 32), torch.float32)
+    x = drawn(9, 128, seed=1)
+    x[5] *= 3
+    right = quantise_rows
+
+    def of_the_step(rows: torch.Tensor) -> QuantisedRows:
+        """The codes of every row on the scales of the largest."""
+        largest = rows.abs().view(len(rows), -1, GROUP).amax((0, 2)).repeat_interleave(GROUP)
+        found = right(torch.cat([largest.expand_as(rows), rows]))
+        scales = found.groups[: len(rows)].clone()
+        codes = (rows / (largest / 127)).round().to(torch.int8)
+        sums = codes.view(len(rows), -1, GROUP).sum(-1)
+        scales[..., 1] = scales[..., 0] * sums
+        return QuantisedRows(codes, scales)
+
+    together = linear(x, packed)
+    assert torch.equal(linear(x[2:3], packed), together[2:3])
+    monkeypatch.setattr(numba_int8, "quantise_rows", of_the_step)
+    assert (linear(x, packed) - together).abs().max() < 0.1
+    assert not torch.equal(linear(x[2:3], packed), linear(x, packed)[2:3])
+
+
+def test_nonfinite_values_stay_in_their_row() -> None:
+    packed = pack_integers(weight_of(70, 64, 32, offsets=True), torch.bfloat16)
+    x = drawn(20, 64, dtype=torch.bfloat16)
+    calm, wild = linear(x, packed), x.clone()
+    wild[4, 3], wild[9, 40] = float("nan"), float("inf")
+    y = linear(wild, packed)
+    assert not y[[4, 9]].isfinite().any()
+    keep = [row for row in range(20) if row not in (4, 9)]
+    assert torch.equal(y[keep], calm[keep])
+
+
+def test_rows_may_lie_apart_and_other_shapes_are_refused() -> None:
+    weight = weight_of(40, 64, 64)
+    packed, wide = pack_integers(weight, torch.float32), drawn(6, 192)
+    assert torch.equal(linear(wide[:, 64:128], packed), linear(wide[:, 64:128].contiguous(), packed))
+    assert torch.equal(linear(wide[:, ::3], packed), linear(wide[:, ::3].contiguous(), packed))
+    for x in (drawn(6, 32), drawn(6, 64, dtype=torch.bfloat16), drawn(2, 6, 64)):
+        with pytest.raises(ValueError, match="does not fit a weight"):
+            linear(x, packed)
+    wide_codes = weight.codes.clone()
+    wide_codes[3, 5] = wide_codes[3].amin() + 16
+    for other in (
+        GroupedWeight(weight.codes[:, :48], weight.scales, None, 48),
+        GroupedWeight(wide_codes, weight.scales, None, 64),
+    ):
+        assert not numba_int8.is_for(other)
+        with pytest.raises(ValueError, match="no 4-bit codes in groups of 32"):
+            pack_integers(other, torch.float32)
+
+
+def test_scales_are_kept_in_float16_where_it_holds_them() -> None:
+    for least in (0, -8, 5):
+        made = weight_of(40, 64, 32, least=least)
+        half = GroupedWeight(made.codes, made.scales.half().float(), None, 32)
+        found = [pack_integers(weight, torch.float32).scales.dtype for weight in (half, made)]
+        assert found == [torch.float16 if least in (0, -8) else torch.float32, torch.float32]
+
+
+class _Processor:
+    """What the emitting functions ask numba's context for."""
+
+    def __init__(self, features: frozenset[str]) -> None:
+        self._features = features
+
+    def codegen(self) -> _Processor:
+        return self
+
+    def magic_tuple(self) -> tuple[str, str, str]:
+        return "", "", ",".join(f"+{name}" for name in sorted(self._features))
+
+
+def tile_module(features: frozenset[str]) -> llvm.ModuleRef:
+    """A module with the function `tile` for a processor: its rows, then the addresses and sizes of `emit_tiles`."""
+    module = ir.Module()
+    kind = ir.FunctionType(ir.VoidType(), [nir.I64] * 13)
+    function = ir.Function(module, kind, "tile")
+    builder = ir.IRBuilder(function.append_basic_block())
+    rows, *arguments = function.args
+    emit_tiles(_Processor(features), builder, (types.float32, types.int16), rows, arguments)
+    builder.ret_void()
+    return llvm.parse_assembly(str(module))
+
+
+def emulated_dot(module: ir.Module) -> ir.Function:
+    """vpdpbusd by its definition: unsigned bytes of the second times signed bytes of the third, in 32 bits. A function,
+    that LLVM need not compile it at each place."""
+    if "dot" in module.globals:
+        return module.globals["dot"]
+    function = ir.Function(module, ir.FunctionType(nir.V_I32, [nir.V_I32] * 3), "dot")
+    function.attributes.add("noinline")
+    builder = ir.IRBuilder(function.append_basic_block())
+    bytes_kind, wide = ir.VectorType(nir.I8, 64), ir.VectorType(nir.I32, 64)
+    total, codes, given = function.args
+    product = builder.mul(
+        builder.zext(builder.bitcast(codes, bytes_kind), wide),
+        builder.sext(builder.bitcast(given, bytes_kind), wide),
+    )
+    for byte in range(4):
+        places = ir.Constant(nir.V_I32, list(range(byte, 64, 4)))
+        total = builder.add(total, builder.shuffle_vector(product, ir.Constant(wide, ir.Undefined), places))
+    builder.ret(total)
+    return function
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_every_processors_products_are_equal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code for other processors runs here, with AVX512-VNNI's product emulated."""
+    if "avx2" not in llvm.get_host_cpu_features() and name != "portable":
+        pytest.skip("a processor without AVX2")
+    features, right = FEATURES[name], nir.call
+
+    def call(
+        builder: ir.IRBuilder, intrinsic: str, result: ir.Type, given: list[ir.Value], **options: object
+    ) -> ir.Value:
+        if intrinsic == "llvm.x86.avx512.vpdpbusd.512":
+            return builder.call(emulated_dot(builder.module), given)
+        return right(builder, intrinsic, result, given, **options)
+
+    width, columns, inputs = (32 if "avx512f" in features else 16), 29, 96
+    made = weight_of(columns, inputs, 32, least=0, offsets=True)
+    assert made.offsets is not None
+    weight = GroupedWeight(made.codes, made.scales.half().float(), made.offsets.half().float(), 32)
+    steps = [drawn(rows, inputs, seed=rows) for rows in (1, 3, products(features).most_rows)]
+    expected = [linear(x, pack_integers(weight, torch.float32)) for x in steps]
+    monkeypatch.setattr(numba_int8, "block_size", lambda: width)
+    packed = pack_integers(weight, torch.float32)
+    assert packed.offsets is not None
+    assert packed.offsets.dtype is packed.scales.dtype is torch.float16
+    monkeypatch.setattr(int8_products.nir, "call", call)
+    module = tile_module(features)
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=0
+    )
+    with llvm.create_mcjit_compiler(module, machine) as engine:
+        tile = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 13)(engine.get_function_address("tile"))
+        for x, wanted in zip(steps, expected, strict=True):
+            y, given = torch.empty(len(x), columns), quantise_rows(x)
+            for block in range(len(packed.codes)):
+                count = min(width, columns - block * width)
+                tile(
+                    len(x), given.codes.data_ptr(), given.groups.data_ptr(), packed.codes[block].data_ptr(),
+                    packed.scales[block].data_ptr(), packed.offsets[block].data_ptr(), 0,
+                    y.data_ptr() + 4 * block * width, 4 * columns, inputs // GROUP, 1, inputs // GROUP, count,
+                )  # fmt: skip
+            assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "cpu", "wanted"),
+    [("avx512-vnni", "icelake-server", "vpdpbusd"), ("avx2", "haswell", "vpmaddubsw")],
+)
+def test_code_for_other_processors_has_their_products(name: str, cpu: str, wanted: str) -> None:
+    if "x86_64" not in llvm.get_default_triple():
+        pytest.skip("LLVM is built for other processors here")
+    machine = llvm.Target.from_triple("x86_64-unknown-linux-gnu").create_target_machine(cpu=cpu, opt=2)
+    found = machine.emit_assembly(tile_module(FEATURES[name]))
+    assert found.count(wanted) >= 8
+    assert "call" not in found
