@@ -90,9 +90,9 @@ def test_the_build_is_the_same_for_the_same_and_another_for_whatever_changes_bit
 ):
     model = load_model(llama, "cpu", "float32", kernels="torch")
 
-    def build(backend="torch", of=model, kv="auto", **changed):
+    def build(backend="torch", of=model, kv="auto", activations="", **changed):
         kernels = make_kernels(backend, torch.device("cpu"), **changed)
-        return numerical_build(of, kernels, kv_cache_dtype=kv)
+        return numerical_build(of, kernels, kv_cache_dtype=kv, activations=activations)
 
     first = build()
     assert build(of=load_model(llama, "cpu", "float32", kernels="torch")) == first
@@ -100,6 +100,7 @@ def test_the_build_is_the_same_for_the_same_and_another_for_whatever_changes_bit
         build("numba"),
         build("triton"),
         build(kv="int8"),
+        build(activations="int8"),
         build("triton", batch_invariant=True),
         build(of=load_model(granite, "cpu", "float32")),
     ]

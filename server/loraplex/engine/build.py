@@ -297,8 +297,11 @@ def _info(
         quantise=config.quantise,
         kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         stored_codes=base.stored,
+        activations=loaded.activations,
         same_bits=loaded.obstacle is None,
-        numerics=numerical_build(model, device.kernels, config.quantise, config.kv_cache_dtype),
+        numerics=numerical_build(
+            model, device.kernels, config.quantise, config.kv_cache_dtype, loaded.activations
+        ),
         recorded_decodes=parts.steps.recorded(prompts=False),
         recorded_prompts=parts.steps.recorded(prompts=True),
         memory=MemoryUse(

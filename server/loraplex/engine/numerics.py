@@ -30,10 +30,15 @@ _VARIABLES = (
 
 
 def numerical_build(
-    model: Model, kernels: Kernels, quantise: str = "none", kv_cache_dtype: str = "auto"
+    model: Model,
+    kernels: Kernels,
+    quantise: str = "none",
+    kv_cache_dtype: str = "auto",
+    activations: str = "",
 ) -> str:
-    """A digest of what decides the bits of its answers, the weights and dtype aside: how they are quantised and how
-    keys and values are kept, sources, versions of libraries, processor or GPU, the kernels chosen, and the RoPE
+    """A digest of what decides the bits of its answers, the weights and dtype aside: how they and activations are
+    quantised and how keys and values are kept, sources, versions of libraries, processor or GPU, the kernels chosen,
+    and the RoPE
     frequencies that the served length chose (ADR 0011)."""
     decides = kernels.obstacle_to_same_bits(model.dtype, False) is not None
     parts = [
@@ -44,6 +49,7 @@ def numerical_build(
         f"attention {model.attention.name} {_version(model.attention.name)}",
         *(() if quantise == "none" else (f"quantise {quantise}",)),
         *(() if kv_cache_dtype == "auto" else (f"KV {kv_cache_dtype}",)),
+        *((f"activations {activations}",) if activations else ()),
         f"batch invariant {decides and kernels.batch_invariant}",
         *_processor(model.device, kernels),
     ]

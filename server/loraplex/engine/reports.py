@@ -63,6 +63,8 @@ class EngineInfo:
     """The dtype of keys and values; "int8" is that of codes with scales."""
     stored_codes: str = ""
     """The format of a checkpoint that is quantised itself, for example "gptq int4"."""
+    activations: str = ""
+    """The form of what its 4-bit linears are multiplied with: "int8", in groups of 32, or empty for the dtype."""
     sites: tuple[str, ...] = ()
     """Module names that adapters may target, for example "q_proj"."""
     hidden_size: int | None = None

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,14 +26,18 @@ from loraplex.kernels import numba_backend
 from loraplex.kernels.attention import BLOCK_SIZE, numba_kernel
 from loraplex.kernels.attention.numba_attention import SPAN
 from loraplex.kernels.attention.numba_kernel import NumbaAttention
-from loraplex.kernels.linear import numba_dense
+from loraplex.kernels.layers.numba_quantise import QuantisedRows
+from loraplex.kernels.linear import numba_dense, numba_int8
 from loraplex.kernels.torch_backend import torch_ops
 from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, KINDS, save_adapters
 from support.engine.same_bits import Answer, Asked, PlantedDrafter, Question
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+from support.models.quantised_formats import write_quantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
+KV_DTYPES = {"auto": "float32"}
+"""Of the tiny checkpoints, which are in float32."""
 LONGEST = 1100
 """Tokens of a sequence: more than two spans of attention."""
 CHOSEN = {name: (ADAPTERS | KINDS)[name] for name in ("all", "some", "many-ranks", "dora", "head")}
@@ -59,6 +64,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "few adapters": {"max_num_batched_tokens": 90, "lookahead": 1, "adapter_memory": 1 << 19},
 }
 
+DRAFTS = {"drafted", "accepted", "rejected", "across blocks", "across spans"}
+HAPPENED = {"preemptions", "prefix hits", "evictions"} | DRAFTS
+"""What the engines of `SETTINGS` do on the way, together."""
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -75,14 +84,26 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Subject(base, save_adapters(base, root, CHOSEN), family)
 
 
+@pytest.fixture(scope="module")
+def int4_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Linears of 4 bits in groups of 32, with zeros; the head stays as it is."""
+    family = FAMILIES_ASKED["llama"] | {"head_dim": 16, "intermediate_size": 96}
+    root = tmp_path_factory.mktemp("int4")
+    plain = save_tiny(root / "base", family)
+    base, _ = write_quantised(plain, root, "gptq int4, zeros")
+    return Subject(base, save_adapters(plain, root, CHOSEN), family)
+
+
 @pytest.fixture
-def make_asked(subject: Subject, tmp_path: Path) -> Iterator[Callable[..., Asked]]:
+def make_asked(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
     made: list[Asked] = []
 
-    def make(dtype: str, *, kv_blocks: int = 2000, **settings: Any) -> Asked:
+    def make(subject: Subject, dtype: str, *, kv_blocks: int = 2000, **settings: Any) -> Asked:
         heads, dim = subject.family.get("num_key_value_heads", 2), subject.family["head_dim"]
-        of_cache = kv_dtype(settings.get("kv_cache_dtype", "auto"), getattr(torch, dtype))
-        size = block_bytes(ModelShape(3, heads, dim, VOCAB, 2048), of_cache)
+        served = getattr(torch, KV_DTYPES.get(dtype, dtype))
+        size = block_bytes(
+            ModelShape(3, heads, dim, VOCAB, 2048), kv_dtype(settings.get("kv_cache_dtype", "auto"), served)
+        )
         asked = Asked(
             subject.base,
             tmp_path / str(len(made)),
@@ -154,30 +175,58 @@ The short version has codes with one dtype alone."""
 
 @pytest.mark.parametrize(("quantise", "kv_cache_dtype", "dtype", "count"), CASES)
 def test_bits_do_not_depend_on_neighbours(
-    make_asked: Callable[..., Asked], quantise: str, kv_cache_dtype: str, dtype: str, count: int
+    subject: Subject,
+    make_asked: Callable[..., Asked],
+    quantise: str,
+    kv_cache_dtype: str,
+    dtype: str,
+    count: int,
 ) -> None:
     if not numba_dense.is_for(getattr(torch, dtype)):
         pytest.skip(f"on this processor a library multiplies in {dtype}")
+    make = partial(make_asked, subject, dtype, quantise=quantise, kv_cache_dtype=kv_cache_dtype)
+    differing, seen = compared(make, count, SETTINGS)
+    assert differing == Counter(), f"of {count} each"
+    assert seen == HAPPENED
+
+
+@pytest.mark.parametrize(
+    "count", [20, pytest.param(2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+def test_bits_of_products_with_8_bit_activations_do_not_depend_on_neighbours(
+    int4_subject: Subject, make_asked: Callable[..., Asked], count: int
+) -> None:
+    make = partial(make_asked, int4_subject, "auto")
+    differing, seen = compared(make, count, SETTINGS)
+    assert make().engine.built.info.activations == "int8"
+    assert differing == Counter(), f"of {count} each"
+    assert seen == HAPPENED
+
+
+def compared(
+    make: Callable[..., Asked], count: int, settings: dict[str, dict[str, Any]]
+) -> tuple[Counter[str], set[str]]:
+    """How many of `count` answers of each engine differ from that of a lone request, and what the engines did on the
+    way."""
     rng = random.Random(count)
     asked = questions(rng, min(30, count))
-    form = {"quantise": quantise, "kv_cache_dtype": kv_cache_dtype}
-    lone = make_asked(dtype, **form, max_num_batched_tokens=2048)
+    lone = make(max_num_batched_tokens=2048)
     expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
     differing: Counter[str] = Counter()
     seen: Counter[str] = Counter()
-    for name, settings in SETTINGS.items():
+    for name, given in settings.items():
         # With lookahead the token behind a draft would not be known.
         drafter = (
             None
-            if "lookahead" in settings
+            if "lookahead" in given
             else PlantedDrafter(random.Random(count), VOCAB, span=SPAN, block=BLOCK_SIZE)
         )
-        crowd = make_asked(dtype, **form, drafter=drafter, **settings)
+        crowd = make(drafter=drafter, **given)
 
         def check(question: Question, answer: Answer, name: str = name) -> None:
             differing[name] += answer != expected[question]
 
-        fitting = [q for q in asked if len(q.prompt) + 50 <= settings.get("max_model_len", LONGEST)]
+        fitting = [q for q in asked if len(q.prompt) + 50 <= given.get("max_model_len", LONGEST)]
         chosen = [
             asked[CROSSING] if asked[CROSSING] in fitting else fitting[0],
             *rng.choices(fitting, k=count - 1),
@@ -190,9 +239,7 @@ def test_bits_do_not_depend_on_neighbours(
         seen["preemptions"] += stats.num_preemptions
         seen["prefix hits"] += stats.prefix_cache_hits
         seen["evictions"] += stats.device_evictions
-    assert +differing == Counter(), f"of {count} each"
-    drafts = {"drafted", "accepted", "rejected", "across blocks", "across spans"}
-    assert set(+seen) == {"preemptions", "prefix hits", "evictions"} | drafts
+    return +differing, set(+seen)
 
 
 def a_scale_of_the_whole_step(
@@ -218,7 +265,7 @@ def a_scale_of_the_whole_step(
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_scale_of_several_positions_would_show(
-    make_asked: Callable[..., Asked], planted: bool, monkeypatch: pytest.MonkeyPatch
+    subject: Subject, make_asked: Callable[..., Asked], planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not numba_dense.is_for(torch.bfloat16):
         pytest.skip("on this processor a library multiplies in bfloat16")
@@ -234,7 +281,31 @@ def test_a_scale_of_several_positions_would_show(
     rng = random.Random(5)
     question = Question(tuple(rng.randrange(3, VOCAB) for _ in range(60)), None, {"max_tokens": 3})
     answers = [
-        make_asked("bfloat16", kv_cache_dtype="int8", max_num_batched_tokens=tokens).alone("a", question)
+        make_asked(subject, "bfloat16", kv_cache_dtype="int8", max_num_batched_tokens=tokens).alone(
+            "a", question
+        )
+        for tokens in (2048, 23)
+    ]
+    assert (answers[0] == answers[1]) is not planted
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_scale_of_a_steps_activations_would_show(
+    int4_subject: Subject, make_asked: Callable[..., Asked], planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = numba_int8.quantise_rows
+
+    def of_the_step(x: torch.Tensor) -> QuantisedRows:
+        """The planted mistake: codes of each row, by the scales of the step's largest numbers."""
+        largest = right(x.abs().amax(0, keepdim=True))
+        return QuantisedRows(right(x).codes, largest.groups.expand(len(x), -1, -1).contiguous())
+
+    if planted:
+        monkeypatch.setattr(numba_int8, "quantise_rows", of_the_step)
+    rng = random.Random(5)
+    question = Question(tuple(rng.randrange(3, VOCAB) for _ in range(60)), None, {"max_tokens": 3})
+    answers = [
+        make_asked(int4_subject, "auto", max_num_batched_tokens=tokens).alone("a", question)
         for tokens in (2048, 23)
     ]
     assert (answers[0] == answers[1]) is not planted

@@ -93,3 +93,5 @@ KINDS = {
     "Q6_K": BlockKind(256, 210, 16, False, _q6_k),
 }
 """The kinds that are served, by ggml's names."""
+FOUR_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
+"""Those whose codes have 4 bits."""

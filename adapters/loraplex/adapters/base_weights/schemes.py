@@ -12,6 +12,7 @@ from loraplex.adapters.base_weights.bitsandbytes import BitsAndBytesInt8, BitsAn
 from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors, read_compressed_tensors
 from loraplex.adapters.base_weights.fp8 import Fp8, read_fp8
 from loraplex.adapters.base_weights.gguf import Gguf, read_gguf
+from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS
 from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_awq, read_gptq
 from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
@@ -133,3 +134,11 @@ def stores_head(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint has codes of its head, by its config alone: GPTQ's tools can make them."""
     scheme = read_scheme(config)
     return isinstance(scheme, Gptq) and config["quantization_config"].get("lm_head") is True
+
+
+def stores_4_bits(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has linears in codes of 4 bits, by its config alone. Raises QuantisationUnsupported."""
+    scheme = read_scheme(config)
+    if isinstance(scheme, Gguf):
+        return not FOUR_BITS.isdisjoint(config["quantization_config"]["kinds"])
+    return isinstance(scheme, Awq) or (isinstance(scheme, Gptq | CompressedTensors) and scheme.bits == 4)

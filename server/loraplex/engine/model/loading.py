@@ -6,13 +6,14 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
-from loraplex.adapters.base_weights.schemes import read_scheme
+from loraplex.adapters.base_weights.schemes import read_scheme, stores_4_bits
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
@@ -78,13 +79,16 @@ def load_model(
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, kernels.multiplies)
         choice = fused_attention(attention, kernels, plan.spec, chosen, kv_codes=kv_codes)
+        ops = kernels.ops
+        if ops.pack_integers is not None and activations(raw, dtype, kernels):
+            ops = replace(ops, pack_groups=ops.pack_integers)
         return load_fused(
             model_dir,
             plan.spec,
             chosen,
             device,
             unread=plan.unread,
-            ops=kernels.ops,
+            ops=ops,
             attention=choice,
             quantise=quantise,
         )
@@ -104,6 +108,14 @@ def load_model(
 def _is_quantised(raw: Mapping[str, Any]) -> bool:
     """Whether config.json has a quantization_config. Some tools write null where a checkpoint has none."""
     return text_fields(raw).get("quantization_config") is not None
+
+
+def activations(raw: Mapping[str, Any], dtype: str | torch.dtype, kernels: Kernels) -> str:
+    """The form of the activations that 4-bit linears of a checkpoint are multiplied with, from its config alone:
+    "int8", or empty for the model's dtype, which a `dtype` that is named asks for. Raises QuantisationUnsupported."""
+    if dtype != "auto" or kernels.ops.pack_integers is None:
+        return ""
+    return "int8" if stores_4_bits(text_fields(raw)) else ""
 
 
 def _refuse_codes(model_type: str, quantise: bool) -> ModelUnsupported:
@@ -215,8 +227,16 @@ def examine_attention(
 
 
 def examine_dtype(model_dir: Path, asked: str, kernels: Kernels) -> str:
-    """The dtype that `load_model` would use, and why if there is a choice. Raises ModelUnsupported."""
+    """The dtype that `load_model` would use, and why if there is a choice; and the form of activations. Raises
+    ModelUnsupported."""
     config, part = read_model_config(model_dir)
+    named = _explain_dtype(config, part, asked, kernels)
+    if is_fused(part.config.model_type) and activations(part.raw, asked, kernels):
+        return f"{named}, 4-bit linears with 8-bit activations in groups of 32"
+    return named
+
+
+def _explain_dtype(config: Any, part: TextPart, asked: str, kernels: Kernels) -> str:
     stored = _stored_dtype(config)
     used = serving_dtype(config, part, asked, kernels)
     name = str(used).removeprefix("torch.")

@@ -1,0 +1,108 @@
+"""Linears of 4 bits that are multiplied with activations of 8 bits: where, how far off, and what adapters read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.engine.logprobs import join_scores
+from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
+from loraplex.engine.model.loading import activations, examine_dtype
+from loraplex.kernels.backend import make_kernels
+from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.numba_groups import pack_groups
+from loraplex.kernels.linear.numba_int8 import PackedIntegers, pack_integers
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import FAMILIES, save_tiny
+from support.models.quantised_formats import FORMATS, write_quantised
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
+MEMORY = {"kv_cache_memory": 8 << 20, "adapter_memory": 8 << 20, "adapter_cpu_memory": 8 << 20}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_checkpoints_of_4_bits_take_them_unless_a_dtype_is_named(name: str) -> None:
+    kernels, raw = make_kernels("numba", CPU), {"quantization_config": FORMATS[name].config}
+    expected = "int8" if "int4" in name or name == "awq" else ""
+    assert activations(raw, "auto", kernels) == expected
+    assert activations(raw, "bfloat16", kernels) == ""
+    assert activations(raw, torch.float32, kernels) == ""
+    assert activations(raw, "auto", make_kernels("torch", CPU)) == ""
+
+
+def test_gguf_files_by_the_kinds_of_their_blocks() -> None:
+    kernels = make_kernels("numba", CPU)
+    for kinds, expected in ((["Q4_1", "Q8_0"], "int8"), (["Q4_K"], "int8"), (["Q8_0", "Q6_K"], "")):
+        raw = {"num_attention_heads": 4, "quantization_config": {"quant_method": "gguf", "kinds": kinds}}
+        assert activations(raw, "auto", kernels) == expected
+
+
+def test_an_engine_with_them_is_near_and_its_reports_name_them(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | SIZES)
+    made, _ = write_quantised(base, tmp_path, "gptq int4, zeros")
+    logprobs, infos = [], []
+    for dtype in ("float32", "auto"):
+        engine = LocalEngine(made, tmp_path / dtype, kernels="numba", dtype=dtype, num_threads=1, **MEMORY)
+        infos.append(engine.built.info)
+        engine.add("r", range(3, 60), max_tokens=1, logprobs=0, prompt_logprobs=0)
+        engine.run()
+        found = join_scores([event.scores for event in engine.events["r"] if event.scores is not None]).prompt
+        assert found is not None
+        logprobs.append(torch.frombuffer(bytearray(found.values), dtype=torch.float32))
+        engine.close()
+    exact, rounded = infos
+    assert (exact.dtype, rounded.dtype) == ("float32", "float32")
+    assert (exact.activations, rounded.activations) == ("", "int8")
+    assert exact.numerics != rounded.numerics
+    assert rounded.same_bits
+    assert rounded.memory is not None
+    assert exact.memory is not None
+    assert rounded.memory.weights < exact.memory.weights
+    difference = (logprobs[0] - logprobs[1]).abs()
+    assert 0 < difference.mean() < 0.1
+    kernels = make_kernels("numba", CPU)
+    assert "4-bit linears with 8-bit activations" in examine_dtype(made, "auto", kernels)
+    assert examine_dtype(made, "float32", kernels) == "float32"
+
+
+class _Lora:
+    """Keeps what adapters read, and adds to what they add to."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.seen.append(x)
+        y += 1
+
+
+@pytest.mark.parametrize("group", ["qkv", "o", "gate_up", "down"])
+def test_adapters_read_the_activations_before_they_are_rounded(group: str) -> None:
+    kernels = make_kernels("numba", CPU)
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(-8, 8, (64, 64), generator=generator).to(torch.int8)
+    weight = GroupedWeight(codes, torch.full((64, 2), 0.01), None, 32)
+    x, kept = (torch.randn(3, 64, generator=torch.Generator().manual_seed(2)) for _ in range(2))
+    found, lora = {}, _Lora()
+    for name, packed in (("int8", pack_integers(weight, x.dtype)), ("exact", pack_groups(weight, x.dtype))):
+        batch: Any = SimpleNamespace(lora=lora, lora_readers=None, begin_lora=None)
+        linears, linear = AdaptedLinears(kernels.ops, eps=1e-5, gemma=False), Linear(packed, None)
+        if group == "gate_up":
+            found[name] = linears.gate(linear, x, 0, group, batch)
+        elif group == "qkv":
+            found[name] = linears.apply(linear, x, 0, group, batch)
+        else:
+            found[name] = linears.apply_and_norm(linear, x, 0, group, batch, torch.ones(64), None)
+    assert isinstance(pack_integers(weight, x.dtype), PackedIntegers)
+    assert all(seen is x for seen in lora.seen)
+    assert len(lora.seen) == 2
+    assert torch.equal(x, kept)
+    assert not torch.equal(found["int8"], found["exact"])
+    assert (found["int8"] - found["exact"]).abs().max() < 0.05
