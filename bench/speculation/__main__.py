@@ -7,9 +7,10 @@ For each workload a tenant of its own asks the base model: summaries, quotes fro
 text, chat. "json adapter" and "pirate adapter" are the example adapters. "first" beside a name: each round has a tenant
 of its own, with no earlier answers. All others have had six.
 
-A round is one question for each of `--at-once` clients, and as many behind them with more than one client. They are
-asked with drafts and with `speculation: false`, in turns first and second; the prompts are in the prefix cache before,
-and nothing is drafted from answers without drafts. A round's ratio is seconds without by seconds with, of the same
+A round is one question for each of `--at-once` clients. With more than one client 24 are behind them, so that the
+end of a round, where some clients have nothing left to ask, is short beside it. They are asked with drafts and with
+`speculation: false`, in turns first and second; the prompts are in the prefix cache before, and nothing is drafted from
+answers without drafts. A round's ratio is seconds without by seconds with, of the same
 tokens: "ratio" by the clock, "engine" by the engine's processor time, both the median of the rounds. Beside other work
 the second tells more, with --threads 1: a thread that waits for another counts as busy. "a step" is tokens of an answer
 by steps that it took, "own" and "history" are accepted of drafted tokens by source.
@@ -40,6 +41,8 @@ from support.servers.cpu_times import CpuTimes
 from support.servers.live_server import EXAMPLE_ADAPTERS, SERVED_NAME, SMALL, LiveServer, checked
 
 EARLIER = 6
+MORE = 24
+"""Questions of a round behind the first of each client, where there are several clients."""
 ADAPTERS = ("json", "pirate")
 SOURCES = ("own", "history")
 METRIC = "loraplex_speculation_tokens_total{"
@@ -188,13 +191,17 @@ class Bench:
         kind = name.removesuffix(FIRST)
         adapter = kind.removesuffix(" adapter") if kind.endswith(" adapter") else None
         questions = _questions(kind, adapter, temperature)
+        if at_once > 1:
+            # Layers are recorded at the first step of each number of rows, for as long as the server runs.
+            asked = list(islice(questions, 2 * at_once))
+            self.run(self.make_tenant(adapter), asked, at_once, drafts=True)
         key = self.make_tenant(adapter)
         if has_history:
             self.run(key, list(islice(questions, EARLIER)), 1, drafts=True)
         for number in range(rounds):
             if number and not has_history:
                 key = self.make_tenant(adapter)
-            asked = list(islice(questions, at_once if at_once == 1 else 2 * at_once))
+            asked = list(islice(questions, at_once if at_once == 1 else at_once + MORE))
             self.run(key, asked, at_once, drafts=False, tokens=1)
             # The first run of a kind makes what later ones find, such as recorded layers for a number of rows.
             order = (True, False) if number % 2 else (False, True)

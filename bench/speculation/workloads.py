@@ -46,6 +46,10 @@ CHAT_FORMS = (
     "I have to give a short talk about {} tomorrow. How should I begin?",
     "What is a common mistake that people make about {}?",
     "Write a friendly note to a colleague who likes {}.",
+    "Which three things should a museum about {} show first?",
+    "My neighbour says that {} are overrated. What can I answer?",
+    "Is there a good film or book about {}, and what is it about?",
+    "How did people deal with {} two hundred years ago?",
 )
 
 

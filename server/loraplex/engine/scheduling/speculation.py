@@ -29,17 +29,19 @@ _log = logging.getLogger(__name__)
 _Given = ParamSpec("_Given")
 _Told = TypeVar("_Told")
 
-LEAST_GAIN = 1.02
-"""A step takes drafts only if the expected tokens by time grow by this factor: costs are measured, not exact."""
+LEAST_GAIN = 1.05
+"""A step takes drafts only if the expected tokens by time grow by this factor: costs are measured, not exact.
+`python -m bench.speculation.replay` compares factors."""
 
 
 class Speculation:
     """The drafts of an engine. `drafter` proposes them; `costs` are those of steps by their rows. Answers need no
     drafts: if the drafter raises anything, it is logged, and nothing is drafted from then on."""
 
-    def __init__(self, drafter: Drafter, costs: StepCosts) -> None:
+    def __init__(self, drafter: Drafter, costs: StepCosts, *, least_gain: float = LEAST_GAIN) -> None:
         self.drafter = drafter
         self._costs = costs
+        self._least_gain = least_gain
         self._sources: dict[Sequence, DraftSource] = {}  # of drafts in flight
         self._has_failed = False
 
@@ -82,7 +84,7 @@ class Speculation:
             lane.sort(key=lambda entry: -entry[0])
         turns = [entry for turn in zip_longest(*by_tenant.values()) for entry in turn if entry is not None]
         expected = float(num_sampled)
-        best, best_count = LEAST_GAIN * expected / self._costs.cost(rows), 0
+        best, best_count = self._least_gain * expected / self._costs.cost(rows), 0
         for count, (gain, _) in enumerate(turns[: SMALL_STEP - rows], start=1):
             expected += gain
             if (rate := expected / self._costs.cost(rows + count)) > best:
