@@ -63,38 +63,35 @@ ROWS = (16, 64, 1, 256)
 def forms(rows: int, *, small: bool = False) -> list[Form]:
     """The forms to compare for this number of rows."""
     if small:
-        tilings = [NibblesTiling(16, 16, 1, False, 4), NibblesTiling(32, 16, 2, True, 4, ahead=False)]
+        tilings = [NibblesTiling(16, 16, 1, False, 4), NibblesTiling(32, 16, 2, True, 4)]
         return [Form(block, tiling) for tiling in tilings for block in (64, 128)]
     if rows <= 16:
-        base = [
-            *(NibblesTiling(16, 64, splits, splits > 1, 4) for splits in (1, 2, 4, 8)),
-            *(NibblesTiling(16, 128, splits, splits > 1, 4) for splits in (2, 4)),
-        ]
-        found = [Form(block, tiling) for block in (128, 256) for tiling in base]
         return [
-            *found,
-            Form(128, NibblesTiling(16, 64, 4, True, 4, ahead=False)),
+            *(
+                Form(block, NibblesTiling(16, columns, splits, splits > 1, 4))
+                for block, columns in ((128, 64), (128, 128), (256, 64), (256, 128), (512, 64))
+                for splits in (1, 2, 4, 8)
+            ),
             Form(128, NibblesTiling(16, 64, 4, True, 4, 4)),
-            Form(128, NibblesTiling(16, 64, 4, True, 4, 5)),
-            Form(64, NibblesTiling(16, 64, 4, True, 4, 4)),
-            Form(128, NibblesTiling(16, 64, 4, True, 4, pairs=False)),
+            Form(256, NibblesTiling(16, 64, 4, True, 4, 4)),
+            Form(256, NibblesTiling(16, 128, 4, True, 4, 4)),
+            Form(256, NibblesTiling(16, 128, 4, True, 8)),
+            Form(128, NibblesTiling(16, 128, 4, True, 8)),
         ]
     if rows <= 64:
         return [
             Form(block, NibblesTiling(64, columns, splits, splits > 1, warps))
-            for block in (128, 256)
-            for columns, warps, every in ((64, 4, (1, 2, 4)), (128, 8, (1, 2, 4)), (128, 4, (2,)))
-            for splits in every
+            for block in (64, 128, 256)
+            for columns, warps in ((64, 4), (128, 8), (128, 4))
+            for splits in (1, 2, 4)
+            if block < 256 or warps == columns // 16
         ]
     return [
-        Form(128, NibblesTiling(256, 128, 1, False, 8)),
-        Form(64, NibblesTiling(256, 128, 1, False, 8)),
-        Form(128, NibblesTiling(128, 128, 2, True, 8)),
-        Form(128, NibblesTiling(128, 128, 4, True, 8)),
-        Form(128, NibblesTiling(128, 64, 2, True, 4)),
-        Form(128, NibblesTiling(128, 128, 1, False, 8)),
-        Form(128, NibblesTiling(128, 64, 1, False, 4)),
-        Form(128, NibblesTiling(128, 128, 1, False, 4)),
+        Form(block, NibblesTiling(block_m, columns, splits, splits > 1, warps))
+        for block in (64, 128)
+        for block_m, columns, warps in ((256, 128, 8), (128, 128, 4), (128, 128, 8), (128, 64, 4))
+        for splits in (1, 2)
+        if splits == 1 or (block_m < 256 and warps == columns // 16)
     ]
 
 
@@ -111,6 +108,12 @@ def draw_weight(shape: Shape, device: torch.device) -> GroupedWeight:
     if shape.offsets:
         offsets = (torch.randn(sizes, generator=generator, device=device) * 0.05).half().float()
     return GroupedWeight(codes, scales, offsets, shape.group)
+
+
+def eight_bits(form: Form) -> triton_groups.GroupsTiling:
+    """A tiling of 8-bit codes whose sums have the same order."""
+    tiling = form.tiling
+    return triton_groups.GroupsTiling(16, 64, 16, tiling.splits, tiling.apart and tiling.block_m == 16, 4)
 
 
 class ShapeBench:
@@ -159,9 +162,7 @@ class ShapeBench:
             )
             for row in (0, rows - 1)
         )
-        eight = triton_groups.GroupsTiling(
-            tiling.block_m, tiling.block_n, form.block // 4, tiling.splits, tiling.apart, tiling.num_warps
-        )
+        eight = eight_bits(form)
         same = torch.equal(triton_groups.linear(x, self._codes, tiling=eight), y)
         found |= {
             "ok": error < (5e-3 if self._times else 1e-5) and is_lone,
@@ -229,12 +230,8 @@ def compile_form(form: Form, group: int, offsets: bool) -> str:
             x = torch.zeros(1, shape.inputs, dtype=torch.bfloat16, device=device)
             triton_nibbles.linear(x, packed, tiling=form.tiling)
             torch.cuda.synchronize()
-            eight = triton_groups.GroupsTiling(
-                form.tiling.block_m, form.tiling.block_n, form.block // 4, form.tiling.splits,
-                form.tiling.apart, form.tiling.num_warps,
-            )  # fmt: skip
             codes = triton_groups.pack_groups(weight, torch.bfloat16, device=device)
-            triton_groups.linear(x, codes, tiling=eight)
+            triton_groups.linear(x, codes, tiling=eight_bits(form))
             torch.cuda.synchronize()
     except Exception as error:
         return f"{form}: {type(error).__name__}: {str(error)[:300]}"
