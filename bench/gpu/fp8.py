@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from bench.gpu.timing import Ceilings, median_ms, relative_error
 from loraplex.kernels.linear import dense, scaled_mm, triton_fp8, triton_groups
+from loraplex.kernels.linear.floats import FloatWeight
 from loraplex.kernels.linear.groups import GroupedWeight
 
 _CODES_GROUP = 64
@@ -52,23 +52,23 @@ def full_cases() -> list[Fp8Case]:
         *(
             Fp8Case(columns, inputs, rows)
             for columns, inputs in ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
-            for rows in (64, 1, 16, 256, 2048)
+            for rows in (64, 1, 16, 128, 256, 2048)
         ),
         *(Fp8Case(28672, 4096, rows, block=128) for rows in (16, 64)),
     ]
 
 
 def run_case(case: Fp8Case, device: torch.device, ceilings: Ceilings | None = None) -> dict[str, Any]:
-    """`error`: of the tile, from the product in float64 of x with the weights; `scaled_error`: of torch's product, from
-    that of the activations as they are rounded to 8 bits; `rounding`: what that rounding alone does. Each is a part of
-    the largest number. `ok`: the first two are within the dtype's rounding, and the tile gives the first and the last
-    row the same bits alone; `scaled_alone`: whether torch's product does.
+    """`error`: of the tile, from the product in float64; `scaled_error`: of torch's product, from that of the
+    activations as they are rounded to 8 bits; `rounding`: what that rounding alone does. Each is a part of the largest
+    number. `ok`: the first two are within the dtype's rounding, and the tile gives the first and the last row the same
+    bits alone; `scaled_alone`: whether torch's product does.
 
-    With `ceilings` it is timed in a CUDA graph: `tile_ms` the tile; `scaled_ms` torch's product with a scale for each
-    row, `fast_ms` with its faster sums, `tensor_ms` with one scale for all, which no row could have to itself;
-    `round_ms` what rounds the activations; `dense_ms` the library's product in 16 bits, `codes_ms` that over 8-bit
-    codes in groups of 64; `wide_ms` the tile with 128 inputs at a time. `floor_ms` is one read of values, scales and x
-    and one write of y, or the flops in 16 bits."""
+    With `ceilings` it is timed in a CUDA graph: `tile_ms` the tile; torch's product with its rounding of activations,
+    `within_ms` with a scale for each row and output, `behind_ms` with those multiplied behind it, `fast_ms` the same
+    with its faster sums; `round_ms` the rounding alone; `dense_ms` the library's product in 16 bits, `codes_ms` the
+    tile over 8-bit codes in groups of 64. `floor_ms` is one read of values, scales and x and one write of y, or the
+    flops in 16 bits."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(case.columns + case.rows)
 
@@ -77,94 +77,64 @@ def run_case(case: Fp8Case, device: torch.device, ceilings: Ceilings | None = No
 
     values = (draw(case.columns, case.inputs) * 60).clamp_(-448, 448).to(torch.float8_e4m3fn)
     scales = draw(case.columns, case.inputs // (case.block or case.inputs)).abs() * 1e-3 + 1e-4
+    weight = FloatWeight(values, scales, activations=True)
     x = draw(case.rows, case.inputs).to(dtype)
-    packed = triton_fp8.pack_floats(values, scales, dtype, device=device)
+    packed = triton_fp8.pack_floats(weight, dtype, device=device)
+    assert packed is not None
     y = triton_fp8.linear(x, packed)
     checked = slice(0, min(case.columns, _CHECKED))
-    wide = values[checked].double() * scales[checked].double().repeat_interleave(case.block or case.inputs, 1)
+    wide = values[checked].double() * scales[checked].double().repeat_interleave(weight.group, 1)
     exact = x.double() @ wide.T
     most = 5e-3 if dtype is torch.bfloat16 else 1e-5
     found: dict[str, Any] = {"case": case.name, "error": relative_error(y[:, checked], exact)}
     found["ok"] = found["error"] <= most and _is_alone(lambda x: triton_fp8.linear(x, packed), x, y)
     if case.block is None:
-        rounded, row_scales = scaled_mm.to_floats(x)
-        coarse = (rounded.double() * row_scales.double()) @ wide.T
-        whole = _scaled(rounded, row_scales, values=values, scales=scales)
-        found |= {
-            "scaled_error": relative_error(whole[:, checked], coarse),
-            "rounding": relative_error(coarse, exact),
-            "scaled_alone": _is_alone(
-                lambda x: _scaled(*scaled_mm.to_floats(x), values=values, scales=scales), x, whole
-            ),
-        }
-        # Outside of GPUs the product is in bfloat16 too, and the interpreter rounds some activations further away.
+        found |= _by_torch(x.bfloat16(), packed, wide, exact, checked)
         found["ok"] = found["ok"] and found["scaled_error"] <= 2e-2 and found["rounding"] <= 0.1
     if ceilings is None or device.type != "cuda":
         return found
     num_bytes = values.numel() + 4 * scales.numel() + x.element_size() * (x.numel() + y.numel())
     floor = ceilings.floor_ms(num_bytes, 2.0 * case.rows * values.numel())
     found |= {"bytes": num_bytes, "floor_ms": floor}
-    for name, run in _timed(case, values, scales, x, packed).items():
-        try:
-            found[name] = median_ms(run, device)
-        except RuntimeError as error:  # torch has no such product here: the others count
-            found["note"] = f"{name}: {error}"[:200]
-    return found
+    return found | {name: median_ms(run, device) for name, run in _timed(case, weight, x, packed).items()}
+
+
+def _by_torch(
+    x: torch.Tensor, packed: triton_fp8.PackedFloats, wide: torch.Tensor, exact: torch.Tensor, checked: slice
+) -> dict[str, Any]:
+    """`exact`: the product [M, n] in float64 with the weights `wide` [n, K] of the outputs that are `checked`."""
+    rounded, row_scales = scaled_mm.to_floats(x)
+    coarse = (rounded.double() * row_scales.double()) @ wide.T
+    y = scaled_mm.linear(x, replace(packed, dtype=torch.bfloat16))
+    return {
+        "scaled_error": relative_error(y[:, checked], coarse),
+        "rounding": relative_error(coarse, exact),
+        "scaled_alone": _is_alone(lambda x: scaled_mm.linear(x, packed), x, y),
+    }
 
 
 def _timed(
-    case: Fp8Case,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    x: torch.Tensor,
-    packed: triton_fp8.PackedFloats,
+    case: Fp8Case, weight: FloatWeight, x: torch.Tensor, packed: triton_fp8.PackedFloats
 ) -> dict[str, Callable[[], object]]:
     """By the name of the column."""
-    plain = (values.float() * scales.repeat_interleave(case.block or case.inputs, 1)).to(x.dtype)
+    plain = (weight.values.float() * weight.scales.repeat_interleave(weight.group, 1)).to(x.dtype)
     runs: dict[str, Callable[[], object]] = {
         "tile_ms": lambda: triton_fp8.linear(x, packed),
         "dense_ms": lambda: dense.linear(x, plain),
     }
-    if case.rows in (16, 64):
-        runs |= {"wide_ms": partial(triton_fp8.linear, x, packed, tiling=_wide_tiling(case, packed))}
     if case.block is None:
-        rounded, row_scales = scaled_mm.to_floats(x)
-        one = torch.ones((), device=x.device)
         runs |= {
-            "scaled_ms": partial(_scaled, rounded, row_scales, values=values, scales=scales),
-            "fast_ms": partial(_scaled, rounded, row_scales, values=values, scales=scales, fast=True),
-            "tensor_ms": partial(_scaled, rounded, one, values=values, scales=one, fast=True),
+            "within_ms": lambda: scaled_mm.scale_within(x, packed),
+            "behind_ms": lambda: scaled_mm.scale_behind(x, packed),
+            "fast_ms": lambda: scaled_mm.scale_behind(x, packed, fast=True),
             "round_ms": lambda: scaled_mm.to_floats(x),
         }
         if case.rows in (16, 64):
-            groups = case.columns, case.inputs // _CODES_GROUP
-            codes = GroupedWeight(
-                values.view(torch.int8), torch.ones(groups, device=x.device), None, _CODES_GROUP
-            )
+            scales = torch.ones(case.columns, case.inputs // _CODES_GROUP, device=x.device)
+            codes = GroupedWeight(weight.values.view(torch.int8), scales, None, _CODES_GROUP)
             held = triton_groups.pack_groups(codes, x.dtype, device=x.device)
             runs["codes_ms"] = lambda: triton_groups.linear(x, held)
     return runs
-
-
-def _wide_tiling(case: Fp8Case, packed: triton_fp8.PackedFloats) -> triton_groups.GroupsTiling:
-    """The engine's with 128 inputs of K at a time."""
-    tiling = triton_groups.choose_tiling(case.rows, packed.shape, packed.group, 2, most_rows=packed.most_rows)
-    return replace(tiling, block_k=128)
-
-
-def _scaled(
-    rounded: torch.Tensor,
-    row_scales: torch.Tensor,
-    *,
-    values: torch.Tensor,
-    scales: torch.Tensor,
-    fast: bool = False,
-) -> torch.Tensor:
-    """[M, N] bfloat16"""
-    own = scales.view(1, -1) if scales.dim() else scales
-    return torch._scaled_mm(
-        rounded, values.t(), scale_a=row_scales, scale_b=own, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
 
 
 def _is_alone(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> bool:

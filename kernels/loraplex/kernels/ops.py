@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from loraplex.kernels.linear.floats import FloatWeight
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.recorded_layers import RecordedLayers
 
@@ -42,7 +43,8 @@ class Ops:
     `.rope`, and of `loraplex.kernels.linear.dense`. What `pack_weight` and `pack_groups` return is for `linear` alone;
     `pack_groups` takes a weight on the CPU and the dtype of x and y; so does `pack_integers`, of whose weight `linear`
     computes products of whole numbers where they pay, with x in codes of 8 bits (`loraplex.kernels.linear.numba_int8`).
-    None: there are no such products. Attention itself is an `AttentionKernel`
+    None: there are no such products. So does `pack_floats`, which gives None for a weight that must be in that dtype;
+    all must where it is None itself. Attention itself is an `AttentionKernel`
     (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers call these functions."""
 
     rms_norm: Norm
@@ -58,3 +60,4 @@ class Ops:
     to_float32: Callable[[torch.Tensor], torch.Tensor]
     pack_integers: Callable[[GroupedWeight, torch.dtype], Any] | None = None
     record_layers: Callable[[], RecordedLayers] | None = None
+    pack_floats: Callable[[FloatWeight, torch.dtype], Any | None] | None = None

@@ -13,7 +13,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
-from loraplex.kernels.linear import dense, triton_dense, triton_groups
+from loraplex.kernels.linear import dense, scaled_mm, triton_dense, triton_fp8, triton_groups
 from loraplex.kernels.ops import Ops
 
 
@@ -37,10 +37,13 @@ def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
 
 def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
     floats = triton_dense.linear if batch_invariant else dense.linear
+    small_floats = triton_fp8.linear if batch_invariant else _small_floats
 
     def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(weight, triton_groups.PackedCodes):
             return triton_groups.linear(x, weight, bias)
+        if isinstance(weight, triton_fp8.PackedFloats):
+            return small_floats(x, weight, bias)
         return floats(x, weight, bias)
 
     return Ops(
@@ -55,7 +58,16 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         pack_groups=partial(triton_groups.pack_groups, device=device),
         linear=linear,
         to_float32=torch.Tensor.float,
+        pack_floats=partial(triton_fp8.pack_floats, device=device),
     )
+
+
+def _small_floats(
+    x: torch.Tensor, weight: triton_fp8.PackedFloats, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """A product with 8-bit floats by what is faster."""
+    product = triton_fp8.linear if scaled_mm.obstacle_to(weight) else scaled_mm.linear
+    return product(x, weight, bias)
 
 
 def _rotate_and_write(

@@ -65,6 +65,57 @@ def test_what_is_read_is_what_was_written(name: str, base: Path, tmp_path: Path)
             assert np.abs(rows - expected).max() <= 0.51 * np.abs(expected).max() / 127
 
 
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("fp8")])
+def test_8_bit_floats_are_read_as_they_are_stored(name: str, base: Path, tmp_path: Path) -> None:
+    made, dense = write_quantised(base, tmp_path, name)
+    expected = load_file(dense / "model.safetensors")[f"{MODULE}.weight"].numpy()
+    stored = stored_scheme(read_text_config(made), locate_tensors(made))
+    assert stored is not None
+    found = stored.read_floats(MODULE)
+    assert found is not None
+    assert found.values.dtype.itemsize == 1
+    each = expected.shape[1] // found.scales.shape[1]
+    assert each == (32 if name == "fp8, blocks" else expected.shape[1])
+    np.testing.assert_array_equal(
+        found.values.astype(np.float32) * np.repeat(found.scales, each, 1), expected
+    )
+    path = made / "model.safetensors"
+    right = load_file(path)
+    values = right[f"{MODULE}.weight"].view(torch.uint8).clone()
+    values[3, 5] = 0xFF
+    save_file(right | {f"{MODULE}.weight": values.view(torch.float8_e4m3fn)}, path, {"format": "pt"})
+    with pytest.raises(QuantisationUnsupported, match=r"down_proj\.weight has a value that is no number"):
+        stored_scheme(read_text_config(made), locate_tensors(made)).read_floats(MODULE)
+
+
+def test_blocks_that_do_not_divide_the_inputs_are_read_as_what_they_stand_for(
+    base: Path, tmp_path: Path
+) -> None:
+    made, _ = write_quantised(base, tmp_path, "fp8, blocks")
+    stored = stored_scheme(read_text_config(made), locate_tensors(made))
+    assert stored is not None
+    stored.scheme = replace(stored.scheme, block=(16, 36))
+    assert stored.read_floats(MODULE) is None
+    assert sum(map(len, stored.dense_rows(MODULE))) == 64
+
+
+def test_activations_in_8_bits_are_those_of_the_config() -> None:
+    rows = FORMATS["fp8, a scale a row"].config
+    token = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+
+    def of_groups(*activations: Any) -> bool:
+        group = rows["config_groups"]["group_0"]
+        groups = {f"group_{at}": group | {"input_activations": found} for at, found in enumerate(activations)}
+        return read_scheme({"quantization_config": rows | {"config_groups": groups}}).activations
+
+    assert of_groups(token)
+    assert not of_groups(None)
+    assert not of_groups(token, None)
+    for scheme, expected in (("dynamic", True), ("static", False), (None, False)):
+        config = _changed("fp8, blocks", activation_scheme=scheme)
+        assert read_scheme({"quantization_config": config}).activations is expected
+
+
 def test_nf4s_table_is_the_published_one() -> None:
     values = np.array(NF4)
     assert (len(values), values[0], values[7], values[15]) == (16, -1, 0, 1)

@@ -91,6 +91,29 @@ def test_tokens_and_log_probabilities_equal_peft_over_what_the_codes_stand_for(
         engine.close()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize("name", ["fp8, a scale a row", "fp8, blocks"])
+def test_8_bit_floats_keep_their_bytes_where_kernels_multiply_with_them(name: str, tmp_path: Path) -> None:
+    """Equal to PEFT over what they stand for, and as many bytes as planned for a GPU."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | sizes)
+    made, dense = write_quantised(base, tmp_path, name)
+    adapters = save_adapters(dense, tmp_path, {"all": CHOSEN["all"]})
+    reference = PeftReference(dense, adapters, torch.float32)
+    engine = engine_of(made, tmp_path / "work", kernels="triton", dtype="float32", quantise="none")
+    try:
+        assert engine.built.info.stored_codes == "fp8"
+        weights = engine.built.info.memory
+        assert weights is not None
+        planned = outline_model(made, torch.device("cuda"), "float32").weight_bytes
+        assert abs(planned - weights.weights) < 0.02 * planned
+        assert planned < 0.7 * outline_model(made, torch.device("cpu"), "float32").weight_bytes
+        assert worst_error(engine, reference, adapters, [range(3, 9)]) < 1e-4
+    finally:
+        engine.close()
+
+
 FAST = ("compressed int4", "gptq int4, zeros")
 
 

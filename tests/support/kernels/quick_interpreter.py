@@ -3,13 +3,15 @@
 For every call inside a kernel it looks through all of `triton.language` and replaces the functions there again, each
 value makes its shape and a table of dtypes again, and each sum of integers computes whether it overflowed, which is
 thrown away unless `debug` is set. Here a launch replaces the functions once for each function that is called, equal
-shapes and dtypes are made once, and overflows are not computed. What a kernel computes stays as it is.
+shapes and dtypes are made once, and overflows are not computed. What a kernel computes stays as it is, except for
+numbers that are rounded to e4m3: the interpreter loses the carry of a mantissa that is rounded up, and GPUs do not.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 POINTERS = np.dtype(np.uint64)
@@ -25,6 +27,7 @@ def quicken_interpreter() -> None:
     _patch_once_a_launch(interpreter)
     _make_dtypes_once(interpreter)
     _make_shapes_once()
+    _round_to_8_bit_floats(interpreter)
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
@@ -61,6 +64,17 @@ def _make_dtypes_once(interpreter: Any) -> None:
         return made[scalar.name]
 
     interpreter._get_np_dtype = get
+
+
+def _round_to_8_bit_floats(interpreter: Any) -> None:
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, given: Any, wanted: Any, mode: Any) -> Any:
+        if (given.name, wanted.name) == ("fp32", "fp8e4nv"):
+            return x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        return convert(x, given, wanted, mode)
+
+    interpreter._convert_float = rounded
 
 
 def _make_shapes_once() -> None:

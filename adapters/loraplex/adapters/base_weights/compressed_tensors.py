@@ -6,7 +6,7 @@ zero point is packed along N (compressed_tensors/compressors, version 0.12 and o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,7 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors | Fp
     groups = list(_groups(config))
     is_float = {weights.get("type") == "float" for weights in groups} == {True}
     if form == _FLOATS or (form == "naive-quantized" and is_float):
-        return _floats(groups)
+        return _floats(groups, config["config_groups"].values())
     found = {_codes(weights, form) for weights in groups}
     if len(found) != 1:
         raise QuantisationUnsupported(
@@ -156,16 +156,19 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors | Fp
     )
 
 
-def _floats(groups: Sequence[Mapping[str, Any]]) -> Fp8:
-    for weights in groups:
+def _floats(weights_of: Sequence[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> Fp8:
+    for weights in weights_of:
         if weights.get("num_bits") != 8 or weights.get("type") != "float":
             raise QuantisationUnsupported(f"compressed-tensors' {_FLOATS} weights are not floats of 8 bits")
-    blocks = {block_size(weights.get("block_structure")) for weights in groups}
+    blocks = {block_size(weights.get("block_structure")) for weights in weights_of}
     if len(blocks) != 1:
         raise QuantisationUnsupported(
             "compressed-tensors' config_groups have blocks of several sizes, or none"
         )
-    return Fp8(blocks.pop())
+    inputs = [group.get("input_activations") or {} for group in groups]
+    return Fp8(
+        blocks.pop(), all((found.get("num_bits"), found.get("type")) == (8, "float") for found in inputs)
+    )
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

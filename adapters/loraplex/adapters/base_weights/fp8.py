@@ -1,5 +1,6 @@
-"""Linears in 8-bit floats (e4m3), as DeepSeek's and llm-compressor's tools store them. They are served in the model's
-dtype: the products of value and scale, in float32, are what an engine rounds.
+"""Linears in 8-bit floats (e4m3), as DeepSeek's and llm-compressor's tools store them. A GPU may multiply
+with them as they are; elsewhere they are served in the model's dtype: the products of value and scale, in float32, are
+what an engine rounds.
 
 `weight` F8_E4M3 [N, K], with `weight_scale` (one for all, [N, 1], or one for each block) or DeepSeek's
 `weight_scale_inv` (for blocks of 128 × 128), which is multiplied too, whatever its name says.
@@ -18,16 +19,29 @@ from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, Quan
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _PIECE_VALUES = 1 << 20
+_NO_NUMBER = "{}.weight has a value that is no number"
 _KNOWN = frozenset(
     {"quant_method", "fmt", "scale_fmt", "weight_block_size", "ignored_layers", "modules_to_not_convert"}
 )
 
 
 @dataclass(frozen=True, slots=True)
+class Floats8:
+    """w[n, k] = values[n, k] · scales[n, k // (K / G)]: values [N, K] float8_e4m3fn, scales [N, G] float32.
+    `activations`: the checkpoint is made for activations that are rounded to e4m3 too, with a scale for each row."""
+
+    values: NDArray[Any]
+    scales: NDArray[np.float32]
+    activations: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8:
-    """A scheme of floats. `block`: rows and inputs that share a scale where there is one for each block."""
+    """A scheme of floats. `block`: rows and inputs that share a scale where there is one for each block.
+    `activations` as of `Floats8`."""
 
     block: tuple[int, int] | None
+    activations: bool
     name: str = "fp8"
 
     @property
@@ -41,39 +55,56 @@ class Fp8:
     def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
         return tensors.matrix(f"{module}.weight")
 
+    def group(self, inputs: int) -> int:
+        """How many of a row's inputs have one scale, by the config."""
+        return inputs if self.block is None else self.block[1]
+
     def names(self, module: str) -> tuple[str, ...]:
         return tuple(f"{module}.{leaf}" for leaf in ("weight", *_SCALES, "input_scale"))
+
+    def read(self, module: str, tensors: QuantisedTensors) -> Floats8 | None:
+        """The floats as they are stored; None where blocks of inputs do not divide them evenly. Raises
+        QuantisationUnsupported."""
+        rows, inputs = self.shape(module, tensors)
+        scales, width = self._scales(module, tensors, rows, inputs)
+        if inputs % width:
+            return None
+        values = tensors.read(f"{module}.weight", ("F8_E4M3",), (rows, inputs))
+        if ((values.view(np.uint8) & 0x7F) == 0x7F).any():
+            raise QuantisationUnsupported(_NO_NUMBER.format(module))
+        return Floats8(values, np.ascontiguousarray(scales), self.activations)
 
     def dense_rows(self, module: str, tensors: QuantisedTensors) -> Iterator[NDArray[np.float32]]:
         """[n, K], some rows at a time. Raises QuantisationUnsupported."""
         rows, inputs = self.shape(module, tensors)
-        scales = self._scales(module, tensors, rows, inputs)
+        scales, width = self._scales(module, tensors, rows, inputs)
         values = tensors.read(f"{module}.weight", ("F8_E4M3",), (rows, inputs))
         for first in range(0, rows, step := max(1, _PIECE_VALUES // inputs)):
             piece = values[first : first + step].astype(np.float32)
             if not np.isfinite(piece).all():
-                raise QuantisationUnsupported(f"{module}.weight has a value that is no number")
-            yield piece * scales(first, first + len(piece))
+                raise QuantisationUnsupported(_NO_NUMBER.format(module))
+            own = scales[first : first + step]
+            yield piece * (own if width == inputs else np.repeat(own, width, axis=1)[:, :inputs])
 
-    def _scales(self, module: str, tensors: QuantisedTensors, rows: int, inputs: int) -> Any:
-        """A function from a range of rows to their scales, which fit [n, K]."""
+    def _scales(
+        self, module: str, tensors: QuantisedTensors, rows: int, inputs: int
+    ) -> tuple[NDArray[np.float32], int]:
+        """[N, G], and how many inputs have one of a row."""
         name = next((found for leaf in _SCALES if (found := f"{module}.{leaf}") in tensors), None)
         if name is None:
             raise QuantisationUnsupported(f"{module}.weight has no {' or '.join(_SCALES)}")
         shape = tensors.shape(name)
         if shape in ((), (1,), (1, 1)):
-            one = tensors.scales(name, shape).reshape(1, 1)
-            return lambda first, last: one
+            return np.broadcast_to(tensors.scales(name, shape).reshape(1, 1), (rows, 1)), inputs
         if shape in ((rows,), (rows, 1)):
-            each = tensors.scales(name, shape).reshape(rows, 1)
-            return lambda first, last: each[first:last]
+            return tensors.scales(name, shape).reshape(rows, 1), inputs
         if self.block is None:
             raise QuantisationUnsupported(
                 f"{name} is {list(shape)}: neither one scale, nor one for each of {rows} rows"
             )
         high, wide = self.block
         blocks = tensors.scales(name, (-(-rows // high), -(-inputs // wide)))
-        return lambda first, last: np.repeat(blocks[np.arange(first, last) // high], wide, axis=1)[:, :inputs]
+        return np.repeat(blocks, high, axis=0)[:rows], wide
 
 
 def read_fp8(config: Mapping[str, Any]) -> Fp8:
@@ -85,7 +116,7 @@ def read_fp8(config: Mapping[str, Any]) -> Fp8:
         raise QuantisationUnsupported(
             f"fp8's activation_scheme {str(config['activation_scheme'])[:20]!a} is not known here"
         )
-    return Fp8(block_size(config.get("weight_block_size")))
+    return Fp8(block_size(config.get("weight_block_size")), config.get("activation_scheme") == "dynamic")
 
 
 def block_size(value: object) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.bitsandbytes import BitsAndBytesInt8, BitsAndBytesNf4, read_bitsandbytes
 from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors, read_compressed_tensors
-from loraplex.adapters.base_weights.fp8 import Fp8, read_fp8
+from loraplex.adapters.base_weights.fp8 import Floats8, Fp8, read_fp8
 from loraplex.adapters.base_weights.gguf import Gguf, read_gguf
 from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS
 from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_awq, read_gptq
@@ -107,6 +107,12 @@ class StoredLinears:
         assert not isinstance(self.scheme, Fp8)
         return self.scheme.read(module, self._tensors)
 
+    def read_floats(self, module: str) -> Floats8 | None:
+        """The 8-bit floats of a module as they are stored, only where not `are_codes`; None where they can only be
+        served as `dense_rows`."""
+        assert isinstance(self.scheme, Fp8)
+        return self.scheme.read(module, self._tensors)
+
     def dense_rows(self, module: str) -> Iterator[NDArray[np.float32]]:
         """The weight [N, K] that is meant, some rows at a time."""
         if isinstance(self.scheme, Fp8):
@@ -128,6 +134,12 @@ def stored_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
     # Zeros of 4 bits are taken off the codes, those of 8 bits are offsets.
     has_offsets = scheme.has_zeros and not isinstance(scheme, Awq) and scheme.bits == 8
     return scheme.group, 2 if has_offsets else 1
+
+
+def stored_floats(config: Mapping[str, Any]) -> Fp8 | None:
+    """The scheme of a checkpoint in 8-bit floats, by its config alone. Raises QuantisationUnsupported."""
+    scheme = read_scheme(config)
+    return scheme if isinstance(scheme, Fp8) else None
 
 
 def stores_head(config: Mapping[str, Any]) -> bool:

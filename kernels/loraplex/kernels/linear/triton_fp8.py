@@ -1,21 +1,22 @@
 """A base linear over 8-bit floats (e4m3) in Triton: y[m, n] = Σ_k x[m, k] · w[n, k] + bias[n], with
 w[n, k] = values[n, k] · scales[k // group, n].
 
-Every e4m3 number is one of bfloat16, float16 and float32. With a scale for each output the values are multiplied as
-they are, and their sum is scaled: nothing of a weight is rounded. With scales along K a weight is made in float32 and
-rounded to the dtype of x, as in `triton_groups`, whose form this has: yᵀ = w · xᵀ, and K in splits that follow from the
-weight alone, so that a row's bits do not depend on the rows beside it, nor on their number.
+A weight is made in float32 in registers and rounded to the dtype of x, as in `triton_groups`, whose form this has:
+yᵀ = w · xᵀ, and K in splits that follow from the weight alone, so that a row's bits do not depend on the rows beside
+it, nor on their number. To scale sums instead would round no weight. But where one program adds up all splits, the
+compiler joins the scaling and the addition, and gave other bits than splits that are programs.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.linear.floats import FloatWeight, fits_tiles
 from loraplex.kernels.linear.triton_groups import GroupsTiling, choose_tiling
 from loraplex.kernels.linear.triton_splits import store_sums
 
@@ -23,22 +24,26 @@ _LEAST_COLUMNS = 16
 """Columns of a tile, at least."""
 _FLOATS = (8, 9)
 """Compute capability from which a GPU converts e4m3."""
-_HOPPER = (9, 0)
+_BLOCK_K = 128
+"""Inputs at a time in 16 bits: a row of them is a whole line of memory. With 64 the products for 16 rows of an 8B
+model's linears took 1.0 to 1.5 times as long on an H200 (docs/lab/2026-11-28-gpu-fp8.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFloats:
     """`values` [N, K] float8_e4m3fn, `scales` [G, N] float32, for G groups of `group` inputs, on the device. `dtype` is
-    that of x and y. `most_rows`: rows of a tile on this device, at most. `arrived` as in
-    `loraplex.kernels.linear.triton_groups.PackedCodes`. `converts`: the device has instructions for e4m3."""
+    that of x and y. `arrived` as in
+    `loraplex.kernels.linear.triton_groups.PackedCodes`. `converts`: the device has instructions for e4m3.
+    `activations`: x may be rounded to e4m3 too. `one`: 1 in float32."""
 
     values: torch.Tensor
     scales: torch.Tensor
     group: int
     dtype: torch.dtype
-    most_rows: int
     arrived: torch.Tensor
     converts: bool
+    activations: bool
+    one: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,25 +51,30 @@ class PackedFloats:
         return rows, inputs
 
 
-def pack_floats(
-    values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, *, device: torch.device
-) -> PackedFloats:
-    """values [N, K] float8_e4m3fn with scales [N, G] float32, G a divisor of K, on `device`. Raises ValueError for
-    groups that are neither whole rows nor multiples of 64 inputs."""
-    columns, inputs = values.shape
-    group = inputs // scales.shape[1]
-    if scales.shape != (columns, inputs // group) or (group != inputs and group % 64):
-        raise ValueError(f"scales {list(scales.shape)} do not fit 8-bit floats {list(values.shape)}")
+def pack_floats(weight: FloatWeight, dtype: torch.dtype, *, device: torch.device) -> PackedFloats | None:
+    """The weight on `device`; None where its groups are not `fits_tiles`."""
+    columns, inputs = weight.values.shape
+    if not fits_tiles(weight.group, inputs):
+        return None
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return PackedFloats(
-        values.to(device).contiguous(),
-        scales.to(device, torch.float32).T.contiguous(),
-        group,
+        weight.values.to(device).contiguous(),
+        weight.scales.to(device).T.contiguous(),
+        weight.group,
         dtype,
-        most_rows=256 if capability >= _HOPPER else 128,
         arrived=torch.zeros(triton.cdiv(columns, _LEAST_COLUMNS), dtype=torch.int32, device=device),
         converts=capability >= _FLOATS,
+        activations=weight.activations,
+        one=torch.ones((), device=device),
     )
+
+
+def floats_tiling(rows: int, shape: tuple[int, int], group: int, itemsize: int) -> GroupsTiling:
+    """As `triton_groups.choose_tiling`. What decides the order of a row's sums follows from the weight alone."""
+    tiling = choose_tiling(rows, shape, group, itemsize)
+    if itemsize > 2 or (group != shape[1] and group % _BLOCK_K):
+        return tiling
+    return replace(tiling, block_k=_BLOCK_K)
 
 
 def linear(
@@ -89,9 +99,7 @@ def linear(
     y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
     num_rows = y.numel() // out_features
     if num_rows:
-        tiling = tiling or choose_tiling(
-            num_rows, weight.shape, weight.group, x.element_size(), most_rows=weight.most_rows
-        )
+        tiling = tiling or floats_tiling(num_rows, weight.shape, weight.group, x.element_size())
         tiles = triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_features, tiling.block_n)
         planes = weight.scales
         if tiling.apart:
@@ -108,7 +116,6 @@ def linear(
             out_features,
             in_features,
             GROUP=weight.group,
-            ROW_SCALES=weight.group == in_features,
             WHOLE=in_features % tiling.block_k == 0,
             BLOCK_M=tiling.block_m,
             BLOCK_N=tiling.block_n,
@@ -140,7 +147,6 @@ def floats_program(
     N,
     K,
     GROUP: tl.constexpr,
-    ROW_SCALES: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -152,10 +158,10 @@ def floats_program(
     AWAIT: tl.constexpr,
     CONVERTS: tl.constexpr,
 ):
-    """x [num_rows, K], values [N, K] e4m3, or their bytes where not CONVERTS, scales [K / GROUP, N], y [num_rows, N],
-    planes and arrived as `store_sums` says, used only where APART. ROW_SCALES: GROUP is K. WHOLE: BLOCK_K divides K.
-    Grid: tiles, those of the same columns beside each other, so that values come from memory once; splits of K where
-    APART, else 1."""
+    """x [num_rows, K], values [N, K] e4m3, or their bytes where not CONVERTS, scales [K / GROUP, N],
+    y [num_rows, N], planes and arrived as `store_sums` says, used only where APART. WHOLE: BLOCK_K divides K. Grid:
+    tiles, those of the same columns beside each other, so that values come from memory once; splits of K where APART,
+    else 1."""
     row_tiles = tl.cdiv(num_rows, BLOCK_M)
     m = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -166,14 +172,14 @@ def floats_program(
     if APART or SPLITS == 1:
         total = _sum_split(
             x_at, values_at, scales_ptr + n, has_row, has_column, k, tl.program_id(1), N, K,
-            GROUP, ROW_SCALES, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PRECISION, AWAIT, CONVERTS,
+            GROUP, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PRECISION, AWAIT, CONVERTS,
         )  # fmt: skip
     else:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for split in range(SPLITS):
             total += _sum_split(
                 x_at, values_at, scales_ptr + n, has_row, has_column, k, split, N, K,
-                GROUP, ROW_SCALES, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PRECISION, AWAIT, CONVERTS,
+                GROUP, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, PRECISION, AWAIT, CONVERTS,
             )  # fmt: skip
     store_sums(
         total, bias_ptr, y_ptr, planes_ptr, arrived_ptr, m, n, has_row, has_column, num_rows, N,
@@ -193,7 +199,6 @@ def _sum_split(
     N,
     K,
     GROUP: tl.constexpr,
-    ROW_SCALES: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -213,28 +218,23 @@ def _sum_split(
         there = k < BLOCK_K if WHOLE else first + k < K
         x = tl.load(x_at + first, has_row[None, :] & there[:, None], 0.0)
         values = tl.load(values_at + first, has_column[:, None] & there[None, :], 0.0)
-        if ROW_SCALES:
-            weight = _widened(values, x.dtype, CONVERTS)
-        else:
-            scale = tl.load(scales_at + first // GROUP * N, has_column, 0.0)
-            weight = (_widened(values, tl.float32, CONVERTS) * scale[:, None]).to(x.dtype)
+        scale = tl.load(scales_at + first // GROUP * N, has_column, 0.0)
+        weight = (_widened(values, CONVERTS) * scale[:, None]).to(x.dtype)
         total = tl.dot(weight, x, total, input_precision=PRECISION)
         if AWAIT:
             # As in triton_groups: the product is awaited before registers of the weights are used again.
             total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
-    if ROW_SCALES:
-        total *= tl.load(scales_at, has_column, 0.0)[:, None]
     return total
 
 
 @triton.jit
-def _widened(values, dtype: tl.constexpr, CONVERTS: tl.constexpr):
-    """e4m3, or its bytes where not CONVERTS, as numbers of `dtype`: exact."""
+def _widened(values, CONVERTS: tl.constexpr):
+    """e4m3, or its bytes where not CONVERTS, in float32: exact."""
     if CONVERTS:
-        wide = values.to(dtype)
+        wide = values.to(tl.float32)
     else:
         # The bits of a float16 that is 2⁸ times as small: its exponent has another bias, subnormal numbers too.
         bits = values.to(tl.uint16)
         small = ((bits & 0x7F) << 7 | (bits & 0x80) << 8).to(tl.float16, bitcast=True)
-        wide = (small.to(tl.float32) * 256.0).to(dtype)
+        wide = small.to(tl.float32) * 256.0
     return wide

@@ -13,7 +13,8 @@ from torch.nn.functional import embedding
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.stored_codes import CodeReader, PackedReader
+from loraplex.engine.model.stored_codes import PackedReader
+from loraplex.engine.model.stored_floats import packed_reader
 from loraplex.engine.model.weights import TensorSource, open_checkpoint, tensor_bytes
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
@@ -299,12 +300,11 @@ def load_fused(
 ) -> FusedDecoder:
     """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the checkpoint.
     Tensors whose names begin with one of `unread` belong to other parts of a larger model. `quantise`: linears and head
-    as codes of 8 bits in groups (`base_weights.grouped`), where they are not stored as codes. Raises ModelUnsupported
-    for a tensor that is missing, of another shape, or unknown to the family: it would change the computation."""
+    as codes of 8 bits in groups (`base_weights.grouped`), where they are not stored as codes. Those that are stored as
+    8-bit floats stay so where `ops` multiplies with them. Raises ModelUnsupported for a tensor that is missing, of
+    another shape, or unknown to the family: it would change the computation."""
     with open_checkpoint(model_dir) as checkpoint:
-        codes = None
-        if quantise or checkpoint.has_codes:
-            codes = CodeReader(checkpoint, ops or torch_ops(device), dtype, quantise=quantise)
+        codes = packed_reader(checkpoint, ops or torch_ops(device), dtype, quantise=quantise)
         decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention, codes=codes)
         leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
     if leftover:

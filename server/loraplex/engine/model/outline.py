@@ -12,7 +12,7 @@ import torch
 
 from loraplex.adapters.base_weights.gguf import grouping, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import group_of
-from loraplex.adapters.base_weights.schemes import stored_sizes, stores_head
+from loraplex.adapters.base_weights.schemes import stored_floats, stored_sizes, stores_head
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.family import decoder_spec, is_fused
@@ -21,6 +21,7 @@ from loraplex.engine.model.loading import model_shape, read_model_config, servin
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.linear.floats import fits_tiles
 from loraplex.kernels.lora.site_groups import SiteGroup
 
 _META = torch.device("meta")
@@ -62,7 +63,7 @@ def outline_model(
     chosen = serving_dtype(config, part, dtype, kernels)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
-        groups = _Groups(model_dir, part.raw, quantise=quantise)
+        groups = _Groups(model_dir, part.raw, device, quantise=quantise)
         source = _CountedTensors(has_head=not spec.tied, groups=groups)
         decoder = fused_decoder(source, spec, chosen, _META)
         count = spec.vocab_size * spec.hidden_size
@@ -129,14 +130,17 @@ class _CountedTensors:
 
 class _Groups:
     """Groups of a linear's codes, by config.json, or by the index of a GGUF file: as the checkpoint stores them, or as
-    `quantise` makes them."""
+    `quantise` makes them. On a GPU 8-bit floats take their own bytes too."""
 
-    def __init__(self, model_dir: Path, raw: Mapping[str, Any], *, quantise: bool) -> None:
+    def __init__(
+        self, model_dir: Path, raw: Mapping[str, Any], device: torch.device, *, quantise: bool
+    ) -> None:
         """Raises ModelUnsupported."""
         self._quantise = quantise
         try:
             self._stored = stored_sizes(raw)
             self._stores_head = stores_head(raw)
+            self._floats = stored_floats(raw) if device.type == "cuda" else None
             self._tensors = read_index(model_dir) if is_indexed(model_dir) else None
         except (QuantisationUnsupported, OSError) as error:
             raise ModelUnsupported(str(error)) from error
@@ -154,7 +158,8 @@ class _Groups:
         return grouping(self._tensors, module)
 
     def row_bytes(self, name: str, inputs: int) -> int | None:
-        """Memory of one output's codes, scales and offsets; None where a linear is kept as floats."""
+        """Memory of one output's codes or 8-bit floats, scales and offsets; None where they are of the model's
+        dtype."""
         group, numbers = group_of(inputs), 1
         if (found := self._of_file(name.removesuffix(".weight"))) is not None:
             group, numbers = found
@@ -162,7 +167,11 @@ class _Groups:
             group, numbers = self._stored
             group = inputs if group < 1 else group
         elif not self._quantise:
-            return None
+            if self._floats is None or name.startswith("lm_head"):
+                return None
+            group = self._floats.group(inputs)
+            if not fits_tiles(group, inputs):
+                return None
         return inputs + inputs // group * numbers * _SCALE_BYTES
 
 

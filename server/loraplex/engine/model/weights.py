@@ -18,6 +18,7 @@ from loraplex.adapters.admission.base_model import (
     read_text_config,
     stored_scheme,
 )
+from loraplex.adapters.base_weights.fp8 import Floats8
 from loraplex.adapters.base_weights.gguf import is_indexed
 from loraplex.adapters.base_weights.grouped import Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
@@ -83,7 +84,7 @@ class Checkpoint:
         if name not in self._located:
             raise ModelUnsupported(f"the checkpoint in {self._dir} lacks {name}")
         module = name.removesuffix(".weight")
-        if self._stored is not None and not self._stored.are_codes and module in self._stored.modules:
+        if self.is_floats(module):
             return torch.from_numpy(np.concatenate(list(self._dense_rows(module, shape))))
         tensor = self._tensor(self._located[name])
         if tensor.shape != shape:
@@ -122,6 +123,26 @@ class Checkpoint:
         self._taken.update(self._stored.names(module))
         try:
             return self._stored.read(module)
+        except QuantisationUnsupported as error:
+            raise ModelUnsupported(error.message) from error
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether linears are stored as 8-bit floats."""
+        return self._stored is not None and not self._stored.are_codes
+
+    def is_floats(self, module: str) -> bool:
+        """Whether a module's weight is 8-bit floats."""
+        return self._stored is not None and not self._stored.are_codes and module in self._stored.modules
+
+    def floats(self, module: str) -> Floats8 | None:
+        """The 8-bit floats of a module's weight; None where it is stored as others, or can only be read as others.
+        Raises ModelUnsupported."""
+        if self._stored is None or not self.is_floats(module):
+            return None
+        self._taken.update(self._stored.names(module))
+        try:
+            return self._stored.read_floats(module)
         except QuantisationUnsupported as error:
             raise ModelUnsupported(error.message) from error
 
