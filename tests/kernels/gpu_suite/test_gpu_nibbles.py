@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.gpu import nibbles
+from bench.gpu.linears import nibbles
 from bench.gpu.timing import Ceilings
 from loraplex.kernels.linear import triton_nibbles
 

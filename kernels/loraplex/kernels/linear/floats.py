@@ -24,8 +24,7 @@ class FloatWeight:
 
 
 def fits_tiles(group: int, inputs: int) -> bool:
-    """Whether a tile of a weight with so many inputs has one scale a row: groups are whole rows, or whole blocks of
-    K."""
+    """Whether each row of a tile has one scale: groups of inputs are whole rows, or whole blocks of K."""
     return group == inputs or (
         inputs % group == 0
         and group >= _LEAST_GROUP

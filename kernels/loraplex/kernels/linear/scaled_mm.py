@@ -12,7 +12,7 @@ import triton.language as tl
 from loraplex.kernels.linear.triton_fp8 import PackedFloats
 
 _MOST_SCALED_BEHIND = 128
-"""So many rows are scaled behind the product: cuBLAS reads a weight up to twice as fast without scales for each row,
+"""The most rows that are scaled behind the product. cuBLAS reads a weight up to twice as fast without scales for each row,
 and has more to write with many rows."""
 _COLUMNS = 1024
 _MULTIPLE = 16

@@ -15,7 +15,7 @@ from loraplex.kernels.linear.floats import FloatWeight
 from loraplex.kernels.ops import Ops
 
 PackFloats = Callable[[FloatWeight, torch.dtype], Any | None]
-"""Of `Ops`."""
+"""A function of `Ops`."""
 
 
 class FloatReader:
@@ -57,7 +57,7 @@ class FloatReader:
 def packed_reader(
     checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, *, quantise: bool
 ) -> PackedReader | None:
-    """What reads linears as codes or 8-bit floats; None where all are floats of the model's dtype. `quantise`: those
+    """The reader of linears that are codes or 8-bit floats; None where all are floats of the model's dtype. `quantise`: those
     that the checkpoint stores as floats become codes."""
     if quantise or checkpoint.has_codes:
         return CodeReader(checkpoint, ops, dtype, quantise=quantise)

@@ -4,7 +4,7 @@ It quantises random weights itself, so that it is compared with float64 over its
 option of that name.
 
     export PYTHONPATH=tests:server:adapters:kernels:build/gpu-site
-    python3 -m bench.gpu.humming --compile; python3 -m bench.gpu.humming --out build/gpu
+    python3 -m bench.gpu.linears.humming --compile; python3 -m bench.gpu.linears.humming --out build/gpu
 """
 
 from __future__ import annotations

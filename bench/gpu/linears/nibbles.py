@@ -2,7 +2,7 @@
 library's product in 16 bits.
 
     export PYTHONPATH=tests:server:adapters:kernels
-    python3 -m bench.gpu.nibbles --compile; python3 -m bench.gpu.nibbles --seconds 60 --out build/gpu
+    python3 -m bench.gpu.linears.nibbles --compile; python3 -m bench.gpu.linears.nibbles --seconds 60 --out build/gpu
 
 Each timed run reads another copy of the weight, so that none comes from the cache. Each result is a line of JSON in
 `nibbles.jsonl`, and the best of each shape a line of the table. `--small`: tiny shapes, interpreted, without a GPU.
