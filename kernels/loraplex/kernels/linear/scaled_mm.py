@@ -12,8 +12,8 @@ import triton.language as tl
 from loraplex.kernels.linear.triton_fp8 import PackedFloats
 
 _MOST_SCALED_BEHIND = 128
-"""The most rows that are scaled behind the product. cuBLAS reads a weight up to twice as fast without scales for each row,
-and has more to write with many rows."""
+"""The most rows that are scaled behind the product. cuBLAS reads a weight up to twice as fast without scales for each
+row, and many rows take longer to scale."""
 _COLUMNS = 1024
 _MULTIPLE = 16
 """Inputs and outputs are multiples of it."""

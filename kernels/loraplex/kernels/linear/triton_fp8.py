@@ -70,7 +70,8 @@ def pack_floats(weight: FloatWeight, dtype: torch.dtype, *, device: torch.device
 
 
 def floats_tiling(rows: int, shape: tuple[int, int], group: int, itemsize: int) -> GroupsTiling:
-    """The tiling of `triton_groups.choose_tiling`, by more of K at a time. What decides the order of a row's sums follows from the weight alone."""
+    """The tiling of `triton_groups.choose_tiling`, by more of K at a time. What decides the order of a row's sums
+    follows from the weight alone."""
     tiling = choose_tiling(rows, shape, group, itemsize)
     if itemsize > 2 or (group != shape[1] and group % _BLOCK_K):
         return tiling

@@ -57,8 +57,8 @@ class FloatReader:
 def packed_reader(
     checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, *, quantise: bool
 ) -> PackedReader | None:
-    """The reader of linears that are codes or 8-bit floats; None where all are floats of the model's dtype. `quantise`: those
-    that the checkpoint stores as floats become codes."""
+    """The reader of linears that are codes or 8-bit floats; None where all are floats of the model's dtype.
+    `quantise`: those that the checkpoint stores as floats become codes."""
     if quantise or checkpoint.has_codes:
         return CodeReader(checkpoint, ops, dtype, quantise=quantise)
     if checkpoint.has_floats and ops.pack_floats is not None:
