@@ -11,11 +11,13 @@ import httpx
 import pytest
 
 from loraplex.admin.app import create_admin_app, create_starting_admin_app
-from loraplex.admin.console.routes import CONTENT_SECURITY_POLICY, STATIC, console_routes, static_files
+from loraplex.admin.console.routes import CONTENT_SECURITY_POLICY, PAGE, STATIC, console_routes, static_files
 from support.http.admin_plane import AdminPlane
 from support.markdown import ROOT
 from tools.vendor_console import DECLARATIONS, DIGESTS, PACKAGES, VENDOR, vendored
 
+FOLDER = next(name.partition("/")[0] for name in static_files() if name != PAGE)
+"""The part of the files' paths that changes with them."""
 OURS = sorted(path for path in STATIC.rglob("*.js") if path.parent != VENDOR)
 FIRST_VIEW_BYTES = 150_000
 
@@ -26,35 +28,66 @@ async def http(plane: AdminPlane) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://admin")
 
 
+def check_headers(answer: httpx.Response) -> None:
+    assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["cross-origin-opener-policy"] == "same-origin"
+    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
 async def test_every_file_has_its_type_and_the_headers(http: httpx.AsyncClient) -> None:
     types = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
     for name, file in static_files().items():
-        answer = await http.get(f"/console/{name}")
+        answer = await http.get("/" if name == PAGE else f"/console/{name}")
         assert (answer.status_code, answer.content) == (200, file.plain), name
         kind = answer.headers["content-type"].partition(";")[0]
         assert kind == types.get(name.rpartition(".")[2], kind), name
-        assert answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
-    page = await http.get("/")
-    assert page.content == static_files()["index.html"].plain
+        check_headers(answer)
+        known = {"if-none-match": answer.headers["etag"]}
+        check_headers(await http.get("/" if name == PAGE else f"/console/{name}", headers=known))
     assert "unsafe" not in CONTENT_SECURITY_POLICY
+    assert "frame-ancestors 'none'" in CONTENT_SECURITY_POLICY
+
+
+async def test_a_page_names_only_files_of_its_own_version(http: httpx.AsyncClient) -> None:
+    """A browser keeps files, and asks for the page each time. The page of an older version finds its folder gone."""
+    page = await http.get("/")
+    assert page.headers["cache-control"] == "no-cache"
+    named = re.findall(r'(?:src|href)="(.+?)"', page.text)
+    assert named
+    for path in named:
+        assert path.startswith(f"console/{FOLDER}/"), path
+        file = await http.get(f"/{path}")
+        assert file.headers["cache-control"] == "public, max-age=31536000, immutable"
+    other = "0" * len(FOLDER)
+    for path in (f"/console/{other}/app.js", "/console/app.js"):
+        answer = await http.get(path)
+        assert answer.status_code == 404, path
+        assert "immutable" not in answer.headers.get("cache-control", "")
 
 
 async def test_a_current_copy_is_not_sent_again(http: httpx.AsyncClient) -> None:
     for encoding in ("gzip", "identity"):
         headers = {"accept-encoding": encoding}
-        first = await http.get("/console/app.js", headers=headers)
+        first = await http.get(f"/console/{FOLDER}/app.js", headers=headers)
         assert first.headers.get("content-encoding") == ("gzip" if encoding == "gzip" else None)
-        again = await http.get("/console/app.js", headers=headers | {"if-none-match": first.headers["etag"]})
+        known = {"if-none-match": first.headers["etag"]}
+        again = await http.get(f"/console/{FOLDER}/app.js", headers=headers | known)
         assert (again.status_code, again.content) == (304, b"")
-        stale = await http.get("/console/app.js", headers=headers | {"if-none-match": '"other"'})
+        other = headers | {"if-none-match": '"other"'}
+        stale = await http.get(f"/console/{FOLDER}/app.js", headers=other)
         assert (stale.status_code, stale.content) == (200, first.content)
 
 
 NO_NAMES = (
     "",
     "nothing.js",
+    "index.html",
+    FOLDER,
+    f"{FOLDER}/",
+    f"{FOLDER}/index.html",
+    f"{FOLDER}/../../routes.py",
     "../routes.py",
     "..%2froutes.py",
     "%2e%2e/routes.py",

@@ -88,6 +88,7 @@ async def test_a_key_is_told_its_tenant_its_rights_and_the_base(plane: AdminPlan
             assert set(told["key"]["scopes"]) == set(scopes)
             assert "secret" not in told["key"]
             assert told["max_upload_bytes"] == plane.max_upload_bytes
+            assert told["data_url"] is None
             base = plane.services.catalog.base
             assert told["base"] == {
                 "name": SERVED_NAME,

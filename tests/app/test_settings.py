@@ -20,6 +20,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "reasoning_format": ("none", "none"),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9000", 9000),
+    "public_url": ("https://llm.example.com/x/", "https://llm.example.com/x"),
     "admin_host": ("::1", "::1"),
     "admin_port": ("9001", 9001),
     "engine_host": ("0.0.0.0", "0.0.0.0"),

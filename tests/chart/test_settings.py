@@ -17,6 +17,7 @@ TEXTS = {
     "model": "hf:example/$(HOME)",
     "served_model_name": 'a "name", 100% {{ odd }} $(TMPDIR) $$',
     "host": "127.0.0.2",
+    "public_url": "https://llm.example.com/loraplex",
     "admin_host": "::1",
     "engine_host": "0.0.0.0",
     "engine_token_file": "/run/secrets/engine-token",

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 
+from loraplex.admin.console.routes import static_files
 from loraplex.control.db.tables import ApiKey
 from support.http.admin_plane import ADMIN_TOKEN
 from support.http.route_tables import routes_of, scopes_of
@@ -232,7 +233,7 @@ def url_of(server: WholeServer, port: str, path: str, tenant: str = "acme") -> s
         "key": "nokey",
         "id": "tiny",
         "replica": "r",
-        "file": "app.js",
+        "file": next(name for name in static_files() if name.endswith("/app.js")),
     }
     return str(getattr(server, f"{port}_url")) + path.format(**values)
 

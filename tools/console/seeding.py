@@ -34,15 +34,15 @@ TENANTS: dict[str, dict[str, Any]] = {
         "display_name": "Acme",
         "weight": 2,
         "limits": {
-            "requests_per_minute": 600,
-            "tokens_per_minute": 60_000,
+            "requests_per_minute": 3000,
+            "tokens_per_minute": 600_000,
             "max_concurrency": 8,
             "token_budget": 2_000_000,
             "budget_period": "month",
             "max_adapters": 20,
         },
     },
-    "globex": {"display_name": "Globex", "limits": {"tokens_per_minute": 40_000}},
+    "globex": {"display_name": "Globex", "limits": {"tokens_per_minute": 400_000}},
     "initech": {"display_name": "Initech", "weight": 0.5},
     "hooli": {"display_name": "Hooli", "limits": {"token_budget": 500_000, "budget_period": "day"}},
 }
@@ -62,6 +62,9 @@ PROMPTS = (
     "Name three things to see in Lisbon.",
 )
 USERS = 40
+CLIENTS = {"acme": 5, "globex": 3, "initech": 2, "hooli": 2}
+ENDS = ["e", "a", "n", "t"]
+"""What ends an answer of the tiny model, which hardly ever ends one by itself."""
 PATIENCE_S = 300.0
 
 
@@ -79,12 +82,15 @@ class Seeded:
         for tenant, fields in TENANTS.items():
             self.server.create_tenant(tenant, **fields)
             self.keys[tenant] = self.server.create_key(tenant, name="production", scopes=SCOPES)
-        self.server.create_key("acme", name="nightly evaluation", scopes=["inference"])
+        narrow = self.server.create_key("acme", name="nightly evaluation", scopes=["inference"])
         names = [("acme", "support"), ("acme", "support")]
         names += [(tenant, name) for tenant, adapters in ADAPTERS.items() for name in adapters]
         for seed, (tenant, name) in enumerate(names):
             self.server.upload(tenant, name, write_tiny_adapter(scratch / f"{name}-{seed}", seed=seed))
-        checked(self.server.admin.put("tenants/acme/adapters/returns/versions/v1/pin"))
+        pin = "tenants/acme/adapters/returns/versions/v1/pin"
+        with self.server.client(narrow) as http:
+            assert http.put(f"/admin/v1/{pin}").status_code == 403
+        checked(self.server.admin.put(pin))
 
     def begin_release(self) -> None:
         """A part of the users gets the new version; a guard watches it. Other work on the machine is no regression."""
@@ -97,7 +103,7 @@ class Seeded:
         checked(self.server.admin.put(RELEASE, json=body))
 
     def begin_requests(self) -> None:
-        for tenant, clients in (("acme", 3), ("globex", 2), ("initech", 1), ("hooli", 1)):
+        for tenant, clients in CLIENTS.items():
             models = [*ADAPTERS[tenant], *(["support"] * 12 if tenant == "acme" else [])]
             for client in range(clients):
                 run = threading.Thread(target=self._ask, args=(tenant, models, client), daemon=True)
@@ -108,6 +114,15 @@ class Seeded:
         """Until this number of further requests was answered."""
         enough = len(self._answers) + count
         self.server.wait(lambda: len(self._answers) >= enough, PATIENCE_S)
+
+    def wait_last_use(self) -> None:
+        """Until the tenants' page knows that the key of acme is in use."""
+
+        def is_known() -> bool:
+            rows = checked(self.server.admin.get("tenants/acme/keys"))["data"]
+            return any(row["last_used_at"] for row in rows)
+
+        self.server.wait(is_known, PATIENCE_S, every=1.0)
 
     def end(self) -> None:
         self._end.set()
@@ -121,9 +136,9 @@ class Seeded:
                 body = {
                     "model": rng.choice(models),
                     "messages": [{"role": "user", "content": rng.choice(PROMPTS)}],
-                    "max_tokens": rng.choice([8, 16, 32]),
+                    "max_tokens": 128,
+                    "stop": ENDS,
                     "user": f"user-{rng.randrange(USERS)}",
-                    "temperature": 0,
                 }
                 with contextlib.suppress(httpx.HTTPError):
                     if http.post("/v1/chat/completions", json=body).status_code == 200:

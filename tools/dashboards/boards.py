@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.dashboards.fleet import ADAPTER_MEMORY, FLEET
-from tools.dashboards.model import INSTANCES, Board, Panel, Query, Row, Variable, share
+from tools.dashboards.model import INSTANCES, Board, Panel, Query, Row, Variable, quantiles, share
 
 _TENANT = Variable("tenant", "Tenant", 'label_values(loraplex_tenant_requests_total{job=~"$job"}, tenant)')
 _OWN = '<servers>,tenant="$tenant"'
@@ -218,6 +218,54 @@ ADAPTER = Board(
 _VERSIONS = '<servers>,tenant="$tenant",adapter=~"${release:regex}@v.*"'
 _BY_VERSION = f"sum by (adapter) (rate(loraplex_requests_total{{{_VERSIONS}}}[$__rate_interval]))"
 
+_WATCHED = Row(
+    "While a guard or a schedule runs",
+    (
+        Panel(
+            "Failed requests of each arm",
+            "What the guard reads as errors: requests that the version failed, of those that the release sent to it. "
+            "Empty where no release is watched.",
+            "percentunit",
+            (share("loraplex_release_requests_total", 'outcome="failed"', _VERSIONS, by="adapter"),),
+        ),
+        Panel(
+            "Time to the first token by arm",
+            "Median and p95 of each arm's requests. The guard compares them by user.",
+            "s",
+            quantiles("loraplex_release_first_token_seconds", 0.5, 0.95, by="adapter", of=_VERSIONS),
+        ),
+        Panel(
+            "Time between tokens by arm",
+            "Median and p95 of each request's mean time between two tokens.",
+            "s",
+            quantiles("loraplex_release_inter_token_seconds", 0.5, 0.95, by="adapter", of=_VERSIONS),
+        ),
+        Panel(
+            "Watched releases",
+            "Releases of all tenants whose guard or schedule runs, and whether a server decides for them: 0 deciding "
+            "while some run is an outage of the guard.",
+            "none",
+            (
+                Query("max(loraplex_releases_running{<servers>})", "running"),
+                Query("sum(loraplex_release_leader{<servers>})", "deciding"),
+            ),
+        ),
+        Panel(
+            "Rolled back by guards",
+            "Releases of all tenants that went back by themselves in the time that is shown, by the metric that broke "
+            "its margin; `unusable` is a damaged version.",
+            "none",
+            (
+                Query(
+                    "sum by (reason) (increase(loraplex_release_rollbacks_total{<servers>}[$__range]))",
+                    "{{reason}}",
+                ),
+            ),
+            kind="number",
+        ),
+    ),
+)
+
 RELEASE = Board(
     "loraplex-release",
     "Loraplex / Release",
@@ -262,6 +310,7 @@ RELEASE = Board(
                 ),
             ),
         ),
+        _WATCHED,
         Row(
             "Changes of releases, of all tenants",
             (

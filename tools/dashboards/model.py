@@ -73,12 +73,12 @@ class Board:
     """Marks on every panel, where the expression is above 0."""
 
 
-def quantiles(metric: str, *shares: float, by: str = "") -> list[Query]:
-    """Quantiles of a histogram of all chosen servers together; `by` keeps a label."""
+def quantiles(metric: str, *shares: float, by: str = "", of: str = "<servers>") -> list[Query]:
+    """Quantiles of a histogram of all chosen servers together; `by` keeps a label, `of` are the labels that select."""
     labels, legend = (f"le, {by}", f"{{{{{by}}}}} ") if by else ("le", "")
     return [
         Query(
-            f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket{{<servers>}}[$__rate_interval])))",
+            f"histogram_quantile({share}, sum by ({labels}) (rate({metric}_bucket{{{of}}}[$__rate_interval])))",
             f"{legend}p{share * 100:g}",
         )
         for share in shares

@@ -90,7 +90,8 @@ class ReportGate:
 
 @dataclass(frozen=True)
 class AdminServices:
-    """`max_upload_bytes` bounds an adapter's files together."""
+    """`max_upload_bytes` bounds an adapter's files together. `data_url` is the URL of the data plane for browsers,
+    without a slash at its end; None where the operator did not say."""
 
     database: Database
     tenants: Tenants
@@ -105,6 +106,7 @@ class AdminServices:
     sources: AllowedSources = field(default_factory=AllowedSources)
     retention: Retention | None = None
     max_upload_bytes: int = 1 << 30
+    data_url: str | None = None
     upload_gate: UploadGate = field(default_factory=UploadGate)
     download_gate: DownloadGate = field(default_factory=DownloadGate)
     report_gate: ReportGate = field(default_factory=ReportGate)

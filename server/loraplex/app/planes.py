@@ -35,6 +35,7 @@ from loraplex.app.base_model.output_formats import base_formats, check_named_for
 from loraplex.app.base_model.own_chats import ChatExaminer, OwnChatsOfVersions
 from loraplex.app.base_model.source import cache_dir, plan_dir
 from loraplex.app.installation import Installation
+from loraplex.app.setting_types import ANY_ADDRESS
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.redis import make_limiter
@@ -236,12 +237,21 @@ def _admin_services(installation: Installation, shared: _Shared) -> AdminService
         retention=retention,
         checks=checks,
         max_upload_bytes=settings.max_adapter_upload,
+        data_url=_data_url(settings),
         on_change=metrics.admin_changed,
         check_formats=partial(check_named_formats, shared.text),
         examine_chat=ChatExaminer(
             shared.text, engine.info.eos_ids, shared.templates, own_serves=_owns_serve(settings)
         ),
     )
+
+
+def _data_url(settings: Settings) -> str | None:
+    """The URL of the data plane for browsers. None if it listens on every address, or on whichever port is free."""
+    host, port = settings.host, settings.port
+    if settings.public_url or host in ANY_ADDRESS or port == 0:
+        return settings.public_url or None
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _served_base(settings: Settings, text: TextProcessor) -> ServedBase:

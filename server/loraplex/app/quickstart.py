@@ -379,10 +379,18 @@ def _show_next(console: Console, options: QuickstartOptions, adapters: list[str]
         f"  export LORAPLEX_ADMIN_URL=http://{options.host}:{options.admin_port} "
         f"LORAPLEX_DATA_DIR={shlex.quote(str(options.data_dir.absolute()))}",
         f"  {program} tenant create acme",
+        f"In a browser: http://{options.host}:{options.port}/console with that key; as the operator "
+        f"http://{options.host}:{options.admin_port} with the token of {_admin_token_place(options)}",
         f"Ports: {options.port} is the tenants', {options.admin_port} the operators'. For others: "
         f"{_again('--port PORT --admin-port PORT')}",
     ]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def _admin_token_place(options: QuickstartOptions) -> str:
+    if os.environ.get("LORAPLEX_ADMIN_TOKEN"):
+        return "LORAPLEX_ADMIN_TOKEN"
+    return shlex.quote(str((options.data_dir / "admin-token").absolute()))
 
 
 def _program() -> str:

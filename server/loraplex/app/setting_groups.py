@@ -19,8 +19,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "max_num_seqs", "max_num_batched_tokens", "max_waiting",
     ),
     "Ports": (
-        "host", "port", "admin_host", "admin_port", "admin_token", "key_pepper", "engine_host", "engine_port",
-        "engine_token_file", "engine_tls_cert", "engine_tls_key", "engine_tls_ca", "cors_origins",
+        "host", "port", "public_url", "admin_host", "admin_port", "admin_token", "key_pepper", "engine_host",
+        "engine_port", "engine_token_file", "engine_tls_cert", "engine_tls_key", "engine_tls_ca", "cors_origins",
         "metrics_on_data_port", "residency_metrics", "stream_stall_timeout", "drain_grace", "drain_timeout",
     ),
     "Limits": (

@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Field
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.lifecycle.releases.webhook_address import AllowedHosts
 
+ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - only compared
+"""Hosts that stand for each address of the machine, and so name none."""
 _UNITS = {
     "": 1,
     "b": 1,
@@ -43,17 +45,27 @@ def comma_list(value: object) -> object:
 
 
 def otlp_url(value: str) -> str:
+    return _plain_url(value, "http://collector:4318", "; use --otlp-headers for a secret")
+
+
+def data_plane_url(value: str) -> str:
+    """The URL without a slash at its end."""
+    return _plain_url(value, "https://llm.example.com", "").rstrip("/")
+
+
+def _plain_url(value: str, example: str, advice: str) -> str:
+    """An http(s) URL of a host, perhaps with a port and a path, or an empty text. Raises ValueError."""
     if not value:
         return value
     try:
         url = urlsplit(value)
         port_fits = url.port is None or url.port > 0
     except ValueError:
-        raise ValueError("must be a URL such as http://collector:4318") from None
+        raise ValueError(f"must be a URL such as {example}") from None
     if url.scheme not in ("http", "https") or not url.hostname or not port_fits or not value.isprintable():
-        raise ValueError("must be a URL such as http://collector:4318")
+        raise ValueError(f"must be a URL such as {example}")
     if "@" in url.netloc or url.query or url.fragment:
-        raise ValueError("must have no user, password, query or fragment; use --otlp-headers for a secret")
+        raise ValueError(f"must have no user, password, query or fragment{advice}")
     return value
 
 

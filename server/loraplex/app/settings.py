@@ -29,6 +29,7 @@ from loraplex.app.setting_types import (
     checked_hosts,
     checked_sources,
     comma_list,
+    data_plane_url,
     header_pairs,
     otlp_url,
 )
@@ -78,6 +79,10 @@ class Settings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="Address of the data plane")
     port: Port = Field(8000, description="Port of the data plane")
+    public_url: Annotated[str, AfterValidator(data_plane_url)] = Field(
+        "",
+        description="URL of the data plane for browsers, which the console links to (default: --host, --port)",
+    )
     admin_host: str = Field("127.0.0.1", description="Address of the admin plane")
     admin_port: Port = Field(8001, description="Port of the admin plane")
     engine_host: str = Field("127.0.0.1", description="Address of the port that engines dial")

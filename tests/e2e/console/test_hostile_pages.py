@@ -12,7 +12,7 @@ from playwright.sync_api import Route, expect
 
 from support.adapters.drafts import make_adapter
 from support.console.browser import PATIENCE_MS, Screen
-from support.http.admin_plane import ARCH
+from support.http.admin_plane import ADMIN_TOKEN, ARCH
 from support.http.whole_server import WholeServer, whole_server
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ HOSTILE = (
     "</pre><iframe srcdoc='<script>parent.hurt=1</script>'>",
     "${window.hurt=1}{{window.hurt=1}}",
 )
-KEPT = ("created_at", "since", "next_cursor", "id", "tenant", "kind", "scopes")
+KEPT = ("created_at", "since", "time", "next_cursor", "id", "tenant", "kind", "scopes")
 """Fields whose values the console computes with: times, and who signed in."""
 MARKUP = "main img, main script, main iframe, main [onload], main [onerror], main a[href^='javascript']"
 
@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
 def hostile(server: WholeServer, screen: Screen) -> Screen:
     """Signed in at a server whose answers have a hostile text in place of each text."""
     secret = server.plane.make_key("acme", "adapters:read", "adapters:write")
-    screen.sign_in(f"{server.admin_url}/", secret)
+    screen.sign_in(f"{server.admin_url}/", secret, "playground")  # which asks the server for nothing
     screen.page.route("**/admin/v1/**", poison)
     return screen
 
@@ -92,6 +92,36 @@ def test_what_the_server_says_of_a_release_is_text(hostile: Screen) -> None:
     hostile["release-row"].first.wait_for()
     assert "window.hurt=1" in hostile.page.locator("main").inner_text()
     assert is_harmless(hostile)
+
+
+OPERATOR_PLACES = (("now", "adapter-tile"), ("tenants", "key-row"), ("audit", "audit-row"))
+
+
+def test_what_the_server_tells_operators_is_text(server: WholeServer, screen: Screen) -> None:
+    server.plane.make_key("acme", "inference")
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "playground")
+    screen.page.route("**/admin/v1/**", poison)
+    for place, shown in OPERATOR_PLACES:
+        screen.go(place)
+        screen[shown].first.wait_for()
+        for detail in screen.page.locator("summary").all()[:3]:
+            detail.click()
+        assert "window.hurt=1" in screen.page.locator("main").inner_text()
+        assert is_harmless(screen)
+    screen["audit-verify"].click()
+    expect(screen["audit-verdict"]).to_contain_text("window.hurt=1")
+    assert is_harmless(screen)
+
+
+def test_where_the_data_plane_is_told_to_be_is_no_link_to_code(server: WholeServer, screen: Screen) -> None:
+    def told(route: Route) -> None:
+        answer = route.fetch()
+        route.fulfill(response=answer, json=answer.json() | {"data_url": "javascript:window.hurt=1//"})
+
+    screen.page.route("**/caller", told)
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "playground")
+    screen["play-elsewhere"].wait_for()
+    assert is_harmless(screen)
 
 
 def test_a_refusal_and_the_names_of_files_are_text(hostile: Screen, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,10 +60,10 @@ def test_upload_canary_and_rollback_in_eight_clicks(
     screen["canary"].click()
     expect(screen["weight-row"]).to_have_count(2)
     screen["release-save"].click()
-    expect(screen["released"]).to_have_text("v1 90 %, v2 10 %")
+    expect(screen["released"]).to_have_text("v1 90%, v2 10%")
     assert weights(server, "canary") == {"v1": 90, "v2": 10}
     screen["release-rollback"].click()
-    expect(screen["released"]).to_have_text("v1 100 %")
+    expect(screen["released"]).to_have_text("v1 100%")
     assert weights(server, "canary") == {"v1": 100}
     assert screen.page.evaluate("clicks") <= MOST_CLICKS
 
@@ -103,10 +104,10 @@ def test_a_release_that_changed_meanwhile_is_shown_and_can_be_saved_over(
     screen["release-save"].click()
     screen["conflict"].wait_for()
     assert weights(server, "conflict") == {"v1": 50, "v2": 50}, "nothing was saved over it"
-    assert "v1 50 %, v2 50 %" in screen.text("conflict")
+    assert "v1 50%, v2 50%" in screen.text("conflict")
     screen["conflict-keep"].click()
     screen["release-save"].click()
-    expect(screen["released"]).to_have_text("v1 70 %, v2 30 %")
+    expect(screen["released"]).to_have_text("v1 70%, v2 30%")
     assert weights(server, "conflict") == {"v1": 70, "v2": 30}
 
 
@@ -137,6 +138,38 @@ def test_an_adapter_is_found_among_many_and_pinned(server: WholeServer, screen: 
     with screen.page.expect_download() as saved:
         screen["download"].click()
     assert saved.value.suggested_filename == "a30-v1.tar"
+    with tarfile.open(saved.value.path()) as archive:
+        assert sorted(archive.getnames()) == ["adapter_config.json", "adapter_model.safetensors"]
+    expect(screen["download"]).to_have_text("Download")
+
+
+def test_a_download_that_cannot_be_is_said(server: WholeServer, screen: Screen) -> None:
+    server.plane.make_adapter("large", "refused", seed=1)
+    screen.sign_in(server.admin_url, server.plane.make_key("refused", "adapters:read"))
+    screen.go("adapters/large")
+    screen["download"].wait_for()
+    screen.page.evaluate(
+        "() => { Response.prototype.blob = () => Promise.reject(new TypeError('cut off')); }"
+    )
+    screen["download"].click()
+    expect(screen["error"]).to_contain_text("The download broke off")
+    screen.page.route("**/versions?*", enlarged)
+    screen.page.reload()
+    screen.sign_in(server.admin_url, server.plane.make_key("refused", "adapters:read"))
+    screen.go("adapters/large")
+    expect(screen["version-row"]).to_contain_text("3 GiB")
+    asked = len(screen.urls)
+    screen["download"].click()
+    expect(screen["error"]).to_contain_text("3 GiB are more than the 1 GiB")
+    expect(screen["error"]).to_contain_text(f"-o large-v1.tar {server.admin_url}/admin/v1/tenants/refused")
+    assert not any(url.endswith("/archive") for url in screen.urls[asked:])
+
+
+def enlarged(route: Any) -> None:
+    """The versions as if they had 3 GiB."""
+    answer = route.fetch()
+    page = answer.json()
+    route.fulfill(response=answer, json=page | {"data": [row | {"bytes": 3 << 30} for row in page["data"]]})
 
 
 PLACES = (

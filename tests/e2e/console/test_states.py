@@ -135,6 +135,13 @@ def test_the_engine_away(server: WholeServer, admin: Screen) -> None:
     expect(admin.page.get_by_text("The engine is not ready.")).to_have_count(0)
 
 
+def test_a_page_that_is_older_than_the_server_asks_for_a_reload(admin: Screen) -> None:
+    expect(admin.page.get_by_text("The console is loading")).to_have_count(0)
+    admin.page.route("**/pages/audit.js", lambda route: route.fulfill(status=404, body="{}"))
+    admin["nav-audit"].click()
+    expect(admin["error"]).to_contain_text("If the server was upgraded meanwhile, reload the console")
+
+
 def gone() -> None:
     raise OSError("still gone")
 

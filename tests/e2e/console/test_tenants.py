@@ -155,10 +155,41 @@ def test_a_tenants_key_sees_its_tenant_alone(server: WholeServer, screen: Screen
     expect(screen["error"].first).to_contain_text("needs the admin token")
 
 
-def test_a_narrow_key_says_what_is_missing(server: WholeServer, screen: Screen) -> None:
+def test_a_narrow_key_begins_where_it_may_and_says_what_it_has(server: WholeServer, screen: Screen) -> None:
     screen.sign_in(f"{server.data_url}/console", server.plane.make_key("acme", "inference"))
-    expect(screen["error"].first).to_contain_text("This key lacks the scope usage:read")
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Playground")
+    screen["nav-tenants"].click()
     expect(screen["own-scopes"]).to_contain_text("inference")
+
+
+LACKED = {
+    "inference": {
+        "tenants": "This key lacks the scope usage:read",
+        "adapters": "This key lacks the scope adapters:read",
+        "adapters/support": "This key lacks the scope adapters:read",
+        "adapters/support/release": "This key lacks the scope adapters:read",
+    },
+    "adapters:read": {
+        "upload": "This key lacks the scope adapters:write",
+        "adapters/support/release": "This key lacks the scope adapters:write",
+        "playground": "This key lacks the scope inference",
+        "now": "This page needs the admin token",
+        "audit": "This page needs the admin token",
+    },
+}
+"""What each page says to a key with one scope alone."""
+
+
+@pytest.mark.parametrize("scope", LACKED)
+def test_each_page_says_what_a_narrow_key_lacks(server: WholeServer, screen: Screen, scope: str) -> None:
+    screen.sign_in(f"{server.data_url}/console", server.plane.make_key("acme", scope))
+    for place, said in LACKED[scope].items():
+        screen.go(place)
+        expect(screen.page.locator("main")).to_contain_text(said)
+        for absent in ("pin", "release-rollback"):
+            assert screen[absent].count() == 0, place
+        for button in screen.page.locator("button.primary").all():
+            assert button.is_disabled(), place
 
 
 def test_the_end_of_a_key_ends_its_page(server: WholeServer, screen: Screen) -> None:

@@ -49,14 +49,16 @@ class BusyServer:
         self.answers: list[int] = []
 
     def fill(self, folders: list[Path]) -> None:
-        """Tenants, keys, adapters, and a release with a canary. Equal uploads would share memory."""
+        """Tenants, keys, adapters, and a release with a canary, whose guard never has enough. Equal uploads would
+        share memory."""
         for tenant, fields in TENANTS.items():
             self.server.create_tenant(tenant, **fields)
             self._keys[tenant] = self.server.create_key(tenant)
         for folder in folders[:2]:
             self.server.upload("acme", "support", folder)
         targets = [{"version": "v1", "weight": 80}, {"version": "v2", "weight": 20}]
-        checked(self.server.admin.put(f"{self._release}", json={"targets": targets}))
+        guard = {"metrics": [{"name": "error_rate"}], "min_requests": 100_000}
+        checked(self.server.admin.put(f"{self._release}", json={"targets": targets, "guard": guard}))
         for number, folder in enumerate(folders[2:]):
             self.server.upload(("acme", "globex")[number % 2], f"a{number // 2}", folder)
 

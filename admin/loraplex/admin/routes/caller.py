@@ -30,6 +30,7 @@ async def get_caller(by: AnyCaller, services: Services) -> Caller:
         key=key,
         base=_base(services),
         max_upload_bytes=services.max_upload_bytes,
+        data_url=services.data_url,
     )
 
 

@@ -22,10 +22,11 @@ class BaseModelShape(ResponseBody):
 
 class Caller(ResponseBody):
     """`kind` is `admin` for the admin token, whose `tenant` and `key` are null. `max_upload_bytes`: of the files of
-    one adapter."""
+    one adapter. `data_url`: where browsers reach the data plane; null if the operator did not say."""
 
     kind: Literal["admin", "key"]
     tenant: str | None
     key: Key | None
     base: BaseModelShape
     max_upload_bytes: int
+    data_url: str | None

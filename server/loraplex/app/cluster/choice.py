@@ -9,12 +9,12 @@ from pathlib import Path
 from loraplex.app.cluster.spec import ClusterSpec
 from loraplex.app.engines.port import engine_token_path
 from loraplex.app.setting_groups import ENGINE_SETTINGS
+from loraplex.app.setting_types import ANY_ADDRESS
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND
 
 RAY = "2.60"
 """The minor version that is used: Ray's private parts and defaults change with each."""
-ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - what is refused
 INSTALL = "pip install 'loraplex[cluster]'"
 
 

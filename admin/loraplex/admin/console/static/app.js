@@ -1,12 +1,14 @@
 /** The console: sign-in, menu, and the page of `location.hash`. */
 import { ApiError, offline } from "./lib/api.js";
 import { html, render, signal, useEffect, useState } from "./lib/html.js";
-import { caller, endedBy, isOperator, onDataPort, setTheme, signIn, signOut, theme } from "./lib/store.js";
+import { caller, endedBy, isOperator, mayCall, onDataPort, setTheme, signIn, signOut, theme } from "./lib/store.js";
 import { ErrorBox, Field, Loading } from "./lib/ui.js";
 import { pageAt, pages } from "./pages/index.js";
 
 const hash = signal(location.hash);
 window.addEventListener("hashchange", () => (hash.value = location.hash));
+
+const NOT_LOADED = "The page could not be loaded. If the server was upgraded meanwhile, reload the console and sign in.";
 
 /** @param {import("./pages/index.js").PageEntry} page */
 function isFor(page) {
@@ -30,14 +32,17 @@ function SignIn() {
     }
   }
 
+  const where = onDataPort
+    ? html`An operator made it for you; it begins with <code>lpx_</code>. The quickstart's is in <code>data/quickstart-key</code>.
+        The admin token works on the admin port only.`
+    : html`The admin token is in the file <code>admin-token</code> of the server's data directory, unless
+        <code>--admin-token</code> gave another. A key begins with <code>lpx_</code>.`;
   return html`<main class="sign-in">
     <h1>Loraplex</h1>
     ${endedBy.value && html`<p class="error" role="alert">${endedBy.value}</p>`}
     <form onSubmit=${onSubmit}>
       <${Field} label=${onDataPort ? "API key" : "Admin token or API key"}
-        hint=${html`It stays in this tab's memory and ends with it. ${onDataPort
-          ? "The admin token works on the admin port only."
-          : "Prompts can be sent on the data port, at /console."}`}>
+        hint=${html`${where} It stays in this tab's memory: a reload asks for it again.`}>
         <input data-testid="secret" type="password" autocomplete="off" spellcheck=${false} required value=${secret}
           onInput=${(/** @type {any} */ event) => setSecret(event.target.value)} />
       <//>
@@ -48,7 +53,8 @@ function SignIn() {
 }
 
 function Menu() {
-  const at = hash.value.replace(/^#\/?/, "").split("/")[0];
+  const found = pageAt(hash.value)?.page;
+  const at = found?.under ?? found?.at.split("/")[0];
   return html`<nav class="menu" aria-label="Pages">
     ${pages.filter((page) => page.nav && isFor(page)).map(
       (page) => html`<a href=${`#/${page.at}`} data-testid=${page.testid}
@@ -63,7 +69,7 @@ function Account() {
     <span data-testid="who">${who}</span>
     <label><span class="hidden">Colours</span>
       <select data-testid="theme" value=${theme.value} onChange=${(/** @type {any} */ event) => setTheme(event.target.value)}>
-        <option value="auto">As the system</option>
+        <option value="auto">System</option>
         <option value="light">Light</option>
         <option value="dark">Dark</option>
       </select>
@@ -83,7 +89,7 @@ function CurrentPage() {
     setError(null);
     found?.page.load().then(
       (loaded) => current && setModule({ at, show: loaded.default }),
-      () => current && setError(new ApiError(0, "offline", "The page could not be loaded.")),
+      () => current && setError(new ApiError(0, "not_loaded", NOT_LOADED)),
     );
     return () => {
       current = false;
@@ -95,7 +101,8 @@ function CurrentPage() {
 }
 
 function App() {
-  const first = pages.find((page) => page.nav && isFor(page));
+  const inMenu = pages.filter((page) => page.nav && isFor(page));
+  const first = inMenu.find((page) => !page.scope || mayCall(page.scope)) ?? inMenu[0];
   const isKnown = pageAt(hash.value) !== null;
   const signedIn = caller.value !== null;
   useEffect(() => {
@@ -130,4 +137,7 @@ function skip(event) {
 
 setTheme("auto");
 const place = document.getElementById("app");
-if (place) render(html`<${App} />`, place);
+if (place) {
+  place.replaceChildren();
+  render(html`<${App} />`, place);
+}

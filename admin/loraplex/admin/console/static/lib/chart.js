@@ -10,7 +10,10 @@ const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
 const day = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", timeZone: "UTC" });
 /** Seconds between two labels of the time. */
 const STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600];
-const DAY_STEPS = [1, 2, 3, 7, 14, 30].map((days) => days * 86_400);
+const DAY_S = 86_400;
+const DAY_STEPS = [1, 2, 3, 7, 14, 30].map((days) => days * DAY_S);
+/** A bar's part of its day, and its most pixels. @type {[number, number]} */
+const BAR = [0.8, 40];
 /** Part of the height that stays free above the highest value. */
 const HEADROOM = 0.05;
 
@@ -19,8 +22,21 @@ function showLast(chart) {
   if (chart.cursor.idx === null || chart.cursor.idx === undefined) chart.setLegend({ idx: chart.data[0].length - 1 }, false);
 }
 
+/** Room for the whole of the first and the last bar. @type {(chart: uPlot, first: number, last: number) => [number, number]} */
+const wholeDays = (_, first, last) => [first - DAY_S / 2, last + DAY_S / 2];
+
 /**
- * Series over time; the page shows the same numbers as text.
+ * The heights of stacked bars: each series stands on those after it, which are drawn over it.
+ * @param {Series[]} series
+ */
+export function stacked(series) {
+  const heights = series.map((one) => [...one.values]);
+  for (let i = heights.length - 2; i >= 0; i -= 1) heights[i] = heights[i].map((value, at) => (value ?? 0) + (heights[i + 1][at] ?? 0));
+  return heights;
+}
+
+/**
+ * Series over time, by day as stacked bars; the page shows the same numbers as text.
  * @param {{ label: string, times: number[], series: Series[], height?: number, byDay?: boolean,
  *   show?: (value: number) => string }} props `times` in seconds since 1970, ascending; `byDay`: each begins a day of UTC.
  */
@@ -29,7 +45,9 @@ export function Chart({ label, times, series, height = 180, byDay = false, show 
   const chart = useRef(/** @type {uPlot | null} */ (null));
   const shape = JSON.stringify([series.map((one) => one.name), byDay, height, theme.value]);
   /** @returns {uPlot.AlignedData} */
-  const data = () => [times, ...series.map((one) => one.values)];
+  const data = () => [times, ...(byDay ? stacked(series) : series.map((one) => one.values))];
+  const given = useRef(series);
+  given.current = series;
 
   useEffect(() => {
     const into = place.current;
@@ -46,14 +64,16 @@ export function Chart({ label, times, series, height = 180, byDay = false, show 
           { label: byDay ? "Day" : "Time", value: (/** @type {uPlot} */ _, /** @type {number | null} */ at) => (at === null ? "" : moment(at)) },
           ...series.map((one, i) => ({
             label: one.name,
-            stroke: color(i),
-            width: 2,
+            ...(byDay ? { fill: color(i), width: 0, paths: uPlot.paths.bars?.({ size: BAR }) } : { stroke: color(i), width: 2 }),
             points: { show: false },
-            value: (/** @type {uPlot} */ _, /** @type {number | null} */ value) => (value === null ? "–" : show(value)),
+            value: (/** @type {uPlot} */ _, /** @type {any} */ __, /** @type {any} */ ___, /** @type {number | null} */ at) => {
+              const value = at === null ? null : given.current[i].values[at];
+              return value === null || value === undefined ? "–" : show(value);
+            },
           })),
         ],
         axes: [{ ...axis, space: 100, incrs: byDay ? DAY_STEPS : STEPS, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(moment) }, { ...axis, size: 60, values: (/** @type {uPlot} */ _, /** @type {number[]} */ at) => at.map(show) }],
-        scales: { y: { range: (/** @type {uPlot} */ _, /** @type {number} */ __, /** @type {number} */ top) => [0, (top || 1) * (1 + HEADROOM)] } },
+        scales: { ...(byDay ? { x: { range: wholeDays } } : {}), y: { range: (/** @type {uPlot} */ _, /** @type {number} */ __, /** @type {number} */ top) => [0, (top || 1) * (1 + HEADROOM)] } },
         legend: { show: true },
         cursor: { drag: { x: false, y: false } },
         hooks: { ready: [showLast], setCursor: [showLast] },

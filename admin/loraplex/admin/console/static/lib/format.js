@@ -35,6 +35,7 @@ export function bytes(value) {
 /** @param {number | null | undefined} value */
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
   if (value < 1e-3) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 2 : 0)} ms`;
   if (value < 120) return `${value.toFixed(value < 10 ? 1 : 0)} s`;

@@ -4,7 +4,7 @@ import { computed, signal } from "./html.js";
 
 /**
  * @typedef {{ id: string, name: string | null, scopes: string[], state: string, expires_at: string | null }} OwnKey
- * @typedef {{ kind: "admin" | "key", tenant: string | null, key: any, base: any, max_upload_bytes: number }} Caller
+ * @typedef {{ kind: "admin" | "key", tenant: string | null, key: any, base: any, max_upload_bytes: number, data_url: string | null }} Caller
  */
 
 /** Whose secret this tab has; null before the sign-in. */

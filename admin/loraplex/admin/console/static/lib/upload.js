@@ -9,23 +9,61 @@ const OTHER_TENSORS = "adapters.safetensors";
 const MAX_CONFIG_BYTES = 1 << 20;
 
 /**
- * @typedef {{files: Map<string, File>, faults: string[]}} Chosen
+ * @typedef {{files: Map<string, File>, faults: string[], leftOut: string[]}} Chosen `leftOut`: names of files that are not sent.
  * @typedef {{maxBytes: number | null, maxRank: number | null}} Caps
+ * @typedef {{file: File, isOfFolder: boolean}} Dropped
  */
 
 /**
- * The parts of an upload among the dropped files, and what is wrong with them before anything is sent.
- * @param {File[]} dropped
+ * What was dropped: files, and the files of folders, without those of folders in them. Reads the event before the first wait: its
+ * items end with it. Throws if the browser cannot read one.
+ * @param {DataTransfer | null} transfer
+ * @returns {Promise<Dropped[]>}
+ */
+export async function droppedFiles(transfer) {
+  const items = [...(transfer?.items ?? [])].filter((item) => item.kind === "file");
+  const found = items.map((item) => {
+    const entry = item.webkitGetAsEntry();
+    const file = item.getAsFile();
+    if (entry?.isDirectory) return filesOf(/** @type {FileSystemDirectoryEntry} */ (entry));
+    return file ? [{ file, isOfFolder: false }] : [];
+  });
+  return (await Promise.all(found)).flat();
+}
+
+/** @param {FileSystemDirectoryEntry} folder @returns {Promise<Dropped[]>} */
+async function filesOf(folder) {
+  const reader = folder.createReader();
+  /** @type {File[]} */
+  const files = [];
+  for (;;) {
+    // Some at a time, and none at the end.
+    const entries = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    if (entries.length === 0) return files.map((file) => ({ file, isOfFolder: true }));
+    for (const entry of entries.filter((/** @type {FileSystemEntry} */ one) => one.isFile)) {
+      files.push(await new Promise((resolve, reject) => entry.file(resolve, reject)));
+    }
+  }
+}
+
+/**
+ * The parts of an upload among the dropped files, and what is wrong with them before anything is sent. What else a folder has,
+ * such as a README, is left out.
+ * @param {Dropped[]} dropped
  * @param {Caps} caps
  * @returns {Promise<Chosen>}
  */
 export async function choose(dropped, caps) {
   const files = new Map();
   const faults = [];
-  for (const file of dropped) {
-    if (isArchive(file.name)) files.set("archive", file);
-    else if ([CONFIG, TENSORS, OTHER_TENSORS, ...CHAT_FILES].includes(file.name)) files.set(file.name, file);
-    else faults.push(`${file.name} is no part of an adapter.`);
+  const leftOut = [];
+  for (const { file, isOfFolder } of dropped) {
+    const isPart = [CONFIG, TENSORS, OTHER_TENSORS, ...CHAT_FILES].includes(file.name);
+    const part = isPart ? file.name : isArchive(file.name) && !isOfFolder ? "archive" : null;
+    if (part === null && isOfFolder) leftOut.push(file.name);
+    else if (part === null) faults.push(`${file.name} is no part of an adapter.`);
+    else if (files.has(part)) faults.push(`There is more than one ${part}: drop the files of one adapter.`);
+    else files.set(part, file);
   }
   if (files.has("archive")) {
     if (files.size > 1) faults.push("An archive comes without other files.");
@@ -41,7 +79,7 @@ export async function choose(dropped, caps) {
   if (config) faults.push(...(await configFaults(config, caps)));
   const tensors = files.get(TENSORS);
   if (tensors && !(await isSafetensors(tensors))) faults.push(`${TENSORS} does not begin as safetensors do.`);
-  return { files, faults };
+  return { files, faults, leftOut };
 }
 
 /** @param {string} name */

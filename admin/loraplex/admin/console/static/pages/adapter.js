@@ -1,5 +1,5 @@
 /** One adapter: its versions, where they are, their pins and reports. */
-import { api, path } from "../lib/api.js";
+import { api, ApiError, path, urlOf } from "../lib/api.js";
 import { html, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import { isOperator, mayCall, ofTenant } from "../lib/store.js";
@@ -9,6 +9,9 @@ import { Report } from "./report.js";
 
 const EVERY_MS = 5000;
 const MAX_VERSIONS = 500;
+const MAX_DOWNLOAD_BYTES = 1 << 30;
+/** How long a browser may take to begin to save what it has read. */
+const REVOKE_MS = 60_000;
 
 /** @type {Record<string, "good" | "busy" | "bad" | "off">} */
 const KINDS = { ready: "good", validating: "busy", rejected: "bad", corrupt: "bad", incompatible: "off", deleted: "off" };
@@ -78,7 +81,7 @@ function Links({ name }) {
 }
 
 /**
- * @param {{ name: string, versions: any[], cache: Map<string, any> | null, run: (act: () => Promise<any>) => void,
+ * @param {{ name: string, versions: any[], cache: Map<string, any> | null, run: (act: () => Promise<any>) => Promise<void>,
  *   onReport: (version: string) => void }} props
  */
 function Versions({ name, versions, cache, run, onReport }) {
@@ -121,13 +124,19 @@ function loadSeconds(row) {
   return html`<span title=${stages.map(([stage, value]) => `${stage} ${seconds(value)}`).join(", ")}>${seconds(all)}</span>`;
 }
 
-/** @param {{ name: string, version: any, run: (act: () => Promise<any>) => void }} props */
+/** @param {{ name: string, version: any, run: (act: () => Promise<any>) => Promise<void> }} props */
 function Actions({ name, version, run }) {
+  const [isLoading, setLoading] = useState(false);
   const where = ofTenant(path`/adapters/${name}/versions/${version.version}`);
   const isLiving = !["deleted", "rejected"].includes(version.state);
   if (!isLiving) return null;
   const of = `${name}@${version.version}`;
   const pin = version.pinned ? "Unpin" : "Pin";
+  async function onDownload() {
+    setLoading(true);
+    await run(() => download(`${where}/archive`, `${name}-${version.version}.tar`, version.bytes));
+    setLoading(false);
+  }
   return html`<span class="actions">
     ${mayCall("adapters:write") &&
     html`<button type="button" data-testid="pin" aria-label="${pin} ${of}"
@@ -135,21 +144,41 @@ function Actions({ name, version, run }) {
       ${pin}
     </button>`}
     <button type="button" data-testid="download" aria-label="Download ${of}"
-      onClick=${() => run(() => download(`${where}/archive`, `${name}-${version.version}.tar`))}>
-      Download
+      disabled=${isLoading} onClick=${onDownload}>
+      ${isLoading ? "Loading…" : "Download"}
     </button>
   </span>`;
 }
 
-/** A link would send no secret: the archive is read here, then saved. @param {string} where @param {string} file */
-async function download(where, file) {
+/**
+ * Saves an archive. A link would send no secret, so the browser reads the whole of it first, and keeps it on its disk if it is large.
+ * Throws ApiError.
+ * @param {string} where @param {string} file @param {number} size Of the version, in bytes.
+ */
+async function download(where, file, size) {
+  if (size > MAX_DOWNLOAD_BYTES) {
+    const most = `${bytes(size)} are more than the ${bytes(MAX_DOWNLOAD_BYTES)} that the page reads.`;
+    throw new ApiError(0, "too_large", `${most} Use curl: ${curlOf(where, file)}`);
+  }
   const answer = await api.request("GET", where);
-  const url = URL.createObjectURL(await answer.blob());
+  let archive;
+  try {
+    archive = await answer.blob();
+  } catch {
+    throw new ApiError(0, "cut_off", "The download broke off: the server or the connection ended, or the disk is full.");
+  }
+  const url = URL.createObjectURL(archive);
   const link = document.createElement("a");
   link.href = url;
   link.download = file;
   link.click();
-  URL.revokeObjectURL(url);
+  window.setTimeout(() => URL.revokeObjectURL(url), REVOKE_MS);
+}
+
+/** @param {string} where @param {string} file */
+function curlOf(where, file) {
+  const secret = isOperator.value ? "LORAPLEX_ADMIN_TOKEN" : "LORAPLEX_API_KEY";
+  return `curl -f -H "Authorization: Bearer $${secret}" -o ${file} ${urlOf(where)}`;
 }
 
 /** @param {{ version: any }} props */

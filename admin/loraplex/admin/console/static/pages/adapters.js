@@ -24,7 +24,7 @@ export const adapterHref = (name) => "#" + path`/adapters/${name}`;
 export function Released({ release }) {
   if (!release || release.targets.length === 0) return html`<span class="note">nothing</span>`;
   const sum = release.targets.reduce((/** @type {number} */ all, /** @type {any} */ one) => all + one.weight, 0);
-  const parts = release.targets.map((/** @type {any} */ one) => `${one.version} ${Math.round((100 * one.weight) / (sum || 1))} %`);
+  const parts = release.targets.map((/** @type {any} */ one) => `${one.version} ${Math.round((100 * one.weight) / (sum || 1))}%`);
   return html`${parts.join(", ")} ${release.run && html`<${RunBadge} run=${release.run} />`}`;
 }
 

@@ -91,8 +91,8 @@ function Rows({ rows }) {
       { title: "Time", cell: (/** @type {any} */ row) => html`<${ui.Time} at=${row.time} />` },
       { title: "Actor", cell: (/** @type {any} */ row) => actor(row) },
       { title: "Action", cell: (/** @type {any} */ row) => row.action },
-      { title: "Target", cell: (/** @type {any} */ row) => row.target },
       { title: "Outcome", cell: (/** @type {any} */ row) => html`<${ui.Badge} kind=${OUTCOMES[row.outcome]}>${row.outcome}<//> ${row.code}` },
+      { title: "Target", cell: (/** @type {any} */ row) => row.target },
       { title: "Change", cell: (/** @type {any} */ row) => html`<${Change} row=${row} />` },
     ]} />`;
 }

@@ -104,7 +104,7 @@ function Moment({ engine, cluster, tenants, history }) {
     <${ui.Section} title="The batch by tenant" note="The share of running sequences, beside the share that the weights give the tenants that have any.">
       <${Batch} rows=${shares(stats, tenants)} />
     <//>
-    <${ui.Section} title="Sequences">
+    <${ui.Section} title="Sequences" note="Since this page was opened, every ${EVERY_MS / 1000} seconds.">
       <${Chart} label="Running and waiting sequences since this page was opened" times=${history.times}
         series=${[{ name: "running", values: history.running }, { name: "waiting", values: history.waiting }]} />
     <//>
@@ -173,6 +173,9 @@ function Adapters() {
   <//>`;
 }
 
+/** @param {number} time In seconds. */
+const ago = (time) => (time < 1 ? "just now" : `${ui.seconds(time)} ago`);
+
 /** @param {{ row: any }} props A row of GET /cache. */
 function AdapterTile({ row }) {
   const [fastest] = row.residency;
@@ -180,7 +183,7 @@ function AdapterTile({ row }) {
     row.loading ? "loading" : fastest,
     row.pinned && "pinned",
     row.leases > 0 && `in use by ${ui.num(row.leases)}`,
-    row.last_used_seconds_ago !== null && `used ${ui.seconds(row.last_used_seconds_ago)} ago`,
+    row.last_used_seconds_ago !== null && `used ${ago(row.last_used_seconds_ago)}`,
   ];
   return html`<li class=${fastest} data-testid="adapter-tile" data-residency=${fastest}>
     <a href=${adapterHref(row.name)} onClick=${() => (tenant.value = row.tenant_id)}>${row.name}@${row.version}</a>

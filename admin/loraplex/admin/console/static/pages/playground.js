@@ -204,7 +204,7 @@ function Code({ model, ask }) {
     ")",
     "print(answer.choices[0].message.content)",
   ].join("\n");
-  return html`<${Section} title="The same request elsewhere">
+  return html`<${Section} title="The same request elsewhere" note="The request of the last column, to ${model}. LORAPLEX_API_KEY holds your key.">
     <h3>curl</h3>
     <pre data-testid="play-curl" tabindex="0">${curl}</pre>
     <h3>openai for Python</h3>
@@ -214,17 +214,17 @@ function Code({ model, ask }) {
 
 /** What to do where no prompt can be sent. */
 function Elsewhere() {
-  const reason = !onDataPort
-    ? "Prompts are sent to the data port, which is another origin than this page: the console is there too, at /console."
-    : isOperator.value
-      ? "The admin token cannot infer."
-      : "This key lacks the scope inference.";
+  const told = caller.value?.data_url ?? "";
+  const there = /^https?:/.test(told) ? `${told}/console` : "";
+  if (onDataPort) {
+    return html`<${Page} title="Playground">
+      <p class="error" data-testid="play-elsewhere">This key lacks the scope inference. Sign in with one that has it.</p>
+    <//>`;
+  }
   return html`<${Page} title="Playground">
-    <p data-testid="play-elsewhere">${reason} Sign in there with a tenant's key that has the scope inference.</p>
-    ${onDataPort
-      ? null
-      : html`<p>On its default port it is
-          ${" "}<a href="${location.protocol}//${location.hostname}:8000/console" rel="noreferrer">
-            ${location.hostname}:8000/console</a>; operators choose another with <code>--port</code>.</p>`}
+    <p data-testid="play-elsewhere">Prompts go to the data port, so the playground is in the console there${there ? ":" : ", at /console."}
+      ${there && html` <a href=${there} target="_blank" rel="noreferrer">${there}</a>.`}</p>
+    <p>Sign in there with a tenant's key that has the scope inference. The admin token sends no prompts.</p>
+    ${isOperator.value && !there && html`<p class="note">The start option <code>--public-url</code> puts a link here.</p>`}
   <//>`;
 }

@@ -68,7 +68,7 @@ export default function Release({ name, candidate = "" }) {
           onKeep=${() => (setBased(inForce), setError(null))} />`}
         ${error && !(isStale && error.status === 412) && html`<${ErrorBox} error=${error} />`}
         <p role="status" class="note">${note}</p>
-        <${Now} release=${inForce.body} isBusy=${isBusy}
+        <${Now} release=${inForce.body} isBusy=${isBusy} isFirst=${found.history.length < 2}
           act=${(/** @type {string} */ rest, /** @type {any} */ body) => change("POST", rest, body, inForce.etag)} />
         ${draft && based
           ? html`<${Editor} draft=${draft} release=${based.body} versions=${found.versions} isBusy=${isBusy || isStale}
@@ -127,9 +127,10 @@ function Conflict({ live, based, onTake, onKeep }) {
 
 /**
  * What is in force, and the changes of one button.
- * @param {{ release: any, isBusy: boolean, act: (rest: string, body?: any) => void }} props
+ * @param {{ release: any, isBusy: boolean, isFirst: boolean, act: (rest: string, body?: any) => void }} props `isFirst`: none was
+ *   in force before.
  */
-function Now({ release, isBusy, act }) {
+function Now({ release, isBusy, isFirst, act }) {
   const { run, targets, schedule } = release;
   const may = mayCall("adapters:write");
   const newest = [...targets].sort((a, b) => numberOf(b.version) - numberOf(a.version))[0];
@@ -141,7 +142,8 @@ function Now({ release, isBusy, act }) {
     ${schedule && html`<${Steps} schedule=${schedule} run=${run} />`}
     ${may &&
     html`<p class="actions">
-      <button type="button" class="danger" data-testid="release-rollback" disabled=${isBusy} onClick=${() => act("/rollback")}>
+      <button type="button" class="danger" data-testid="release-rollback" disabled=${isBusy || isFirst}
+        title=${isFirst ? "There is no release before this one." : "To the release before."} onClick=${() => act("/rollback")}>
         Roll back
       </button>
       ${targets.length > 1 && button("promote", `Promote ${newest.version}`, { version: newest.version })}
@@ -157,7 +159,7 @@ function Steps({ schedule, run }) {
   return html`<ol class="steps">
     ${[...schedule, { weight: 100, for_seconds: 0 }].map(
       (step, place) => html`<li class=${place < at ? "passed" : ""} aria-current=${place === at && run?.status !== "rolled_back" ? "step" : undefined}>
-        ${step.weight} %${step.for_seconds ? ` for ${Math.round(step.for_seconds / 6) / 10} min` : ""}
+        ${step.weight}%${step.for_seconds ? ` for ${Math.round(step.for_seconds / 6) / 10} min` : ""}
       </li>`,
     )}
   </ol>`;

@@ -15,9 +15,9 @@ export function Arms({ found }) {
     { name: "Errors", of: (/** @type {any} */ arm) => num(arm.errors) },
     { name: "Error rate", of: (/** @type {any} */ arm) => html`<${Interval} share=${arm.error_rate} />` },
     { name: "First token, median", of: (/** @type {any} */ arm) => seconds(arm.ttft?.p50) },
-    { name: "First token, 95 %", of: (/** @type {any} */ arm) => seconds(arm.ttft?.p95) },
+    { name: "First token, 95%", of: (/** @type {any} */ arm) => seconds(arm.ttft?.p95) },
     { name: "Between tokens, median", of: (/** @type {any} */ arm) => seconds(arm.itl?.p50) },
-    { name: "Between tokens, 95 %", of: (/** @type {any} */ arm) => seconds(arm.itl?.p95) },
+    { name: "Between tokens, 95%", of: (/** @type {any} */ arm) => seconds(arm.itl?.p95) },
     { name: "Output tokens, mean", of: (/** @type {any} */ arm) => figure(arm.output_tokens) },
     { name: "Cut at the limit", of: (/** @type {any} */ arm) => percent(arm.length_share) },
   ];
@@ -29,7 +29,7 @@ export function Arms({ found }) {
       cell: (/** @type {any} */ row) => row.of(arm),
     })),
   ];
-  return html`<${Section} title="Versions side by side" note=${html`Requests since <${Time} at=${found.since} />; a rate with its 95 % interval.`}>
+  return html`<${Section} title="Versions side by side" note=${html`Requests since <${Time} at=${found.since} />; a rate with its 95% interval.`}>
     <${Table} caption="Versions side by side" columns=${columns} rows=${rows} keyOf=${(/** @type {any} */ row) => row.name} testid="arm-row" />
   <//>`;
 }

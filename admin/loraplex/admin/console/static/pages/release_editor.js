@@ -64,7 +64,7 @@ function Weight({ target, isAlone, onWeight, onRemove }) {
     <b>${version}</b>
     <input type="range" min="0" max="100" step="1" value=${weight} disabled=${isAlone} aria-label="Share of ${version}"
       aria-valuetext="${weight} percent" onInput=${onInput} />
-    <span><input type="number" min="0" max="100" value=${weight} disabled=${isAlone} aria-label="Percent of ${version}" onChange=${onInput} /> %</span>
+    <span><input type="number" min="0" max="100" value=${weight} disabled=${isAlone} aria-label="Percent of ${version}" onChange=${onInput} />%</span>
     <button type="button" disabled=${isAlone} aria-label="Remove ${version}" onClick=${onRemove}>×</button>
   </div>`;
 }
@@ -80,7 +80,7 @@ function AddVersion({ versions, onAdd }) {
         ${versions.map((one) => html`<option value=${one}>${one}</option>`)}
       </select>
     <//>
-    <button type="button" data-testid="add-canary" onClick=${() => onAdd(version)}>Add ${version} with ${NEW_SHARE} %</button>
+    <button type="button" data-testid="add-canary" onClick=${() => onAdd(version)}>Add ${version} with ${NEW_SHARE}%</button>
   </div>`;
 }
 
@@ -99,14 +99,14 @@ function Watch({ draft, onChange }) {
     <label class="check">
       <input type="checkbox" data-testid="release-schedule" checked=${isScheduled}
         onChange=${(/** @type {any} */ event) => onChange({ ...draft, steps: event.target.checked ? FIRST_STEPS : [] })} />
-      Schedule: the newest version's share rises in steps, the last is 100 %
+      Schedule: the newest version's share rises in steps, the last is 100%
     </label>
     ${isScheduled &&
     html`<ol class="schedule">
       ${steps.map(
         (step, place) => html`<li key=${place}>
           <input type="number" min="1" max="99" step="1" value=${step.percent} aria-label="Percent of step ${place + 1}"
-            onChange=${(/** @type {any} */ event) => setStep(place, { percent: Number(event.target.value) })} /> % for
+            onChange=${(/** @type {any} */ event) => setStep(place, { percent: Number(event.target.value) })} />% for
           ${" "}<input type="number" min="0.02" step="any" value=${step.minutes} aria-label="Minutes of step ${place + 1}"
             onChange=${(/** @type {any} */ event) => setStep(place, { minutes: Number(event.target.value) })} /> minutes
           <button type="button" aria-label="Remove step ${place + 1}"

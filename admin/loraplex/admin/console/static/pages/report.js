@@ -8,6 +8,8 @@ import { figure, num, percent } from "../lib/format.js";
  */
 
 const HEIGHT = 48;
+/** Height of the names of layers below the bars. */
+const NAMES = 14;
 const STEP = 14;
 
 /**
@@ -69,7 +71,7 @@ function Numbers({ found }) {
     <${Strip} title="Norm of the change by layer" layers=${layers} value=${(/** @type {Layer} */ one) => one.norm} />
     ${layers.some((one) => one.error !== null)
       ? html`<${Strip}
-          title="Largest error by layer, beside the tolerance"
+          title="Largest error by layer; the line is the tolerance, ${figure(found.tolerance)}"
           layers=${layers}
           value=${(/** @type {Layer} */ one) => one.error ?? 0}
           most=${found.tolerance}
@@ -77,8 +79,11 @@ function Numbers({ found }) {
       : null}`;
 }
 
+/** Where a part of the height is, not on the picture's edge. @param {number} part */
+const levelOf = (part) => Math.max(0.5, HEIGHT * (1 - part));
+
 /**
- * Bars of equal width, one a layer.
+ * Bars of equal width, one a layer; `most` is a line across them.
  * @param {{title: string, layers: Layer[], value: (layer: Layer) => number, most?: number}} props
  */
 function Strip({ title, layers, value, most }) {
@@ -87,7 +92,7 @@ function Strip({ title, layers, value, most }) {
   const said = layers.map((one) => `${one.name}: ${figure(value(one))}`).join(", ");
   return html`<figure class="strip">
     <figcaption>${title}</figcaption>
-    <svg viewBox="0 0 ${width} ${HEIGHT + 12}" role="img" aria-label="${title}. ${said}" preserveAspectRatio="xMinYMin">
+    <svg viewBox="0 0 ${width} ${HEIGHT + NAMES}" role="img" aria-label="${title}. ${said}" preserveAspectRatio="xMinYMin">
       ${layers.map((one, place) => {
         const height = Math.max(1, (Math.min(value(one), top) / top) * HEIGHT);
         const over = most !== undefined && value(one) > most;
@@ -96,10 +101,11 @@ function Strip({ title, layers, value, most }) {
             <title>layer ${one.name}: ${figure(value(one))}</title>
           </rect>
           ${layers.length <= 12 || place % 5 === 0
-            ? html`<text x=${place * STEP + STEP / 2} y=${HEIGHT + 10} text-anchor="middle">${one.name.slice(0, 3)}</text>`
+            ? html`<text x=${place * STEP + STEP / 2} y=${HEIGHT + NAMES - 3} text-anchor="middle">${one.name.slice(0, 3)}</text>`
             : null}
         </g>`;
       })}
+      ${most !== undefined && html`<line class="tolerance" x1="0" x2=${width} y1=${levelOf(most / top)} y2=${levelOf(most / top)} />`}
     </svg>
   </figure>`;
 }

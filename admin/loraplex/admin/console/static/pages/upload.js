@@ -1,11 +1,11 @@
 /** Upload: an adapter's files by drag and drop, with progress, and the server's report. */
 import { ApiError, path } from "../lib/api.js";
 import { bytes } from "../lib/format.js";
-import { html, useRef, useState } from "../lib/html.js";
+import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { caller, mayCall, ofTenant, tenant } from "../lib/store.js";
 import { TenantPicker } from "../lib/tenant_picker.js";
 import { ErrorBox, Field, Page, Section } from "../lib/ui.js";
-import { choose, CONFIG, send, TENSORS } from "../lib/upload.js";
+import { choose, CONFIG, droppedFiles, send, TENSORS } from "../lib/upload.js";
 import { Report } from "./report.js";
 
 const NAME = /^[a-z0-9][a-z0-9._-]{0,62}$/;
@@ -19,12 +19,18 @@ export default function Upload({ name: given = "" }) {
   const [error, setError] = useState(/** @type {any} */ (null));
   const stop = useRef(/** @type {AbortController | null} */ (null));
 
-  /** @param {File[]} files */
+  /** @param {Promise<import("../lib/upload.js").Dropped[]>} files */
   async function onFiles(files) {
     setMade(null);
     setError(null);
     const base = caller.value?.base;
-    setChosen(await choose(files, { maxBytes: caller.value?.max_upload_bytes ?? null, maxRank: base?.max_adapter_rank ?? null }));
+    const caps = { maxBytes: caller.value?.max_upload_bytes ?? null, maxRank: base?.max_adapter_rank ?? null };
+    try {
+      setChosen(await choose(await files, caps));
+    } catch (/** @type {any} */ refused) {
+      setChosen(null);
+      setError(new ApiError(0, "unreadable", `The browser cannot read a file: ${refused.message}`));
+    }
   }
 
   /** @param {Event} event */
@@ -47,9 +53,10 @@ export default function Upload({ name: given = "" }) {
     }
   }
 
-  const isReady = chosen !== null && chosen.faults.length === 0 && NAME.test(name) && tenant.value !== "" && sending === null;
+  const may = mayCall("adapters:write");
+  const isReady = may && chosen !== null && chosen.faults.length === 0 && NAME.test(name) && tenant.value !== "" && sending === null;
   return html`<${Page} title=${given ? `Upload a version of ${given}` : "Upload an adapter"}>
-    ${mayCall("adapters:write") ? null : html`<p class="error" role="alert">This key lacks the scope adapters:write.</p>`}
+    ${may ? null : html`<p class="error" role="alert">This key lacks the scope adapters:write.</p>`}
     <form class="upload" onSubmit=${onSubmit}>
       <div class="form">
         <${TenantPicker} />
@@ -71,29 +78,38 @@ export default function Upload({ name: given = "" }) {
   <//>`;
 }
 
-/** @param {{ onFiles: (files: File[]) => void, isBusy: boolean }} props */
+/** @param {{ onFiles: (files: Promise<import("../lib/upload.js").Dropped[]>) => void, isBusy: boolean }} props */
 function DropZone({ onFiles, isBusy }) {
   const [isOver, setOver] = useState(false);
+  useEffect(() => {
+    // A file that misses the zone would else be opened in place of the page, and end the session.
+    const stay = (/** @type {Event} */ event) => event.preventDefault();
+    for (const event of ["dragover", "drop"]) window.addEventListener(event, stay);
+    return () => {
+      for (const event of ["dragover", "drop"]) window.removeEventListener(event, stay);
+    };
+  }, []);
   /** @param {DragEvent} event */
   function onDrop(event) {
     event.preventDefault();
     setOver(false);
-    if (!isBusy) onFiles([...(event.dataTransfer?.files ?? [])]);
+    if (!isBusy) onFiles(droppedFiles(event.dataTransfer));
   }
   /** @param {any} event */
   function onChange({ target }) {
-    const files = [...target.files];
+    const files = [...target.files].map((file) => ({ file, isOfFolder: false }));
     // Else the browser says nothing of a choice of the same files again, which may have been mended.
     target.value = "";
-    onFiles(files);
+    onFiles(Promise.resolve(files));
   }
-  return html`<label
+  return html`<label data-testid="drop-zone"
     class=${isOver ? "drop over" : "drop"}
     onDragOver=${(/** @type {Event} */ event) => (event.preventDefault(), setOver(true))}
     onDragLeave=${() => setOver(false)}
     onDrop=${onDrop}
   >
-    <span>Drop <code>${CONFIG}</code> and <code>${TENSORS}</code> here, or one archive of them. Or choose files:</span>
+    <span>Drop <code>${CONFIG}</code> and <code>${TENSORS}</code> here, the folder that has them, or one archive of them. Or choose
+      files:</span>
     <input type="file" multiple data-testid="upload" disabled=${isBusy} aria-label="Files of the adapter"
       onChange=${onChange} />
   </label>`;
@@ -101,9 +117,10 @@ function DropZone({ onFiles, isBusy }) {
 
 /** @param {{ chosen: import("../lib/upload.js").Chosen }} props */
 function Files({ chosen }) {
-  return html`<ul class="checks">
+  return html`<ul class="checks" data-testid="chosen">
     ${[...chosen.files].map(([part, file]) => html`<li class="good"><b>${part}</b> <span>${file.name}, ${bytes(file.size)}</span></li>`)}
     ${chosen.faults.map((fault) => html`<li class="bad" role="alert">${fault}</li>`)}
+    ${chosen.leftOut.length > 0 && html`<li class="note">Not sent: ${chosen.leftOut.join(", ")}</li>`}
   </ul>`;
 }
 

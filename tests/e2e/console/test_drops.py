@@ -1,0 +1,122 @@
+"""Files and folders dropped on the upload page: the browser's own drag events, with files of the disk."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from support.adapters.drafts import make_adapter
+from support.console.browser import PATIENCE_MS, Screen
+from support.http.admin_plane import ARCH
+from support.http.whole_server import WholeServer, whole_server
+
+pytestmark = pytest.mark.slow
+expect.set_options(timeout=PATIENCE_MS)
+
+LARGE_BYTES = 3 << 20
+SENT_A_SECOND = 2 << 20
+NOTE_PROGRESS = """() => {
+  window.seen = [];
+  new MutationObserver(() => {
+    const bar = document.querySelector("progress");
+    if (bar && bar.value > 0 && bar.max > 1) window.seen.push(bar.value / bar.max);
+  }).observe(document.querySelector("main"), { subtree: true, childList: true, attributes: true });
+}"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
+    with whole_server(tmp_path_factory.mktemp("server")) as running:
+        running.plane.make_tenant("acme")
+        yield running
+
+
+@pytest.fixture
+def upload(server: WholeServer, screen: Screen) -> Screen:
+    secret = server.plane.make_key("acme", "adapters:read", "adapters:write")
+    return screen.sign_in(server.admin_url, secret, "upload")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What PEFT's save_pretrained leaves: an adapter beside other files."""
+
+    found = tmp_path / "my-adapter"
+    make_adapter(found, ARCH, seed=5)
+    (found / "README.md").write_text("# my adapter")
+    (found / "checkpoint-10").mkdir()
+    shutil.copy(found / "adapter_config.json", found / "checkpoint-10")
+    return found
+
+
+def drop(screen: Screen, *paths: Path, on: str = "drop-zone") -> None:
+    """Drag the files from outside of the browser onto the middle of an element."""
+    box = screen[on].bounding_box()
+    assert box is not None
+    session = screen.page.context.new_cdp_session(screen.page)
+    data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
+    at = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+    for kind in ("dragEnter", "dragOver", "drop"):
+        session.send("Input.dispatchDragEvent", {"type": kind, "data": data, **at})
+    session.detach()
+
+
+def test_a_dropped_folder_is_uploaded_without_what_is_no_part(
+    server: WholeServer, upload: Screen, folder: Path
+) -> None:
+    drop(upload, folder)
+    expect(upload["chosen"]).to_contain_text("Not sent: README.md")
+    upload["adapter-name"].fill("dropped")
+    upload["upload-send"].click()
+    expect(upload["uploaded"]).to_contain_text("dropped@v1 is ready")
+    assert server.plane.services.catalog.get_living("acme", "dropped", "v1").state == "ready"
+
+
+def test_what_is_wrong_with_dropped_files_is_said(upload: Screen, folder: Path, tmp_path: Path) -> None:
+    config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    other, empty, archive = tmp_path / "notes.txt", tmp_path / "empty", tmp_path / "two.zip"
+    other.write_text("no adapter")
+    archive.write_bytes(b"PK")
+    empty.mkdir()
+    upload["adapter-name"].fill("wrong")
+    cases = (
+        ((other,), ("notes.txt is no part of an adapter.", "adapter_config.json is missing.")),
+        ((config,), ("adapter_model.safetensors is missing.",)),
+        ((config, tensors, other), ("notes.txt is no part of an adapter.",)),
+        ((empty,), ("adapter_config.json is missing.", "adapter_model.safetensors is missing.")),
+        ((folder, folder / "checkpoint-10"), ("There is more than one adapter_config.json",)),
+        ((archive, config), ("An archive comes without other files.",)),
+    )
+    for paths, faults in cases:
+        drop(upload, *paths)
+        for fault in faults:
+            expect(upload["chosen"]).to_contain_text(fault)
+        expect(upload["upload-send"]).to_be_disabled()
+    drop(upload, config, tensors)
+    expect(upload["upload-send"]).to_be_enabled()
+    drop(upload, other, on="who")
+    expect(upload["upload-send"]).to_be_enabled()
+    expect(upload["who"]).to_be_visible()
+
+
+def test_the_progress_of_a_long_upload(upload: Screen, folder: Path) -> None:
+    head = b'{"__metadata__":{}}'
+    tensors = folder / "adapter_model.safetensors"
+    tensors.write_bytes(struct.pack("<Q", len(head)) + head + bytes(LARGE_BYTES))
+    upload["adapter-name"].fill("long")
+    drop(upload, folder)
+    upload.page.evaluate(NOTE_PROGRESS)
+    slow = {"offline": False, "latency": 0, "downloadThroughput": -1, "uploadThroughput": SENT_A_SECOND}
+    session = upload.page.context.new_cdp_session(upload.page)
+    session.send("Network.enable")
+    session.send("Network.emulateNetworkConditions", slow)
+    upload["upload-send"].click()
+    expect(upload["error"]).to_be_visible()
+    seen = upload.page.evaluate("seen")
+    assert seen == sorted(seen)
+    assert any(0 < part < 1 for part in seen), seen
