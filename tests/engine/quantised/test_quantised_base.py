@@ -93,7 +93,7 @@ def test_tokens_and_log_probabilities_equal_peft_over_what_the_codes_stand_for(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_interpreter")
-@pytest.mark.parametrize("name", ["fp8, a scale a row", "fp8, blocks"])
+@pytest.mark.parametrize("name", ["fp8, blocks", pytest.param("fp8, a scale a row", marks=pytest.mark.soak)])
 def test_8_bit_floats_keep_their_bytes_where_kernels_multiply_with_them(name: str, tmp_path: Path) -> None:
     """Equal to PEFT over what they stand for, and as many bytes as planned for a GPU."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
