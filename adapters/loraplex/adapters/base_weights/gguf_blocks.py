@@ -94,4 +94,4 @@ KINDS = {
 }
 """The kinds that are served, by ggml's names."""
 FOUR_BITS = frozenset({"Q4_0", "Q4_1", "Q4_K"})
-"""Those whose codes have 4 bits."""
+"""Those whose codes have 4 bits, in groups of 32."""

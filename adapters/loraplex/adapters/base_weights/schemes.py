@@ -148,9 +148,12 @@ def stores_head(config: Mapping[str, Any]) -> bool:
     return isinstance(scheme, Gptq) and config["quantization_config"].get("lm_head") is True
 
 
-def stores_4_bits(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has linears in codes of 4 bits, by its config alone. Raises QuantisationUnsupported."""
+def group_of_4_bits(config: Mapping[str, Any]) -> int | None:
+    """Inputs that share a scale in linears of 4 bits, by a checkpoint's config alone; 0: all of a row; None: it has no
+    such linears. Raises QuantisationUnsupported."""
     scheme = read_scheme(config)
     if isinstance(scheme, Gguf):
-        return not FOUR_BITS.isdisjoint(config["quantization_config"]["kinds"])
-    return isinstance(scheme, Awq) or (isinstance(scheme, Gptq | CompressedTensors) and scheme.bits == 4)
+        return None if FOUR_BITS.isdisjoint(config["quantization_config"]["kinds"]) else 32
+    if isinstance(scheme, Awq) or (isinstance(scheme, Gptq | CompressedTensors) and scheme.bits == 4):
+        return max(0, scheme.group)
+    return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
-from loraplex.adapters.base_weights.schemes import read_scheme, stores_4_bits
+from loraplex.adapters.base_weights.schemes import group_of_4_bits, read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
@@ -115,7 +115,11 @@ def activations(raw: Mapping[str, Any], dtype: str | torch.dtype, kernels: Kerne
     "int8", or empty for the model's dtype, which a `dtype` that is named asks for. Raises QuantisationUnsupported."""
     if dtype != "auto" or kernels.ops.pack_integers is None:
         return ""
-    return "int8" if stores_4_bits(text_fields(raw)) else ""
+    # It imports numba, which only those need who have its kernels.
+    from loraplex.kernels.layers.numba_quantise import GROUP
+
+    group = group_of_4_bits(text_fields(raw))
+    return "" if group is None or group % GROUP else "int8"
 
 
 def _refuse_codes(model_type: str, quantise: bool) -> ModelUnsupported:
