@@ -1,14 +1,15 @@
 """Triton's interpreter (of 3.7) without most of what it repeats: a third of the time.
 
-For every call inside a kernel it looks through all of `triton.language` and replaces the functions there again, each
-value makes its shape and a table of dtypes again, and each sum of integers computes whether it overflowed, which is
-thrown away unless `debug` is set. Here a launch replaces the functions once for each function that is called, equal
-shapes and dtypes are made once, and overflows are not computed. What a kernel computes stays as it is, except for
-numbers that are rounded to e4m3: the interpreter loses the carry of a mantissa that is rounded up, and GPUs do not.
+For every launch, and every call inside a kernel, it looks through all of `triton.language` and replaces the functions
+there again, each value makes its shape and a table of dtypes again, and each sum of integers computes whether it
+overflowed, which is thrown away unless `debug` is set. Here the functions are replaced once, equal shapes and dtypes
+are made once, and overflows are not computed. What a kernel computes stays as it is, except for numbers that are
+rounded to e4m3: the interpreter loses the carry of a mantissa that is rounded up, and GPUs do not.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import ml_dtypes
@@ -24,31 +25,33 @@ def quicken_interpreter() -> None:
 
     assert not interpreter.InterpreterOptions.debug, "overflows are to be found"
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
-    _patch_once_a_launch(interpreter)
+    _patch_once(interpreter)
     _make_dtypes_once(interpreter)
     _make_shapes_once()
     _round_to_8_bit_floats(interpreter)
 
 
-def _patch_once_a_launch(interpreter: Any) -> None:
-    patch, run_grid = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[Any] = set()
+def _patch_once(interpreter: Any) -> None:
+    """Only kernels call the functions that are replaced, so they stay replaced after a launch."""
+    patch = interpreter._patch_lang
+    known: dict[Any, frozenset[str]] = {}
+    patched: set[frozenset[str]] = set()
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.fn not in patched:
-            patch(self.fn)
-            patched.add(self.fn)
-        try:
-            return self.rewrite()(*args, **kwargs)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
+    def languages(fn: Any) -> frozenset[str]:
+        """Which of Triton's modules a function sees, and is to see with what replaces their functions."""
+        if fn not in known:
+            seen = (interpreter.tl, interpreter.tl.core)
+            modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+            known[fn] = frozenset(module.__name__ for module in modules if module in seen)
+        return known[fn]
 
-    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
-        run_grid(self, *args, **kwargs)
+    def patch_once(fn: Any) -> Any:
+        if languages(fn) not in patched:
+            patch(fn)
+            patched.add(languages(fn))
+        return interpreter._LangPatchScope()  # with nothing to restore
 
-    interpreter.InterpretedFunction.__call__ = call
-    interpreter.GridExecutor.__call__ = launch
+    interpreter._patch_lang = patch_once
 
 
 def _make_dtypes_once(interpreter: Any) -> None:
