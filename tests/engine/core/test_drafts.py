@@ -77,6 +77,7 @@ def answers(drafter: PlantedDrafter | None) -> tuple[dict[str, tuple[Any, ...]],
             stop_token_ids=(chain[draw.randrange(30)],) if number % 2 else (),
             min_tokens=draw.choice((0, 8)),
             logprobs=draw.choice((None, 2)),
+            prompt_logprobs=1 if number % 4 == 3 else None,
             speculation=number % 5 != 4,
         )
     events = engine.run()
@@ -103,8 +104,9 @@ def test_answers_usage_and_charges_are_those_without_drafts(kind: DrafterKind) -
     assert (rejected == 0) == (kind == "right")
     assert (steps < plain_steps) == (kind != "wrong")
     more = sum(served.values()) - sum(plain_served.values())
+    lost = rejected + drafter.num_behind_end
     # A row with an adapter is dearer than one of the base.
-    assert rejected <= more + 1e-6 <= 2 * rejected + 1e-6
+    assert lost <= more + 1e-6 <= 2 * lost + 1e-6
 
 
 @pytest.mark.parametrize("accepted", [1, 3, 8])
@@ -128,6 +130,20 @@ def test_an_answer_ends_at_a_stop_token_inside_its_draft(accepted: int) -> None:
         assert engine.core.stats().num_kv_blocks_used == 0
 
 
+def test_drafts_behind_the_end_of_an_answer_are_charged_as_rejected_ones() -> None:
+    served: list[float] = []
+    for drafter in (planted("right"), None):
+        engine = core_engine(drafter)
+        chain = expected(engine.add("probe", max_tokens=20), 20)
+        engine.core.abort("probe")
+        engine.add("r", max_tokens=20, stop_token_ids=(chain[3],))
+        engine.run()
+        assert engine.tokens("r") == chain[:4]
+        served.append(sum(engine.core.exchange_service({}).values()))
+        assert drafter is None or drafter.num_behind_end == 5
+    assert served[0] == pytest.approx(served[1] + 5), "three of the eight were delivered"
+
+
 def test_an_answer_behind_a_draft_is_found_as_a_prefix() -> None:
     """Blocks that hold accepted drafts are found, with the right content; those with rejected ones are not."""
     for kind in KINDS:
@@ -141,6 +157,42 @@ def test_an_answer_behind_a_draft_is_found_as_a_prefix() -> None:
         usage = engine.end("follow").usage
         assert usage is not None
         assert usage.cached_tokens == (len(prompt) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("is_deleted", [False, True])
+def test_answers_of_a_version_that_is_deleted_are_not_kept(is_deleted: bool) -> None:
+    drafter = Drafter(bytes_per_tenant=1 << 20, total_bytes=1 << 20)
+    engine = core_engine(drafter)
+    engine.add("ended", adapter(1), max_tokens=8)
+    engine.run()
+    assert drafter.num_bytes > 0
+    engine.add("live", adapter(1), max_tokens=8)
+    while not engine.tokens("live"):
+        engine.step()
+    if is_deleted:
+        engine.core.drop(adapter(1).digest)
+    kept = drafter.num_bytes
+    assert (kept == 0) == is_deleted
+    engine.run()
+    assert len(engine.tokens("live")) == 8
+    assert (drafter.num_bytes > kept) != is_deleted
+
+
+@pytest.mark.parametrize(
+    ("options", "is_kept"), [({}, True), ({"speculation": False}, False), ({"background": True}, False)]
+)
+def test_answers_are_kept_of_requests_alone_that_may_draft(options: dict[str, Any], is_kept: bool) -> None:
+    drafter = Drafter(bytes_per_tenant=1 << 20, total_bytes=1 << 20)
+    engine = core_engine(drafter)
+    engine.add("aborted", max_tokens=60, **options)
+    while not engine.tokens("aborted"):
+        engine.step()
+    engine.core.abort("aborted")
+    assert drafter.num_bytes == 0
+    engine.add("ended", max_tokens=8, **options)
+    engine.run()
+    assert len(engine.tokens("ended")) == 8
+    assert (drafter.num_bytes > 0) == is_kept
 
 
 AVX2_COSTS = StepCosts.from_seconds(

@@ -108,6 +108,17 @@ def test_tenants_take_turns_however_many_sequences_they_have():
     assert sum(rows.values()) == 8, "no more rows are sampled than sequences may run"
 
 
+def test_rows_that_pay_only_together_are_not_taken_by_halves():
+    costs = StepCosts(tuple(1.0 if rows <= 4 else 1.5 for rows in range(1, 65)))
+    names = ("a", "b", "c", "d")
+    made = bench(costs=costs, seqs=16)
+    begin(made, *names)
+    assert sum(made.step().values()) == 16
+    made = bench(costs=costs, seqs=5)
+    begin(made, *names)
+    assert made.step() == dict.fromkeys(names, 1), "there is room for one row, and it begins a tile"
+
+
 def test_the_likelier_draft_of_a_tenant_goes_first():
     class Uneven(Planted):
         def propose(self, seq, most):
@@ -147,6 +158,13 @@ def test_a_chunk_of_a_prompt_leaves_drafts_what_a_small_step_has():
     assert sum(rows.values()) == 64
 
 
+def test_a_step_whose_tokens_are_used_up_has_no_drafts():
+    made = bench(tokens=16, seqs=8)
+    begin(made, "a")
+    made.add("b", 300, first=5000)
+    assert made.step() == {"a": 1, "b": 15}
+
+
 def test_accepted_drafts_are_found_as_a_prefix_like_all_else():
     made = bench()
     (seq,) = begin(made, "a", num_prompt=10, max_tokens=30)
@@ -155,6 +173,18 @@ def test_accepted_drafts_are_found_as_a_prefix_like_all_else():
     follow = made.add("next", 1, tenant="a")
     follow.token_ids[:] = seq.token_ids
     assert len(made.scheduler._cached_prefix(follow)) == (len(seq.token_ids) - 1) // 16
+
+
+def test_a_block_with_a_rejected_draft_is_not_found_as_a_prefix():
+    made = bench(Planted(WRONG))
+    (seq,) = begin(made, "a", num_prompt=10, max_tokens=60)
+    while len(seq.token_ids) < 32:
+        made.step()
+    assert len(seq.token_ids) == 32, "the last position holds what was drafted for it until the next step"
+    made.finish(seq)
+    follow = made.add("next", 1, tenant="a")
+    follow.token_ids[:] = [*seq.token_ids, 1]
+    assert len(made.scheduler._cached_prefix(follow)) == 1
 
 
 def test_what_is_known_of_a_sequence_ends_with_it():
@@ -187,3 +217,23 @@ def test_a_drafter_that_fails_ends_drafts_and_nothing_else(fault, monkeypatch, c
     monkeypatch.undo()
     begin(made, "b")
     assert made.step() == {"b": 1}
+
+
+def test_a_drafter_that_fails_leaves_nothing_behind(monkeypatch):
+    drafter = Drafter(bytes_per_tenant=1 << 20, total_bytes=1 << 20)
+    made = bench(drafter)
+    (seq,) = begin(made, "a", max_tokens=60)
+    made.step()
+    made.scheduler.answered(seq)
+    drafted = drafter.num_drafted["own"]
+    assert drafter.num_bytes > 0
+    assert seq in drafter._sequences
+
+    def fail(*given):
+        raise IndexError("planted")
+
+    monkeypatch.setattr(drafter, "propose", fail)
+    made.step()
+    assert drafter.num_bytes == 0
+    assert not drafter._sequences
+    assert drafter.num_drafted["own"] == drafted

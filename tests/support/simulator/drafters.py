@@ -17,7 +17,8 @@ FREE = StepCosts((1.0,) * 64)
 
 
 class PlantedDrafter(Drafter):
-    """Knows the tokens of the fake model. `log` has the drafted and the accepted tokens of each verified draft."""
+    """Knows the tokens of the fake model. `log` has the drafted and the accepted tokens of each verified draft, and
+    `num_behind_end` counts the accepted ones behind the end of an answer."""
 
     def __init__(self, kind: DrafterKind, rng: random.Random, vocab_size: int) -> None:
         super().__init__(bytes_per_tenant=1 << 20, total_bytes=1 << 20)
@@ -27,6 +28,8 @@ class PlantedDrafter(Drafter):
         self._answers: dict[str, list[int]] = {}
         self.log: list[tuple[int, int]] = []
         self.complaints: list[str] = []
+        self.num_behind_end = 0
+        self._first: dict[Sequence, int] = {}
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         request, first = seq.request, seq.num_outputs
@@ -42,12 +45,14 @@ class PlantedDrafter(Drafter):
         guessed = [token if self._is_right() else (token + 1) % self._vocab_size for token in guessed]
         if not guessed:
             return None
+        self._first[seq] = first
         return Draft(tuple(guessed), tuple(0.9**place for place in range(len(guessed))), "own")
 
     def verified(self, seq: Sequence, source: DraftSource, num_drafted: int, num_accepted: int) -> None:
         if not 0 <= num_accepted <= num_drafted > 0:
             self.complaints.append(f"{num_accepted} of {num_drafted} drafts were accepted")
         self.log.append((num_drafted, num_accepted))
+        self.num_behind_end += max(0, num_accepted - (seq.num_outputs - self._first.pop(seq)))
         super().verified(seq, source, num_drafted, num_accepted)
 
     def _is_right(self) -> bool:

@@ -377,7 +377,7 @@ class EngineCore:
     def drop(self, digest: str) -> None:
         self._scheduler.adapters.expected.remove(digest)
         if self._scheduler.speculation is not None:
-            self._scheduler.speculation.forget(digest)
+            self._scheduler.speculation.forget(digest, self._tracker.live.values())
         self._cache.drop(digest)
 
     def set_elsewhere(self, digests: Collection[str]) -> None:

@@ -150,18 +150,18 @@ class Scheduler:
             self.blocks.register_all(prefix_keys.filled(seq, scheduled, scheduled.start, end))
 
     def verified(self, seq: Sequence, scheduled: ScheduledSequence, num_accepted: int) -> None:
-        """The tokens of a computed slice with drafts are known to `seq`: `num_accepted` of these were right. The others
-        are computed again as what they are; they are charged as a prompt's."""
+        """The tokens of a computed slice with drafts are known to `seq`: `num_accepted` of these were right. The
+        others, and those behind the end of the answer, are charged as a prompt's."""
         assert self.speculation is not None
         num_drafted = len(scheduled.drafted)
         self.speculation.verified(seq, num_drafted, num_accepted)
-        self._charge.work(seq, (num_drafted - num_accepted) * self._charge.prices.prefill)
-        if seq.state is not SequenceState.RUNNING or scheduled.epoch != seq.epoch:
-            return
         start = scheduled.start + scheduled.num_tokens - num_drafted
-        seq.num_computed = start + num_accepted
-        end = min(seq.num_computed, len(seq.token_ids) - 1)  # nothing behind a token that ends the answer
-        self.blocks.register_all(prefix_keys.filled(seq, scheduled, start, end))
+        num_kept = min(num_accepted, len(seq.token_ids) - start)
+        self._charge.work(seq, (num_drafted - num_kept) * self._charge.prices.prefill)
+        if seq.state is SequenceState.RUNNING and scheduled.epoch == seq.epoch:
+            seq.num_computed = start + num_kept
+            end = min(seq.num_computed, len(seq.token_ids) - 1)  # nothing behind a token that ends the answer
+            self.blocks.register_all(prefix_keys.filled(seq, scheduled, start, end))
 
     def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence | MeasuredPart]]) -> None:
         """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import ParamSpec, TypeVar
@@ -43,6 +43,7 @@ class Speculation:
         self._costs = costs
         self._least_gain = least_gain
         self._sources: dict[Sequence, DraftSource] = {}  # of drafts in flight
+        self._unkept: set[Sequence] = set()  # live ones of versions that are gone
         self._has_failed = False
 
     def extend(self, draft: StepDraft, blocks: BlockManager, counter: Callable[[Sequence], float]) -> None:
@@ -63,7 +64,7 @@ class Speculation:
             ):
                 drafts[seq] = found
         if drafts:
-            chosen = self._choose(drafts, counter, rows, num_sampled)[:room]
+            chosen = self._choose(drafts, counter, rows, num_sampled, room)
             spare = blocks.num_free - len(draft.scheduled)
             for seq, count in Counter(chosen).items():
                 spare -= self._extend(draft, blocks, seq, drafts[seq], count, spare)
@@ -74,8 +75,10 @@ class Speculation:
         counter: Callable[[Sequence], float],
         rows: int,
         num_sampled: int,
+        room: int,
     ) -> list[Sequence]:
-        """The sequences of the rows that a step of `rows` rows takes beside, each as often as it gets one."""
+        """The sequences of the at most `room` rows that a step of `rows` rows takes beside, each as often as it gets
+        one."""
         by_tenant: dict[str, list[tuple[float, Sequence]]] = {}
         for seq in sorted(drafts, key=counter):
             lane = by_tenant.setdefault(seq.request.tenant_id, [])
@@ -85,7 +88,7 @@ class Speculation:
         turns = [entry for turn in zip_longest(*by_tenant.values()) for entry in turn if entry is not None]
         expected = float(num_sampled)
         best, best_count = self._least_gain * expected / self._costs.cost(rows), 0
-        for count, (gain, _) in enumerate(turns[: SMALL_STEP - rows], start=1):
+        for count, (gain, _) in enumerate(turns[:room], start=1):
             expected += gain
             if (rate := expected / self._costs.cost(rows + count)) > best:
                 best, best_count = rate, count
@@ -121,16 +124,21 @@ class Speculation:
 
     def answered(self, seq: Sequence) -> None:
         """The answer of a sequence is complete: later ones of its namespace may repeat it."""
-        if seq.request.speculation and not seq.request.background:
+        if seq.request.speculation and not seq.request.background and seq not in self._unkept:
             self._ask(self.drafter.finished, seq)
 
     def closed(self, seq: Sequence) -> None:
         """A sequence has ended, in whatever way."""
         self._sources.pop(seq, None)
+        self._unkept.discard(seq)
         self._ask(self.drafter.closed, seq)
 
-    def forget(self, digest: str) -> None:
-        """A version is gone: drop what is known of its answers."""
+    def forget(self, digest: str, live: Iterable[Sequence]) -> None:
+        """A version is gone: drop what is known of its answers. Those of its sequences that are `live` will not be
+        kept either."""
+        self._unkept.update(
+            seq for seq in live if (ref := seq.request.adapter) is not None and ref.digest == digest
+        )
         self._ask(self.drafter.forget, digest)
 
     def _ask(
@@ -143,6 +151,7 @@ class Speculation:
             return call(*given, **named)
         except Exception:
             self._has_failed = True
+            self.drafter.drop_all()
             _log.exception("the drafter failed: no token is drafted any more")
             return None
 
@@ -154,7 +163,6 @@ def _may_draft(part: ScheduledSequence) -> bool:
         part.samples
         and part.num_tokens == 1
         and not part.pending_input
-        and not part.targets
         and request.speculation
         and not request.background
     )

@@ -191,6 +191,12 @@ class Drafter:
         for space in [space for space in self._learned if space[1] == digest]:
             del self._learned[space]
 
+    def drop_all(self) -> None:
+        """Free everything but the counts: nothing more will be asked."""
+        self._histories = Histories(0, 0)
+        self._sequences.clear()
+        self._learned.clear()
+
 
 def _repeat(tokens: list[int], place: int, most: int) -> tuple[int, ...]:
     """`most` tokens from this place on. Behind the last one, the copy itself goes on."""
