@@ -13,7 +13,15 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
-from loraplex.kernels.linear import dense, scaled_mm, triton_dense, triton_fp8, triton_groups
+from loraplex.kernels.linear import (
+    dense,
+    scaled_mm,
+    triton_dense,
+    triton_fp8,
+    triton_groups,
+    triton_nibbles,
+)
+from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.ops import Ops
 
 
@@ -40,6 +48,8 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
     small_floats = triton_fp8.linear if batch_invariant else _small_floats
 
     def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(weight, triton_nibbles.PackedNibbles):
+            return triton_nibbles.linear(x, weight, bias)
         if isinstance(weight, triton_groups.PackedCodes):
             return triton_groups.linear(x, weight, bias)
         if isinstance(weight, triton_fp8.PackedFloats):
@@ -55,11 +65,17 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
         pack_weight=dense.pack_weight,
-        pack_groups=partial(triton_groups.pack_groups, device=device),
+        pack_groups=partial(_pack_groups, device=device),
         linear=linear,
         to_float32=torch.Tensor.float,
         pack_floats=partial(triton_fp8.pack_floats, device=device),
     )
+
+
+def _pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> Any:
+    """Two codes in a byte where they fit, else one."""
+    packed = triton_nibbles.pack_nibbles(weight, dtype, device=device)
+    return triton_groups.pack_groups(weight, dtype, device=device) if packed is None else packed
 
 
 def _small_floats(

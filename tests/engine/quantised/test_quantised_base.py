@@ -17,7 +17,9 @@ from loraplex.app.base_model.source import ensure_model
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model import stored_codes
 from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.loading import examine_dtype
 from loraplex.engine.model.outline import outline_model
+from loraplex.kernels.backend import make_kernels
 from support.adapters.peft_zoo import PeftReference, cut_model, make_zoo
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.engine.local_engine import LocalEngine
@@ -144,6 +146,34 @@ def test_checkpoints_of_other_tools_equal_peft_over_what_their_codes_stand_for(
         engine.close()
 
 
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gptq int4, zeros", marks=pytest.mark.slow),
+        pytest.param("compressed int4", marks=pytest.mark.soak),
+    ],
+)
+def test_on_a_gpu_two_codes_of_4_bits_are_held_in_a_byte(name: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 1}
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | sizes)
+    made, dense = write_quantised(base, tmp_path, name)
+    adapters = save_adapters(dense, tmp_path, {"all": CHOSEN["all"]})
+    reference = PeftReference(dense, adapters, torch.float32)
+    engine = engine_of(made, tmp_path / "work", dtype="float32", quantise="none", kernels="triton")
+    try:
+        assert worst_error(engine, reference, adapters, [range(3, 30)]) < 1e-4
+        weights = engine.built.info.memory
+        assert weights is not None
+        planned = outline_model(made, torch.device("cuda"), "float32").weight_bytes
+        assert abs(planned - weights.weights) < 0.01 * planned
+        kernels = make_kernels("triton", torch.device("cpu"))
+        assert examine_dtype(made, "float32", kernels).endswith(", two codes of 4 bits in a byte")
+        assert planned < 0.9 * outline_model(made, torch.device("cpu"), "float32").weight_bytes
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(
     ("mix", "tied"),
     [
@@ -171,6 +201,8 @@ def test_a_gguf_file_equals_peft_over_what_its_blocks_stand_for(
         assert weights is not None
         planned = outline_model(made, torch.device("cpu"), "float32").weight_bytes
         assert abs(planned - weights.weights) < 0.01 * planned
+        on_gpu = outline_model(made, torch.device("cuda"), "float32").weight_bytes
+        assert (on_gpu < planned) == mix.startswith("Q4")
     finally:
         engine.close()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from loraplex.adapters.base_weights.gguf_blocks import KINDS, Bytes
+from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS, KINDS, Bytes
 from loraplex.adapters.base_weights.grouped import Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.spec import TensorSlice
@@ -151,11 +151,27 @@ def tensor_bytes(kind: str, shape: tuple[int, ...]) -> int:
 def grouping(tensors: Mapping[str, TensorSlice], module: str) -> tuple[int, int] | None:
     """Inputs of a group of a module's codes in memory, and the numbers that a group has beside them; None where they
     are floats."""
-    leaf = module.rpartition(".")[2]
-    together = next((leaves for leaves in _STACKED if leaf in leaves), (leaf,))
-    stem = module.removesuffix(leaf)
-    found = [tensors[name] for part in together if (name := f"{stem}{part}.weight") in tensors]
-    kinds = [KINDS[tensor.dtype] for tensor in found if tensor.dtype in KINDS]
+    kinds = [KINDS[name] for name in _together(tensors, module)]
     if not kinds:
         return None
     return min(kind.group for kind in kinds), 2 if any(kind.has_offsets for kind in kinds) else 1
+
+
+def bytes_beside_4_bits(tensors: Mapping[str, TensorSlice], module: str) -> int | None:
+    """Bytes of a group beside its codes, where a GPU holds two codes of a module in a byte; None where some have more
+    than 4 bits, or are floats."""
+    names = _together(tensors, module)
+    if not names or not FOUR_BITS.issuperset(names):
+        return None
+    numbers = 2 if any(KINDS[name].has_offsets for name in names) else 1
+    # Those of Q4_K are products, which no 16 bits hold.
+    return numbers * (4 if "Q4_K" in names else 2)
+
+
+def _together(tensors: Mapping[str, TensorSlice], module: str) -> list[str]:
+    """The kinds of a module's tensor and of those that are multiplied with it."""
+    leaf = module.rpartition(".")[2]
+    together = next((leaves for leaves in _STACKED if leaf in leaves), (leaf,))
+    stem = module.removesuffix(leaf)
+    found = [tensors[name].dtype for part in together if (name := f"{stem}{part}.weight") in tensors]
+    return [name for name in found if name in KINDS]

@@ -157,3 +157,14 @@ def group_of_4_bits(config: Mapping[str, Any]) -> int | None:
     if isinstance(scheme, Awq) or (isinstance(scheme, Gptq | CompressedTensors) and scheme.bits == 4):
         return max(0, scheme.group)
     return None
+
+
+def bytes_beside_4_bits(config: Mapping[str, Any]) -> int | None:
+    """Bytes of a group beside its codes, where a GPU holds two codes of a checkpoint's linears in a byte, by its config
+    alone. None where codes have 8 bits, and for a GGUF file. Raises QuantisationUnsupported."""
+    scheme = read_scheme(config)
+    if scheme is None or isinstance(scheme, Gguf) or group_of_4_bits(config) is None:
+        return None
+    assert isinstance(scheme, Awq | Gptq | CompressedTensors)
+    # A scale of 16 bits, and a zero.
+    return 3 if scheme.has_zeros else 2

@@ -19,14 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.groups import PLANES, GroupedWeight, block_of_4_bits
 from loraplex.kernels.linear.triton_splits import store_sums
 
-PLANES = 4
-_BLOCKS = (128, 64)
-"""Inputs of a block: a tensor core takes a plane of 16 inputs or more."""
 _LEAST_COLUMNS = 16
 """Columns of a tile, at least."""
+_LEAST_SPLIT = 512
+"""Inputs of a split, at least: a shorter one is done before it pays for its sums."""
+_MOST_PLANE_BYTES = 32 << 20
+"""Memory for the sums of splits that are programs of their own, at most."""
 _MOST_NIBBLE = 15
 _SIGNED = 8
 """Added to codes of both signs, to make them whole numbers from 0 on."""
@@ -65,8 +66,7 @@ class PackedNibbles:
 @dataclass(frozen=True, slots=True)
 class NibblesTiling:
     """A program computes `block_n` columns of `block_m` rows, a block of K at a time: powers of two, 16 or more.
-    `apart`: each of the `splits` of K is a program of its own. `pairs`: two weights are made at once, where the weight
-    allows it."""
+    `apart`: each of the `splits` of K is a program of its own. All rows lie in one tile then."""
 
     block_m: int
     block_n: int
@@ -74,13 +74,6 @@ class NibblesTiling:
     apart: bool
     num_warps: int
     num_stages: int = 3
-    pairs: bool = True
-
-
-def block_of(inputs: int, group: int) -> int | None:
-    """Inputs of a block for a weight of `inputs` in groups of `group`; None where no block of planes fits them."""
-    fits = (block for block in _BLOCKS if inputs % block == 0 and group % (block // PLANES) == 0)
-    return next(fits, None)
 
 
 def pack_nibbles(
@@ -89,7 +82,7 @@ def pack_nibbles(
     """The weight on `device`; None where the codes of a group need more than 4 bits, or no block fits the weight.
     `block` is for benches."""
     rows, inputs = weight.shape
-    block = block or block_of(inputs, weight.group)
+    block = block or block_of_4_bits(inputs, weight.group)
     if block is None or inputs % block or weight.group % (block // PLANES):
         return None
     codes = weight.codes.to(device).view(rows, -1, weight.group)
@@ -126,14 +119,34 @@ def _narrow(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def choose_tiling(rows: int, shape: tuple[int, int], itemsize: int, *, most_rows: int = 128) -> NibblesTiling:
+    """The tiling for x of `rows` rows, of elements of `itemsize` bytes, and a weight of `shape` [N, K]. `splits`, which
+    decides the order of a row's sums, follows from the weight alone."""
+    out_features, in_features = shape
+    splits = 1
+    if out_features < 16384:
+        splits = max(1, min(8 if in_features >= 8192 else 4, in_features // _LEAST_SPLIT))
+    if itemsize > 2:  # float32 goes without tensor cores
+        block_m, block_n, num_warps = 16 if rows <= 16 else 32, 32, 4
+    else:
+        block_m = next((size for size in (16, 32, 64, 128) if rows <= size), most_rows)
+        block_n, num_warps = (64, 4) if rows <= 64 and splits > 1 else (128, 4 if rows <= 16 else 8)
+    if splits > 1:
+        # Sums of one split beside those of all before it take twice the registers.
+        block_m = min(block_m, most_rows // 2)
+    planes = splits * rows * out_features * 4
+    apart = splits > 1 and rows <= block_m and planes <= _MOST_PLANE_BYTES
+    return NibblesTiling(block_m, block_n, splits, apart, num_warps)
+
+
 def linear(
     x: torch.Tensor,
     weight: PackedNibbles,
     bias: torch.Tensor | None = None,
     *,
-    tiling: NibblesTiling,
+    tiling: NibblesTiling | None = None,
 ) -> torch.Tensor:
-    """The product, as `triton_groups.linear` has it."""
+    """The product, as `triton_groups.linear` has it. `tiling` is for tests and benches."""
     out_features, in_features = weight.shape
     if (
         x.shape[-1] != in_features
@@ -147,6 +160,7 @@ def linear(
     y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
     num_rows = y.numel() // out_features
     if num_rows:
+        tiling = tiling or choose_tiling(num_rows, weight.shape, x.element_size(), most_rows=weight.most_rows)
         tiles = triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_features, tiling.block_n)
         planes = weight.scales
         if tiling.apart:
@@ -174,7 +188,7 @@ def linear(
             HAS_OFFSETS=weight.offsets is not None,
             HAS_LOWS=weight.lows is not None,
             HAS_BIAS=bias is not None,
-            PAIRS=tiling.pairs and x.is_cuda and weight.makes_pairs,
+            PAIRS=x.is_cuda and weight.makes_pairs,
             # TF32 would cost float32 half its digits.
             PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
             AWAIT=x.is_cuda,  # the interpreter knows no assembler

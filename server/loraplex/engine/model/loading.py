@@ -237,6 +237,9 @@ def examine_dtype(model_dir: Path, asked: str, kernels: Kernels) -> str:
     named = _explain_dtype(config, part, asked, kernels)
     if is_fused(part.config.model_type) and activations(part.raw, asked, kernels):
         return f"{named}, 4-bit linears with 8-bit activations in groups of 32"
+    in_half_bytes = kernels.backend == "triton" and group_of_4_bits(text_fields(part.raw)) is not None
+    if is_fused(part.config.model_type) and in_half_bytes:
+        return f"{named}, two codes of 4 bits in a byte"
     return named
 
 

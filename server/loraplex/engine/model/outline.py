@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.base_weights import gguf, schemes
 from loraplex.adapters.base_weights.gguf import grouping, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import group_of
 from loraplex.adapters.base_weights.schemes import stored_floats, stored_sizes, stores_head
@@ -22,6 +23,7 @@ from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, r
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.linear.floats import fits_tiles
+from loraplex.kernels.linear.groups import block_of_4_bits
 from loraplex.kernels.lora.site_groups import SiteGroup
 
 _META = torch.device("meta")
@@ -130,15 +132,17 @@ class _CountedTensors:
 
 class _Groups:
     """Groups of a linear's codes, by config.json, or by the index of a GGUF file: as the checkpoint stores them, or as
-    `quantise` makes them. On a GPU 8-bit floats take their own bytes too."""
+    `quantise` makes them. On a GPU 8-bit floats take their own bytes too, and codes of 4 bits half a byte."""
 
     def __init__(
         self, model_dir: Path, raw: Mapping[str, Any], device: torch.device, *, quantise: bool
     ) -> None:
         """Raises ModelUnsupported."""
         self._quantise = quantise
+        self._halves = device.type == "cuda"
         try:
             self._stored = stored_sizes(raw)
+            self._beside = schemes.bytes_beside_4_bits(raw)
             self._stores_head = stores_head(raw)
             self._floats = stored_floats(raw) if device.type == "cuda" else None
             self._tensors = read_index(model_dir) if is_indexed(model_dir) else None
@@ -153,25 +157,35 @@ class _Groups:
     def _of_file(self, module: str) -> tuple[int, int] | None:
         if self._tensors is None:
             return None
-        if module == "lm_head" and f"{module}.weight" not in self._tensors:
-            module = "model.embed_tokens"
-        return grouping(self._tensors, module)
+        return grouping(self._tensors, self._in_file(module))
+
+    def _in_file(self, module: str) -> str:
+        assert self._tensors is not None
+        is_tied = module == "lm_head" and f"{module}.weight" not in self._tensors
+        return "model.embed_tokens" if is_tied else module
 
     def row_bytes(self, name: str, inputs: int) -> int | None:
         """Memory of one output's codes or 8-bit floats, scales and offsets; None where they are of the model's
         dtype."""
         group, numbers = group_of(inputs), 1
-        if (found := self._of_file(name.removesuffix(".weight"))) is not None:
+        beside: int | None = None
+        module = name.removesuffix(".weight")
+        if (found := self._of_file(module)) is not None:
+            assert self._tensors is not None
             group, numbers = found
+            beside = gguf.bytes_beside_4_bits(self._tensors, self._in_file(module))
         elif self._stored is not None and (self._stores_head or not name.startswith("lm_head")):
             group, numbers = self._stored
             group = inputs if group < 1 else group
+            beside = self._beside
         elif not self._quantise:
             if self._floats is None or name.startswith("lm_head"):
                 return None
             group = self._floats.group(inputs)
             if not fits_tiles(group, inputs):
                 return None
+        if self._halves and beside is not None and block_of_4_bits(inputs, group) is not None:
+            return inputs // 2 + inputs // group * beside
         return inputs + inputs // group * numbers * _SCALE_BYTES
 
 
