@@ -9,7 +9,7 @@ from typing import Any
 from bench.gpu import attention, equality, fused, kv_codes, lora, sampling
 from bench.gpu.case import Bench, Case, Row
 from bench.gpu.decoding import readers
-from bench.gpu.decoding.switches import FULL_AB, FULL_KV, SMALL_AB, SwitchBench
+from bench.gpu.decoding.switches import FULL_AB, FULL_KV, FULL_WEIGHTS, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
 from bench.gpu.linears import codes, fp8
 from bench.gpu.rig import GREEDY
@@ -91,8 +91,10 @@ def small_ab(*names: str) -> list[Case]:
 
 def full_ab(*names: str) -> list[Case]:
     """The same for a GPU."""
-    others = [name for name in names if name != "kv-codes"]
+    weights = [name for name in names if name in ("int4", "int8", "fp8")]
+    others = [name for name in names if name != "kv-codes" and name not in weights]
     cases = _switched([FULL_AB], others, [(64, 8, 16), (64, 64, 16), (256, 64, 16)])
+    cases += _switched([FULL_WEIGHTS], weights, [(1, 1, 16), (16, 8, 16), (64, 8, 16)])
     if "kv-codes" in names:
         cases += _switched(FULL_KV, ["kv-codes"], [(64, 8, 16)])
     return [Case("ceilings", "device", _ceilings), *_prefill(names, small=False), *cases]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from loraplex.adapters.spec import AdapterSpec, SiteWeights, TensorSlice
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import FusedDecoder, attention_needs, fused_decoder
 from loraplex.kernels.backend import resolve_kernels
+from loraplex.kernels.ops import Ops
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -57,6 +58,8 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 """Sizes that replace those of a shape, for the interpreter."""
 
+Pack = Callable[[Ops, torch.Tensor], Any]
+"""From the kernels and a weight [N, K] to what their `linear` takes."""
 Dense = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, float]]
 """(layer, site) → A [R, K], B [N, R], scaling."""
 
@@ -113,11 +116,14 @@ def random_decoder(
     *,
     batch_invariant: bool = False,
     attention: str = "auto",
+    pack: Pack | None = None,
 ) -> FusedDecoder:
-    """The engine's decoder of any size, in a second."""
+    """The engine's decoder of any size, in a second. `pack` as of `decoder_of`."""
     spec = spec_of(config)
     tensors = RandomTensors(device, gemma=spec.gemma, tied=spec.tied)
-    return decoder_of(tensors, spec, dtype, device, batch_invariant=batch_invariant, attention=attention)
+    return decoder_of(
+        tensors, spec, dtype, device, batch_invariant=batch_invariant, attention=attention, pack=pack
+    )
 
 
 def decoder_of(
@@ -128,10 +134,13 @@ def decoder_of(
     *,
     batch_invariant: bool = False,
     attention: str = "auto",
+    pack: Pack | None = None,
 ) -> FusedDecoder:
+    """`pack` makes what `Ops.linear` takes of a weight, in place of `Ops.pack_weight`."""
     kernels = resolve_kernels("triton", device, batch_invariant=batch_invariant)
     chosen = kernels.choose_attention(attention, attention_needs(spec), dtype)
-    return fused_decoder(tensors, spec, dtype, device, ops=kernels.ops, attention=chosen)
+    ops = kernels.ops if pack is None else replace(kernels.ops, pack_weight=partial(pack, kernels.ops))
+    return fused_decoder(tensors, spec, dtype, device, ops=ops, attention=chosen)
 
 
 def random_reference(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.decoding.weight_forms import Codes, Floats, StoredAs
 from bench.gpu.kv_codes import copy_to_codes
 from bench.gpu.rig import RigSize
 from bench.gpu.steps import FULL, SMALL, StepBench, StepsShape
@@ -34,12 +35,20 @@ FULL_KV = tuple(
     for context in (1024, 4096)
 )  # fmt: skip
 """Both pools of the longer context and the model take 70 GB."""
+FULL_WEIGHTS = replace(
+    FULL,
+    size=RigSize(
+        max_rows=2048, max_sequences=64, max_len=1040, sizes=(1, 16, 64), arena_bytes=1 << 30, slots=8, max_rank=16
+    ),
+)  # fmt: skip
 _ERROR = 0.1
 """The largest difference of the logits of a whole model, whose sums are taken in another order: five switches that
 change nothing else differ by 0.04 to 0.05 in 32 layers of random bfloat16 weights, each kernel right beside float64 on
 both sides."""
 _CODES_ERROR = 0.3
 """The same where one side also rounds keys and values to 8-bit codes."""
+_FLOATS_ERROR = 1.0
+"""The same where one side also rounds the inputs of all linears to 8-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +159,25 @@ SWITCHES: Mapping[str, Switch] = {
         begin=_copy_kv,
         shares_kv=False,
         error=_CODES_ERROR,
+    ),
+    "int4": Switch(
+        "weights in the model's dtype",
+        "the same in 4-bit codes",
+        StoredAs(Codes(7, widened=True)),
+        StoredAs(Codes(7, widened=False)),
+    ),
+    "int8": Switch(
+        "weights in the model's dtype",
+        "the same in 8-bit codes",
+        StoredAs(Codes(127, widened=True)),
+        StoredAs(Codes(127, widened=False)),
+    ),
+    "fp8": Switch(
+        "weights in the model's dtype",
+        "the same in 8-bit floats, and activations",
+        StoredAs(Floats(widened=True)),
+        StoredAs(Floats(widened=False)),
+        error=_FLOATS_ERROR,
     ),
 }
 

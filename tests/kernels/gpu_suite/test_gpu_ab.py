@@ -19,7 +19,7 @@ def bench():
     return Bench(torch.device("cpu"))
 
 
-FEW = ("programs", "splits", "fused", "prompt-rows", "kv-codes")
+FEW = ("programs", "splits", "fused", "prompt-rows", "kv-codes", "int4", "fp8")
 """Switches of the short version."""
 
 
@@ -92,6 +92,14 @@ def test_the_cases_for_a_gpu_are_all_three_sizes_of_each_switch():
 def test_codes_of_kv_are_compared_at_two_contexts():
     assert [case.key for case in catalogue.full_ab("kv-codes")][1:] == [
         f"ab/kv-codes: 64 rows, 8 adapters, rank 16, context {context}" for context in ("1,024", "4,096")
+    ]
+
+
+def test_forms_of_weights_are_compared_in_steps_of_few_rows():
+    assert [case.key for case in catalogue.full_ab("int4", "fp8")][1:] == [
+        f"ab/{name}: {rows} rows, {adapters} adapters, rank 16"
+        for name in ("int4", "fp8")
+        for rows, adapters in ((1, 1), (16, 8), (64, 8))
     ]
 
 
