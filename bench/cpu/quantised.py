@@ -246,7 +246,7 @@ class Decoding:
         return self._clock() - start
 
     def end(self) -> None:
-        """Of all that has begun."""
+        """Abort all requests."""
         for name in self._engine.events:
             self._engine.core.abort(name)
         self._engine.run()

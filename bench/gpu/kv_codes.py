@@ -21,7 +21,7 @@ from loraplex.kernels.layers.rope import apply_rope, rope_cos_sin
 from support.kernels.paged import PagedStep, expected_attention
 
 _HALF_STEP = 0.57
-"""Of a code from its number, at most: the scale is rounded too."""
+"""The largest distance of a code from its number, in steps of a code: the scale is rounded too."""
 _BLOCKS_AT_A_TIME = 1024
 
 

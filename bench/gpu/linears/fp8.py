@@ -116,7 +116,7 @@ def _by_torch(
 def _timed(
     case: Fp8Case, weight: FloatWeight, x: torch.Tensor, packed: triton_fp8.PackedFloats
 ) -> dict[str, Callable[[], object]]:
-    """By the name of the column."""
+    """Runs to time, by the name of their column."""
     plain = (weight.values.float() * weight.scales.repeat_interleave(weight.group, 1)).to(x.dtype)
     runs: dict[str, Callable[[], object]] = {
         "tile_ms": lambda: triton_fp8.linear(x, packed),

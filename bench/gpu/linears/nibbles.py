@@ -31,7 +31,7 @@ from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.triton_nibbles import NibblesTiling
 
 _READ_BYTES = 256 << 20
-"""What the copies of a weight take together, at least: several times the device's cache."""
+"""Bytes of all copies of a weight, at least: several times the device's cache."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def upload(server: WholeServer, screen: Screen) -> Screen:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What PEFT's save_pretrained leaves: an adapter beside other files."""
+    """The files that PEFT's save_pretrained leaves: an adapter beside others."""
 
     found = tmp_path / "my-adapter"
     make_adapter(found, ARCH, seed=5)

@@ -177,7 +177,7 @@ LACKED = {
         "audit": "This page needs the admin token",
     },
 }
-"""What each page says to a key with one scope alone."""
+"""The sentence of each page for a key with one scope alone."""
 
 
 @pytest.mark.parametrize("scope", LACKED)
