@@ -134,9 +134,11 @@ def running(command: list[str], env: dict[str, str], url: str, log: Path) -> Ite
 
 
 @contextlib.contextmanager
-def peer(work: Path, max_loras: int) -> Iterator[tuple[int, str]]:
-    """vLLM's CPU build, with all adapters unless `max_loras` is 0; (port, key)."""
-    command = [str(work / "vv/bin/vllm"), "serve", str(work / "smollm2-hf"), "--served-model-name", "base"]
+def peer(work: Path, max_loras: int, *, model: Path | None = None) -> Iterator[tuple[int, str]]:
+    """vLLM's CPU build over a `model`, WORKDIR's unless one is named, with all adapters unless `max_loras` is 0;
+    (port, key)."""
+    model = model or work / "smollm2-hf"
+    command = [str(work / "vv/bin/vllm"), "serve", str(model), "--served-model-name", "base"]
     command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64"]
     command += ["--host", "127.0.0.1", "--port", str(PEER_PORT)]
     if max_loras:
@@ -152,17 +154,13 @@ def peer(work: Path, max_loras: int) -> Iterator[tuple[int, str]]:
 
 
 @contextlib.contextmanager
-def ours(work: Path) -> Iterator[tuple[int, str]]:
-    """`loraplex serve` with a tenant, a key and all adapters pushed through the admin API; (port, key)."""
-    command = [sys.executable, "-m", "loraplex.app.cli", "serve", "--model", str(work / "smollm2-hf")]
-    command += [
-        "--served-model-name",
-        "base",
-        "--data-dir",
-        str(work / "loraplex-data"),
-        "--drain-grace",
-        "0",
-    ]
+def ours(work: Path, *, model: Path | None = None) -> Iterator[tuple[int, str]]:
+    """`loraplex serve` over a `model`, WORKDIR's unless one is named, with a tenant, a key and all adapters pushed
+    through the admin API; (port, key)."""
+    model = model or work / "smollm2-hf"
+    data = work / f"loraplex-data-{model.name}"
+    command = [sys.executable, "-m", "loraplex.app.cli", "serve", "--model", str(model)]
+    command += ["--served-model-name", "base", "--data-dir", str(data), "--drain-grace", "0"]
     command += ["--port", str(OUR_PORT), "--admin-port", str(OUR_ADMIN_PORT), "--max-model-len", "2048"]
     command += ["--kv-cache-memory", "4GiB", "--max-adapter-rank", "16"]
     env = {"LORAPLEX_ADMIN_TOKEN": "bench-token"}
@@ -263,11 +261,12 @@ def run_round(
     work: Path,
     points: Sequence[Point],
     sides: dict[str, Callable[[], AbstractContextManager[tuple[int, str]]]],
+    base_only: frozenset[str] = frozenset({WITHOUT_LORA}),
 ) -> Results:
-    """Every side's server once, and every point on it that it serves."""
+    """Every side's server once, and every point on it that it serves. `base_only`: sides without adapters."""
     results: Results = {side: {} for side in sides}
     for side, server in sides.items():
-        mine = [point for point in points if side != WITHOUT_LORA or not point.adapters]
+        mine = [point for point in points if side not in base_only or not point.adapters]
         if not mine:
             continue
         began = time.monotonic()
