@@ -320,6 +320,17 @@ def test_another_namespace_learns_by_itself() -> None:
     assert drafts.propose(other, 4) == fresh.propose(other, 4)
 
 
+def test_what_was_learned_of_a_version_is_dropped_with_it() -> None:
+    drafts, seq = drafter(), sequence([1, 2, 1, 2], digest=ONE)
+    is_nonsense(drafts, seq, 100, 0.02)
+    poor = drafts.propose(seq, 4)
+    drafts.forget(ONE)
+    fresh = drafts.propose(seq, 4)
+    assert poor is not None
+    assert fresh is not None
+    assert poor.gains[0] < 0.1 < fresh.gains[0]
+
+
 def test_what_is_learned_of_too_many_namespaces_is_dropped() -> None:
     drafts = drafter()
     seq = sequence([1, 2, 1, 2])

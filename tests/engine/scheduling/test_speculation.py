@@ -141,6 +141,13 @@ def test_drafts_preempt_nobody_and_leave_a_block_for_each_sequence():
     assert first.num_outputs == second.num_outputs == 17
 
 
+def test_no_draft_takes_the_block_that_another_sequence_may_need_next():
+    made = bench(blocks=5)
+    begin(made, "a", "b", "c", num_prompt=15, max_tokens=17)
+    assert made.scheduler.blocks.num_free == 2
+    assert made.step() == {"a": 1, "b": 1, "c": 1}
+
+
 def test_a_request_without_speculation_is_never_drafted_for():
     made = bench()
     begin(made, "a", speculation=False)
