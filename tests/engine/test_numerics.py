@@ -90,9 +90,11 @@ def test_the_build_is_the_same_for_the_same_and_another_for_whatever_changes_bit
 ):
     model = load_model(llama, "cpu", "float32", kernels="torch")
 
-    def build(backend="torch", of=model, kv="auto", activations="", **changed):
+    def build(backend="torch", of=model, kv="auto", activations="", library="", **changed):
         kernels = make_kernels(backend, torch.device("cpu"), **changed)
-        return numerical_build(of, kernels, kv_cache_dtype=kv, activations=activations)
+        return numerical_build(
+            of, kernels, kv_cache_dtype=kv, activations=activations, four_bit_library=library
+        )
 
     first = build()
     assert build(of=load_model(llama, "cpu", "float32", kernels="torch")) == first
@@ -101,6 +103,8 @@ def test_the_build_is_the_same_for_the_same_and_another_for_whatever_changes_bit
         build("triton"),
         build(kv="int8"),
         build(activations="int8"),
+        build(library="humming-kernels 0.1.19"),
+        build(library="humming-kernels 0.1.20"),
         build("triton", batch_invariant=True),
         build(of=load_model(granite, "cpu", "float32")),
     ]

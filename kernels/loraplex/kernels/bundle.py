@@ -32,6 +32,15 @@ class Compilation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class FourBits:
+    """The `library`, with its version, that multiplies with 4-bit codes of its form; empty for the backend's own
+    kernels. `reason`: why, in words."""
+
+    library: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """One backend on one device. Made by `loraplex.kernels.backend.resolve_kernels`.
 
@@ -41,7 +50,9 @@ class Kernels:
     (`loraplex.kernels.lora.triton_lora`). `obstacle_to_same_bits` (dtype, batch_invariant) says why these kernels
     cannot promise the same bits of a model in this dtype; None where they can. `multiplies`: whether products in a
     dtype are fit for use; the others take tens of times as long as in float32. `processor`: what decides bits beside
-    sources and versions, on a CPU. `compilation` None: kernels are compiled as they are launched, or not at all."""
+    sources and versions, on a CPU. `compilation` None: kernels are compiled as they are launched, or not at all.
+    `choose_four_bits` (inputs of a group, dtype of x) says what multiplies with codes of 4 bits; None: no library
+    could."""
 
     backend: Backend
     device: torch.device
@@ -53,3 +64,4 @@ class Kernels:
     multiplies: Callable[[torch.dtype], bool]
     processor: Callable[[], list[str]] = list
     compilation: Compilation | None = None
+    choose_four_bits: Callable[[int, torch.dtype], FourBits] | None = None

@@ -11,10 +11,11 @@ from loraplex.kernels.attention import library_kernel, triton_attention
 from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable, check_name
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_kernel import TritonAttention
-from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.bundle import FourBits, Kernels
 from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
 from loraplex.kernels.linear import (
     dense,
+    humming,
     scaled_mm,
     triton_dense,
     triton_fp8,
@@ -31,6 +32,13 @@ def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
     def choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:
         return _choose_attention(choice, needs, dtype, device, batch_invariant=batch_invariant)
 
+    def choose_four_bits(group: int, dtype: torch.dtype) -> FourBits:
+        obstacle = humming.obstacle_to(device, batch_invariant=batch_invariant)
+        obstacle = obstacle or humming.obstacle_to_group(group, dtype)
+        if obstacle is not None:
+            return FourBits("", obstacle)
+        return FourBits(humming.NAME, "it is installed")
+
     return Kernels(
         backend="triton",
         device=device,
@@ -40,16 +48,20 @@ def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
         lora_pass=None,
         obstacle_to_same_bits=lambda dtype, invariant: None if invariant else "--batch-invariant is off",
         multiplies=lambda dtype: True,
+        choose_four_bits=choose_four_bits,
     )
 
 
 def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
+    by_library = humming.obstacle_to(device, batch_invariant=batch_invariant) is None
     floats = triton_dense.linear if batch_invariant else dense.linear
     small_floats = triton_fp8.linear if batch_invariant else _small_floats
 
     def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         if isinstance(weight, triton_nibbles.PackedNibbles):
             return triton_nibbles.linear(x, weight, bias)
+        if isinstance(weight, humming.LibraryWeight):
+            return humming.linear(x, weight, bias)
         if isinstance(weight, triton_groups.PackedCodes):
             return triton_groups.linear(x, weight, bias)
         if isinstance(weight, triton_fp8.PackedFloats):
@@ -65,15 +77,18 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
         pack_weight=dense.pack_weight,
-        pack_groups=partial(_pack_groups, device=device),
+        pack_groups=partial(_pack_groups, device=device, by_library=by_library),
         linear=linear,
         to_float32=torch.Tensor.float,
         pack_floats=partial(triton_fp8.pack_floats, device=device),
     )
 
 
-def _pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> Any:
-    """Two codes in a byte where they fit, else one."""
+def _pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device, by_library: bool) -> Any:
+    """Two codes in a byte where they fit, else one. `by_library`: for humming-kernels where it has their form."""
+    packed: Any = humming.pack_codes(weight, dtype, device=device) if by_library else None
+    if packed is not None:
+        return packed
     packed = triton_nibbles.pack_nibbles(weight, dtype, device=device)
     return triton_groups.pack_groups(weight, dtype, device=device) if packed is None else packed
 

@@ -298,9 +298,15 @@ def _info(
         kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
         stored_codes=base.stored,
         activations=loaded.activations,
+        four_bit_library=loaded.library,
         same_bits=loaded.obstacle is None,
         numerics=numerical_build(
-            model, device.kernels, config.quantise, config.kv_cache_dtype, loaded.activations
+            model,
+            device.kernels,
+            config.quantise,
+            config.kv_cache_dtype,
+            loaded.activations,
+            loaded.library,
         ),
         recorded_decodes=parts.steps.recorded(prompts=False),
         recorded_prompts=parts.steps.recorded(prompts=True),

@@ -32,10 +32,11 @@ from loraplex.engine.execution.site_probe import SiteProbe
 from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.model import four_bits
 from loraplex.engine.model.base import KVCache, Model
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.fused import FusedDecoder
-from loraplex.engine.model.loading import activations, load_model, no_same_bits
+from loraplex.engine.model.loading import load_model, no_same_bits
 from loraplex.engine.model.plans import KeptPlans
 from loraplex.engine.sampling.sampler import Sampler, make_sampler
 from loraplex.engine.sizing import (
@@ -74,7 +75,7 @@ class Device:
 class LoadedModel:
     """A model with the arena for its adapters. `obstacle`: why it cannot promise the same bits; None where it can.
     `kv_dtype`: of its KV cache. `free_host`: bytes of host memory that were free before pools took any; None where that
-    is not known. `activations`: see `loraplex.engine.model.loading.activations`."""
+    is not known. `activations` and `library`: see `loraplex.engine.model.four_bits`."""
 
     model: Model
     arena: AdapterArena
@@ -84,6 +85,7 @@ class LoadedModel:
     kv_dtype: torch.dtype
     free_host: int | None
     activations: str
+    library: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +140,18 @@ def load_device(config: EngineConfig, device: Device, base: BaseSpec) -> LoadedM
     free_host = free_host_memory()
     arena = executor.submit(lambda: AdapterArena(layout, num_pages, num_slots, kernels)).result()
     chosen = kv_dtype(config.kv_cache_dtype, model.dtype)
-    rounded = activations(read_config_json(Path(config.model_path))[1], config.dtype, kernels)
-    return LoadedModel(model, arena, num_pages, num_slots, obstacle, chosen, free_host, rounded)
+    raw = read_config_json(Path(config.model_path))[1]
+    return LoadedModel(
+        model,
+        arena,
+        num_pages,
+        num_slots,
+        obstacle,
+        chosen,
+        free_host,
+        activations=four_bits.activations(raw, config.dtype, kernels),
+        library=four_bits.library(model),
+    )
 
 
 def build_device(

@@ -35,11 +35,11 @@ def numerical_build(
     quantise: str = "none",
     kv_cache_dtype: str = "auto",
     activations: str = "",
+    four_bit_library: str = "",
 ) -> str:
     """A digest of what decides the bits of its answers, the weights and dtype aside: how they and activations are
-    quantised and how keys and values are kept, sources, versions of libraries, processor or GPU, the kernels chosen,
-    and the RoPE
-    frequencies that the served length chose (ADR 0011)."""
+    quantised and how keys and values are kept, sources, versions of libraries, processor or GPU, the kernels chosen, a
+    library for 4-bit linears, and the RoPE frequencies that the served length chose (ADR 0011)."""
     decides = kernels.obstacle_to_same_bits(model.dtype, False) is not None
     parts = [
         *(f"{package.__name__} {_digest(Path(package.__path__[0]))}" for package in _PACKAGES),
@@ -50,6 +50,7 @@ def numerical_build(
         *(() if quantise == "none" else (f"quantise {quantise}",)),
         *(() if kv_cache_dtype == "auto" else (f"KV {kv_cache_dtype}",)),
         *((f"activations {activations}",) if activations else ()),
+        *((f"4-bit linears {four_bit_library}",) if four_bit_library else ()),
         f"batch invariant {decides and kernels.batch_invariant}",
         *_processor(model.device, kernels),
     ]

@@ -65,6 +65,8 @@ class EngineInfo:
     """The format of a checkpoint that is quantised itself, for example "gptq int4"."""
     activations: str = ""
     """The form of what its 4-bit linears are multiplied with: "int8", in groups of 32, or empty for the dtype."""
+    four_bit_library: str = ""
+    """The library, with its version, that multiplies with those of its form; empty for the engine's own kernels."""
     sites: tuple[str, ...] = ()
     """Module names that adapters may target, for example "q_proj"."""
     hidden_size: int | None = None

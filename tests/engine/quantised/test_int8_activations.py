@@ -11,7 +11,8 @@ import torch
 
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
-from loraplex.engine.model.loading import activations, examine_dtype
+from loraplex.engine.model.four_bits import activations
+from loraplex.engine.model.loading import examine_dtype
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.numba_groups import pack_groups

@@ -51,10 +51,8 @@ _CosSin = tuple[torch.Tensor, torch.Tensor]
 
 class FusedDecoder:
     """Llama, Mistral, Qwen2, Qwen3, SmolLM, Phi-3, Gemma 2 and Gemma 3: one QKV and one gate-up linear a layer,
-    residual and norm fused.
-
-    `embed` [V, C] is the output head too where the embeddings are tied.
-    """
+    residual and norm fused. `embed` [V, C] is the output head too where the embeddings are tied. `weights` are all of
+    its own, as the kernels packed them."""
 
     def __init__(
         self,
@@ -76,6 +74,7 @@ class FusedDecoder:
         self._embed = embed
         self._norm = norm
         self._head = head
+        self.weights = self._layers, embed, norm, head
         self._inv_freqs = tuple(
             torch.tensor(rope.inv_freq, dtype=torch.float32, device=embed.device) for rope in spec.rope.ropes
         )
@@ -96,7 +95,7 @@ class FusedDecoder:
 
     @property
     def weight_bytes(self) -> int:
-        return tensor_bytes((self._layers, self._embed, self._norm, self._head))
+        return tensor_bytes(self.weights)
 
     @property
     def num_weights(self) -> int:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
-from loraplex.adapters.base_weights.schemes import group_of_4_bits, read_scheme
+from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
+from loraplex.engine.model import four_bits
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
@@ -80,7 +81,7 @@ def load_model(
         chosen = _dtype(plan.dtype, dtype, kernels.multiplies)
         choice = fused_attention(attention, kernels, plan.spec, chosen, kv_codes=kv_codes)
         ops = kernels.ops
-        if ops.pack_integers is not None and activations(raw, dtype, kernels):
+        if ops.pack_integers is not None and four_bits.activations(raw, dtype, kernels):
             ops = replace(ops, pack_groups=ops.pack_integers)
         return load_fused(
             model_dir,
@@ -108,18 +109,6 @@ def load_model(
 def _is_quantised(raw: Mapping[str, Any]) -> bool:
     """Whether config.json has a quantization_config. Some tools write null where a checkpoint has none."""
     return text_fields(raw).get("quantization_config") is not None
-
-
-def activations(raw: Mapping[str, Any], dtype: str | torch.dtype, kernels: Kernels) -> str:
-    """The form of the activations that 4-bit linears of a checkpoint are multiplied with, from its config alone:
-    "int8", or empty for the model's dtype, which a `dtype` that is named asks for. Raises QuantisationUnsupported."""
-    if dtype != "auto" or kernels.ops.pack_integers is None:
-        return ""
-    # It imports numba, which only those need who have its kernels.
-    from loraplex.kernels.layers.numba_quantise import GROUP
-
-    group = group_of_4_bits(text_fields(raw))
-    return "" if group is None or group % GROUP else "int8"
 
 
 def _refuse_codes(model_type: str, quantise: bool) -> ModelUnsupported:
@@ -231,16 +220,14 @@ def examine_attention(
 
 
 def examine_dtype(model_dir: Path, asked: str, kernels: Kernels) -> str:
-    """The dtype that `load_model` would use, and why if there is a choice; and the form of activations. Raises
+    """The dtype that `load_model` would use, and why if there is a choice; and the form of 4-bit linears. Raises
     ModelUnsupported."""
     config, part = read_model_config(model_dir)
     named = _explain_dtype(config, part, asked, kernels)
-    if is_fused(part.config.model_type) and activations(part.raw, asked, kernels):
-        return f"{named}, 4-bit linears with 8-bit activations in groups of 32"
-    in_half_bytes = kernels.backend == "triton" and group_of_4_bits(text_fields(part.raw)) is not None
-    if is_fused(part.config.model_type) and in_half_bytes:
-        return f"{named}, two codes of 4 bits in a byte"
-    return named
+    if not is_fused(part.config.model_type):
+        return named
+    served = serving_dtype(config, part, asked, kernels)
+    return ", ".join(filter(None, (named, four_bits.explain(part.raw, asked, served, kernels))))
 
 
 def _explain_dtype(config: Any, part: TextPart, asked: str, kernels: Kernels) -> str:

@@ -10,6 +10,7 @@ import torch
 from loraplex.adapters.base_weights.grouped import Grouped, NotFinite, quantise_int8, stack
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.humming import LibraryFailed
 from loraplex.kernels.ops import Ops
 
 
@@ -70,7 +71,10 @@ class CodeReader:
         weight = GroupedWeight(
             torch.from_numpy(whole.codes), torch.from_numpy(whole.scales), offsets, whole.group
         )
-        return self._pack(weight, self._dtype)
+        try:
+            return self._pack(weight, self._dtype)
+        except LibraryFailed as error:
+            raise ModelUnsupported(f"{', '.join(found)}: {error}") from error
 
     def _codes(self, module: str, shape: tuple[int, int]) -> Grouped | None:
         found = self._tensors.codes(module)

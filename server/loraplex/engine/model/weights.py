@@ -168,15 +168,18 @@ def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
 
 def tensor_bytes(parts: Any) -> int:
     """Bytes of all tensors in dataclasses and tuples of them, each counted once."""
-    found: dict[int, torch.Tensor] = {}
+    found = {id(part): part for part in every_part(parts) if isinstance(part, torch.Tensor)}
+    # In a layout of oneDNN's own, `nbytes` may be missing.
+    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+
+
+def every_part(parts: Any) -> Iterator[Any]:
+    """The dataclasses in dataclasses and tuples of them, and what their fields and the tuples hold."""
     waiting = [parts]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, torch.Tensor):
-            found[id(part)] = part
-        elif isinstance(part, tuple):
+        yield part
+        if isinstance(part, tuple):
             waiting += part
         elif dataclasses.is_dataclass(part):
             waiting += [getattr(part, field.name) for field in dataclasses.fields(part)]
-    # In a layout of oneDNN's own, `nbytes` may be missing.
-    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
