@@ -51,7 +51,7 @@ gpu-site:
 
 # For Python 3.12 on Linux with glibc 2.31 or later.
 gpu-wheels:
-	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --constraint constraints.txt --requirement bench/gpu/wheels.txt --dest gpu-wheels
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none --platform manylinux_2_31_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --constraint constraints.txt --requirement bench/gpu/wheels.txt --requirement bench/gpu/linears/wheels.txt --dest gpu-wheels
 
 # mypy takes as long as the others together: make -j2 check.
 check: check-types check-rules

@@ -15,6 +15,10 @@ from bench.gpu.timing import Ceilings
 Row = dict[str, Any]
 
 
+class Skipped(Exception):
+    """A case cannot run here, for a reason that is nothing wrong: a library or a GPU is not there."""
+
+
 @dataclass
 class Bench:
     """What the cases of one process share: the device, its ceilings, and the one large thing that is held.

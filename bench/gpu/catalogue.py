@@ -11,7 +11,7 @@ from bench.gpu.case import Bench, Case, Row
 from bench.gpu.decoding import readers
 from bench.gpu.decoding.switches import FULL_AB, FULL_KV, FULL_WEIGHTS, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
-from bench.gpu.linears import codes, fp8
+from bench.gpu.linears import codes, fp8, humming
 from bench.gpu.rig import GREEDY
 from bench.gpu.steps import FULL, FULL_256, MIXED, SMALL, StepBench, StepsShape
 from bench.gpu.stopwatch import launch_us
@@ -72,6 +72,10 @@ def full() -> list[Case]:
         *(Case("codes", case.name, partial(_run, codes.run_case, case)) for case in codes.full_cases()),
         *_kv(small=False),
         *(Case("fp8", case.name, partial(_run, fp8.run_case, case)) for case in fp8.full_cases()),
+        *(
+            Case("humming", case.name, partial(_run, humming.run_case, case), 90)
+            for case in humming.full_cases()
+        ),
         *_sampling(sampling.full_cases()),
         *_lora(lora.full_cases()[:11]),
         *_attention(attention.full_cases()[:8]),
@@ -91,7 +95,7 @@ def small_ab(*names: str) -> list[Case]:
 
 def full_ab(*names: str) -> list[Case]:
     """The same for a GPU."""
-    weights = [name for name in names if name in ("int4", "int8", "fp8")]
+    weights = [name for name in names if name in ("int4", "int8", "fp8", "humming")]
     others = [name for name in names if name != "kv-codes" and name not in weights]
     cases = _switched([FULL_AB], others, [(64, 8, 16), (64, 64, 16), (256, 64, 16)])
     cases += _switched([FULL_WEIGHTS], weights, [(1, 1, 16), (16, 8, 16), (64, 8, 16)])
@@ -142,6 +146,8 @@ def _kv(*, small: bool) -> list[Case]:
 
 
 def _on_switch(shape: StepsShape, name: str, of: tuple[int, int, int], bench: Bench) -> Row:
+    if name == "humming":
+        humming.check_device(bench.device)
     held = bench.hold(("ab", shape), lambda: SwitchBench(shape, bench.device, bench.ceilings))
     found: Row = held.compare(name, *of)
     return found
@@ -205,6 +211,10 @@ def _checks(*, small: bool) -> list[Case]:
         *(
             Case("checks", f"fp8: {case.name}", partial(_check, fp8.run_case, case), 120, alone=False)
             for case in fp8.small_cases()
+        ),
+        *(
+            Case("checks", f"humming: {case.name}", partial(_check, humming.run_case, case), 120, alone=False)
+            for case in humming.small_cases()
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
         *(

@@ -64,6 +64,12 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
          ("torch's difference", "scaled_error", ".1e"), ("x's rounding", "rounding", ".1e"),
          ("torch's row alone", "scaled_alone", "s"), ("right", "ok", "s")],
     ),
+    "humming": (
+        "A linear over 4-bit codes by humming-kernels, and by Triton",
+        [("case", "case", "s"), ("humming ms", "humming_ms", ".4f"), ("Triton ms", "nibbles_ms", ".4f"),
+         ("16 bits ms", "dense_ms", ".4f"), ("floor ms", "floor_ms", ".4f"), ("difference", "error", ".1e"),
+         ("a row alone", "alone", "s"), ("right", "ok", "s")],
+    ),
     "invariant": (
         "--batch-invariant beside the fast path",
         [("case", "case", "s"), *_SIZES, ("base ms", "base_ms", ".3f"),
@@ -165,7 +171,7 @@ def _markdown(runs: Sequence[dict[str, Any]], ran: list[dict[str, Any]], missing
     lines += ["", *(f"- {run['started']}: `{run['command']}`" for run in runs), ""]
     counts = {
         status: sum(result["status"] == status for result in ran)
-        for status in ("ok", "wrong", "failed", "lost")
+        for status in ("ok", "wrong", "failed", "lost", "skipped")
     }
     told = ", ".join(f"{count} {status}" for status, count in counts.items())
     lines += [f"{told}, {len(missing)} not run. What the columns mean: docs/lab/gpu.md."]
@@ -184,6 +190,9 @@ def _markdown(runs: Sequence[dict[str, Any]], ran: list[dict[str, Any]], missing
         lines += [
             f"- {result['case']}: {result['status']}, {_one_line(result['note'])}" for result in troubles
         ]
+    skipped = [result for result in ran if result["status"] == "skipped"]
+    if skipped:
+        lines += ["", "## Skipped", "", *(f"- {result['case']}: {result['note']}" for result in skipped)]
     if missing:
         lines += ["", "## Not run, for want of time", "", *(f"- {key}" for key in missing)]
     return lines

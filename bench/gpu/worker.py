@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.case import Bench, Case
+from bench.gpu.case import Bench, Case, Skipped
 from support.kernels.ordered_dots import order_dots
 
 
@@ -56,6 +56,8 @@ def run_one(case: Case, bench: Bench) -> dict[str, Any]:
         rows = rows if isinstance(rows, list) else [rows]
         right = all(row.get("ok", True) for row in rows)
         found |= {"status": "ok" if right else "wrong", "rows": rows}
+    except Skipped as skipped:
+        found |= {"status": "skipped", "rows": [], "note": str(skipped)}
     except Exception as error:
         note = "".join(traceback.format_exception(error)[-3:])[-1500:]
         found |= {

@@ -166,6 +166,12 @@ SWITCHES: Mapping[str, Switch] = {
         StoredAs(Codes(7, widened=True)),
         StoredAs(Codes(7, widened=False)),
     ),
+    "humming": Switch(
+        "weights in 4-bit codes, by Triton",
+        "the same, by humming-kernels",
+        StoredAs(Codes(7, widened=False)),
+        StoredAs(Codes(7, widened=False, by_library=True)),
+    ),
     "int8": Switch(
         "weights in the model's dtype",
         "the same in 8-bit codes",

@@ -10,6 +10,8 @@ import torch
 from bench.gpu.models import LLAMA_8B, make_config, random_decoder
 from bench.gpu.steps import StepBench, StepsShape
 from bench.gpu.timing import Ceilings
+from loraplex.kernels import triton_backend
+from loraplex.kernels.linear import humming
 from loraplex.kernels.linear.floats import FloatWeight
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.ops import Ops
@@ -21,10 +23,11 @@ _MOST_E4M3 = 448.0
 @dataclass(frozen=True)
 class Codes:
     """Whole numbers of −`most` … `most` in groups of 128 inputs; of a whole row, where it is shorter. `widened`: as
-    values of the model's dtype."""
+    values of the model's dtype. `by_library`: for humming-kernels; else for Triton, whether or not that is there."""
 
     most: int
     widened: bool
+    by_library: bool = False
 
     def __call__(self, ops: Ops, weight: torch.Tensor) -> Any:
         columns, inputs = weight.shape
@@ -35,7 +38,12 @@ class Codes:
         codes = torch.round(groups / scales[:, :, None]).to(torch.int8)
         if self.widened:
             return ops.pack_weight((codes * scales[:, :, None]).to(weight.dtype).view(weight.shape))
-        return ops.pack_groups(GroupedWeight(codes.view(weight.shape), scales, None, group), weight.dtype)
+        grouped = GroupedWeight(codes.view(weight.shape), scales, None, group)
+        if self.by_library:
+            packed = humming.pack_codes(grouped, weight.dtype, device=weight.device)
+            assert packed is not None
+            return packed
+        return triton_backend.pack_groups(grouped, weight.dtype, device=weight.device)
 
 
 @dataclass(frozen=True)

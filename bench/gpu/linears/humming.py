@@ -1,141 +1,132 @@
-"""A linear over 4-bit weights by humming-kernels, where it is installed: right, the same bits alone, and how fast.
+"""A linear over 4-bit codes by humming-kernels, where it is installed, beside Triton's product of the same codes.
 
-It quantises random weights itself, so that it is compared with float64 over its own values. `invariant`: with its
-option of that name.
-
-    export PYTHONPATH=tests:server:adapters:kernels:build/gpu-site
-    python3 -m bench.gpu.linears.humming --compile; python3 -m bench.gpu.linears.humming --out build/gpu
+Each case function gives a dict. Without a GPU, or without the library, it raises Skipped with the reason.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import multiprocessing
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.gpu.timing import median_ms, relative_error
+from bench.gpu.case import Skipped
+from bench.gpu.timing import Ceilings, median_ms, relative_error
+from loraplex.kernels.linear import dense, groups, humming, triton_nibbles
+from loraplex.kernels.linear.groups import GroupedWeight
 
-SIDES = ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
-ROWS = (16, 64, 1, 256)
-GROUP = 128
 _READ_BYTES = 256 << 20
-_WAYS: dict[str, dict[str, bool] | None] = {
-    "humming": None,
-    "humming, invariant": {"use_batch_invariant": True},
-}
+"""Bytes of all copies of a weight, at least: several times the device's cache."""
+_MOST_COPIES = 12
+_CHECKED = 4096
+"""Outputs that are compared, at most."""
+_MOST_ERROR = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
 
 
-@cache
-def _import() -> Any:
-    """humming's modules, or why they can't be used."""
-    try:
-        from humming.layer import HummingLayer
-        from humming.schema import HummingWeightSchema
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:300]}"
-    return HummingLayer, HummingWeightSchema
+@dataclass(frozen=True)
+class HummingCase:
+    """x [rows, inputs] by 4-bit codes [columns, inputs] in groups of `group`."""
+
+    columns: int
+    inputs: int
+    group: int
+    rows: int
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.rows} rows, {self.inputs} to {self.columns}, groups of {self.group}, {dtype}"
 
 
-def run_shape(columns: int, inputs: int, group: int, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """A row for each number of rows and each way."""
-    device = torch.device("cuda")
-    found = _import()
-    if isinstance(found, str):
-        yield {"humming": found}
-        return
-    layer_type, schema_type = found
-    try:
-        layer, values = _make(layer_type, schema_type, columns, inputs, group)
-        copies = [layer] + [
-            _make(layer_type, schema_type, columns, inputs, group)[0]
-            for _ in range(min(12, math.ceil(_READ_BYTES / (columns * inputs / 2))) - 1)
-        ]
-    except Exception as error:
-        yield {"humming": f"no layer: {type(error).__name__}: {str(error)[:300]}"}
-        return
-    for count in rows:
-        x = torch.randn(count, inputs, device=device).bfloat16()
-        checked = slice(0, min(columns, 4096))
-        want = x.double() @ values[checked].double().T
-        for way, option in _WAYS.items():
-            row: dict[str, Any] = {"way": way, "rows": count}
-            try:
-                y = layer(x, compute_config=option)
-                row["error"] = relative_error(y[:, checked], want)
-                row["lone"] = [
-                    torch.equal(layer(x[at : at + 1].contiguous(), compute_config=option)[0], y[at])
-                    for at in (0, count - 1)
-                ]
-                turns = cycle(copies)
-                row["ms"] = median_ms(
-                    lambda turns=turns, x=x, option=option: next(turns)(x, compute_config=option),  # type: ignore[misc]
-                    device,
-                    runs=max(10, len(copies)),
-                    rounds=5,
-                )
-            except Exception as error:
-                row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
-            yield row
+def small_cases() -> list[HummingCase]:
+    """Every group, both dtypes, and the smallest shape that the server gives to the library."""
+    return [
+        HummingCase(64, 64, 32, 1),
+        HummingCase(192, 320, 64, 5),
+        HummingCase(128, 1024, 128, 17, torch.float16),
+        HummingCase(512, 512, 32, 300, torch.float16),
+    ]
 
 
-def _make(
-    layer_type: Any, schema_type: Any, columns: int, inputs: int, group: int
-) -> tuple[Any, torch.Tensor]:
-    """A layer of random weights on the GPU, and the values that it holds."""
-    config = {"dtype": "int4", "group_size": group}
-    layer = layer_type(columns, inputs, weight_config=config, torch_dtype=torch.bfloat16).cuda()
-    weight = torch.randn(columns, inputs, device="cuda", dtype=torch.bfloat16) * 0.02
-    tensors = schema_type.quant_tensor(weight, layer.weight_schema, torch.bfloat16)
-    values = layer.weight_schema.dequant_tensors(tensors).to(torch.bfloat16)
-    layer.load_from_tensors(tensors)
-    layer.transform()
-    return layer, values
+def full_cases() -> list[HummingCase]:
+    """An 8B model's linears and head."""
+    return [
+        *(
+            HummingCase(columns, inputs, 128, rows)
+            for columns, inputs in ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
+            for rows in (16, 64, 1, 256, 2048)
+        ),
+        *(HummingCase(28672, 4096, group, rows) for group in (32, 64) for rows in (16, 64)),
+    ]
 
 
-def compile_shape(columns: int, inputs: int, group: int, rows: Sequence[int]) -> str:
-    """Compile what `run_shape` launches, into humming's cache on the disk; what went wrong, or nothing."""
-    found = _import()
-    if isinstance(found, str):
+def check_device(device: torch.device) -> None:
+    """Raises Skipped where the library is not there."""
+    obstacle = humming.obstacle_to(device, batch_invariant=False)
+    if obstacle is not None:
+        raise Skipped(obstacle)
+
+
+def run_case(case: HummingCase, device: torch.device, ceilings: Ceilings | None = None) -> dict[str, Any]:
+    """`error`: the largest difference from `groups.linear` in float32, as a part of the largest number; `ok`: it is
+    within the dtype's rounding. `alone`: the first and the last row have the same bits alone. With `ceilings` it is
+    timed in a CUDA graph, each run over another copy of the weight: `humming_ms`, `nibbles_ms` by Triton as it is
+    served with --batch-invariant, `dense_ms` the library's product in 16 bits; `floor_ms` is one read of codes, scales
+    and x and one write of y, or the product's flops. Raises Skipped."""
+    check_device(device)
+    weight = draw_weight(case, device)
+    x = torch.randn(case.rows, case.inputs, device=device).to(case.dtype)
+    packed = humming.pack_codes(weight, case.dtype, device=device)
+    assert packed is not None
+    y = humming.linear(x, packed)
+    checked = min(case.columns, _CHECKED)
+    error = relative_error(y[:, :checked], groups.linear(x.float(), weight.rows(0, checked)))
+    found: dict[str, Any] = {
+        "case": case.name,
+        "error": error,
+        "alone": all(
+            torch.equal(humming.linear(x[row : row + 1].contiguous(), packed)[0], y[row])
+            for row in (0, case.rows - 1)
+        ),
+        "ok": error <= _MOST_ERROR[case.dtype],
+    }
+    if ceilings is None:
         return found
-    try:
-        layer, _ = _make(*found, columns, inputs, group)
-        for count in {1, *rows}:
-            for option in _WAYS.values():
-                layer(torch.zeros(count, inputs, device="cuda", dtype=torch.bfloat16), compute_config=option)
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"humming, {inputs} to {columns}: {type(error).__name__}: {str(error)[:300]}"
-    return ""
+    num_bytes = case.columns * case.inputs // 2 + 2 * weight.scales.numel()
+    num_bytes += x.element_size() * (x.numel() + y.numel())
+    floor = ceilings.floor_ms(num_bytes, 2.0 * case.rows * case.columns * case.inputs)
+    found |= {"bytes": num_bytes, "floor_ms": floor}
+    plain = weight.dense().to(case.dtype)
+    for name, make, product in (
+        ("humming_ms", lambda: humming.pack_codes(weight, case.dtype, device=device), humming.linear),
+        ("nibbles_ms", lambda: triton_nibbles.pack_nibbles(weight, case.dtype, device=device), triton_nibbles.linear),
+        ("dense_ms", plain.clone, dense.linear),
+    ):  # fmt: skip
+        found[name] = _median_ms(x, make, product, case, device)
+    return found
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu"))
-    parser.add_argument("--compile", action="store_true", help="compile alone, beside each other")
-    options = parser.parse_args(argv)
-    if options.compile:
-        with ProcessPoolExecutor(len(SIDES), multiprocessing.get_context("spawn")) as pool:
-            jobs = [pool.submit(compile_shape, *side, GROUP, ROWS) for side in SIDES]
-            print(*(job.result() for job in jobs), sep="\n")
-        return 0
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "humming.jsonl").open("a") as file:
-        for columns, inputs in SIDES:
-            for row in run_shape(columns, inputs, GROUP, ROWS):
-                row |= {"shape": f"{inputs} to {columns}, groups of {GROUP}"}
-                file.write(json.dumps(row) + "\n")
-                print(row, flush=True)
-    return 0
+def draw_weight(case: HummingCase, device: torch.device) -> GroupedWeight:
+    """Codes of both signs, and scales that the dtype holds."""
+    generator = torch.Generator(device).manual_seed(case.columns + case.inputs)
+    shape = case.columns, case.inputs
+    codes = torch.randint(-8, 8, shape, generator=generator, dtype=torch.int8, device=device)
+    scales = torch.rand(case.columns, case.inputs // case.group, generator=generator, device=device) * 0.01
+    return GroupedWeight(codes, scales.to(case.dtype).float(), None, case.group)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _median_ms(
+    x: torch.Tensor,
+    make: Callable[[], Any],
+    product: Callable[[torch.Tensor, Any], torch.Tensor],
+    case: HummingCase,
+    device: torch.device,
+) -> float | None:
+    """The time of a product, each over another copy of its weight, so that none comes from the cache."""
+    count = min(_MOST_COPIES, math.ceil(_READ_BYTES / (case.columns * case.inputs / 2)))
+    turns = cycle([make() for _ in range(count)])
+    return median_ms(lambda: product(x, next(turns)), device, runs=max(10, count), rounds=5)

@@ -77,20 +77,23 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
         pack_weight=dense.pack_weight,
-        pack_groups=partial(_pack_groups, device=device, by_library=by_library),
+        pack_groups=partial(_pack_by_library if by_library else pack_groups, device=device),
         linear=linear,
         to_float32=torch.Tensor.float,
         pack_floats=partial(triton_fp8.pack_floats, device=device),
     )
 
 
-def _pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device, by_library: bool) -> Any:
-    """Two codes in a byte where they fit, else one. `by_library`: for humming-kernels where it has their form."""
-    packed: Any = humming.pack_codes(weight, dtype, device=device) if by_library else None
-    if packed is not None:
-        return packed
+def pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> Any:
+    """The weight for Triton's kernels: two codes in a byte where they fit, else one."""
     packed = triton_nibbles.pack_nibbles(weight, dtype, device=device)
     return triton_groups.pack_groups(weight, dtype, device=device) if packed is None else packed
+
+
+def _pack_by_library(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> Any:
+    """The weight for humming-kernels where that has its form, else for Triton."""
+    packed = humming.pack_codes(weight, dtype, device=device)
+    return pack_groups(weight, dtype, device=device) if packed is None else packed
 
 
 def _small_floats(

@@ -65,7 +65,7 @@ def test_the_report_tells_all(broken):
     told = (out / "results.md").read_text()
     assert "cpu, interpreted" in told
     assert "no time here says anything of a GPU" in told
-    assert "4 ok, 1 wrong, 1 failed, 2 lost, 0 not run" in told
+    assert "4 ok, 1 wrong, 1 failed, 2 lost, 0 skipped, 0 not run" in told
     assert "| b | **no** |" in told
     assert "steps/hangs: lost, no answer within 1 s" in told
     assert "out of \\| memory" in told

@@ -1,7 +1,7 @@
 """A base linear over 4-bit codes by humming-kernels, on a GPU where it is installed (`pip install loraplex[humming]`).
 
-The library takes what a checkpoint stores: codes from 0 to 15 of which 8 stands for 0, eight to a word of 32 bits, the
-first input in the lowest bits, and a scale for each output and group in the dtype of x. It lays them out for the GPU
+The library takes what a checkpoint stores: codes from 0 to 15, where 8 stands for 0, eight to a word of 32 bits, the
+first input in the lowest bits; and a scale for each output and group in the dtype of x. It lays them out for the GPU
 itself, and compiles its kernels for a linear's shape when the first such weight is packed. It chooses them by the
 number of rows, so a row's bits depend on how many lie beside it (docs/lab/2026-11-28-gpu-4-bits.md).
 """
@@ -19,7 +19,7 @@ from loraplex.kernels.linear.groups import GroupedWeight
 
 PACKAGE = "humming-kernels"
 VERSION = "0.1.19"
-"""What was tried. Private: layers and their tensors, which any release may change."""
+"""The version that was tried. Private: layers and their tensors, which any release may change."""
 NAME = f"{PACKAGE} {VERSION}"
 _INSTALL = "pip install 'loraplex[humming]'"
 _GROUPS = (32, 64, 128)
