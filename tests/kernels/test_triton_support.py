@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from support.kernels import triton_compile
 from support.kernels.triton_aot import Variant, check, compile_variants
 from support.kernels.triton_interpreter import repair_bfloat16
 from support.kernels.triton_sample import product, rounded, row_sums
@@ -88,3 +90,41 @@ def test_a_variant_must_name_every_parameter() -> None:
     bad = Variant("bad", SUMS.kernel, {"x_ptr": "*bf16", "y_ptr": "*fp32"}, {"BLOCK": 128})
     with pytest.raises(AssertionError, match="num_columns"):
         compile_variants([bad], [80])
+
+
+def test_what_is_kept_is_read_until_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, job = tmp_path / "compiled.json", (asdict(SUMS) | {"kernel": "loraplex.kernels.a:b"}, 80)
+    kept.write_text("{}")
+    compiled = iter([{"loads": 1}, {"loads": 2}])
+    source = tmp_path / "a.py"
+    source.write_text("one = 1")
+    monkeypatch.setattr(triton_compile, "KEPT", kept)
+    monkeypatch.setattr(triton_compile, "imported_sources", lambda module: {source})
+    monkeypatch.setattr(triton_compile, "_compile_apart", lambda jobs: [next(compiled)])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "first"))
+    monkeypatch.setenv("KEEP_AOT", "1")
+    triton_compile.sources_digest.cache_clear()
+    try:
+        (found,) = triton_compile.compile_or_read([job])
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))
+        monkeypatch.delenv("KEEP_AOT")
+        assert triton_compile.compile_or_read([job]) == [found]
+        source.write_text("one = 2")
+        triton_compile.sources_digest.cache_clear()
+        (changed,) = triton_compile.compile_or_read([job])
+        assert (found["loads"], changed["loads"]) == (1, 2)
+        assert list(json.loads(kept.read_text()).values()) == [found]
+    finally:
+        triton_compile.sources_digest.cache_clear()
+
+
+def test_sources_are_all_that_a_kernel_is_made_of() -> None:
+    found = triton_compile.imported_sources("loraplex.kernels.lora.readers.triton_rotary")
+    names = {path.relative_to(Path(triton_compile.kernels.__path__[0])).as_posix() for path in found}
+    assert names >= {
+        "lora/readers/triton_rotary.py",
+        "lora/triton_expand.py",
+        "layers/triton_rope.py",
+        "attention/kv_codes.py",  # through attention/triton_attention.py
+    }
+    assert "numba_warm_up.py" not in names

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from loraplex.kernels.attention.triton_tiling import AttentionShape, Tiling, choose_tilings
-from support.kernels.triton_aot import ARCHS, Variant, check, products_in_flight
+from support.kernels import triton_compile
+from support.kernels.triton_aot import ARCHS, Variant, check, compile_variants, products_in_flight
 
 RECORD = Path(__file__).parents[1] / "aot" / "attention.json"
 PROGRAMS = "loraplex.kernels.attention.triton_programs"
@@ -180,3 +181,13 @@ def test_on_hopper_no_product_in_registers_is_left_in_flight() -> None:
     assert trap[1] > 0
     # Short tiles may be pipelined: they use another instruction.
     assert decode == (0, 0)
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_what_the_compiler_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rope, *_ = fused()
+    kept = compile_variants([rope], [90])
+    (tmp_path / "none.json").write_text("{}")
+    monkeypatch.setattr(triton_compile, "KEPT", tmp_path / "none.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compile_variants([rope], [90]) == kept

@@ -1,11 +1,17 @@
 """Triton kernels compiled for GPUs that are not there, once, in a process of its own, where no kernel is interpreted.
 
-What was found is kept below XDG_CACHE_HOME under a digest of all that it depends on: the sources of the kernels and of
-what compiles them here, the versions of Triton and Python, the variant and the architecture.
+What was found of a kernel depends on the sources of its module and of all that this imports, the sources of what
+compiles it here, the versions of Triton and Python, the variant and the architecture. It is compiled again where one of
+them has changed, and else read from KEPT, which is committed, or from below XDG_CACHE_HOME. After a change of kernels,
+so that CI need not compile them:
+
+    KEEP_AOT=1 python -m pytest -m "not soak" tests/kernels/*/test_*_aot.py
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import json
 import os
@@ -27,6 +33,9 @@ Job = tuple[dict[str, Any], int]
 """A support.kernels.triton_aot.Variant as a dict, and an architecture."""
 
 _TESTS = Path(__file__).resolve().parents[2]
+_KERNELS = "loraplex.kernels."
+KEPT = _TESTS / "kernels" / "aot" / "compiled.json"
+"""By a job's name what was found, and "sources", a digest of all sources and versions that it depends on."""
 
 
 def compile_or_read(jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -34,24 +43,71 @@ def compile_or_read(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     first operand from registers, and how many of those the next operation does not wait for; and `loads`, as
     support.kernels.triton_loads counts them. Raises AssertionError with the compiler's words where one can't be
     compiled."""
-    directory = _directory()
-    kept = [directory / f"{_digest(json.dumps(job, sort_keys=True).encode())}.json" for job in jobs]
-    missing = {path: job for path, job in zip(kept, jobs, strict=True) if not path.exists()}
-    if missing:
-        directory.mkdir(parents=True, exist_ok=True)
-        for path, found in zip(missing, _compile_apart(list(missing.values())), strict=True):
-            written = path.with_suffix(f".{os.getpid()}")
-            written.write_text(json.dumps(found))
-            written.replace(path)
-    return [json.loads(path.read_text()) for path in kept]
+    names = [_name(job) for job in jobs]
+    sources = {name: sources_digest(job[0]["kernel"]) for name, job in zip(names, jobs, strict=True)}
+    kept = json.loads(KEPT.read_text())
+    found = {name: kept[name] for name in names if kept.get(name, {}).get("sources") == sources[name]}
+    missing = {name: job for name, job in zip(names, jobs, strict=True) if name not in found}
+    files = {name: _cache() / f"{_digest(name.encode(), sources[name].encode())}.json" for name in missing}
+    uncompiled = {name: job for name, job in missing.items() if not files[name].exists()}
+    if uncompiled:
+        _cache().mkdir(parents=True, exist_ok=True)
+        for name, one in zip(uncompiled, _compile_apart(list(uncompiled.values())), strict=True):
+            written = files[name].with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps({"sources": sources[name], **one}))
+            written.replace(files[name])
+    found |= {name: json.loads(path.read_text()) for name, path in files.items()}
+    if missing and os.environ.get("KEEP_AOT"):
+        _keep({name: found[name] for name, job in missing.items() if job[0]["kernel"].startswith(_KERNELS)})
+    return [found[name] for name in names]
 
 
-def _directory() -> Path:
-    sources = [*Path(kernels.__path__[0]).rglob("*.py"), *Path(__file__).parent.glob("triton_*.py")]
-    contents = [f"triton {version('triton')} python {platform.python_version()}".encode()]
-    contents += [path.name.encode() + path.read_bytes() for path in sorted(sources)]
+def _name(job: Job) -> str:
+    """The same for the same job alone."""
+    variant, arch = job
+    return f"{variant['name']} on sm_{arch}, {_digest(json.dumps(job, sort_keys=True).encode())}"
+
+
+def _keep(found: dict[str, dict[str, Any]]) -> None:
+    kept = json.loads(KEPT.read_text()) | found
+    lines = [f"  {json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(kept.items())]
+    KEPT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _cache() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return root / "loraplex" / "tests" / f"triton-{_digest(*contents)}"
+    return root / "loraplex" / "tests" / "triton"
+
+
+@functools.cache
+def sources_digest(kernel: str) -> str:
+    """Of "module:function": the contents of its module, of the modules of `loraplex.kernels` that it imports, directly
+    or not, and of what compiles it here; and the versions of Triton and Python."""
+    paths = [*imported_sources(kernel.partition(":")[0]), *Path(__file__).parent.glob("triton_*.py")]
+    contents = [f"triton {version('triton')} python {platform.python_version()}".encode()]
+    contents += [path.name.encode() + path.read_bytes() for path in sorted(paths)]
+    return _digest(*contents)
+
+
+def imported_sources(module: str) -> set[Path]:
+    """The files of a module and of all that it imports, as far as they are in `loraplex.kernels`."""
+    found: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        place = Path(kernels.__path__[0]).joinpath(*name.split(".")[2:])
+        path = next(
+            (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.is_file()), None
+        )
+        if not f"{name}.".startswith(_KERNELS) or path is None or path in found:
+            continue
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+    return found
 
 
 def _digest(*contents: bytes) -> str:
