@@ -16,7 +16,6 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
-from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.replica import Replica, ReplicaSession
@@ -28,6 +27,7 @@ from loraplex.serving.errors import (
     ServingError,
 )
 from loraplex.serving.supervision.engine_supervisor import Supervision
+from support.cluster.inprocess import InProcessEngineClient
 from support.engine.dialled import DialledClient
 from support.engine.fake_core import CRASH, DAMAGED, SLOW, build_fake_engine, fake_tokens
 from support.engine.fake_processes import FAKE_ENGINE

@@ -12,8 +12,8 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
-from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.errors import EngineUnavailable, ServingError
+from support.cluster.inprocess import InProcessEngineClient
 from support.engine.fake_core import build_fake_engine
 
 RUN_BY_CORE = [*wire.Notification.__subclasses__(), *wire.Call.__subclasses__()]

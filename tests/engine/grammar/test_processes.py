@@ -12,9 +12,9 @@ from loraplex.engine.build import build_engine
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
-from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.supervision.engine_supervisor import Supervision
+from support.cluster.inprocess import InProcessEngineClient
 from support.engine.grammars import CASES, regex_case, save_byte_model, text_of
 
 pytestmark = pytest.mark.slow

@@ -17,12 +17,12 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.serving.client.cluster_view import shortage
 from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.client.inprocess import InProcessEngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import Supervision
+from support.cluster.inprocess import InProcessEngineClient
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_core import CRASH, SLOW, FakeCore, FakeEngine, build_fake_engine, fake_tokens
 from support.engine.fake_engine import fake_engine_info

@@ -1,7 +1,7 @@
 """The engine as the API sees it: submit a request, read its events, abort it.
 
-Two implementations pass one conformance suite: `SocketEngineClient` (an engine process, supervised) and
-`InProcessEngineClient` (the same loop in a thread). All methods belong to one event loop's thread.
+Two implementations pass one conformance suite: `SocketEngineClient` (one engine process, supervised) and
+`ClusterEngineClient` (several engines). All methods belong to one event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The engine in a thread of this process, for tests and tools. The engine is handed in as a function that builds
-it, so that no import leads from here to torch."""
+"""The engine in a thread of this process. It is handed in as a function that builds it, so that no import leads from
+here to torch."""
 
 from __future__ import annotations
 
