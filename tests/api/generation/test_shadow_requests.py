@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from loraplex.api.generation.shadow import Shadows
-from loraplex.api.metrics.shadow_metrics import ShadowMeter
+from loraplex.api.metrics.part_meters import ShadowMeter
 from loraplex.serving.text.processor import TextProcessor
 from support.engine.fake_engine import Reply
 from support.http.data_plane import MAX_MODEL_LEN, DataPlane

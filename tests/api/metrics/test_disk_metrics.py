@@ -9,8 +9,8 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import CollectorRegistry
 
-from loraplex.api.metrics import disk_metrics
-from loraplex.api.metrics.disk_metrics import DiskCollector
+from loraplex.api.metrics import collectors
+from loraplex.api.metrics.collectors import DiskCollector
 
 
 class Usage(NamedTuple):
@@ -34,7 +34,7 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Path, Usage]], None
                 raise FileNotFoundError(path)
             return found[path]
 
-        monkeypatch.setattr(disk_metrics.shutil, "disk_usage", usage)
+        monkeypatch.setattr(collectors.shutil, "disk_usage", usage)
 
     return put
 

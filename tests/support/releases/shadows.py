@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.drain import Drain
 from loraplex.api.generation.shadow import Shadows
-from loraplex.api.metrics.shadow_metrics import OUTCOMES, ShadowMeter
+from loraplex.api.metrics.part_meters import SHADOW_OUTCOMES, ShadowMeter
 from loraplex.control.catalog.shadow_store import ShadowKey, ShadowSums
 from loraplex.control.db.database import utc_now
 from loraplex.control.types import ReleaseInfo, ReleasePlan, ResolvedModel, ShadowPlan
@@ -109,5 +109,7 @@ class Bench:
     @property
     def outcomes(self) -> dict[str, int]:
         name = "loraplex_shadow_requests_total"
-        counts = {one: int(self.registry.get_sample_value(name, {"outcome": one}) or 0) for one in OUTCOMES}
+        counts = {
+            one: int(self.registry.get_sample_value(name, {"outcome": one}) or 0) for one in SHADOW_OUTCOMES
+        }
         return {one: count for one, count in counts.items() if count}

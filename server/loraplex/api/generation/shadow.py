@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.deps import Text
 from loraplex.api.drain import Drain
-from loraplex.api.metrics.shadow_metrics import ShadowMeter
+from loraplex.api.metrics.part_meters import ShadowMeter
 from loraplex.control.catalog.shadow_store import TEXT_BYTES, ShadowKey, ShadowSums, began_of
 from loraplex.control.types import ResolvedModel
 from loraplex.engine.types import EngineRequest, ErrorCode, SamplingParams, TokenEvent

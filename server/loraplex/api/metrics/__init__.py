@@ -2,8 +2,8 @@
 
 - `Metrics`: the instruments, in `api_metrics`. `Scraper`: the text of one scrape.
 - `count_request`: what an ended request adds. `arm_metrics`: arms of watched releases.
-- `engine_metrics`: figures that the engine reports, as an `EngineSnapshot`. `limiter_metrics`: limits that servers
-  share. `background_metrics`: background tasks. `disk_metrics`: what is left of the disks.
+- `engine_metrics`: figures that the engine reports, as an `EngineSnapshot`. `part_meters`: what other parts tell.
+  `collectors`: what is read at a scrape.
 - `label_sets`: how many tenants and adapters have labels of their own.
 """
 

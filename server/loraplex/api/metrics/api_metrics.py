@@ -22,18 +22,13 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import ANSWERS
 from loraplex.api.metrics.arm_metrics import ArmMeter
-from loraplex.api.metrics.background_metrics import BackgroundCollector
 from loraplex.api.metrics.cluster_metrics import cluster_families
-from loraplex.api.metrics.disk_metrics import DiskCollector
+from loraplex.api.metrics.collectors import BackgroundCollector, DiskCollector
 from loraplex.api.metrics.engine_metrics import EngineSnapshot, Grown, own_families, vllm_families
-from loraplex.api.metrics.grammar_metrics import GrammarMeter
 from loraplex.api.metrics.label_sets import IDLE_S, OTHER, LabelSets, OwnedCounter
-from loraplex.api.metrics.limiter_metrics import LimiterMeter
-from loraplex.api.metrics.release_metrics import ReleaseMeter
+from loraplex.api.metrics.part_meters import GrammarMeter, LimiterMeter, ReleaseMeter, ShadowMeter, TraceMeter
 from loraplex.api.metrics.residency_metrics import LoadTimes, residency_families
-from loraplex.api.metrics.shadow_metrics import ShadowMeter
 from loraplex.api.metrics.token_histogram import TokenHistogram
-from loraplex.api.metrics.trace_metrics import TraceMeter
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.types import CheckOutcome, LimitKind, LimitOwner, ReachedLimit
 from loraplex.control.usage.journal import UsageJournal
