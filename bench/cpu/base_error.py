@@ -35,7 +35,7 @@ from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import decoder_spec
 from loraplex.engine.model.loading import read_model_config
 from loraplex.engine.model.plans import FusedPlan, KeptPlans
-from loraplex.lifecycle.base_error_process import measure_in_process
+from loraplex.lifecycle.base_errors import measure_in_process
 
 FORMS = ((NF4, "none"), (NF4, "int8"), (INT8_ROWS, "none"), (FULL_PRECISION, "int8"))
 """The form of the training, and `--quantise` of the server."""

@@ -23,7 +23,7 @@ from loraplex.adapters.base_weights.nf4 import quantise_nf4
 from loraplex.engine.base_error.__main__ import measure
 from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
 from loraplex.engine.base_error.prompts import prompt_tokens
-from loraplex.lifecycle.base_error_process import measure_in_process
+from loraplex.lifecycle.base_errors import measure_in_process
 from support.adapters.drafts import draft_adapter, write_base
 from support.adapters.peft_zoo import PeftReference
 from support.http.admin_plane import ARCH, AdminPlane, admin_client

@@ -6,17 +6,51 @@ that is under way rather than wait for it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import Generic, Literal
 
 from loraplex.adapters.cache.entries import CachedAdapter, CachedAdapters, Stage
 from loraplex.adapters.cache.eviction import DeviceEviction, HostEviction
 from loraplex.adapters.cache.failures import Failures
-from loraplex.adapters.cache.prefetch_queue import PrefetchQueue
 from loraplex.adapters.cache.residency import ImageT, Ticket
 from loraplex.adapters.cache.tenant_memory import TenantMemory
 from loraplex.adapters.ref import AdapterRef
+
+MAX_PREFETCHES = 4096
+
+
+class PrefetchQueue:
+    """Hints, in the order of their last one; one a digest, and at most `MAX_PREFETCHES`: the oldest are dropped."""
+
+    def __init__(self) -> None:
+        self._refs: OrderedDict[str, AdapterRef] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def enqueue(self, ref: AdapterRef) -> None:
+        self._refs[ref.digest] = ref
+        self._refs.move_to_end(ref.digest)
+        if len(self._refs) > MAX_PREFETCHES:
+            self._refs.popitem(last=False)
+
+    def put_back(self, ref: AdapterRef) -> None:
+        """Make it the first again."""
+        self._refs[ref.digest] = ref
+        self._refs.move_to_end(ref.digest, last=False)
+
+    def first(self) -> AdapterRef:
+        """The one that has waited longest. Raises StopIteration if there is none."""
+        return next(iter(self._refs.values()))
+
+    def clear(self) -> None:
+        self._refs.clear()
+
+    def remove(self, digest: str) -> bool:
+        """Whether it was in the queue."""
+        return self._refs.pop(digest, None) is not None
+
 
 WarmOutcome = Literal["device", "host", "failed", "skipped"]
 WARM_OUTCOMES: tuple[WarmOutcome, ...] = ("device", "host", "failed", "skipped")

@@ -1,18 +1,40 @@
-"""`/v1/models`."""
+"""`/v1/models`, and its cards."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, Field
 
 from loraplex.api.context import context_of
 from loraplex.api.deps import ApiServices
 from loraplex.api.documents import refused
 from loraplex.api.errors import ApiError
-from loraplex.api.openai.models import Model, ModelList
 from loraplex.api.route import Caller, DataRoute, Services
 from loraplex.control.types import ModelCard
+from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
+
+
+class Model(BaseModel):
+    """The base model, or an adapter: its `root` is its digest, its `parent` the base. Its answers are read in the
+    formats."""
+
+    id: str
+    object: Literal["model"]
+    created: Annotated[int, Field(ge=0)]
+    owned_by: Literal["loraplex"]
+    root: str
+    parent: str | None
+    max_model_len: Annotated[int, Field(ge=1)]
+    tool_format: ToolFormatName
+    reasoning_format: ReasoningFormatName
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
 
 MAX_NAME = 512
 
