@@ -17,7 +17,6 @@ from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.client import session as session_module
 from loraplex.serving.client.session import TERMS_A_COMMAND, EngineSession
 from loraplex.serving.demand import HALF_LIFE_S, MAX_KNOWN, MAX_RANKED, Demand, Uses
-from loraplex.serving.errors import EngineUnavailable
 from support.engine.fake_engine import fake_engine_info
 
 
@@ -118,19 +117,24 @@ class Session(EngineSession):
     def healthy(self) -> bool:
         return True
 
+    @property
+    def unhealthy_reason(self) -> str | None:
+        return None
+
+    @property
+    def retry_after_s(self) -> float:
+        return 1.0
+
     def _send(self, command: wire.Command) -> None:
         self.sent.append(command)
         if type(command) in self.answers:
             event = self.answers[type(command)](command.call)  # type: ignore[union-attr]
             asyncio.get_running_loop().call_soon(self._dispatch, event)
 
-    def _unavailable(self) -> EngineUnavailable:
-        return EngineUnavailable("no")
-
     def ask(self, number: int, times: int = 1) -> None:
         for _ in range(times):
             name = f"r{len(self.sent)}"
-            self._submit([EngineRequest(name, "acme", (1,), SamplingParams(1), ref(number))])
+            self.submit(EngineRequest(name, "acme", (1,), SamplingParams(1), ref(number)))
 
     def answer(self, stats: EngineStats, *entries: CacheEntry) -> None:
         """Every call from now on."""
@@ -176,7 +180,7 @@ async def test_a_new_engine_gets_the_terms_of_all_tenants(demand: Demand) -> Non
 
 async def test_a_request_of_many_sequences_is_one_use(demand: Demand) -> None:
     session = Session(demand)
-    session._submit([EngineRequest(f"r{n}", "acme", (1,), SamplingParams(1), ref(1)) for n in range(5)])
+    session.submit(*(EngineRequest(f"r{n}", "acme", (1,), SamplingParams(1), ref(1)) for n in range(5)))
     demand.loaded([ref(1).digest])
     assert [uses.uses for uses in demand.ranked()] == [1]
 

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.loop import Build, EngineLoop, Log, Outbox
 from loraplex.engine.reports import EngineInfo
-from loraplex.engine.types import EngineRequest
-from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import EngineSession
 from loraplex.serving.demand import Demand
-from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable
+from loraplex.serving.errors import EngineStartError, EngineUnavailable
 
 STOP_GRACE_S = 5.0
 
@@ -94,14 +92,6 @@ class InProcessEngineClient(EngineSession):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), drain_s + STOP_GRACE_S)
         self._fail("draining", "the server is shutting down")
-
-    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
-        if self._closing:
-            raise EngineDraining("the server is shutting down")
-        return self._submit(requests)
-
-    def _unavailable(self) -> EngineUnavailable:
-        return EngineUnavailable(self.unhealthy_reason or "the engine is not ready")
 
     def _send(self, command: wire.Command) -> None:
         self._engine.post(command)

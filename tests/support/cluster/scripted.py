@@ -7,10 +7,7 @@ import os
 
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo
-from loraplex.engine.types import EngineRequest
-from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import EngineSession
-from loraplex.serving.errors import EngineUnavailable
 from support.engine.fake_core import FakeCore
 
 STEP_S = 0.01
@@ -69,9 +66,6 @@ class ScriptedSession(EngineSession):
         self._state = "closed"
         self._fail("draining", "the server is shutting down")
 
-    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
-        return self._submit(requests)
-
     def kill(self) -> None:
         """Die, as by SIGKILL."""
         if self.healthy:
@@ -114,9 +108,6 @@ class ScriptedSession(EngineSession):
             return
         if events:
             self._dispatch(wire.Events(events))
-
-    def _unavailable(self) -> EngineUnavailable:
-        return EngineUnavailable(f"the engine is {self._state}")
 
     def _send(self, command: wire.Command) -> None:
         if not self.healthy:

@@ -12,6 +12,7 @@ import msgspec
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
@@ -19,7 +20,13 @@ from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Erro
 from loraplex.serving.client.engine_client import RequestStream, error_event
 from loraplex.serving.client.measuring import measure_request, read_outputs
 from loraplex.serving.demand import Demand
-from loraplex.serving.errors import EngineOverloaded, EngineUnavailable, ServingError
+from loraplex.serving.errors import (
+    EngineDraining,
+    EngineOverloaded,
+    EngineUnavailable,
+    ServingError,
+    TextTooLong,
+)
 from loraplex.serving.fair_share import FairShare
 
 CALL_TIMEOUT_S = 10.0
@@ -44,9 +51,9 @@ def _take_none(streams: Sequence[RequestStream], error: EngineError) -> Collecti
 class EngineSession(ABC):
     """An `EngineClient` without its transport: a subclass adds one.
 
-    It implements `_send`, calls `_dispatch` for each event that arrives and `_fail` when the engine is gone, on
-    the event loop's thread. `on_damaged` hears of versions whose stored bytes the engine found damaged or lost. Calls
-    raise EngineUnavailable while the transport is not `healthy`; notifications do nothing then.
+    It implements the abstract methods, calls `_dispatch` for each event that arrives and `_fail` when the engine is
+    gone, on the event loop's thread. `on_damaged` hears of versions whose stored bytes the engine found damaged or
+    lost. Calls raise EngineUnavailable while the transport is not `healthy`; notifications do nothing then.
     """
 
     def __init__(self, on_damaged: Callable[[tuple[str, ...]], None], demand: Demand | None = None) -> None:
@@ -75,17 +82,24 @@ class EngineSession(ABC):
     @abstractmethod
     def healthy(self) -> bool: ...
 
+    @property
     @abstractmethod
-    def _send(self, command: wire.Command) -> None:
-        """Pass it on, without blocking. A command that no engine can take goes nowhere."""
+    def unhealthy_reason(self) -> str | None: ...
+
+    @property
+    @abstractmethod
+    def retry_after_s(self) -> float:
+        """Seconds as `EngineUnavailable` has them."""
 
     @abstractmethod
-    def _unavailable(self) -> EngineUnavailable:
-        """Why it is not healthy, as the answer to a call."""
+    def _send(self, command: wire.Command) -> None:
+        """Pass it on, without blocking. A command that no engine can take goes nowhere. Raises FrameTooLarge."""
 
     def _check(self) -> None:
         if not self.healthy:
-            raise self._unavailable()
+            error = EngineUnavailable(self.unhealthy_reason or "the engine is not ready")
+            error.retry_after_s = self.retry_after_s
+            raise error
 
     @property
     def info(self) -> EngineInfo:
@@ -99,9 +113,14 @@ class EngineSession(ABC):
     def num_live(self) -> int:
         return len(self._streams) - self._num_background
 
-    def _submit(self, requests: Sequence[EngineRequest]) -> list[RequestStream]:
+    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
         """All of one tenant and adapter. Room for all of them is taken before the first is sent."""
-        streams = self._open(requests, wire.Add)
+        if self._draining:
+            raise EngineDraining("the server is shutting down")
+        try:
+            streams = self._open(requests, wire.Add)
+        except framing.FrameTooLarge as error:
+            raise TextTooLong(f"the request is too large for the engine: {error}") from error
         if (ref := requests[0].adapter) is not None and not requests[0].background:
             self._demand.use(ref)
         return streams
@@ -222,18 +241,16 @@ class EngineSession(ABC):
         await self.call(wire.Drop, digest)
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
-        if not refs or not self.healthy:
-            return
-        for ref in reversed(refs):
-            self._demand.know(ref)
-        self._send(wire.Prefetch(tuple(refs)))
+        self._hint(wire.Prefetch(tuple(refs)))
 
     def warm(self, refs: Sequence[AdapterRef]) -> None:
-        if not refs or not self.healthy:
-            return
-        for ref in reversed(refs):
-            self._demand.know(ref)
-        self._send(wire.Warm(tuple(refs)))
+        self._hint(wire.Warm(tuple(refs)))
+
+    def _hint(self, command: wire.Prefetch | wire.Warm) -> None:
+        if command.refs and self.healthy:
+            for ref in reversed(command.refs):
+                self._demand.know(ref)
+            self._send(command)
 
     def set_elsewhere(self, digests: Collection[str]) -> None:
         """Have the engine evict these versions before others, in place of those of the last call: they live on other

@@ -8,14 +8,11 @@ from collections.abc import Callable
 from typing import Literal
 
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo
-from loraplex.engine.types import EngineRequest
-from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.session import EngineSession
 from loraplex.serving.demand import Demand
-from loraplex.serving.errors import EngineDraining, EngineStartError, EngineUnavailable, TextTooLong
+from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import DEFAULT_RULES, EngineSupervisor, Supervision
 from loraplex.serving.supervision.supervisor import EngineProcess
 
@@ -75,19 +72,6 @@ class SocketEngineClient(EngineSession):
     async def close(self, *, drain_s: float = 0) -> None:
         self._draining = True
         await self._supervisor.close(drain_s=drain_s)
-
-    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
-        if self._supervisor.closing:
-            raise EngineDraining("the server is shutting down")
-        try:
-            return self._submit(requests)
-        except framing.FrameTooLarge as error:
-            raise TextTooLong(f"the request is too large for the engine: {error}") from error
-
-    def _unavailable(self) -> EngineUnavailable:
-        error = EngineUnavailable(self._supervisor.reason or "the engine is not ready")
-        error.retry_after_s = self.retry_after_s
-        return error
 
     def _send(self, command: wire.Command) -> None:
         self._supervisor.send(command)

@@ -12,18 +12,15 @@ import msgspec
 
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
-from loraplex.engine.types import EngineRequest, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream
+from loraplex.engine.types import TokenEvent
 from loraplex.serving.client.session import EngineSession
 from loraplex.serving.cluster import tcp
 from loraplex.serving.cluster.hello import Draining, Hello
 from loraplex.serving.demand import Demand
 from loraplex.serving.errors import (
-    EngineDraining,
     EngineOverloaded,
     EngineStartError,
     EngineUnavailable,
-    TextTooLong,
 )
 from loraplex.serving.supervision.watchdog import TICK_S, Watchdog, WatchdogPolicy
 
@@ -142,19 +139,6 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
             self._idle = self._loop.create_future()
             await asyncio.wait([self._idle], timeout=drain_s)
         self._hang_up("the server shuts down", "draining")
-
-    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
-        if self._draining:
-            raise EngineDraining("the server is shutting down")
-        try:
-            return self._submit(requests)
-        except framing.FrameTooLarge as error:
-            raise TextTooLong(f"the request is too large for the engine: {error}") from error
-
-    def _unavailable(self) -> EngineUnavailable:
-        error = EngineUnavailable(self.unhealthy_reason or LOST)
-        error.retry_after_s = self.retry_after_s
-        return error
 
     def _send(self, command: wire.Command) -> None:
         frame = framing.encode_frame(command)
