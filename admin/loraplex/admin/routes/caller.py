@@ -6,8 +6,8 @@ from fastapi import APIRouter
 
 from loraplex.admin.framework.dependencies import AnyCaller, Services
 from loraplex.admin.framework.route import AdminRoute
-from loraplex.admin.routes.keys import show_key
 from loraplex.admin.schemas.caller import BaseModelShape, Caller
+from loraplex.admin.schemas.keys import Key
 from loraplex.admin.services import AdminServices
 from loraplex.kernels.lora.site_groups import HEAD
 
@@ -23,7 +23,7 @@ async def get_caller(by: AnyCaller, services: Services) -> Caller:
     """
     key = None
     if by.tenant_id is not None and by.key_id is not None:
-        key = show_key(await services.database.run(services.keys.get, by.tenant_id, by.key_id))
+        key = Key.of(await services.database.run(services.keys.get, by.tenant_id, by.key_id))
     return Caller(
         kind="key" if by.kind == "key" else "admin",
         tenant=by.tenant_id,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
@@ -12,8 +11,6 @@ from loraplex.admin.framework.dependencies import Audited, KeyId, Operator, Serv
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.admin.schemas.keys import Key, KeyChange, KeyCreate, KeyPage, KeyRotate, KeyWithSecret
-from loraplex.admin.schemas.limits import Limits
-from loraplex.control.types import KeyInfo, Scope
 
 router = APIRouter(prefix="/tenants/{tenant}/keys", route_class=AdminRoute)
 
@@ -38,7 +35,7 @@ async def create_key(
         by=by,
     )
     made, secret = await services.database.run(create, tenant)
-    return KeyWithSecret(**_fields(made), secret=secret)
+    return KeyWithSecret(**dict(Key.of(made)), secret=secret)
 
 
 @router.get("")
@@ -48,7 +45,7 @@ async def list_keys(
     """List keys, without their secrets."""
     list_page = partial(services.keys.list, limit=query.limit, cursor=query.cursor)
     page = await services.database.run(list_page, tenant)
-    return KeyPage(data=[show_key(row) for row in page.items], next_cursor=page.next_cursor)
+    return KeyPage(data=[Key.of(row) for row in page.items], next_cursor=page.next_cursor)
 
 
 @router.patch("/{key}")
@@ -61,7 +58,7 @@ async def update_key(
 ) -> Key:
     """Change a key's name, scopes, models, limits or end."""
     update = partial(services.keys.update, changes=body.model_dump(exclude_unset=True), by=by)
-    return show_key(await services.database.run(update, tenant, key))
+    return Key.of(await services.database.run(update, tenant, key))
 
 
 @router.post("/{key}/rotate")
@@ -75,7 +72,7 @@ async def rotate_key(
     """Replace a key's secret; the old one works for the grace time."""
     rotate = partial(services.keys.rotate, grace_seconds=body.grace_seconds, by=by)
     made, secret = await services.database.run(rotate, tenant, key)
-    return KeyWithSecret(**_fields(made), secret=secret)
+    return KeyWithSecret(**dict(Key.of(made)), secret=secret)
 
 
 @router.delete("/{key}", status_code=204, response_class=Response)
@@ -84,15 +81,3 @@ async def revoke_key(
 ) -> None:
     """Revoke a key at once, for good."""
     await services.database.run(partial(services.keys.revoke, by=by), tenant, key)
-
-
-def show_key(info: KeyInfo) -> Key:
-    return Key(**_fields(info))
-
-
-def _fields(info: KeyInfo) -> dict[str, Any]:
-    return dataclasses.asdict(info) | {
-        "scopes": cast("list[Scope]", list(info.scopes)),
-        "models": None if info.models is None else list(info.models),
-        "limits": Limits(**dataclasses.asdict(info.limits)),
-    }

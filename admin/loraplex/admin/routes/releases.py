@@ -111,7 +111,7 @@ async def rollback_release(
     info = await services.database.run(rollback, tenant, name)
     response.headers["ETag"] = _etag(info.release)
     await _prefetch(services, info.release)
-    skipped = [SkippedRevision(revision=skip.revision, reason=skip.reason) for skip in info.skipped]
+    skipped = list(map(SkippedRevision.of, info.skipped))
     return RolledBackRelease(**show_release(info.release).model_dump(), skipped=skipped)
 
 

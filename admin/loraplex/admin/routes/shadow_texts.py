@@ -30,16 +30,4 @@ async def list_shadow_texts(
         began = began_of(services.releases.get(tenant, name))
         return ShadowStore(services.database).texts(tenant, name, began, limit=query.limit)
 
-    return ShadowSamples(
-        data=[
-            ShadowSample(
-                id=text.id,
-                version=text.version,
-                at=text.at,
-                prompt=text.prompt,
-                answer=text.answer,
-                shadow_answer=text.shadow_answer,
-            )
-            for text in await services.database.run(read)
-        ]
-    )
+    return ShadowSamples(data=[ShadowSample.of(text) for text in await services.database.run(read)])

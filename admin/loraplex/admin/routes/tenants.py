@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Annotated
 
@@ -12,7 +11,6 @@ from loraplex.admin.framework.dependencies import Audited, Operator, Services, T
 from loraplex.admin.framework.openapi import LOCATION
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.schemas.fields import PageQuery
-from loraplex.admin.schemas.limits import BudgetState, Limits
 from loraplex.admin.schemas.tenants import (
     Erased,
     Kept,
@@ -23,7 +21,7 @@ from loraplex.admin.schemas.tenants import (
     TenantPage,
 )
 from loraplex.admin.services import AdminServices
-from loraplex.control.types import TenantInfo, TenantRemoval
+from loraplex.control.types import TenantRemoval
 from loraplex.lifecycle.eviction import evict_removed
 from loraplex.serving.errors import EngineUnavailable
 
@@ -49,7 +47,7 @@ async def create_tenant(
     )
     made = await services.database.run(create, body.id)
     response.headers["Location"] = f"/admin/v1/tenants/{made.id}"
-    return _show(made)
+    return Tenant.of(made)
 
 
 @router.get("/tenants")
@@ -57,13 +55,13 @@ async def list_tenants(_: Operator, query: Annotated[PageQuery, Query()], servic
     """List tenants by id."""
     read = partial(services.tenants.list, limit=query.limit, cursor=query.cursor)
     page = await services.database.run(read)
-    return TenantPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor)
+    return TenantPage(data=[Tenant.of(row) for row in page.items], next_cursor=page.next_cursor)
 
 
 @tenant_router.get("/tenants/{tenant}")
 async def get_tenant(_: UsageReader, tenant: TenantId, services: Services) -> Tenant:
     """Show a tenant."""
-    return _show(await services.database.run(services.tenants.get, tenant))
+    return Tenant.of(await services.database.run(services.tenants.get, tenant))
 
 
 @router.patch("/tenants/{tenant}")
@@ -76,7 +74,7 @@ async def update_tenant(
     """Change a tenant."""
     changes, reservable = body.model_dump(exclude_unset=True), _reservable(services)
     update = partial(services.tenants.update, changes=changes, reservable=reservable, by=by)
-    return _show(await services.database.run(update, tenant))
+    return Tenant.of(await services.database.run(update, tenant))
 
 
 @router.delete("/tenants/{tenant}")
@@ -99,17 +97,6 @@ def _reservable(services: AdminServices) -> int | None:
     except EngineUnavailable:
         return None
     return info.arena_pages // 2 * info.arena_page_bytes
-
-
-def _show(info: TenantInfo) -> Tenant:
-    return Tenant(
-        id=info.id,
-        display_name=info.display_name,
-        weight=info.weight,
-        limits=Limits(**dataclasses.asdict(info.limits)),
-        budget=None if info.budget is None else BudgetState(**dataclasses.asdict(info.budget)),
-        created_at=info.created_at,
-    )
 
 
 def _show_removal(removal: TenantRemoval) -> TenantDeleted:

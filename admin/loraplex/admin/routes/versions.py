@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from functools import partial
 from typing import Annotated
 
@@ -28,14 +27,13 @@ from loraplex.admin.schemas.adapters import (
     Version,
     VersionImport,
     VersionPage,
-    VersionServing,
 )
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.admin.uploads.imports import import_source
 from loraplex.admin.uploads.receive import receive_upload
 from loraplex.admin.uploads.serving_field import without_invocation
 from loraplex.control.errors import ControlError
-from loraplex.control.types import Serving, VersionInfo
+from loraplex.control.types import Serving
 from loraplex.lifecycle.eviction import evict_removed, unpin_unused
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
@@ -82,7 +80,7 @@ async def push_version(
     info, is_new = await admit_version(services, tenant, name, receive, by=by, source=url, wait=query.wait)
     response.headers["Location"] = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
     response.status_code = 202 if info.state == "validating" else 201 if is_new else 200
-    return _show(info)
+    return Version.of(info)
 
 
 @router.get("")
@@ -92,7 +90,7 @@ async def list_versions(
     """List an adapter's versions, deleted and rejected ones too."""
     read = partial(services.catalog.list_versions, limit=query.limit, cursor=query.cursor)
     page = await services.database.run(read, tenant, name)
-    return VersionPage(data=[_show(row) for row in page.items], next_cursor=page.next_cursor)
+    return VersionPage(data=[Version.of(row) for row in page.items], next_cursor=page.next_cursor)
 
 
 @router.get("/{version}")
@@ -100,7 +98,7 @@ async def get_version(
     _: Reader, tenant: TenantId, name: AdapterName, version: VersionName, services: Services
 ) -> Version:
     """Show a version with its report."""
-    return _show(await services.database.run(services.catalog.get_version, tenant, name, version))
+    return Version.of(await services.database.run(services.catalog.get_version, tenant, name, version))
 
 
 @router.delete("/{version}", status_code=204, response_class=Response)
@@ -139,7 +137,7 @@ async def pin_version(
         raise Problem("conflict", f"The engine does not pin it: {error.message}") from error
     try:
         set_pin = partial(services.catalog.set_pin, pinned=True, by=by)
-        return _pinned(await services.database.run(set_pin, tenant, name, version))
+        return Pin.of(await services.database.run(set_pin, tenant, name, version))
     except ControlError:  # deleted in this moment
         await services.engine.unpin(info.digest)
         raise
@@ -157,26 +155,4 @@ async def unpin_version(
     set_pin = partial(services.catalog.set_pin, pinned=False, by=by)
     info = await services.database.run(set_pin, tenant, name, version)
     await unpin_unused(services, info.digest)
-    return _pinned(info)
-
-
-def _pinned(info: VersionInfo) -> Pin:
-    return Pin(name=info.name, version=info.version, pinned=info.pinned)
-
-
-def _show(info: VersionInfo) -> Version:
-    return Version(
-        name=info.name,
-        version=info.version,
-        digest=info.digest,
-        state=info.state,
-        rank=info.rank,
-        targets=list(info.targets),
-        bytes=info.bytes,
-        pinned=info.pinned,
-        base_fingerprint=info.base_fingerprint,
-        created_at=info.created_at,
-        serving=VersionServing.model_validate(asdict(info.serving)),
-        invocation=list(info.invocation),
-        report=info.report,
-    )
+    return Pin.of(info)

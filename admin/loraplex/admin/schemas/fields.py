@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import (
     AfterValidator,
@@ -79,6 +79,11 @@ class ResponseBody(BaseModel):
     """A body that the server sends."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def of(cls, value: object) -> Self:
+        """The body that shows `value`: its attributes of the fields' names, and theirs in turn."""
+        return cls.model_validate(value, from_attributes=True)
 
 
 class PageQuery(QueryParameters):
