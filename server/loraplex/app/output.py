@@ -104,9 +104,37 @@ class Output:
         """`unbroken` names the columns whose short values stay on one line, such as ids."""
         self.render(rows_table(columns, rows, unbroken=unbroken))
 
+    def rows(
+        self,
+        rows: Sequence[dict[str, Any]],
+        columns: Sequence[str],
+        cells: Callable[[dict[str, Any]], Sequence[Any]],
+        *,
+        unbroken: Collection[str] = (),
+    ) -> None:
+        """A list, as JSON or as a table with the `cells` of each row."""
+        if self.as_json:
+            self.json({"data": rows})
+        else:
+            self.table(columns, map(cells, rows), unbroken=unbroken)
+
     def fields(self, data: dict[str, Any]) -> None:
         """One record, a line a field."""
         self.render(fields_table(data))
+
+    def record(self, data: dict[str, Any]) -> None:
+        """One record, as JSON or a line a field."""
+        if self.as_json:
+            self.json(data)
+        else:
+            self.fields(data)
+
+    def done(self, data: dict[str, Any], sentence: str) -> None:
+        """The result of a change, as JSON or a sentence."""
+        if self.as_json:
+            self.json(data)
+        else:
+            self.line(sentence)
 
     def render(self, *tables: Table) -> None:
         """In the terminal's width; in a pipe without lines, in `PIPE_WIDTH` columns. Long values wrap."""

@@ -209,21 +209,16 @@ def _with_a_tenth(weights: Mapping[str, int], version: str) -> dict[str, int]:
 
 def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
     rows = list(admin.pages(f"/tenants/{segment(tenant)}/adapters"))
-    if out.as_json:
-        out.json({"data": rows})
-        return
-    out.table(
+    out.rows(
+        rows,
         ["adapter", "versions", "latest", "released", "created"],
-        (
-            [
-                r["name"],
-                r["num_versions"],
-                r["latest_version"],
-                _targets(r["release"]),
-                moment(r["created_at"]),
-            ]
-            for r in rows
-        ),
+        lambda r: [
+            r["name"],
+            r["num_versions"],
+            r["latest_version"],
+            _targets(r["release"]),
+            moment(r["created_at"]),
+        ],
         unbroken=["versions", "latest"],
     )
 
@@ -270,10 +265,9 @@ def delete(
     confirm(f"Delete {what}?", yes)
     path = _adapter(tenant, name)
     admin.call("DELETE", path if version is None else f"{path}/versions/{segment(version)}")
-    if out.as_json:
-        out.json({"name": name, "version": version, "deleted": True})
-    else:
-        out.line(f"{what} deleted; requests that run on it finish")
+    out.done(
+        {"name": name, "version": version, "deleted": True}, f"{what} deleted; requests that run on it finish"
+    )
 
 
 def pin(admin: AdminClient, out: Output, adapter: NameArgument, tenant: TenantOption) -> None:
@@ -289,10 +283,7 @@ def _pin(admin: AdminClient, out: Output, adapter: str, tenant: str, method: str
     if version is None:
         raise CommandFailed(f"say which version, such as {name}@v1.")
     admin.call(method, f"{_adapter(tenant, name)}/versions/{segment(version)}/pin")
-    if out.as_json:
-        out.json({"name": name, "version": version, "pinned": method == "PUT"})
-    else:
-        out.line(f"{name}@{version} {what}")
+    out.done({"name": name, "version": version, "pinned": method == "PUT"}, f"{name}@{version} {what}")
 
 
 def _adapter(tenant: str, name: str) -> str:

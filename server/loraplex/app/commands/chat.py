@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loraplex.app.commands.shared.client import http_client, refused, unreachable
+from loraplex.app.commands.shared.client import decoded, http_client, refused, unreachable
 from loraplex.app.commands.shared.errors import CommandFailed, json_failures
 from loraplex.app.commands.shared.options import DEFAULT_URL, ApiKeyOption, JsonOption, UrlOption
 from loraplex.app.output import Output, printable
@@ -116,7 +116,7 @@ class Conversation:
             response = self._client.post("/v1/chat/completions", json=body)
         except httpx.HTTPError as error:
             raise unreachable(self._url, error, "--url") from error
-        answer = _decoded(response)
+        answer = decoded(response.url.host, response, "data plane")
         if response.status_code != 200:
             raise _refused(response.status_code, answer)
         return answer
@@ -133,7 +133,7 @@ class Conversation:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     response.read()
-                    raise _refused(response.status_code, _decoded(response))
+                    raise _refused(response.status_code, decoded(response.url.host, response, "data plane"))
                 for chunk in response.iter_raw():
                     for data in parser.feed(chunk):
                         if data == "[DONE]":
@@ -156,16 +156,6 @@ def _texts(data: str) -> Iterator[str]:
     for choice in event.get("choices", ()):
         if text := (choice.get("delta") or {}).get("content"):
             yield text
-
-
-def _decoded(response: httpx.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError as error:
-        raise CommandFailed(
-            f"{response.url.host} answered {response.status_code} with something that is not JSON; "
-            "is it Loraplex's data plane?"
-        ) from error
 
 
 def _refused(status: int, body: Any) -> CommandFailed:

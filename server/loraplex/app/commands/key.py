@@ -66,23 +66,18 @@ def create(
 
 def list_(admin: AdminClient, out: Output, tenant: TenantOption) -> None:
     rows = _keys(admin, tenant)
-    if out.as_json:
-        out.json({"data": rows})
-        return
-    out.table(
+    out.rows(
+        rows,
         ["key", "name", "scopes", "models", "limits", "state", "last used"],
-        (
-            [
-                r["id"],
-                r["name"],
-                r["scopes"],
-                r["models"],
-                r["limits"],
-                _state(r),
-                moment(r["last_used_at"]),
-            ]
-            for r in rows
-        ),
+        lambda r: [
+            r["id"],
+            r["name"],
+            r["scopes"],
+            r["models"],
+            r["limits"],
+            _state(r),
+            moment(r["last_used_at"]),
+        ],
         unbroken=["key"],
     )
 
@@ -104,10 +99,7 @@ def show(
         rows = [row for row in rows if row["id"] == wanted]
     if not rows:
         raise CommandFailed(f"the tenant '{tenant}' has no key '{key}'; see 'loraplex key list'.")
-    if out.as_json:
-        out.json(rows[0])
-    else:
-        out.fields(rows[0])
+    out.record(rows[0])
 
 
 def _keys(admin: AdminClient, tenant: str) -> list[dict[str, Any]]:
@@ -180,11 +172,7 @@ def update(
         raise CommandFailed(
             "nothing to change: give --name, --scope, --model, --all-models, --limit or --expires-at."
         )
-    changed = admin.call("PATCH", _path(admin, tenant, key), json=body)
-    if out.as_json:
-        out.json(changed)
-    else:
-        out.fields(changed)
+    out.record(admin.call("PATCH", _path(admin, tenant, key), json=body))
 
 
 def rotate(
@@ -222,10 +210,7 @@ def revoke(admin: AdminClient, out: Output, key: KeyArgument, tenant: TenantOpti
     path = _path(admin, tenant, key)
     admin.call("DELETE", path)
     key_id = path.rpartition("/")[2]
-    if out.as_json:
-        out.json({"id": key_id, "revoked": True})
-    else:
-        out.line(f"key {key_id} revoked")
+    out.done({"id": key_id, "revoked": True}, f"key {key_id} revoked")
 
 
 def _path(admin: AdminClient, tenant: str, key: str) -> str:

@@ -170,24 +170,19 @@ def rollback(
 
 def history(admin: AdminClient, out: Output, name: NameArgument, tenant: TenantOption) -> None:
     rows = list(admin.pages(f"{_path(tenant, name)}/history"))
-    if out.as_json:
-        out.json({"data": rows})
-        return
     reasons = [r["reason"] for r in rows]
-    out.table(
+    out.rows(
+        rows,
         ["revision", "since", "by", "how", "targets", "sticky", *(["reason"] if any(reasons) else [])],
-        (
-            [
-                r["revision"],
-                r["created_at"],
-                by_text(r),
-                how_text(r),
-                targets_text(r["targets"]),
-                r["sticky"],
-                *([r["reason"]] if any(reasons) else []),
-            ]
-            for r in rows
-        ),
+        lambda r: [
+            r["revision"],
+            r["created_at"],
+            by_text(r),
+            how_text(r),
+            targets_text(r["targets"]),
+            r["sticky"],
+            *([r["reason"]] if any(reasons) else []),
+        ],
         unbroken=["revision", "since"],
     )
 

@@ -43,36 +43,25 @@ def create(
     if limits := parse_limits(limit):
         body["limits"] = limits
     made = admin.call("POST", "/tenants", json=body)
-    if out.as_json:
-        out.json(made)
-    else:
-        out.line(
-            f"tenant {made['id']} created; make it a key with: loraplex key create --tenant {made['id']} "
-            "(with --scope all for one that pushes adapters too)"
-        )
+    out.done(
+        made,
+        f"tenant {made['id']} created; make it a key with: loraplex key create --tenant {made['id']} "
+        "(with --scope all for one that pushes adapters too)",
+    )
 
 
 def list_(admin: AdminClient, out: Output) -> None:
     rows = list(admin.pages("/tenants"))
-    if out.as_json:
-        out.json({"data": rows})
-        return
-    out.table(
+    out.rows(
+        rows,
         ["tenant", "display name", "weight", "limits", "created"],
-        (
-            [r["id"], r["display_name"], f"{r['weight']:g}", r["limits"], moment(r["created_at"])]
-            for r in rows
-        ),
+        lambda r: [r["id"], r["display_name"], f"{r['weight']:g}", r["limits"], moment(r["created_at"])],
         unbroken=["weight"],
     )
 
 
 def show(admin: AdminClient, out: Output, tenant: TenantArgument) -> None:
-    found = admin.call("GET", f"/tenants/{segment(tenant)}")
-    if out.as_json:
-        out.json(found)
-    else:
-        out.fields(found)
+    out.record(admin.call("GET", f"/tenants/{segment(tenant)}"))
 
 
 def update(
@@ -92,11 +81,7 @@ def update(
         body["limits"] = limits
     if not body:
         raise CommandFailed("nothing to change: give --display-name, --weight or --limit.")
-    changed = admin.call("PATCH", f"/tenants/{segment(tenant)}", json=body)
-    if out.as_json:
-        out.json(changed)
-    else:
-        out.fields(changed)
+    out.record(admin.call("PATCH", f"/tenants/{segment(tenant)}", json=body))
 
 
 def delete(admin: AdminClient, out: Output, tenant: TenantArgument, yes: YesOption = False) -> None:

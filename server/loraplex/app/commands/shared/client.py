@@ -138,7 +138,7 @@ class AdminClient:
             raise unreachable(self.url, error, self.access.url_option) from error
         if response.status_code == 204 or (response.is_success and not response.content):
             return response.status_code, None
-        body = _decoded(self.url, response)
+        body = decoded(self.url, response)
         if not response.is_success:
             raise self._refused(response.status_code, body)
         return response.status_code, body
@@ -152,7 +152,7 @@ class AdminClient:
             with self._client.stream("GET", f"/admin/v1{path}") as response:
                 if not response.is_success:
                     response.read()
-                    raise self._refused(response.status_code, _decoded(self.url, response))
+                    raise self._refused(response.status_code, decoded(self.url, response))
                 yield response
         except httpx.HTTPError as error:
             raise unreachable(self.url, error, self.access.url_option) from error
@@ -186,12 +186,13 @@ class AdminClient:
                 return
 
 
-def _decoded(url: str, response: httpx.Response) -> Any:
+def decoded(server: str, response: httpx.Response, plane: str = "admin plane") -> Any:
+    """The JSON of an answer. Raises CommandFailed."""
     try:
         return response.json()
     except ValueError as error:
         raise CommandFailed(
-            f"{url} answered {response.status_code} with something that is not JSON; is it Loraplex's admin plane?"
+            f"{server} answered {response.status_code} with something that is not JSON; is it Loraplex's {plane}?"
         ) from error
 
 
