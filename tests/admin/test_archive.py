@@ -197,7 +197,7 @@ class TestOnTheWire:
     def test_a_client_that_goes_away_is_forgotten(self, server: WholeServer) -> None:
         grow(server.plane)
         with self.get(server) as answer:
-            assert server.apps.drain.in_flight == 1
+            assert server.apps.shared.drain.in_flight == 1
             next(answer.iter_raw(1024))
         server.settle()
         assert server.plane.services.catalog.get_version("acme", "support", "v1").state == "ready"

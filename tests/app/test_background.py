@@ -128,7 +128,7 @@ def test_a_server_steps_its_releases_and_tells_the_webhook(tmp_path: Path) -> No
                 plane.make_adapter(seed=seed)
 
             async def start() -> None:
-                start_releases(installation, plane.engine, server.apps.metrics.releases)
+                start_releases(installation, plane.engine, server.apps.shared.metrics.releases)
 
             server.call(start)
             installation.releases.put(

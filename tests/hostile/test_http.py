@@ -267,7 +267,7 @@ def test_body_that_comes_after_an_upgrade_request(server: WholeServer, key: byte
     host, port = server.data_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as sock:
         sock.sendall(head.replace(b"KEY", b"Authorization: Bearer %s\r\n" % key) + b"\r\n\r\n")
-        eventually(lambda: server.apps.drain.in_flight > 0)
+        eventually(lambda: server.apps.shared.drain.in_flight > 0)
         sock.sendall(body + NEXT)
         data = b""
         while chunk := sock.recv(1 << 16):

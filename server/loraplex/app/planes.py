@@ -64,22 +64,6 @@ TENANT_CONSOLE = "/console"
 """The console's page on the data port; on the admin port it is at `/`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Apps:
-    """The two planes of a server, and what drives their beginning and end."""
-
-    data: ASGIApp
-    admin: ASGIApp
-    drain: Drain
-    metrics: Metrics
-    limits: RequestLimits
-    grammars: GrammarChecker
-    templates: TemplateRenderer
-    checks: VersionChecks
-    shadows: Shadows
-    tracing: Tracing | None
-
-
 def create_starting_apps(installation: Installation, engine: ClusterClient) -> tuple[ASGIApp, ASGIApp]:
     """The data plane and the admin plane until the engine has been started: probes, metrics, and a 503 for the rest."""
     name = installation.served_name
@@ -112,7 +96,7 @@ def _tenant_mount(app: ASGIApp) -> BaseRoute:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shared:
+class Shared:
     """Parts that both planes use, or that begin and end with the server."""
 
     engine: ClusterClient
@@ -125,6 +109,16 @@ class _Shared:
     grammars: GrammarChecker
     shadows: Shadows
     tracing: Tracing | None
+
+
+@dataclass(frozen=True, slots=True)
+class Apps:
+    """The two planes of a server, and what drives their beginning and end."""
+
+    data: ASGIApp
+    admin: ASGIApp
+    checks: VersionChecks
+    shared: Shared
 
 
 def create_apps(installation: Installation, engine: ClusterClient) -> Apps:
@@ -144,18 +138,12 @@ def create_apps(installation: Installation, engine: ClusterClient) -> Apps:
             extra_document=tenant_document,
         ),
         admin=create_admin_app(admin_services, extra_routes=operator_routes),
-        drain=shared.drain,
-        metrics=shared.metrics,
-        limits=shared.limits,
-        grammars=shared.grammars,
-        templates=shared.templates,
         checks=admin_services.checks,
-        shadows=shared.shadows,
-        tracing=shared.tracing,
+        shared=shared,
     )
 
 
-def _shared(installation: Installation, engine: ClusterClient) -> _Shared:
+def _shared(installation: Installation, engine: ClusterClient) -> Shared:
     settings, tasks, model_dir = installation.settings, installation.background, installation.model_dir
     metrics = _metrics(installation)
     limiter = make_limiter(settings, metrics.limiter, tasks)
@@ -169,7 +157,7 @@ def _shared(installation: Installation, engine: ClusterClient) -> _Shared:
     warn = structlog.get_logger("loraplex").warning
     text, drain = TextProcessor(model_dir, max_model_len=engine.info.max_model_len), Drain()
     store, run = ShadowStore(installation.database), installation.database.run
-    return _Shared(
+    return Shared(
         engine=engine,
         metrics=metrics,
         drain=drain,
@@ -201,7 +189,7 @@ def _metrics(installation: Installation) -> Metrics:
     return metrics
 
 
-def _admin_services(installation: Installation, shared: _Shared) -> AdminServices:
+def _admin_services(installation: Installation, shared: Shared) -> AdminServices:
     settings, engine, metrics = installation.settings, shared.engine, shared.metrics
     retention = Retention(installation.database, installation.artifacts, settings.keep_versions)
     base_errors = BaseErrors(
@@ -259,7 +247,7 @@ def _served_base(settings: Settings, text: TextProcessor) -> ServedBase:
     return ServedBase(text.encode, settings.max_model_len, cache_dir=folder, plan_dir=plan_dir(folder))
 
 
-def _data_services(installation: Installation, shared: _Shared, admin_services: AdminServices) -> ApiServices:
+def _data_services(installation: Installation, shared: Shared, admin_services: AdminServices) -> ApiServices:
     settings, engine, tracing = installation.settings, shared.engine, shared.tracing
     own_chats = OwnChatsOfVersions(installation.database, installation.catalog, shared.templates)
     return ApiServices(

@@ -20,7 +20,7 @@ from loraplex.app.engines.logs import StartLog, log_engine
 from loraplex.app.engines.port import listen_for_engines
 from loraplex.app.installation import Installation, prepare
 from loraplex.app.logs import configure_logging, log_everything
-from loraplex.app.planes import Apps, create_apps, create_starting_apps
+from loraplex.app.planes import Apps, Shared, create_apps, create_starting_apps
 from loraplex.app.ports.sockets import Ports, address, open_ports, url
 from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
@@ -35,9 +35,9 @@ from loraplex.lifecycle.releases.webhook import Webhook
 from loraplex.lifecycle.releases.webhook_address import AllowedHosts
 from loraplex.lifecycle.tenant_terms import TermsWatch
 from loraplex.lifecycle.warming import Warming
-from loraplex.serving.client.cluster_view import ClusterClient
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.client.cluster_view import ClusterClient
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.members import Members
 from loraplex.serving.cluster.remote import RemoteEngine
@@ -164,7 +164,7 @@ async def _serve_on(
             log.error("port_failed", reason=listening.failure)
             return 1
         if started.done():
-            await _drain(installation.settings, apps, engine, stop)
+            await _drain(installation.settings, apps.shared, engine, stop)
         return 0
     finally:
         stopping.cancel()
@@ -194,7 +194,7 @@ def local_replicas(installation: Installation, damage: DamageReports, demand: De
 def engines_port(
     installation: Installation,
     ports: Ports,
-    engine: ClusterEngineClient,
+    engine: ClusterClient,
     damage: DamageReports,
     demand: Demand,
     joined: asyncio.Future[None],
@@ -248,21 +248,22 @@ async def _start(
     await asyncio.shield(joined)
     await warming.pin(engine)
     apps = create_apps(installation, engine)
-    if apps.tracing is not None:
-        at_end.push_async_callback(apps.tracing.close)
-    at_end.push_async_callback(apps.limits.close)
-    await apps.limits.start()
-    at_end.push_async_callback(apps.templates.close)
+    shared = apps.shared
+    if shared.tracing is not None:
+        at_end.push_async_callback(shared.tracing.close)
+    at_end.push_async_callback(shared.limits.close)
+    await shared.limits.start()
+    at_end.push_async_callback(shared.templates.close)
     if installation.settings.adapter_templates == "own":
-        apps.templates.start()
-    at_end.push_async_callback(apps.grammars.close)
-    apps.grammars.start()
+        shared.templates.start()
+    at_end.push_async_callback(shared.grammars.close)
+    shared.grammars.start()
     await warming.begin(engine)
     installation.background.start("version-checks", apps.checks.run)
-    installation.background.start("shadows", apps.shadows.run)
+    installation.background.start("shadows", shared.shadows.run)
     watch = CatalogWatch(installation.database, installation.catalog, installation.tenants)
     installation.background.start("catalog-watch", partial(watch.run, engine))
-    start_releases(installation, engine, apps.metrics.releases)
+    start_releases(installation, engine, shared.metrics.releases)
     return apps
 
 
@@ -283,19 +284,19 @@ def _fail(joined: asyncio.Future[None], error: LoraplexError) -> None:
         joined.set_exception(error)
 
 
-async def _drain(settings: Settings, apps: Apps, engine: EngineClient, stop: StopSignals) -> None:
+async def _drain(settings: Settings, shared: Shared, engine: EngineClient, stop: StopSignals) -> None:
     """Drain as docs/operations.md says of SIGTERM; a second signal cuts it short."""
     log = structlog.get_logger("loraplex")
-    log.info("draining", in_flight=apps.drain.in_flight, grace_s=settings.drain_grace)
-    apps.metrics.draining.set(1)
-    draining = asyncio.create_task(apps.drain.run(settings.drain_grace, settings.drain_timeout))
+    log.info("draining", in_flight=shared.drain.in_flight, grace_s=settings.drain_grace)
+    shared.metrics.draining.set(1)
+    draining = asyncio.create_task(shared.drain.run(settings.drain_grace, settings.drain_timeout))
     second = stop.second_task()
     await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
     finished = draining.done() and draining.result()
     for task in (draining, second):
         task.cancel()
-    log.info("drained", finished=finished, cut=apps.drain.in_flight)
+    log.info("drained", finished=finished, cut=shared.drain.in_flight)
     if not finished:
         # The engine's end is an error event of each stream: the event loop must live until they are written.
         await engine.close()
-        await apps.drain.wait_idle(LAST_EVENTS_S)
+        await shared.drain.wait_idle(LAST_EVENTS_S)

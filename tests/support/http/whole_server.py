@@ -63,8 +63,8 @@ class WholeServer:
 
         async def settled() -> None:
             """All in one turn of the loop: the server may yet find a request whose client has gone."""
-            while self.apps.drain.in_flight:
-                assert await self.apps.drain.wait_idle(60), "a request is still being answered"
+            while self.apps.shared.drain.in_flight:
+                assert await self.apps.shared.drain.wait_idle(60), "a request is still being answered"
             assert self.plane.engine.live == []
 
         self.call(settled, 120)
@@ -106,7 +106,7 @@ def whole_server(
             store_lock=lock,
         )
         apps = create_apps(installation, engine or plane.engine)
-        apps.limits._budgets._answer_timeout_s = budget_answer_s
+        apps.shared.limits._budgets._answer_timeout_s = budget_answer_s
         loop = asyncio.new_event_loop()
         stop = asyncio.Event()
         started = threading.Event()
@@ -114,7 +114,7 @@ def whole_server(
 
         async def serve() -> None:
             listening = Listening(ports, data=apps.data, admin=apps.admin)
-            await apps.limits.start()
+            await apps.shared.limits.start()
             try:
                 while not listening.started:
                     await asyncio.sleep(0.005)
@@ -122,11 +122,11 @@ def whole_server(
                 await stop.wait()
             finally:
                 assert await listening.close(), listening.failure
-                await apps.templates.close()
-                await apps.grammars.close()
-                await apps.limits.close()
-                if apps.tracing is not None:
-                    await apps.tracing.close()
+                await apps.shared.templates.close()
+                await apps.shared.grammars.close()
+                await apps.shared.limits.close()
+                if apps.shared.tracing is not None:
+                    await apps.shared.tracing.close()
                 await installation.background.close()
 
         def run() -> None:
