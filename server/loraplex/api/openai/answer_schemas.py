@@ -7,17 +7,16 @@ from typing import Any
 
 from loraplex.api.errors import ANSWERS
 
-_STRING = {"type": "string"}
-_COUNT = {"type": "integer", "minimum": 0}
+STRING = {"type": "string"}
+COUNT = {"type": "integer", "minimum": 0}
 _LOGPROB = {"type": "number", "maximum": 0}
 _BYTES = {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0, "maximum": 255}}
 _FINISH = {"enum": ["stop", "length"]}
 
 
-_TOKENS = {"type": "array", "items": _COUNT}
-
-
-def _object(properties: dict[str, Any], maybe: dict[str, Any] | None = None, **others: Any) -> dict[str, Any]:
+def object_schema(
+    properties: dict[str, Any], maybe: dict[str, Any] | None = None, **others: Any
+) -> dict[str, Any]:
     """An object that has all of `properties`, and those of `maybe` where they are asked for."""
     all_properties = {**properties, **(maybe or {})}
     return {"type": "object", "required": list(properties), "properties": all_properties, **others}
@@ -27,7 +26,7 @@ def _ref(name: str) -> dict[str, str]:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _list(items: dict[str, Any]) -> dict[str, Any]:
+def list_schema(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
@@ -36,35 +35,36 @@ def _maybe(name: str) -> dict[str, Any]:
 
 
 def _answer(kind: str, choice: str, maybe: dict[str, Any] | None = None) -> dict[str, Any]:
-    return _object(
+    return object_schema(
         {
-            "id": _STRING,
+            "id": STRING,
             "object": {"const": kind},
-            "created": _COUNT,
-            "model": _STRING,
-            "system_fingerprint": _STRING,
-            "choices": _list(_ref(choice)),
+            "created": COUNT,
+            "model": STRING,
+            "system_fingerprint": STRING,
+            "choices": list_schema(_ref(choice)),
             "usage": _ref("Usage"),
         },
         maybe,
     )
 
 
+_TOKENS = list_schema(COUNT)
 _PROMPT_LOGPROBS = {
     "type": ["object", "null"],
     "propertyNames": {"pattern": "^[0-9]+$"},
-    "additionalProperties": _object(
-        {"logprob": _LOGPROB, "rank": {"type": "integer", "minimum": 1}, "decoded_token": _STRING}
+    "additionalProperties": object_schema(
+        {"logprob": _LOGPROB, "rank": {"type": "integer", "minimum": 1}, "decoded_token": STRING}
     ),
 }
-_OF_PROMPT = {"prompt_token_ids": _TOKENS, "prompt_logprobs": _list(_PROMPT_LOGPROBS)}
+_OF_PROMPT = {"prompt_token_ids": _TOKENS, "prompt_logprobs": list_schema(_PROMPT_LOGPROBS)}
 
 ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
-    "Error": _object(
+    "Error": object_schema(
         {
-            "error": _object(
+            "error": object_schema(
                 {
-                    "message": _STRING,
+                    "message": STRING,
                     "type": {"enum": sorted({kind for _, kind in ANSWERS.values()})},
                     "param": {"type": ["string", "null"]},
                     "code": {"enum": sorted(ANSWERS)},
@@ -74,24 +74,24 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
         },
         additionalProperties=False,
     ),
-    "Usage": _object(
+    "Usage": object_schema(
         {
-            "prompt_tokens": _COUNT,
-            "completion_tokens": _COUNT,
-            "total_tokens": _COUNT,
-            "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+            "prompt_tokens": COUNT,
+            "completion_tokens": COUNT,
+            "total_tokens": COUNT,
+            "prompt_tokens_details": object_schema({"cached_tokens": COUNT}),
         },
-        {"completion_tokens_details": _object({"reasoning_tokens": _COUNT})},
+        {"completion_tokens_details": object_schema({"reasoning_tokens": COUNT})},
     ),
-    "ChatChoice": _object(
+    "ChatChoice": object_schema(
         {
-            "index": _COUNT,
-            "message": _object(
+            "index": COUNT,
+            "message": object_schema(
                 {"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}},
                 {
-                    "reasoning_content": _STRING,
-                    "reasoning": _STRING,
-                    "tool_calls": _list(_ref("ToolCallOfAnswer")) | {"minItems": 1},
+                    "reasoning_content": STRING,
+                    "reasoning": STRING,
+                    "tool_calls": list_schema(_ref("ToolCallOfAnswer")) | {"minItems": 1},
                 },
             ),
             "logprobs": _maybe("ChatLogprobs"),
@@ -99,62 +99,62 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
         },
         {"token_ids": _TOKENS},
     ),
-    "ToolCallOfAnswer": _object(
+    "ToolCallOfAnswer": object_schema(
         {
-            "id": _STRING,
+            "id": STRING,
             "type": {"const": "function"},
-            "function": _object({"name": _STRING, "arguments": _STRING}),
+            "function": object_schema({"name": STRING, "arguments": STRING}),
         }
     ),
-    "CompletionChoice": _object(
+    "CompletionChoice": object_schema(
         {
-            "index": _COUNT,
-            "text": _STRING,
+            "index": COUNT,
+            "text": STRING,
             "logprobs": _maybe("CompletionLogprobs"),
             "finish_reason": _FINISH,
         },
         {"token_ids": _TOKENS, **_OF_PROMPT},
     ),
-    "LikelyToken": _object({"token": _STRING, "logprob": _LOGPROB, "bytes": _BYTES}),
-    "ChatLogprobs": _object(
+    "LikelyToken": object_schema({"token": STRING, "logprob": _LOGPROB, "bytes": _BYTES}),
+    "ChatLogprobs": object_schema(
         {
-            "content": _list(
-                _object(
+            "content": list_schema(
+                object_schema(
                     {
-                        "token": _STRING,
+                        "token": STRING,
                         "logprob": _LOGPROB,
                         "bytes": _BYTES,
-                        "top_logprobs": _list(_ref("LikelyToken")),
+                        "top_logprobs": list_schema(_ref("LikelyToken")),
                     }
                 )
             ),
             "refusal": {"type": "null"},
         }
     ),
-    "CompletionLogprobs": _object(
+    "CompletionLogprobs": object_schema(
         {
-            "tokens": _list(_STRING),
-            "token_logprobs": _list({"anyOf": [_LOGPROB, {"type": "null"}]}),
-            "top_logprobs": _list(
+            "tokens": list_schema(STRING),
+            "token_logprobs": list_schema({"anyOf": [_LOGPROB, {"type": "null"}]}),
+            "top_logprobs": list_schema(
                 {"type": ["object", "null"], "additionalProperties": _LOGPROB},
             ),
-            "text_offset": _list(_COUNT),
+            "text_offset": list_schema(COUNT),
         }
     ),
-    "EmbeddingList": _object(
+    "EmbeddingList": object_schema(
         {
             "object": {"const": "list"},
-            "data": _list(_ref("Embedding")),
-            "model": _STRING,
-            "usage": _object({"prompt_tokens": _COUNT, "total_tokens": _COUNT}),
+            "data": list_schema(_ref("Embedding")),
+            "model": STRING,
+            "usage": object_schema({"prompt_tokens": COUNT, "total_tokens": COUNT}),
         }
     ),
-    "Embedding": _object(
+    "Embedding": object_schema(
         {
             "object": {"const": "embedding"},
-            "index": _COUNT,
+            "index": COUNT,
             "embedding": {
-                "anyOf": [_list({"type": "number"}), {"type": "string", "contentEncoding": "base64"}]
+                "anyOf": [list_schema({"type": "number"}), {"type": "string", "contentEncoding": "base64"}]
             },
         }
     ),

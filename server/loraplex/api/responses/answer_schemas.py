@@ -4,124 +4,116 @@ from __future__ import annotations
 
 from typing import Any
 
-_STRING = {"type": "string"}
+from loraplex.api.openai.answer_schemas import COUNT, STRING, list_schema, object_schema
+
 _MAYBE_STRING = {"type": ["string", "null"]}
-_COUNT = {"type": "integer", "minimum": 0}
 _MAYBE_COUNT = {"type": ["integer", "null"], "minimum": 0}
 _STATUS = {"enum": ["in_progress", "completed", "incomplete"]}
 
 
-def _object(properties: dict[str, Any], **others: Any) -> dict[str, Any]:
-    return {"type": "object", "required": list(properties), "properties": properties, **others}
-
-
-def _list(items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-_OUTPUT_TEXT = _object(
+_OUTPUT_TEXT = object_schema(
     {
         "type": {"const": "output_text"},
-        "text": _STRING,
+        "text": STRING,
         "annotations": {"type": "array", "maxItems": 0},
-        "logprobs": _list({"type": "object"}),
+        "logprobs": list_schema({"type": "object"}),
     }
 )
 _ITEMS = [
-    _object(
+    object_schema(
         {
             "type": {"const": "message"},
-            "id": _STRING,
+            "id": STRING,
             "status": _STATUS,
             "role": {"const": "assistant"},
-            "content": _list(_OUTPUT_TEXT),
+            "content": list_schema(_OUTPUT_TEXT),
         }
     ),
-    _object(
+    object_schema(
         {
             "type": {"const": "reasoning"},
-            "id": _STRING,
+            "id": STRING,
             "status": _STATUS,
             "summary": {"type": "array", "maxItems": 0},
-            "content": _list(_object({"type": {"const": "reasoning_text"}, "text": _STRING})),
+            "content": list_schema(object_schema({"type": {"const": "reasoning_text"}, "text": STRING})),
             "encrypted_content": _MAYBE_STRING,
         }
     ),
-    _object(
+    object_schema(
         {
             "type": {"const": "function_call"},
-            "id": _STRING,
+            "id": STRING,
             "status": _STATUS,
-            "call_id": _STRING,
-            "name": _STRING,
-            "arguments": _STRING,
+            "call_id": STRING,
+            "name": STRING,
+            "arguments": STRING,
         }
     ),
 ]
-_USAGE = _object(
+_USAGE = object_schema(
     {
-        "input_tokens": _COUNT,
-        "input_tokens_details": _object({"cached_tokens": _COUNT, "cache_write_tokens": _COUNT}),
-        "output_tokens": _COUNT,
-        "output_tokens_details": _object({"reasoning_tokens": _COUNT}),
-        "total_tokens": _COUNT,
+        "input_tokens": COUNT,
+        "input_tokens_details": object_schema({"cached_tokens": COUNT, "cache_write_tokens": COUNT}),
+        "output_tokens": COUNT,
+        "output_tokens_details": object_schema({"reasoning_tokens": COUNT}),
+        "total_tokens": COUNT,
     }
 )
 
-_KEPT = _object(
+_KEPT = object_schema(
     {
         "type": {"const": "message"},
-        "id": _STRING,
+        "id": STRING,
         "status": {"const": "completed"},
         "role": {"enum": ["system", "developer"]},
-        "content": _list(_object({"type": {"const": "input_text"}, "text": _STRING})),
+        "content": list_schema(object_schema({"type": {"const": "input_text"}, "text": STRING})),
     }
 )
-_INCOMPLETE = {"anyOf": [_object({"reason": {"const": "max_output_tokens"}}), {"type": "null"}]}
-_COMPACTION = _object({"type": {"const": "compaction"}, "id": _STRING, "encrypted_content": _STRING})
+_INCOMPLETE = {"anyOf": [object_schema({"reason": {"const": "max_output_tokens"}}), {"type": "null"}]}
+_COMPACTION = object_schema({"type": {"const": "compaction"}, "id": STRING, "encrypted_content": STRING})
 
 RESPONSE_SCHEMAS: dict[str, dict[str, Any]] = {
-    "CompactedResponse": _object(
+    "CompactedResponse": object_schema(
         {
-            "id": _STRING,
+            "id": STRING,
             "object": {"const": "response.compaction"},
-            "created_at": _COUNT,
+            "created_at": COUNT,
             "incomplete_details": _INCOMPLETE,
-            "output": _list({"oneOf": [_KEPT, _COMPACTION]}),
+            "output": list_schema({"oneOf": [_KEPT, _COMPACTION]}),
             "usage": _USAGE,
         }
     ),
-    "Response": _object(
+    "Response": object_schema(
         {
-            "id": _STRING,
+            "id": STRING,
             "object": {"const": "response"},
-            "created_at": _COUNT,
+            "created_at": COUNT,
             "completed_at": _MAYBE_COUNT,
             "status": {"enum": ["completed", "incomplete"]},
-            "model": _STRING,
+            "model": STRING,
             "error": {"type": "null"},
             "incomplete_details": _INCOMPLETE,
-            "output": _list({"oneOf": _ITEMS}),
+            "output": list_schema({"oneOf": _ITEMS}),
             "usage": _USAGE,
             "instructions": _MAYBE_STRING,
-            "tools": _list({"type": "object"}),
+            "tools": list_schema({"type": "object"}),
             "tool_choice": {"type": ["string", "object"]},
             "parallel_tool_calls": {"type": "boolean"},
             "max_output_tokens": _MAYBE_COUNT,
             "max_tool_calls": _MAYBE_COUNT,
             "temperature": {"type": "number"},
             "top_p": {"type": "number"},
-            "top_logprobs": _COUNT,
+            "top_logprobs": COUNT,
             "presence_penalty": {"type": "number"},
             "frequency_penalty": {"type": "number"},
-            "text": _object({"format": {"type": "object"}}),
-            "reasoning": _object({"effort": _MAYBE_STRING, "summary": {"type": "null"}}),
+            "text": object_schema({"format": {"type": "object"}}),
+            "reasoning": object_schema({"effort": _MAYBE_STRING, "summary": {"type": "null"}}),
             "truncation": {"const": "disabled"},
             "store": {"const": False},
             "background": {"const": False},
             "previous_response_id": {"type": "null"},
-            "service_tier": _STRING,
-            "metadata": {"type": "object", "additionalProperties": _STRING},
+            "service_tier": STRING,
+            "metadata": {"type": "object", "additionalProperties": STRING},
             "user": _MAYBE_STRING,
             "safety_identifier": _MAYBE_STRING,
             "prompt_cache_key": _MAYBE_STRING,
