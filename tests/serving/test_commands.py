@@ -10,6 +10,7 @@ import pytest
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.serving.errors import EngineUnavailable, ServingError
@@ -53,7 +54,7 @@ def test_a_command_with_bad_arguments_is_refused(message: dict[str, Any]) -> Non
 class Double(wire.Call[wire.Stats], frozen=True):
     number: int
 
-    def run(self, core: wire.Operations) -> wire.Stats:
+    def run(self, core: EngineCore) -> wire.Stats:
         if self.number > 100:
             raise LoraplexError(f"{self.number} is too large")
         return wire.Stats(self.call, replace(core.stats(), num_steps=2 * self.number))

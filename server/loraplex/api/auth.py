@@ -5,15 +5,15 @@ from __future__ import annotations
 from starlette.types import Scope
 
 from loraplex.api.context import context_of
-from loraplex.api.deps import Authenticator
 from loraplex.api.errors import ApiError
+from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.types import Principal
 from loraplex.http.bearer import bearer_secret
 
 
 async def authenticate(
     scope: Scope,
-    authenticator: Authenticator,
+    authenticator: KeyCache,
     key_header: str | None = None,
     *,
     scope_needed: str = "inference",

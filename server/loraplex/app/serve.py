@@ -37,7 +37,6 @@ from loraplex.lifecycle.tenant_terms import TermsWatch
 from loraplex.lifecycle.warming import Warming
 from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
-from loraplex.serving.client.cluster_view import ClusterClient
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.members import Members
 from loraplex.serving.cluster.remote import RemoteEngine
@@ -134,7 +133,7 @@ async def _serve_on(
     listening: Listening,
     installation: Installation,
     ports: Ports,
-    engine: ClusterClient,
+    engine: ClusterEngineClient,
     warming: Warming,
     stop: StopSignals,
     at_end: contextlib.AsyncExitStack,
@@ -194,7 +193,7 @@ def local_replicas(installation: Installation, damage: DamageReports, demand: De
 def engines_port(
     installation: Installation,
     ports: Ports,
-    engine: ClusterClient,
+    engine: ClusterEngineClient,
     damage: DamageReports,
     demand: Demand,
     joined: asyncio.Future[None],
@@ -239,7 +238,7 @@ def start_background(
 
 async def _start(
     installation: Installation,
-    engine: ClusterClient,
+    engine: ClusterEngineClient,
     warming: Warming,
     at_end: contextlib.AsyncExitStack,
     joined: asyncio.Future[None],

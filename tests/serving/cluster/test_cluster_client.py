@@ -331,7 +331,7 @@ async def test_it_reports_its_engines_and_where_adapters_live(cluster: ClusterEn
     reports = {report.id: report for report in cluster.reports()}
     assert [report.num_hot for report in reports.values() if report.id != home.id] == [0, 0]
     assert {report.state for report in reports.values()} == {"ready"}
-    assert (cluster.num_wanted, shortage(cluster)) == (3, None)
+    assert (cluster.num_wanted, shortage(cluster.reports(), cluster.num_wanted)) == (3, None)
     assert set(await cluster.replica_stats()) == reports.keys()
 
 
@@ -340,7 +340,7 @@ async def test_it_says_which_engine_is_missing(cluster: ClusterEngineClient) -> 
     kill(lost)
     await until_away(lost)
     cluster.drain("replica-2")
-    said = shortage(cluster)
+    said = shortage(cluster.reports(), cluster.num_wanted)
     assert said is not None
     assert said.startswith("1 of 3 engines take requests: replica-1: ")
     assert said.endswith("; replica-2: it is drained: it finishes what it has and takes nothing new")

@@ -177,7 +177,7 @@ class Reply:
 
 
 class FakeEngineClient(FakeClusterView):
-    """Implements ClusterClient. `requests` are all that were submitted, `aborted` the ids that were aborted, in
+    """Implements ClusterEngineClient. `requests` are all that were submitted, `aborted` the ids that were aborted, in
     order; `pins` by digest, `drops` and `prefetches` in order; `warmed` by the last
     call, `memory` by tenant, `looked_up` what `cache` was last asked for; `states` is what `adapter_state` answers;
     `held_at`: when each stream came to where it waits, by the monotonic clock."""

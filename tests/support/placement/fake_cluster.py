@@ -30,7 +30,7 @@ def fake_report(name: str, reason: str | None = None, **changes: Any) -> Replica
 
 
 class FakeClusterView:
-    """Implements ClusterView beside an EngineClient."""
+    """What ClusterEngineClient has beside an EngineClient."""
 
     num_live: int
     healthy: bool

@@ -27,7 +27,7 @@ def grammar_of(request: EngineRequest) -> tuple[Kind, int] | None:
 
 
 class FakeGrammars:
-    """`core.engine_core.GrammarSource`. `late` are the requests whose matchers took too long."""
+    """In place of `GrammarMatchers`. `late` are the requests whose matchers took too long."""
 
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
         self._clock = clock

@@ -14,7 +14,8 @@ from loraplex.admin.problem import Problem
 from loraplex.admin.schemas.cluster import ClusterPage, PlacedRow, PlaceRow, ReplicaAdapters, ReplicaRow
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.control import rules
-from loraplex.serving.client.cluster_view import ClusterView, PlacedVersion, ReplicaReport
+from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
+from loraplex.serving.cluster.client import ClusterEngineClient
 
 router = APIRouter(prefix="/cluster", route_class=AdminRoute)
 
@@ -52,7 +53,7 @@ async def drain_replica(
     return next(_replica(report) for report in services.engine.reports() if report.id == replica)
 
 
-def _check_drain(view: ClusterView, name: str) -> ReplicaReport:
+def _check_drain(view: ClusterEngineClient, name: str) -> ReplicaReport:
     """The engine of this name. Raises Problem where there is none, or no other one takes requests."""
     reports = {report.id: report for report in view.reports()}
     if name not in reports:

@@ -10,11 +10,11 @@ import anyio
 import structlog
 
 from loraplex.api.context import DataContext
-from loraplex.api.deps import Limiter
 from loraplex.api.errors import from_exception, invalid
 from loraplex.api.generation.planning import GenerationPlan
 from loraplex.api.metrics import LimitsOutcome, Metrics
 from loraplex.control.errors import NeverFits, QuotaSpent, RateLimited
+from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import Admission, Principal, ReachedLimit, Reservation
 from loraplex.http.errors import ClientGone
 
@@ -25,7 +25,7 @@ class Charge:
     """Made by `admitted`. `reserve` at most once."""
 
     def __init__(
-        self, limiter: Limiter, metrics: Metrics, context: DataContext, principal: Principal
+        self, limiter: RequestLimits, metrics: Metrics, context: DataContext, principal: Principal
     ) -> None:
         self.principal = principal
         self._limiter = limiter
@@ -96,7 +96,7 @@ class Charge:
 
 @asynccontextmanager
 async def admitted(
-    limiter: Limiter, metrics: Metrics, context: DataContext, principal: Principal
+    limiter: RequestLimits, metrics: Metrics, context: DataContext, principal: Principal
 ) -> AsyncIterator[Charge]:
     """Around the whole of a request whose caller is known: nothing is done for one that its rates do not let in. What
     the block raises comes out, with the true Retry-After."""

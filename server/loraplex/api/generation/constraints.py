@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from loraplex.api.deps import Grammars
 from loraplex.api.generation.kinds import Request
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.generation.tool_use import Reading
 from loraplex.api.openai.structured_output.constraint import constraint_of
 from loraplex.serving.errors import GrammarRefused
+from loraplex.serving.grammar.checker import GrammarChecker
 
 
 async def checked_grammar(
-    request: Request, reading: Reading, tenant_id: str, grammars: Grammars, capacity: TenantCapacity
+    request: Request, reading: Reading, tenant_id: str, grammars: GrammarChecker, capacity: TenantCapacity
 ) -> str | None:
     """The grammar that each answer must follow; None if it is free. `grammars` checks it. Raises
     ApiError (400) that names the field, and what `grammars` raises."""

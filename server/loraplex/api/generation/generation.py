@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from loraplex.api.deps import Text
 from loraplex.api.errors import ApiError, from_engine
 from loraplex.api.generation.planning import GenerationPlan
 from loraplex.api.generation.tool_use import PLAIN
@@ -28,6 +27,7 @@ from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.output.parser import OutputParser
 from loraplex.serving.output.parts import TextPart
 from loraplex.serving.text.detokenize import TextStream
+from loraplex.serving.text.processor import TextProcessor
 
 LAST_EVENT_S = 2.0
 """How long an answer waits for the terminal event of a sequence that a stop string ended; it comes within a step."""
@@ -131,7 +131,7 @@ class Generation:
     def start(
         cls,
         engine: EngineClient,
-        text: Text,
+        text: TextProcessor,
         plan: GenerationPlan,
         requests: Sequence[EngineRequest],
         metrics: Metrics,

@@ -14,7 +14,7 @@ from loraplex.api.anthropic.answers import MessagesAnswer
 from loraplex.api.anthropic.headers import KEY_HEADER, check_version
 from loraplex.api.anthropic.schemas import MessagesChat, MessagesRequest
 from loraplex.api.anthropic.schemas import to_chat as messages_to_chat
-from loraplex.api.deps import OwnChats, Text
+from loraplex.api.deps import OwnChats
 from loraplex.api.embeddings.answers import EmbeddingsAnswer
 from loraplex.api.embeddings.schemas import (
     EmbeddingsRequest,
@@ -46,7 +46,7 @@ from loraplex.api.responses.schemas import to_chat as responses_to_chat
 from loraplex.engine.reports import EngineInfo
 from loraplex.engine.types import Usage
 from loraplex.serving.output.formats import OutputFormats
-from loraplex.serving.text.processor import Spelling
+from loraplex.serving.text.processor import Spelling, TextProcessor
 
 Request = ChatRequest | CompletionRequest
 
@@ -146,7 +146,7 @@ class Kind:
     take."""
 
     schema: type[BaseModel]
-    tokenise: Callable[[Text, Request, int, OutputFormats], Prompts]
+    tokenise: Callable[[TextProcessor, Request, int, OutputFormats], Prompts]
     answer: Callable[[AnswerTo], Answer]
     logprobs: type[ChatLogprobs] | type[CompletionLogprobs]
     path: str
@@ -160,7 +160,7 @@ class Kind:
     check_head: Callable[[Scope], None] = _any_head
 
 
-def chat_tokens(text: Text, request: Request, _: int, formats: OutputFormats) -> Prompts:
+def chat_tokens(text: TextProcessor, request: Request, _: int, formats: OutputFormats) -> Prompts:
     assert isinstance(request, ChatRequest)
     check_format(request, formats, text)
     messages, tools = conversation_of(request)
@@ -176,7 +176,7 @@ async def own_chat_tokens(
     chats: OwnChats,
     in_thread: InThread,
     tenant: str,
-    text: Text,
+    text: TextProcessor,
     request: ChatRequest,
     formats: OutputFormats,
     own: OwnChat,
@@ -200,14 +200,14 @@ def conversation_of(request: ChatRequest) -> tuple[list[dict[str, Any]], list[di
 
 
 def read_prompt(
-    text: Text, request: ChatRequest, formats: OutputFormats, token_ids: Sequence[int]
+    text: TextProcessor, request: ChatRequest, formats: OutputFormats, token_ids: Sequence[int]
 ) -> Reading:
     """How the answer to a chat is read whose prompt has these tokens. Raises ApiError (400)."""
     opened = formats.reasoning is not None and text.opens_reasoning(token_ids, formats.reasoning)
     return read_chat(request, formats, text, in_reasoning=opened)
 
 
-def prompt_tokens(text: Text, request: Request, max_model_len: int, _: OutputFormats) -> Prompts:
+def prompt_tokens(text: TextProcessor, request: Request, max_model_len: int, _: OutputFormats) -> Prompts:
     assert isinstance(request, CompletionRequest)
     prompts: list[Sequence[int]] = []
     echoes: list[Spelling] = []
@@ -313,7 +313,7 @@ MESSAGES = Kind(
 )
 
 
-def input_tokens(text: Text, request: Request, max_model_len: int, _: OutputFormats) -> Prompts:
+def input_tokens(text: TextProcessor, request: Request, max_model_len: int, _: OutputFormats) -> Prompts:
     assert isinstance(request, PromptsToEmbed)
     special = request.asked.add_special_tokens is not False
     prompts: list[Sequence[int]] = []

@@ -17,19 +17,19 @@ import hashlib
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.api.deps import Text
 from loraplex.api.drain import Drain
 from loraplex.api.metrics.part_meters import ShadowMeter
-from loraplex.control.catalog.shadow_store import TEXT_BYTES, ShadowKey, ShadowSums, began_of
+from loraplex.control.catalog.shadow_store import TEXT_BYTES, ShadowKey, ShadowStore, ShadowSums, began_of
 from loraplex.control.types import ResolvedModel
 from loraplex.engine.types import EngineRequest, ErrorCode, SamplingParams, TokenEvent
 from loraplex.serving.client.engine_client import EngineClient, RequestStream
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
+from loraplex.serving.text.processor import TextProcessor
 
 MOST_WAITING = 256
 """Samples that wait on a server; more are dropped."""
@@ -53,13 +53,6 @@ NO_FAULT: frozenset[ErrorCode] = frozenset(
 )
 """Ends of a sample that say nothing of the shadow version."""
 ShadowOutcome = Literal["exact", "different", "dropped", "failed", "skipped"]
-
-
-class Store(Protocol):
-    """The part of `ShadowStore` that is written to, in worker threads."""
-
-    def add(self, batch: Mapping[ShadowKey, ShadowSums]) -> None: ...
-    def remove_old_texts(self) -> int: ...
 
 
 class _Dropped(Exception):
@@ -119,9 +112,9 @@ class Shadows:
     def __init__(
         self,
         engine: EngineClient,
-        text: Text,
+        text: TextProcessor,
         drain: Drain,
-        store: Store,
+        store: ShadowStore,
         in_thread: Callable[[Callable[[], object]], Awaitable[object]],
         meter: ShadowMeter,
         *,

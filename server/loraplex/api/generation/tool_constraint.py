@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.api.deps import Text
 from loraplex.api.errors import ApiError, invalid
 from loraplex.api.openai.schemas import ChatRequest
 from loraplex.api.openai.structured_output.constraint import Constraint, constraint_of
@@ -16,6 +15,7 @@ from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.grammar.schema_rules import locate
 from loraplex.serving.output.formats import OutputFormats
 from loraplex.serving.output.grammar import ANY_OBJECT, OfferedTool, ToolGrammar, ToolRefused
+from loraplex.serving.text.processor import TextProcessor
 
 MAX_REASON = 400
 MAX_PLACE = 200
@@ -43,7 +43,7 @@ class ToolConstraint:
 
 
 def tool_constraint(
-    request: ChatRequest, formats: OutputFormats, text: Text, *, in_reasoning: bool
+    request: ChatRequest, formats: OutputFormats, text: TextProcessor, *, in_reasoning: bool
 ) -> ToolConstraint | None:
     """None where calls are free, or there are none, and the answer's form is none of its business. Raises ApiError
     (400)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loraplex.api.deps import Text
 from loraplex.api.errors import invalid
 from loraplex.api.generation.tool_constraint import ToolConstraint, tool_constraint
 from loraplex.api.openai.schemas import ChatRequest
@@ -15,6 +14,7 @@ from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import OutputFormats, Shape
 from loraplex.serving.output.parser import OutputParser, PlainParser
 from loraplex.serving.output.writing import new_call_id
+from loraplex.serving.text.processor import TextProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Reading:
 PLAIN = Reading()
 
 
-def check_format(request: ChatRequest, formats: OutputFormats, text: Text) -> None:
+def check_format(request: ChatRequest, formats: OutputFormats, text: TextProcessor) -> None:
     """Raises ApiError (400) where tools may be called, and the model has no format for calls, or none in which a name
     can be read back."""
     names = request.chosen_tools.names
@@ -71,7 +71,9 @@ def check_effort(request: ChatRequest) -> None:
         )
 
 
-def read_chat(request: ChatRequest, formats: OutputFormats, text: Text, *, in_reasoning: bool) -> Reading:
+def read_chat(
+    request: ChatRequest, formats: OutputFormats, text: TextProcessor, *, in_reasoning: bool
+) -> Reading:
     """`in_reasoning`: the prompt has opened it. Raises ApiError (400) for what no grammar can keep an answer to."""
     choice = request.chosen_tools
     tools, reasoning = formats.tools, formats.reasoning

@@ -9,12 +9,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from loraplex.engine.reports import EngineStats
-from loraplex.serving.client.cluster_view import ClusterView, ReplicaReport
+from loraplex.serving.client.cluster_view import ReplicaReport
+from loraplex.serving.cluster.client import ClusterEngineClient
 
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """A `ClusterView` at the moment of a scrape. `stats`: those of the engines that are up, by name."""
+    """A `ClusterEngineClient` at the moment of a scrape. `stats`: those of the engines that are up, by name."""
 
     num_wanted: int = 0
     reports: Sequence[ReplicaReport] = ()
@@ -25,7 +26,7 @@ class ClusterSnapshot:
     num_managers_lost: int = 0
 
 
-def cluster_snapshot(view: ClusterView, stats: Mapping[str, EngineStats]) -> ClusterSnapshot:
+def cluster_snapshot(view: ClusterEngineClient, stats: Mapping[str, EngineStats]) -> ClusterSnapshot:
     return ClusterSnapshot(
         view.num_wanted,
         view.reports(),

@@ -140,7 +140,8 @@ class ShadowMeter:
 
 
 class TraceMeter:
-    """The `SpanCounts` of a server."""
+    """Each finished span is counted once, by any thread: as `exported`, `failed` where it was sent and not taken, or
+    `dropped` where it was never sent, for want of room or time."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         spans = Counter(

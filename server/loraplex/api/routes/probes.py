@@ -13,7 +13,8 @@ from pydantic.json_schema import SkipJsonSchema
 from loraplex.api.drain import Drain
 from loraplex.control.db.outage import DatabaseHealth
 from loraplex.http.routing import OrderedRoute
-from loraplex.serving.client.cluster_view import ClusterClient, shortage
+from loraplex.serving.client.cluster_view import shortage
+from loraplex.serving.cluster.client import ClusterEngineClient
 
 _HEADERS = {"cache-control": "no-store"}
 
@@ -34,7 +35,7 @@ class ProbeFailure(BaseModel):
 
 
 def probe_routes(
-    engine: ClusterClient,
+    engine: ClusterEngineClient,
     drain: Drain,
     *,
     serving: bool = True,
@@ -63,7 +64,11 @@ def probe_routes(
         return engine.unhealthy_reason or "the engine is not ready"
 
     def warnings() -> tuple[str | None, ...]:
-        return shortage(engine), None if database is None else database.warning(), limits_warning()
+        return (
+            shortage(engine.reports(), engine.num_wanted),
+            None if database is None else database.warning(),
+            limits_warning(),
+        )
 
     def route(name: str, reason_against: Callable[[], str | None]) -> OrderedRoute:
         async def probe(response: Response) -> Probe | JSONResponse:

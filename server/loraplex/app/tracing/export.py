@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import structlog
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from loraplex.api.metrics.part_meters import TraceMeter
 
 MAX_WAITING = 8192
 """Spans that wait for the collector or are being sent; some 3 KB each."""
@@ -21,19 +22,6 @@ EXPORT_TIMEOUT_S = 5.0
 """Longest time for one batch, with its retries."""
 
 log = structlog.get_logger("loraplex.tracing")
-
-
-class SpanCounts(Protocol):
-    """Called from any thread."""
-
-    def exported(self, number: int) -> None: ...
-    def failed(self, number: int) -> None:
-        """Count spans that were sent and not taken."""
-        ...
-
-    def dropped(self, number: int) -> None:
-        """Count spans that were never sent, for want of room or time."""
-        ...
 
 
 class _WatchedExporter(SpanExporter):
@@ -94,7 +82,7 @@ class CountedSpans(SpanProcessor):
     def __init__(
         self,
         exporter: SpanExporter,
-        counts: SpanCounts,
+        counts: TraceMeter,
         *,
         max_waiting: int = MAX_WAITING,
         batch: int = BATCH,

@@ -13,9 +13,10 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 
+from loraplex.api.metrics.part_meters import TraceMeter
 from loraplex.api.tracing.spans import RequestTracing
 from loraplex.app.settings import Settings
-from loraplex.app.tracing.export import BATCH_DELAY_MS, EXPORT_TIMEOUT_S, CountedSpans, SpanCounts
+from loraplex.app.tracing.export import BATCH_DELAY_MS, EXPORT_TIMEOUT_S, CountedSpans
 from loraplex.app.tracing.sampling import RequestSampler
 
 FLUSH_S = 3.0
@@ -37,7 +38,7 @@ class Tracing:
 
 
 def start_tracing(
-    settings: Settings, base: str, counts: SpanCounts, *, delay_ms: float = BATCH_DELAY_MS
+    settings: Settings, base: str, counts: TraceMeter, *, delay_ms: float = BATCH_DELAY_MS
 ) -> Tracing:
     """`base` is the served name of the base model. Spans wait for at most `delay_ms` for a batch to fill."""
     # Its warnings repeat what clients send as trace context.

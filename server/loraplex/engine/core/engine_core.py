@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.cache.residency import CacheEntry
@@ -40,19 +40,12 @@ from loraplex.engine.types import (
     TokenEvent,
 )
 
+if TYPE_CHECKING:  # an engine without a tokenizer has no grammars
+    from loraplex.engine.grammar.matchers import GrammarMatchers
+
 MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6
 LOOK_AGAIN_S = 0.25
 """How often a waiting request whose patience for its adapter is over is looked at, while the adapter is there."""
-
-
-class GrammarSource(Protocol):
-    """Builds the matchers of requests with a grammar: `engine.grammar.matchers.GrammarMatchers`."""
-
-    def open(self, request_id: str, tenant_id: str, text: str) -> bool: ...
-    def take_built(self) -> list[tuple[str, str | None]]: ...
-    def resume(self, request_id: str, token_ids: tuple[int, ...]) -> tuple[bool, str | None]: ...
-    def next_timeout_s(self) -> float | None: ...
-    def close_request(self, request_id: str) -> None: ...
 
 
 class EngineCore:
@@ -74,7 +67,7 @@ class EngineCore:
         eos_ids: frozenset[int],
         clock: Callable[[], float],
         heartbeat: StepHeartbeat | None = None,
-        grammars: GrammarSource | None = None,
+        grammars: GrammarMatchers | None = None,
         speculation: Speculation | None = None,
     ) -> None:
         self._config = config
@@ -104,7 +97,8 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """One iteration: poll loads and deadlines, plan, submit, collect. With lookahead 1 the collected step is the
-        previous one, so that the device works while the host plans. Raises DeviceLost: the engine cannot go on then."""
+        previous one, so that the device works while the host plans. Called without work too, so that loads move on;
+        then it costs next to nothing. Raises DeviceLost: the engine cannot go on then."""
         now = self._clock()
         self._cache.poll()
         self._take_matchers(now)

@@ -11,52 +11,23 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from loraplex.adapters.device.layout import ArenaLayout
+from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.numerics import EMBEDDING_ROWS, HEAD_ROWS, PROBE_ROWS, SKETCH_SUMS, SiteOutputs
 from loraplex.adapters.numerics.probes import column_signs, probe_inputs
-from loraplex.engine.execution.inputs import PlainInputs, Segments
+from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.execution.torch_errors import as_device_fault
-from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.types import MEASURE_STEPS, MeasuredPart
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
-from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables
-from loraplex.kernels.lora.types import LoraPass, LoraWeights
+from loraplex.kernels.lora.token_rows import TokenRowPass
+from loraplex.kernels.lora.types import LoraPass
 
 _log = logging.getLogger(__name__)
 _TOKENS = 8192
 """Tokens of the vocabulary that are looked up at a time."""
-
-
-class ProbedArena(Protocol):
-    """Where adapters lie: the adapter arena."""
-
-    @property
-    def layout(self) -> ArenaLayout: ...
-
-    @property
-    def layers(self) -> LoraWeights: ...
-
-    @property
-    def head(self) -> LoraWeights | None: ...
-
-    def slot_pass(self, slot: int, num_rows: int, *, head: bool) -> LoraPass | None:
-        """A pass over rows that all use the adapter in one slot."""
-        ...
-
-    def token_tables(self, slot: int) -> TokenTables | None:
-        """None where the adapter in a slot changes nothing by token."""
-        ...
-
-    def token_pass(
-        self, segments: Segments, logits_segments: Segments, upload: HostToDevice
-    ) -> TokenRowPass | None:
-        """Over rows of a step, and rows of its logits."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +49,7 @@ class Measured:
 class SiteProbe:
     """Belongs to the worker, which runs it between two forward passes. `dtype`: what the model is served in."""
 
-    def __init__(self, arena: ProbedArena, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, arena: AdapterArena, dtype: torch.dtype, device: torch.device) -> None:
         self._arena = arena
         self._dtype = dtype
         self._name = str(dtype).removeprefix("torch.")
@@ -165,7 +136,7 @@ class _TokenProbe:
     hidden size)."""
 
     def __init__(
-        self, arena: ProbedArena, slot: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+        self, arena: AdapterArena, slot: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._arena = arena
         self._slot = slot

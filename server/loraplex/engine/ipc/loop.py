@@ -12,14 +12,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.event_buffer import EventBuffer
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo
-from loraplex.engine.types import AdapterState, EngineError, EngineRequest, MeasureRequest, TokenEvent
+from loraplex.engine.types import AdapterState, EngineError, TokenEvent
+
+if TYPE_CHECKING:  # a server that talks to an engine needs no core
+    from loraplex.engine.core.engine_core import EngineCore
 
 RESIDENCY_INTERVAL_S = 0.05
 """How stale a client's view of residency may be while steps pass."""
@@ -29,55 +32,14 @@ POLL_WHILE_WAITING_S = 1.0
 """Upper bound on a sleep with work at hand, should a wake-up be lost."""
 
 
-class CoreLike(wire.Operations, Protocol):
-    """The interface of `EngineCore` for the loop: the handlers of the commands, and what drives it. Called by the step
-    thread alone."""
-
-    @property
-    def has_work(self) -> bool:
-        """Some request has not ended, or events wait to be returned by `step`."""
-        ...
-
-    def add_request(self, request: EngineRequest) -> None:
-        """Refusals (queue full, too long, …) are terminal events of the next step."""
-        ...
-
-    def measure(self, asked: MeasureRequest) -> None:
-        """Refuses as `add_request` does."""
-        ...
-
-    def end_background(self) -> None:
-        """End all background requests."""
-        ...
-
-    def step(self) -> Sequence[TokenEvent]:
-        """Also called when there is no work, so that loads move on; then it costs next to nothing."""
-        ...
-
-    def idle_s(self) -> float | None:
-        """After a step: 0 if the next one can do something at once, else the seconds until time alone gives
-        it something to do (a deadline, a time-out), None if only a command or a wake-up can."""
-        ...
-
-    def residency(self) -> dict[str, AdapterState]:
-        """The versions on the device or in host memory; all others are cold."""
-        ...
-
-    @property
-    def is_warming(self) -> bool:
-        """Whether versions of `warm` are still to be loaded."""
-        ...
-
-    def take_damaged(self) -> tuple[str, ...]:
-        """The versions whose stored bytes loads have found damaged since this was last called."""
-        ...
-
-
 class BuiltEngineLike(Protocol):
     """The result of `build_engine`."""
 
     @property
-    def core(self) -> CoreLike: ...
+    def core(self) -> EngineCore:
+        """Called by the step thread alone."""
+        ...
+
     @property
     def info(self) -> EngineInfo: ...
     @property
@@ -220,7 +182,7 @@ class EngineLoop:
             except Exception as error:
                 self._log("engine_close_failed", level="error", error=_one_line(error), exc_info=True)
 
-    def _run(self, core: CoreLike, heartbeat: StepHeartbeat) -> int:
+    def _run(self, core: EngineCore, heartbeat: StepHeartbeat) -> int:
         while True:
             heartbeat.work()
             for command in self._drain_inbox():
@@ -240,7 +202,7 @@ class EngineLoop:
             self._woken = False
         return commands
 
-    def _sleep(self, core: CoreLike, heartbeat: StepHeartbeat) -> None:
+    def _sleep(self, core: EngineCore, heartbeat: StepHeartbeat) -> None:
         """Sleep until the core, a command or a wake-up has work for the next step."""
         timeout = core.idle_s()
         if timeout is not None and timeout <= 0:
@@ -257,7 +219,7 @@ class EngineLoop:
                 heartbeat.rest()
                 self._condition.wait(timeout)
 
-    def _apply(self, core: CoreLike, command: wire.Command) -> None:
+    def _apply(self, core: EngineCore, command: wire.Command) -> None:
         match command:
             case wire.Add(request):
                 self._add(request.request_id, lambda: core.add_request(request))
@@ -298,7 +260,7 @@ class EngineLoop:
                 self._live.discard(event.request_id)
         self._emit(wire.Events(tuple(events)))
 
-    def _publish_residency(self, core: CoreLike) -> None:
+    def _publish_residency(self, core: EngineCore) -> None:
         now = self._clock()
         if now - self._states_at < RESIDENCY_INTERVAL_S and core.has_work:
             return
@@ -317,7 +279,7 @@ class EngineLoop:
         self._states = dict(states)
         self._emit(wire.ResidencyChanged(changed))
 
-    def _drain(self, core: CoreLike) -> bool:
+    def _drain(self, core: EngineCore) -> bool:
         """True once nothing is left. What the drain's end finds running is aborted."""
         if not core.has_work:
             return True

@@ -7,8 +7,7 @@ in memory. Values are plain data, decoded against the types below; nothing that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
@@ -18,6 +17,9 @@ from loraplex.engine.ipc.framing import UNDECODABLE, ProtocolError
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import AdapterState, EngineRequest, MeasureRequest, TokenEvent
+
+if TYPE_CHECKING:  # a client needs no core
+    from loraplex.engine.core.engine_core import EngineCore
 
 HEARTBEAT_INTERVAL_S = 1.0
 
@@ -62,32 +64,10 @@ class Done(Answer, frozen=True, tag=True):
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
 
-class Operations(Protocol):
-    """The handlers of the commands, which `EngineCore` has. The step thread alone calls them."""
-
-    def abort(self, request_id: str) -> None:
-        """Its terminal event comes with the next step; an unknown id is ignored."""
-        ...
-
-    def pin(self, ref: AdapterRef) -> None:
-        """Raises LoraplexError where it can never fit."""
-        ...
-
-    def unpin(self, digest: str) -> None: ...
-    def drop(self, digest: str) -> None: ...
-    def prefetch(self, ref: AdapterRef) -> None: ...
-    def warm(self, refs: Sequence[AdapterRef]) -> None: ...
-    def set_elsewhere(self, digests: Collection[str]) -> None: ...
-    def set_terms(self, tenant_id: str, terms: TenantTerms) -> None: ...
-    def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]: ...
-    def stats(self) -> EngineStats: ...
-    def cache_entries(self, digests: Sequence[str] | None = None) -> Sequence[CacheEntry]: ...
-
-
 class Notification(msgspec.Struct, frozen=True, tag=True):
     """A command without an answer."""
 
-    def run(self, core: Operations) -> None:
+    def run(self, core: EngineCore) -> None:
         raise NotImplementedError
 
 
@@ -96,7 +76,7 @@ class Call(msgspec.Struct, Generic[AnswerT], frozen=True, tag=True):
 
     call: int
 
-    def run(self, core: Operations) -> AnswerT:
+    def run(self, core: EngineCore) -> AnswerT:
         """A LoraplexError becomes the answer `Done` with its message."""
         raise NotImplementedError
 
@@ -123,7 +103,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 class Abort(Notification, frozen=True, tag=True):
     request_ids: tuple[str, ...]
 
-    def run(self, core: Operations) -> None:
+    def run(self, core: EngineCore) -> None:
         for request_id in self.request_ids:
             core.abort(request_id)
 
@@ -133,7 +113,7 @@ class Prefetch(Notification, frozen=True, tag=True):
 
     refs: tuple[AdapterRef, ...]
 
-    def run(self, core: Operations) -> None:
+    def run(self, core: EngineCore) -> None:
         for ref in self.refs:
             core.prefetch(ref)
 
@@ -144,7 +124,7 @@ class Warm(Notification, frozen=True, tag=True):
 
     refs: tuple[AdapterRef, ...]
 
-    def run(self, core: Operations) -> None:
+    def run(self, core: EngineCore) -> None:
         core.warm(self.refs)
 
 
@@ -154,7 +134,7 @@ class SetElsewhere(Notification, frozen=True, tag=True):
 
     digests: tuple[str, ...]
 
-    def run(self, core: Operations) -> None:
+    def run(self, core: EngineCore) -> None:
         core.set_elsewhere(self.digests)
 
 
@@ -163,7 +143,7 @@ class SetTenants(Notification, frozen=True, tag=True):
 
     terms: dict[str, TenantTerms]
 
-    def run(self, core: Operations) -> None:
+    def run(self, core: EngineCore) -> None:
         for tenant_id, terms in self.terms.items():
             core.set_terms(tenant_id, terms)
 
@@ -173,7 +153,7 @@ class Pin(Call[Done], frozen=True, tag=True):
 
     ref: AdapterRef
 
-    def run(self, core: Operations) -> Done:
+    def run(self, core: EngineCore) -> Done:
         core.pin(self.ref)
         return Done(self.call)
 
@@ -181,7 +161,7 @@ class Pin(Call[Done], frozen=True, tag=True):
 class Unpin(Call[Done], frozen=True, tag=True):
     digest: str
 
-    def run(self, core: Operations) -> Done:
+    def run(self, core: EngineCore) -> Done:
         core.unpin(self.digest)
         return Done(self.call)
 
@@ -191,7 +171,7 @@ class Drop(Call[Done], frozen=True, tag=True):
 
     digest: str
 
-    def run(self, core: Operations) -> Done:
+    def run(self, core: EngineCore) -> Done:
         core.drop(self.digest)
         return Done(self.call)
 
@@ -202,12 +182,12 @@ class ExchangeService(Call[Served], frozen=True, tag=True):
 
     elsewhere: dict[str, float]
 
-    def run(self, core: Operations) -> Served:
+    def run(self, core: EngineCore) -> Served:
         return Served(self.call, core.exchange_service(self.elsewhere))
 
 
 class GetStats(Call[Stats], frozen=True, tag=True):
-    def run(self, core: Operations) -> Stats:
+    def run(self, core: EngineCore) -> Stats:
         return Stats(self.call, core.stats())
 
 
@@ -216,14 +196,14 @@ class GetCache(Call[Cache], frozen=True, tag=True):
 
     digests: tuple[str, ...] | None = None
 
-    def run(self, core: Operations) -> Cache:
+    def run(self, core: EngineCore) -> Cache:
         return Cache(self.call, tuple(core.cache_entries(self.digests)))
 
 
 class Ping(Call[Pong], frozen=True, tag=True):
     """Answered by the step thread, so that an answer shows that steps still pass."""
 
-    def run(self, core: Operations) -> Pong:
+    def run(self, core: EngineCore) -> Pong:
         return Pong(self.call)
 
 

@@ -67,6 +67,7 @@ class ClusterEngineClient:
             self._add(replica)
         self.num_wanted = len(self._replicas) if num_wanted is None else num_wanted
         self.num_managers_lost = 0
+        """Processes that start engines, as Ray's manager, which ended or lost their head."""
 
     # Replicas.
 
@@ -96,23 +97,29 @@ class ClusterEngineClient:
 
     @property
     def num_failed_over(self) -> int:
+        """Sequences that went on with another engine after theirs was lost, since the server began."""
         return self._failover.num_failed_over
 
     @property
     def num_continued(self) -> int:
+        """Those of them whose answer had begun."""
         return self._failover.num_continued
 
     @property
     def num_moved(self) -> int:
+        """Adapters that began to move to another engine without need."""
         return self.homes.num_moved
 
     def reports(self) -> list[ReplicaReport]:
+        """The engines, by name."""
         return [replica.report() for replica in self.replicas]
 
     def placed(self, limit: int, after: str = "") -> list[PlacedVersion]:
+        """The first `limit` versions with a place whose digest comes after this one, by digest."""
         return self.homes.placed(limit, after)
 
     async def replica_stats(self) -> dict[str, EngineStats]:
+        """The figures of each engine that is up, by name. Raises ServingError where none is, or one does not answer."""
         return await self._ask_all(lambda replica: replica.session.stats())
 
     def _add(self, replica: Replica) -> None:

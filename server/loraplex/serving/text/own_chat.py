@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from loraplex.adapters.admission.chat_files import ChatFiles, OwnChat
 from loraplex.adapters.store.files import shown
+from loraplex.serving.text.processor import TextProcessor
 
 TEMPLATE_CHECK, ENDS_CHECK = "chat template", "ends of answers"
 """Their names in a report."""
 _MAX_NAMED = 4
 _OWN_ALONE = "only on a server that is started with --adapter-templates own"
-
-
-class BaseText(Protocol):
-    """The part of `TextProcessor` that the base's chats are read from."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def template_sources(self) -> Mapping[str, str]: ...
-    def token_id(self, token: str) -> int | None: ...
-    def names(self, token_ids: Sequence[int]) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +25,7 @@ class ChatFound:
 
 
 def compare_chat(
-    files: ChatFiles, text: BaseText, base_eos_ids: Collection[int], *, own_serves: bool
+    files: ChatFiles, text: TextProcessor, base_eos_ids: Collection[int], *, own_serves: bool
 ) -> ChatFound:
     """`own_serves`: this server renders chats with versions' own templates."""
     checks: list[Mapping[str, Any]] = []
@@ -87,7 +77,7 @@ def _template_check(own_serves: bool) -> Mapping[str, Any]:
     )
 
 
-def _eos_ids(files: ChatFiles, text: BaseText) -> tuple[tuple[int, ...], list[str]]:
+def _eos_ids(files: ChatFiles, text: TextProcessor) -> tuple[tuple[int, ...], list[str]]:
     """Those that the base has, and the others as a message names them."""
     found: dict[int, None] = {}
     lacking = []
