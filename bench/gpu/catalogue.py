@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from bench.gpu import attention, equality, fused, kv_codes, lora, sampling
+from bench.gpu import attention, equality, fused, lora, sampling
 from bench.gpu.case import Bench, Case, Row
 from bench.gpu.decoding import readers
 from bench.gpu.decoding.switches import FULL_AB, FULL_KV, FULL_WEIGHTS, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
+from bench.gpu.kv import codes as kv_codes
 from bench.gpu.linears import codes, fp8, humming
 from bench.gpu.rig import GREEDY
 from bench.gpu.steps import FULL, FULL_256, MIXED, SMALL, StepBench, StepsShape

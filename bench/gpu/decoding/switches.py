@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.gpu.decoding.weight_forms import Codes, Floats, StoredAs
-from bench.gpu.kv_codes import copy_to_codes
+from bench.gpu.kv.codes import copy_to_codes
 from bench.gpu.rig import RigSize
 from bench.gpu.steps import FULL, SMALL, StepBench, StepsShape
 from bench.gpu.timing import Ceilings, relative_error

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bench.gpu.engine.answers import compare
-from bench.gpu.engine.checkpoint import adapter_bytes, write_adapter, write_base, write_variant
+from bench.gpu.engine.checkpoint import adapter_bytes, link, write_adapter, write_base, write_variant
 from bench.gpu.engine.scenes import Load, Row, Starving, ask, churn, out_of_memory, preemption
 from bench.gpu.models import LLAMA_8B, TINY
 from loraplex.adapters.ref import AdapterRef
@@ -147,7 +147,7 @@ class _Product:
         folders = [self._folder / f"adapters/{number}" for number in range(shape.num_adapters)]
         with ThreadPoolExecutor(_ADMITTING_THREADS) as pool:
             # Linked: the numbers of all are on the disk once.
-            publish = partial(engine.publish, put=_link)
+            publish = partial(engine.publish, put=link)
             self._refs = list(pool.map(publish, folders))
         return churn(engine, self._refs, shape.slots // 2, shape.churn)
 
@@ -208,10 +208,6 @@ class _Product:
                 **settings,
             },
         )
-
-
-def _link(source: Path, target: Path) -> None:
-    target.hardlink_to(source.resolve())
 
 
 def _told(part: Callable[[], list[Row]]) -> list[Row]:

@@ -88,10 +88,10 @@ def churn(engine: LocalEngine, adapters: Sequence[AdapterRef], resident: int, lo
     that loads and copies go on beside decoding. Times of a step from one plan to the next, prompts included."""
     rows = []
     for name, chosen in (("resident adapters", adapters[:resident]), ("churning adapters", adapters)):
-        _drive(engine, chosen, load, f"{name}, first")
+        drive(engine, chosen, load, f"{name}, first")
         before = engine.core.stats()
         begun = time.perf_counter()
-        times, errors = _drive(engine, chosen, load, name)
+        times, errors = drive(engine, chosen, load, name)
         seconds = time.perf_counter() - begun
         after = engine.core.stats()
         moved = {
@@ -156,7 +156,7 @@ def preemption(engine: LocalEngine, adapter: AdapterRef, load: Load) -> Row:
     }
 
 
-def _drive(
+def drive(
     engine: LocalEngine, adapters: Sequence[AdapterRef], load: Load, name: str
 ) -> tuple[list[float], list[str]]:
     """Seconds of each step that had something to tell, and the errors that requests ended in."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.gpu import attention, fused, kv_codes
+from bench.gpu import attention, fused
+from bench.gpu.kv import codes as kv_codes
 from bench.gpu.linears import fp8
 from bench.gpu.timing import Ceilings
 from loraplex.kernels.attention import triton_attention
