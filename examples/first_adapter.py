@@ -1,4 +1,4 @@
-"""Train a LoRA adapter with PEFT on questions and answers, on two CPU cores in about a minute.
+"""Train a LoRA adapter with PEFT on questions and answers, on two CPU cores in half a minute.
 
     python examples/first_adapter.py --out my-adapter
     python examples/first_adapter.py --data mine.jsonl --base /path/of/a/model --out mine
@@ -60,12 +60,12 @@ def train(base: Path, pairs: list[tuple[str, str]], out: Path, steps: int) -> No
     )
     model = get_peft_model(model, config)
     examples = [encode(tokenizer, question, answer) for question, answer in pairs]
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=4e-3)
     # Without such instructions torch takes a minute for a step in bfloat16.
     is_fast = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
     begin = time.monotonic()
     for step in range(steps):
-        picked = torch.randperm(len(examples))[:8].tolist()
+        picked = torch.randperm(len(examples))[:4].tolist()
         batch = collate([examples[i] for i in picked], tokenizer.pad_token_id)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_fast):
             loss = model(**batch).loss
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(__file__).with_name("parcels.jsonl"))
     parser.add_argument("--base", type=Path, help="a model's folder (default: the quickstart's)")
     parser.add_argument("--out", type=Path, default=Path("my-adapter"))
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=14)
     arguments = parser.parse_args()
     base = arguments.base
     if base is None:

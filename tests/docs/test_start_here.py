@@ -110,6 +110,8 @@ def stranger(real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         str(data_port),
         "--admin-port",
         str(admin_port),
+        "--max-tokens",
+        "4",
     ]
     settings = {
         "LORAPLEX_KV_CACHE_MEMORY": "512MiB",

@@ -62,6 +62,8 @@ def test_installed_wheel_runs_the_quickstart_from_an_empty_directory(tmp_path: P
         python.with_name("loraplex"),
         "quickstart",
         "--exit",
+        "--max-tokens",
+        "4",
         cwd=empty,
         LORAPLEX_PORT=str(ports[0]),
         LORAPLEX_ADMIN_PORT=str(ports[1]),
