@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.servers.live_server import TINY_SIZES, LiveServer, write_tiny_adapter, write_tiny_model
+from support.servers.live_server import TINY_TORCH, LiveServer, write_tiny_adapter, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def test_a_running_server_is_its_users_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         server = LiveServer(
-            model, tmp_path / "data", dtype="float32", environment={"TMPDIR": str(temporary)}, **TINY_SIZES
+            model, tmp_path / "data", dtype="float32", environment={"TMPDIR": str(temporary)}, **TINY_TORCH
         )
         server.start(wait=False)
     finally:

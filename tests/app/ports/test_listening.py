@@ -22,7 +22,7 @@ from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings
 from support.engine.fake_engine import FakeEngineClient
 from support.http.admin_plane import assert_problem
-from support.servers.live_server import TINY_SIZES, LiveServer, write_tiny_model
+from support.servers.live_server import TINY_TORCH, LiveServer, write_tiny_model
 
 
 def client(app: Any) -> httpx.AsyncClient:
@@ -108,7 +108,7 @@ async def test_a_connection_outlives_the_change(engine: FakeEngineClient, tmp_pa
 
 @pytest.mark.slow
 def test_a_real_start_is_told_from_the_first_moment_on(tmp_path: Path) -> None:
-    server = LiveServer(write_tiny_model(tmp_path / "model"), tmp_path / "data", **TINY_SIZES)
+    server = LiveServer(write_tiny_model(tmp_path / "model"), tmp_path / "data", **TINY_TORCH)
     try:
         server.start(wait=False)
         server.wait(lambda: server.engine_pid() is not None)

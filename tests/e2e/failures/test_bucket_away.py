@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from support.faults.tcp_proxy import TcpProxy
-from support.servers.live_server import TINY_SIZES, LiveServer, checked, write_tiny_adapter
+from support.servers.live_server import TINY_TORCH, LiveServer, checked, write_tiny_adapter
 from support.servers.s3_server import BUCKET, s3_server
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def test_a_bucket_that_is_away_harms_cold_adapters_alone(tiny_model: Path, tmp_p
     cache, images = (tmp_path / "data" / name for name in ("artifact-cache", "images"))
     with s3_server() as s3, TcpProxy(s3.port) as proxy:
         settings = {"artifact_url": f"s3://{BUCKET}/live", "environment": s3.variables(proxy.port)}
-        with LiveServer(tiny_model, tmp_path / "data", dtype="float32", **settings, **TINY_SIZES) as server:
+        with LiveServer(tiny_model, tmp_path / "data", dtype="float32", **settings, **TINY_TORCH) as server:
             server.create_tenant("acme")
             key = server.create_key("acme")
             made = [

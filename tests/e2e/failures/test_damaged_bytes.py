@@ -14,7 +14,7 @@ import pytest
 from support.faults.damage import flip_a_bit
 from support.servers.live_server import (
     ADAPTER_FILES,
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     run_command,
@@ -97,7 +97,7 @@ class Shop:
 def shop(tiny_model: Path, tmp_path: Path) -> Iterator[Shop]:
     """The device holds four adapters and host memory one: see `Shop.push_out`. Each load reads the upload: from a
     laid-out copy an adapter is served whole, whatever became of its upload."""
-    sizes = TINY_SIZES | {
+    sizes = TINY_TORCH | {
         "adapter_memory": "1MiB", "adapter_cpu_memory": "256KiB", "adapter_image_cache": "0",
     }  # fmt: skip
     with LiveServer(tiny_model, tmp_path / "data", **sizes) as server:

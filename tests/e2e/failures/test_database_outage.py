@@ -16,7 +16,7 @@ from loraplex.control.tenancy.keys import Keys
 from support.control.usage import rows_of
 from support.faults.tcp_proxy import TcpProxy
 from support.servers.live_server import (
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     sse_events,
@@ -111,7 +111,7 @@ def outage_of(
 ) -> str:  # fmt: skip
     """Everything that is promised of an outage that long; a sentence with what was measured."""
     model = write_tiny_model(tmp_path / "model")
-    with LiveServer(model, tmp_path / "data", database_url=url, **TINY_SIZES) as server:
+    with LiveServer(model, tmp_path / "data", database_url=url, **TINY_TORCH) as server:
         server.create_tenant("acme")
         used, unused, revoked = (server.create_key("acme") for _ in range(3))
         server.upload("acme", "pirate", write_tiny_adapter(tmp_path / "pirate"))

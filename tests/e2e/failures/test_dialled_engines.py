@@ -17,7 +17,7 @@ import pytest
 
 from support.servers.certificates import make_certificates
 from support.servers.live_server import (
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     clean_environment,
@@ -51,7 +51,7 @@ def engine(folder: Path, port: int, model: Path, **options: Any) -> Iterator[Liv
         "data_dir": folder / "data",
         "threads": 1,
         "dtype": "float32",
-        **TINY_SIZES,
+        **TINY_TORCH,
         **options,
     }
     command = [*ENGINE, "--no-engine-spare"]
@@ -80,7 +80,7 @@ def test_an_engine_serves_keeps_its_adapters_over_a_server_and_drains(
     made = make_certificates(tmp_path)
     tls = {"engine_tls_cert": made.cert, "engine_tls_key": made.key}
     server = LiveServer(
-        tiny_model, tmp_path / "data", replicas=0, engine_port=port, dtype="float32", **TINY_SIZES, **tls
+        tiny_model, tmp_path / "data", replicas=0, engine_port=port, dtype="float32", **TINY_TORCH, **tls
     )
     try:
         server.start(wait=False)
@@ -112,7 +112,7 @@ def test_an_engine_serves_keeps_its_adapters_over_a_server_and_drains(
 
 def test_an_engine_of_another_store_is_refused_by_name(tmp_path: Path, tiny_model: Path) -> None:
     (port,) = free_ports(1)
-    server = LiveServer(tiny_model, tmp_path / "data", engine_port=port, dtype="float32", **TINY_SIZES)
+    server = LiveServer(tiny_model, tmp_path / "data", engine_port=port, dtype="float32", **TINY_TORCH)
     with (
         server,
         engine(

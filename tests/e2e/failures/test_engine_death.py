@@ -19,7 +19,7 @@ from support.servers.live_server import (
     EXAMPLES,
     SERVED_NAME,
     SMALL,
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     wait_gone,
@@ -53,7 +53,7 @@ def wait_back(server: LiveServer, restarts: int) -> None:
 
 @pytest.fixture
 def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[LiveServer, str]]:
-    with LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES) as server:
+    with LiveServer(tiny_model, tmp_path / "data", **TINY_TORCH) as server:
         server.create_tenant("acme")
         for seed, name in enumerate(("a", "b", "c")):
             server.upload("acme", name, write_tiny_adapter(tmp_path / name, seed=seed))

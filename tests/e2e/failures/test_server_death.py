@@ -18,7 +18,7 @@ from support.control.integrity import check_integrity
 from support.http import multipart
 from support.servers.live_server import (
     ADAPTER_FILES,
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     importable_tests,
@@ -34,7 +34,7 @@ BIG = 8 << 20
 
 @pytest.fixture
 def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[LiveServer, str]]:
-    with LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES) as server:
+    with LiveServer(tiny_model, tmp_path / "data", **TINY_TORCH) as server:
         server.create_tenant("acme")
         server.upload("acme", "early", write_tiny_adapter(tmp_path / "early", seed=1))
         yield server, server.create_key("acme")
@@ -202,7 +202,7 @@ REMOVAL_STEPS = (
 @pytest.mark.timeout(3600)
 def test_the_real_server_killed_at_the_named_steps(tiny_model: Path, tmp_path: Path) -> None:
     """The same server dies once at each step of an upload and of a deletion; after each start it answers as before."""
-    server = LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES)
+    server = LiveServer(tiny_model, tmp_path / "data", **TINY_TORCH)
     plain, armed = list(server.command), tmp_path / "armed"
     script = Path(__file__).parents[2] / "support" / "faults" / "dying_serve.py"
     server.environment["PYTHONPATH"] = importable_tests()

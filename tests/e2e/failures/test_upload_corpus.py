@@ -18,7 +18,7 @@ from support.fuzz.corpus import MARK, Corpus, Upload, escaped
 from support.http import multipart
 from support.servers.live_server import (
     ADAPTER_FILES,
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     importable_tests,
@@ -73,7 +73,7 @@ def watched(tiny_model: Path, tmp_path: Path) -> Iterator[Watched]:
         tmp_path / "data",
         environment={"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": importable_tests()},
         max_adapter_upload=CAP,
-        **TINY_SIZES,
+        **TINY_TORCH,
     )
     log = tmp_path / "changes"
     store = server.data_dir / "artifacts"

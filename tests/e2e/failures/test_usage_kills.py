@@ -18,7 +18,7 @@ import pytest
 from loraplex.control.db.database import Database
 from loraplex.control.usage.records import CANCELLED, INTERRUPTED, Ended
 from support.control.usage import rows_of
-from support.servers.live_server import TINY_SIZES, LiveServer, sse_events, write_tiny_adapter
+from support.servers.live_server import TINY_TORCH, LiveServer, sse_events, write_tiny_adapter
 
 CLIENTS = 6
 
@@ -126,7 +126,7 @@ def check(books: Books, data_dir: Path) -> Counter[str]:
 
 @pytest.fixture
 def served(tiny_model: Path, tmp_path: Path) -> Any:
-    with LiveServer(tiny_model, tmp_path / "data", kernels="torch", **TINY_SIZES) as server:
+    with LiveServer(tiny_model, tmp_path / "data", **TINY_TORCH) as server:
         server.create_tenant("acme")
         server.upload("acme", "a", write_tiny_adapter(tmp_path / "a"))
         yield server, server.create_key("acme")

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from support.servers.live_server import (
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     post_version,
@@ -82,7 +82,7 @@ class Load:
 
 def test_a_server_restored_from_a_backup_under_load_is_the_same(tiny_model: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
-    with LiveServer(tiny_model, data, dtype="float32", **TINY_SIZES) as server:
+    with LiveServer(tiny_model, data, dtype="float32", **TINY_TORCH) as server:
         server.create_tenant("acme")
         key = server.create_key("acme", scopes=["inference", "adapters:read"])
         for number in range(3):
@@ -105,7 +105,7 @@ def test_a_server_restored_from_a_backup_under_load_is_the_same(tiny_model: Path
     copy = tmp_path / "restored"
     done = run_command([*LORAPLEX, "restore", str(tmp_path / "b1"), "--data-dir", str(copy)])
     assert done.code == 0, done.stderr
-    with LiveServer(tiny_model, copy, dtype="float32", **TINY_SIZES) as server:
+    with LiveServer(tiny_model, copy, dtype="float32", **TINY_TORCH) as server:
         assert [say(server, key, f"kept-{number}") for number in range(3)] == expected
         adapters = checked(server.admin.get(TENANT, params={"limit": 500}))["data"]
         versions: list[Any] = [

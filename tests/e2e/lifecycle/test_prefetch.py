@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from support.servers.live_server import TINY_SIZES, LiveServer, checked, wait_gone, write_tiny_adapter
+from support.servers.live_server import TINY_TORCH, LiveServer, checked, wait_gone, write_tiny_adapter
 
 pytestmark = pytest.mark.slow
 
 
 def test_released_versions_are_hot_after_a_restart(tiny_model: Path, tmp_path: Path) -> None:
-    with LiveServer(tiny_model, tmp_path / "data", dtype="float32", **TINY_SIZES) as server:
+    with LiveServer(tiny_model, tmp_path / "data", dtype="float32", **TINY_TORCH) as server:
         server.create_tenant("acme")
         key = server.create_key("acme")
         for name in ("one", "two"):
@@ -51,7 +51,7 @@ def is_warmed(server: LiveServer) -> Callable[[], bool]:
 def test_the_working_set_comes_back_by_demand(tiny_model: Path, tmp_path: Path) -> None:
     """After a drain, after a kill -9 of the engine and of the server: pins before readiness, then what was asked for
     most. A pinned version whose bytes are lost keeps no server from starting."""
-    sizes = TINY_SIZES | {"adapter_memory": "1MiB"}
+    sizes = TINY_TORCH | {"adapter_memory": "1MiB"}
     with LiveServer(tiny_model, tmp_path / "data", dtype="float32", **sizes) as server:
         server.create_tenant("acme")
         key = server.create_key("acme")

@@ -15,7 +15,7 @@ from sqlalchemy import make_url
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, digest_upload
 from loraplex.migrations.run import examine_schema, upgrade
-from support.servers.live_server import TINY_SIZES, LiveServer, checked, write_tiny_adapter
+from support.servers.live_server import TINY_TORCH, LiveServer, checked, write_tiny_adapter
 from support.servers.postgres import postgres_server
 from support.servers.run_here import run_here
 
@@ -78,7 +78,7 @@ def test_this_version_takes_over_an_installation_of_the_last(
     if backend == "postgresql":
         url = move_to_postgres(data / "loraplex.db")
     assert examine_schema(url).found == "0001"
-    with LiveServer(tiny_model, data, dtype="float32", database_url=url, **TINY_SIZES) as server:
+    with LiveServer(tiny_model, data, dtype="float32", database_url=url, **TINY_TORCH) as server:
         schema = examine_schema(url)
         assert schema.found == schema.newest
         tenant = checked(server.admin.get("tenants/acme"))

@@ -13,7 +13,7 @@ import pytest
 from support.models.byte_tokenizer import byte_decode
 from support.servers.live_server import (
     ADAPTER_FILES,
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     post_version,
     write_tiny_adapter,
@@ -28,7 +28,7 @@ EVERY_LETTER = list(range(256))
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     directory = tmp_path_factory.mktemp("own")
-    with LiveServer(tiny_model, directory / "data", adapter_templates="own", **TINY_SIZES) as running:
+    with LiveServer(tiny_model, directory / "data", adapter_templates="own", **TINY_TORCH) as running:
         running.create_tenant("acme")
         folder = write_tiny_adapter(directory / "adapter", seed=1)
         files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}

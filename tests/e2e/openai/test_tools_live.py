@@ -14,7 +14,7 @@ import pytest
 
 from support.servers.live_server import (
     ADAPTER_FILES,
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     write_tiny_adapter,
 )
@@ -42,7 +42,7 @@ FORMATS = {"hermes": "hermes", "llama": "llama3", "mistral": "mistral", "plain":
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     directory = tmp_path_factory.mktemp("tools")
-    with LiveServer(tiny_model, directory / "data", tool_format="json", **TINY_SIZES) as running:
+    with LiveServer(tiny_model, directory / "data", tool_format="json", **TINY_TORCH) as running:
         running.create_tenant("acme")
         for seed, (name, tool_format) in enumerate(FORMATS.items()):
             folder = write_tiny_adapter(directory / name, seed=seed)

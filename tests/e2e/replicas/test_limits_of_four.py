@@ -14,7 +14,7 @@ import pytest
 
 from support.http.admin_plane import SERVED_NAME
 from support.http.whole_server import bearer, whole_server
-from support.servers.live_server import TINY_SIZES, LiveServer, write_tiny_model
+from support.servers.live_server import TINY_TORCH, LiveServer, write_tiny_model
 from support.servers.redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
@@ -113,9 +113,8 @@ def served_by_processes(root: Path, redis: RedisServer) -> Iterator[list[Target]
             model,
             root / str(number),
             environment=environment,
-            kernels="torch",
             served_model_name=SERVED_NAME,
-            **TINY_SIZES,
+            **TINY_TORCH,
         )
         for number in range(SERVERS)
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.servers.live_server import SERVE, TINY_SIZES, LiveServer, importable_tests
+from support.servers.live_server import SERVE, TINY_TORCH, LiveServer, importable_tests
 from support.servers.redis_server import redis_server
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def test_a_server_counts_in_redis_and_leaves_nothing_of_itself_there(
     url = redis.url.replace("redis://", f"redis://loraplex:{SECRET}@")
     environment = {"LORAPLEX_REDIS_URL": url}
     server = LiveServer(
-        tiny_model, tmp_path / "data", environment=environment, served_model_name="base", **TINY_SIZES
+        tiny_model, tmp_path / "data", environment=environment, served_model_name="base", **TINY_TORCH
     )
     server.environment["PYTHONPATH"] = importable_tests()
     server.command[: len(SERVE)] = [sys.executable, str(PATIENT_SERVE), "serve"]

@@ -10,7 +10,7 @@ import pytest
 
 from support.http.otlp_collector import CollectedSpan, OtlpCollector
 from support.servers.live_server import (
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     write_tiny_adapter,
@@ -39,7 +39,7 @@ def show(collector: OtlpCollector, span: CollectedSpan, depth: int = 0) -> list[
 
 def test_a_server_traces_its_requests_until_its_end(tmp_path: Path, collector: OtlpCollector) -> None:
     model = write_tiny_model(tmp_path / "model")
-    server = LiveServer(model, tmp_path / "data", otlp_endpoint=collector.url, **TINY_SIZES)
+    server = LiveServer(model, tmp_path / "data", otlp_endpoint=collector.url, **TINY_TORCH)
     with server:
         server.create_tenant("acme")
         key = server.create_key("acme")

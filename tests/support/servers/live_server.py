@@ -38,6 +38,8 @@ SERVED_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMALL = {"kv_cache_memory": "512MiB", "adapter_memory": "256MiB", "adapter_cpu_memory": "256MiB"}
 """Memory for the real model beside other work."""
 TINY_SIZES = {"kv_cache_memory": "64MiB", "adapter_memory": "16MiB", "adapter_cpu_memory": "16MiB"}
+TINY_TORCH = TINY_SIZES | {"kernels": "torch"}
+"""For tests of what is around an engine: it starts in half the processor time where it reads no compiled kernels."""
 TINY = TinyBase(vocab=260)
 """With support.models.byte_tokenizer's vocabulary."""
 SMOLLM2 = TinyBase(layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152)
