@@ -93,8 +93,11 @@ class TestJudging:
         assert self.judged([], streams=streams)["leaked"] == 1
 
 
-@pytest.mark.slow
 class TestRuns:
+    """The short version has one of the three: all start the same server and count the same traffic. What they measure
+    has tests of its own."""
+
+    @pytest.mark.soak
     def test_two_thousand(self, tiny_model: Path, tmp_path: Path) -> None:
         options = (
             "--adapters 24 --hot 4 --warm 8 --few 2 --tenants 3 --streams 4 --slots 4 --rounds 1 --kv 16MiB"
@@ -118,11 +121,13 @@ class TestRuns:
                 assert not many["errors"]
                 assert many["shares"]["hot"] < few["shares"]["hot"] == 1.0
 
+    @pytest.mark.slow
     def test_beside_cold_loads(self, tiny_model: Path) -> None:
         options = "--adapters 40 --streams 2 --pairs 1 --seconds 2 --ramp 0.5 --rate 4 --kv 16MiB"
         measured = beside_cold_loads.main([str(tiny_model), *options.split()])
         assert all(seen.answers and not seen.errors for seen in measured.values())
 
+    @pytest.mark.soak
     def test_training_pushes(self, tiny_model: Path) -> None:
         options = (
             "--minutes 0.2 --every 1 --window 3 --streams 2 --tokens 16 --kv 16MiB --adapter-memory 16MiB"

@@ -1,4 +1,5 @@
-"""A short chat beside one request that could fill the whole batch (`bench.hog_server` in short)."""
+"""A short chat beside one request that could fill the whole batch (`bench.hog_server` in short). The scheduling is
+tested without a clock in tests/engine/scheduling/test_places.py."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from bench.hog_server import measure
 from support.servers.live_server import SERVED_NAME, SMALL, LiveServer
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_request_of_64_sequences_keeps_nobody_waiting(real_model_dir: Path, tmp_path: Path) -> None:
     settings = SMALL | {"threads": 0, "served_model_name": SERVED_NAME}
     with LiveServer(real_model_dir, tmp_path / "data", **settings) as server:

@@ -69,7 +69,9 @@ class Memory:
 
 
 @contextmanager
-def open_shop(model_dir: Path, root: Path, *, streams: int) -> Iterator[tuple[LiveServer, dict[str, str]]]:
+def open_shop(
+    model_dir: Path, root: Path, *, streams: int, threads: int
+) -> Iterator[tuple[LiveServer, dict[str, str]]]:
     """The server and each model's key: two tenants, eight adapters, and base for one of them."""
     with LiveServer(
         model_dir,
@@ -78,7 +80,7 @@ def open_shop(model_dir: Path, root: Path, *, streams: int) -> Iterator[tuple[Li
         kv_cache_memory=streams * KV_MEMORY_PER_STREAM,
         adapter_memory="256MiB",
         adapter_cpu_memory="256MiB",
-        threads=0,
+        threads=threads,
     ) as server:
         keys = {}
         for tenant, names in (("acme", EXAMPLES), ("rival", tuple(GENERATED))):
@@ -247,7 +249,7 @@ async def run_streams(
 
 @pytest.mark.slow
 async def test_sixteen_streams_for_five_seconds(real_model_dir: Path, tmp_path: Path) -> None:
-    with open_shop(real_model_dir, tmp_path, streams=16) as shop:
+    with open_shop(real_model_dir, tmp_path, streams=16, threads=1) as shop:
         figures = await run_streams(*shop, streams=16, seconds=5, seed=1, max_growth=MAX_GROWTH_OF_SECONDS)
         print("\n" + figures)
 
@@ -255,6 +257,6 @@ async def test_sixteen_streams_for_five_seconds(real_model_dir: Path, tmp_path: 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 async def test_sixty_four_streams_for_a_minute(real_model_dir: Path, tmp_path: Path) -> None:
-    with open_shop(real_model_dir, tmp_path, streams=64) as shop:
+    with open_shop(real_model_dir, tmp_path, streams=64, threads=0) as shop:
         figures = await run_streams(*shop, streams=64, seconds=60, seed=2, max_growth=MAX_GROWTH)
         print("\n" + figures)

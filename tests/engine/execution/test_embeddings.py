@@ -99,7 +99,7 @@ def test_equal_transformers_and_peft_beside_generation(
     options = {**FAMILIES, **OTHERS}[family]
     base = save_tiny(tmp_path / "base", options)
     adapters = save_adapters(base, tmp_path, CHOSEN)
-    asked = questions(family, adapters)[: 6 if kernels == "triton" else None]
+    asked = questions(family, adapters)[: 4 if kernels == "triton" else None]
     engine = engine_of(base, tmp_path / "work", options, **settings)
     refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
     for ref in refs.values():

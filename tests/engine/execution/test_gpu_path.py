@@ -22,9 +22,9 @@ PROMPT = [40, 5, 41, 99, 42, 6, 50]
 @pytest.mark.parametrize(
     ("family", "attention", "lookahead", "prompt_rows", "requests", "tokens"),
     [
-        pytest.param("llama-biases", "triton", 1, 80, 5, 5, marks=pytest.mark.slow),
+        pytest.param("llama-biases", "triton", 1, 80, 4, 3, marks=pytest.mark.slow),
         pytest.param("llama-biases", "torch", 1, 0, 4, 3, marks=pytest.mark.slow),
-        pytest.param("gemma3", "triton", 0, 0, 5, 4, marks=pytest.mark.slow),
+        pytest.param("gemma3", "triton", 0, 0, 4, 3, marks=pytest.mark.slow),
         pytest.param("gemma3", "flash-attn-3", 0, 40, 4, 3, marks=pytest.mark.slow),
         *(
             pytest.param(family, attention, lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
@@ -113,7 +113,7 @@ def test_adapters_of_a_model_through_transformers_travel_with_the_step(family, r
     [
         ("gemma2", "rows-and-head"),
         pytest.param("gemma2", "embedding-rslora-and-layers", marks=pytest.mark.slow),
-        pytest.param("llama-biases", "other-rows-of-head", marks=pytest.mark.slow),
+        pytest.param("llama-biases", "other-rows-of-head", marks=pytest.mark.soak),
     ],
 )
 def test_steps_that_change_by_token_are_not_replayed(family, name, tmp_path):
@@ -189,10 +189,13 @@ def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
     engine.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "num_blocks", "requests", "tokens", "preemptions"),
-    [("llama-biases", 8, 5, 20, 1), ("gemma3", 14, 6, 4, 0)],
+    [
+        pytest.param("llama-biases", 8, 5, 20, 1, marks=pytest.mark.slow),
+        pytest.param("gemma3", 14, 4, 3, 0, marks=pytest.mark.slow),
+        pytest.param("gemma3", 14, 6, 4, 0, marks=pytest.mark.soak),
+    ],
 )
 def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
     family, num_blocks, requests, tokens, preemptions, tmp_path
@@ -222,7 +225,7 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
     # Prompts and their neighbours in recorded steps too, a few rows of logits in each.
     assert recorder.replays[40, 6]
     assert stats.num_preemptions == preemptions
-    assert stats.prefix_cache_hits or not preemptions
+    assert stats.prefix_cache_hits or family == "gemma3"
     alone = LocalEngine(
         base, tmp_path / "alone", dtype="float32", max_model_len=100, max_num_batched_tokens=100, num_threads=1,
         kv_cache_memory=1 << 20, adapter_memory=4 << 20, adapter_cpu_memory=4 << 20, **settings,

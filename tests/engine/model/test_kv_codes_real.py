@@ -1,4 +1,5 @@
-"""The real model: what keys and values in 8-bit codes do to its answers, and to those of an example adapter."""
+"""The real model: what keys and values in 8-bit codes do to its answers, and to those of an example adapter. The codes
+themselves are compared with a reference in tests/kernels/attention/test_kv_codes.py."""
 
 from __future__ import annotations
 
@@ -9,12 +10,10 @@ import torch
 
 from bench.cpu.quantised import logits, prompts_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_torch_thread")]
 
 
-@pytest.mark.parametrize(
-    "name", ["base", *(pytest.param(name, marks=pytest.mark.soak) for name in ("json", "sentiment"))]
-)
+@pytest.mark.parametrize("name", ["base", "json", "sentiment"])
 def test_answers_diverge_by_less_than_a_thousandth_and_a_half(name: str, real_model_dir: Path) -> None:
     """The pirate adapter's come to 0.0019 (docs/lab/2026-11-28-int8-kv.md)."""
     prompts = prompts_of(real_model_dir)

@@ -1,4 +1,5 @@
-"""The real model: our forward pass beside transformers'."""
+"""The real model: our forward pass beside transformers'. Where torch multiplies in bfloat16; in float32 it is the long
+version of tests/engine/model/test_peft_equality.py, whose base rows are compared in the same way."""
 
 from __future__ import annotations
 
@@ -75,6 +76,7 @@ def teacher_forced(model: Model, full: list[list[int]], num_prompts: list[int]) 
     return [run.result(i) for i in range(len(full))]
 
 
+@pytest.mark.soak
 def test_float32_greedy_tokens_equal_transformers(real_model_dir, prompts, exact):
     full, logits = exact
     model = load_model(real_model_dir, "cpu", "float32")

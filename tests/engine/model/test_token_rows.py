@@ -122,7 +122,7 @@ def test_tokens_log_probabilities_and_embeddings_are_pefts(
             assert (expected - of_base).abs().max() > 0.05, name
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_real_model_gives_pefts_tokens(
     real_model_dir: Path, tmp_path: Path, make_engine: Callable[..., LocalEngine]
 ) -> None:

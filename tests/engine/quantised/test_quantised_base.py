@@ -254,8 +254,8 @@ def test_a_scale_of_the_neighbouring_group_is_noticed(
 @pytest.mark.parametrize(
     "name",
     [
-        "--quantise",
         "gptq int4",
+        pytest.param("--quantise", marks=pytest.mark.soak),
         pytest.param("compressed int4, zeros", marks=pytest.mark.soak),
         pytest.param("awq", marks=pytest.mark.soak),
     ],

@@ -1,4 +1,5 @@
-"""Log probabilities on the real model are transformers' and PEFT's own, in a mixed batch."""
+"""Log probabilities on the real model are transformers' and PEFT's own, in a mixed batch: the long version of
+test_logprobs.py, and of tests/e2e/openai/test_openai_logprobs.py, which asks the real model over HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from loraplex.engine.logprobs import Logprobs, Scores, join_scores
 from support.adapters.peft_zoo import PeftReference
 from support.engine.local_engine import LocalEngine
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "adapters"
 ADAPTERS = {name: EXAMPLES / name for name in ("pirate", "json")}
@@ -159,7 +160,6 @@ def test_float32_equals_transformers_and_peft(
     assert worst <= FLOAT32_TOLERANCE
 
 
-@pytest.mark.soak
 def test_bfloat16_is_as_near_to_float32_as_peft_is(
     real_model_dir: Path, exact: PeftReference, tmp_path: Path
 ) -> None:

@@ -26,9 +26,10 @@ def no_device(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_parts_are_right_without_a_gpu(tmp_path):
-    """With what a GPU machine has, and nothing else."""
+    """With what a GPU machine has, and nothing else. In every run its parts are below, and other parts of the suite in
+    test_gpu_suite.py in such an environment."""
     work, out = tmp_path / "work", tmp_path / "out"
     work.mkdir()
     write_sitecustomize(tmp_path, QUICKLY)

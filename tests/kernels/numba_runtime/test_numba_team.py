@@ -185,8 +185,10 @@ print(os.waitpid(child, 0)[1])
     assert in_a_process(program).split() == ["0"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float32", marks=pytest.mark.soak), pytest.param("bfloat16", marks=pytest.mark.slow)],
+)
 def test_an_engine_compiles_nothing_after_its_start(dtype: str, tmp_path: Path) -> None:
     """Neither for a prompt nor for one token, with an adapter or without."""
     program = f"""
