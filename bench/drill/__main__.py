@@ -38,8 +38,6 @@ from bench.drill.outside import check_outside
 from bench.drill.processes import MARK
 
 REST_S = 20.0
-BESIDE_S = 60.0
-"""How long streams are watched where nothing should happen to them."""
 STEP_S = "0.02"
 
 

@@ -91,7 +91,6 @@ class Figures:
 
     manager: str
     start_s: float = 0.0
-    notice_s: float = 0.0
     whole_s: float = 0.0
     stop_s: float = 0.0
     same_texts: int = 0

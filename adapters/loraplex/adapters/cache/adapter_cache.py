@@ -66,7 +66,6 @@ class AdapterCache(Generic[ImageT]):
     ) -> None:
         if num_pages < 1 or num_slots < 1 or max_loads < 1:
             raise ValueError("an adapter cache needs at least one page, one slot and one load at a time")
-        self._host_limit = host_bytes
         self._timeout_s = load_timeout_s
         self._clock = clock
         self._max_loads = max_loads
