@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.linear.triton_splits import tile_places
+
 
 @dataclass(frozen=True, slots=True)
 class LinearTiling:
@@ -99,11 +101,8 @@ def linear_program(
 ):
     """y[m, n] = Σ_k x[m, k] · weight[n, k] + bias[n]. x [num_rows, K], weight [N, K], y [num_rows, N]. Grid: tiles;
     those of the same columns beside each other, so that a weight comes from memory once."""
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    m = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, n, has_row, has_column = tile_places(num_rows, N, BLOCK_M, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    has_row, has_column = m < num_rows, n < N
     x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
     weight_at = weight_ptr + n.to(tl.int64)[None, :] * K + k[:, None]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

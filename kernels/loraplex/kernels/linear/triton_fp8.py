@@ -16,12 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.linear import triton_splits
 from loraplex.kernels.linear.floats import FloatWeight, fits_tiles
 from loraplex.kernels.linear.triton_groups import GroupsTiling, choose_tiling
-from loraplex.kernels.linear.triton_splits import store_sums
+from loraplex.kernels.linear.triton_splits import awaited, store_sums, tile_places
 
-_LEAST_COLUMNS = 16
-"""Columns of a tile, at least."""
 _FLOATS = (8, 9)
 """Compute capability from which a GPU converts e4m3."""
 _BLOCK_K = 128
@@ -32,9 +31,8 @@ model's linears took 1.0 to 1.5 times as long on an H200 (docs/lab/2026-11-28-gp
 @dataclass(frozen=True, slots=True)
 class PackedFloats:
     """`values` [N, K] float8_e4m3fn, `scales` [G, N] float32, for G groups of `group` inputs, on the device. `dtype` is
-    that of x and y. `arrived` as in
-    `loraplex.kernels.linear.triton_groups.PackedCodes`. `converts`: the device has instructions for e4m3.
-    `activations`: x may be rounded to e4m3 too. `one`: 1 in float32."""
+    that of x and y. `arrived` as in `loraplex.kernels.linear.triton_splits.Packed`. `converts`: the device has
+    instructions for e4m3. `activations`: x may be rounded to e4m3 too. `one`: 1 in float32."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -62,7 +60,7 @@ def pack_floats(weight: FloatWeight, dtype: torch.dtype, *, device: torch.device
         weight.scales.to(device).T.contiguous(),
         weight.group,
         dtype,
-        arrived=torch.zeros(triton.cdiv(columns, _LEAST_COLUMNS), dtype=torch.int32, device=device),
+        arrived=triton_splits.new_counts(columns, device),
         converts=capability >= _FLOATS,
         activations=weight.activations,
         one=torch.ones((), device=device),
@@ -87,49 +85,24 @@ def linear(
 ) -> torch.Tensor:
     """x [..., K], bias [N] or None → [..., N], of the weight's dtype, contiguous. Sums are float32, rounded once,
     behind the bias. `tiling` is for tests. Raises ValueError for other shapes and strides."""
+    triton_splits.check_operands(x, weight, bias, "8-bit floats")
     out_features, in_features = weight.shape
-    if (
-        x.shape[-1] != in_features
-        or x.dtype is not weight.dtype
-        or not x.is_contiguous()
-        or (bias is not None and (bias.shape != (out_features,) or bias.dtype is not weight.dtype))
-    ):
-        raise ValueError(
-            f"no product of {list(x.shape)} {x.dtype} with 8-bit floats {list(weight.shape)} for {weight.dtype}"
-        )
     y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
     num_rows = y.numel() // out_features
     if num_rows:
         tiling = tiling or floats_tiling(num_rows, weight.shape, weight.group, x.element_size())
-        tiles = triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_features, tiling.block_n)
-        planes = weight.scales
-        if tiling.apart:
-            planes = torch.empty(tiling.splits, num_rows, out_features, dtype=torch.float32, device=x.device)
-        floats_program[tiles, tiling.splits if tiling.apart else 1](
+        triton_splits.launch(
+            floats_program,
             x,
-            weight.values if weight.converts else weight.values.view(torch.uint8),
-            weight.scales,
-            weight.scales if bias is None else bias,
+            weight,
+            (weight.values if weight.converts else weight.values.view(torch.uint8), weight.scales),
+            bias,
             y,
-            planes,
-            weight.arrived,
-            num_rows,
-            out_features,
-            in_features,
+            tiling,
             GROUP=weight.group,
             WHOLE=in_features % tiling.block_k == 0,
-            BLOCK_M=tiling.block_m,
-            BLOCK_N=tiling.block_n,
             BLOCK_K=tiling.block_k,
-            SPLITS=tiling.splits,
-            APART=tiling.apart,
-            HAS_BIAS=bias is not None,
-            # TF32 would cost float32 half its digits.
-            PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-            AWAIT=x.is_cuda,  # the interpreter knows no assembler
             CONVERTS=weight.converts,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
         )
     return y
 
@@ -163,10 +136,7 @@ def floats_program(
     y [num_rows, N], planes and arrived as `store_sums` says, used only where APART. WHOLE: BLOCK_K divides K. Grid:
     tiles, those of the same columns beside each other, so that values come from memory once; splits of K where APART,
     else 1."""
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    m = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    has_row, has_column = m < num_rows, n < N
+    m, n, has_row, has_column = tile_places(num_rows, N, BLOCK_M, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + m.to(tl.int64)[None, :] * K + k[:, None]
     values_at = values_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -221,10 +191,7 @@ def _sum_split(
         values = tl.load(values_at + first, has_column[:, None] & there[None, :], 0.0)
         scale = tl.load(scales_at + first // GROUP * N, has_column, 0.0)
         weight = (_widened(values, CONVERTS) * scale[:, None]).to(x.dtype)
-        total = tl.dot(weight, x, total, input_precision=PRECISION)
-        if AWAIT:
-            # As in triton_groups: the product is awaited before registers of the weights are used again.
-            total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
+        total = awaited(tl.dot(weight, x, total, input_precision=PRECISION), AWAIT)
     return total
 
 

@@ -18,28 +18,18 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.linear import triton_splits
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.triton_splits import store_sums
+from loraplex.kernels.linear.triton_splits import awaited, store_sums, tile_places
 
 _LEAST_BLOCK_K, _MOST_BLOCK_K = 16, 64
-_LEAST_SPLIT = 512
-"""Inputs of a split, at least: a shorter one is done before it pays for its sums."""
-_LEAST_COLUMNS = 16
-"""Columns of a tile, at least."""
-_MOST_PLANE_BYTES = 32 << 20
-"""Memory for the sums of splits that are programs of their own, at most."""
-_HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedCodes:
     """`codes` [N, K] int8, `scales` and `offsets` [G, N] float32, on the device: a tile's scales lie side by side.
-    `dtype` is that of x and y. `most_rows`: rows of a tile on this device, at most.
-
-    `arrived` [column tiles] int32: how many splits of a tile have been summed. All are 0 between launches, for the last
-    split of a tile sets its own back. A product of one weight must therefore be done before the next one of it begins:
-    launches of one stream are, and so are recordings that are replayed on one.
-    """
+    `dtype` is that of x and y. `most_rows`: rows of a tile on this device, at most. `arrived` as in
+    `loraplex.kernels.linear.triton_splits.Packed`."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -72,16 +62,14 @@ class GroupsTiling:
 def pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> PackedCodes:
     """The weight on `device`."""
     offsets = None if weight.offsets is None else weight.offsets.to(device).T.contiguous()
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
     return PackedCodes(
         weight.codes.to(device).contiguous(),
         weight.scales.to(device).T.contiguous(),
         offsets,
         weight.group,
         dtype,
-        # Compiled for an A100, 256 rows spill registers.
-        most_rows=256 if hopper else 128,
-        arrived=torch.zeros(triton.cdiv(weight.shape[0], _LEAST_COLUMNS), dtype=torch.int32, device=device),
+        most_rows=triton_splits.most_rows(device),
+        arrived=triton_splits.new_counts(weight.shape[0], device),
     )
 
 
@@ -90,11 +78,9 @@ def choose_tiling(
 ) -> GroupsTiling:
     """The tiling for x of `rows` rows, of elements of `itemsize` bytes, and a weight of `shape` [N, K]. A block of K
     lies in one group. What decides the order of a row's sums, `block_k` and `splits`, follows from the weight alone."""
-    out_features, in_features = shape
+    out_features, _ = shape
     block_k = min(max(triton.next_power_of_2(group), _LEAST_BLOCK_K), _MOST_BLOCK_K)
-    splits = 1
-    if out_features < 16384:
-        splits = max(1, min(8 if in_features >= 8192 else 4, in_features // _LEAST_SPLIT))
+    splits = triton_splits.num_splits(shape)
     if itemsize > 2:  # float32 goes without tensor cores
         block_m, block_n, num_warps = 16 if rows <= 16 else 32, 32, 4
         block_k = min(block_k, 32)
@@ -103,8 +89,7 @@ def choose_tiling(
         # A wide tile reads x less often. It pays for many rows, and for few where every multiprocessor gets one.
         is_wide = rows > 64 or (rows > 16 and out_features * splits >= 28672)
         block_n, num_warps = (128, 8) if is_wide else (64, 4)
-    planes = splits * rows * out_features * 4
-    apart = splits > 1 and rows <= block_m and planes <= _MOST_PLANE_BYTES
+    apart = triton_splits.are_apart(splits, rows, out_features, block_m)
     if splits > 1 and not apart:
         # Sums of one split beside those of all before it take twice the registers.
         block_m = min(block_m, 128)
@@ -120,51 +105,26 @@ def linear(
 ) -> torch.Tensor:
     """x [..., K], bias [N] or None → [..., N], of the weight's dtype, contiguous. Sums are float32, rounded once,
     behind the bias. `tiling` is for tests. Raises ValueError for other shapes and strides."""
-    out_features, in_features = weight.shape
-    if (
-        x.shape[-1] != in_features
-        or x.dtype is not weight.dtype
-        or not x.is_contiguous()
-        or (bias is not None and (bias.shape != (out_features,) or bias.dtype is not weight.dtype))
-    ):
-        raise ValueError(
-            f"no product of {list(x.shape)} {x.dtype} with codes {list(weight.shape)} for {weight.dtype}"
-        )
+    triton_splits.check_operands(x, weight, bias, "codes")
+    out_features, _ = weight.shape
     y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
     num_rows = y.numel() // out_features
     if num_rows:
         tiling = tiling or choose_tiling(
             num_rows, weight.shape, weight.group, x.element_size(), most_rows=weight.most_rows
         )
-        tiles = triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_features, tiling.block_n)
-        planes = weight.scales
-        if tiling.apart:
-            planes = torch.empty(tiling.splits, num_rows, out_features, dtype=torch.float32, device=x.device)
-        groups_program[tiles, tiling.splits if tiling.apart else 1](
+        offsets = weight.scales if weight.offsets is None else weight.offsets
+        triton_splits.launch(
+            groups_program,
             x,
-            weight.codes,
-            weight.scales,
-            weight.scales if weight.offsets is None else weight.offsets,
-            weight.scales if bias is None else bias,
+            weight,
+            (weight.codes, weight.scales, offsets),
+            bias,
             y,
-            planes,
-            weight.arrived,
-            num_rows,
-            out_features,
-            in_features,
+            tiling,
             GROUP=weight.group,
-            BLOCK_M=tiling.block_m,
-            BLOCK_N=tiling.block_n,
             BLOCK_K=tiling.block_k,
-            SPLITS=tiling.splits,
-            APART=tiling.apart,
             HAS_OFFSETS=weight.offsets is not None,
-            HAS_BIAS=bias is not None,
-            # TF32 would cost float32 half its digits.
-            PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-            AWAIT=x.is_cuda,  # the interpreter knows no assembler
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
         )
     return y
 
@@ -197,11 +157,7 @@ def groups_program(
     """x [num_rows, K], codes [N, K], scales and offsets [K / GROUP, N], y [num_rows, N], planes [SPLITS, num_rows, N]
     and arrived as in PackedCodes, both used only where APART. Grid: tiles, those of the same columns beside each other,
     so that codes come from memory once; splits of K where APART, else 1."""
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    tile = tl.program_id(0)
-    m = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    has_row, has_column = m < num_rows, n < N
+    m, n, has_row, has_column = tile_places(num_rows, N, BLOCK_M, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + m.to(tl.int64)[None, :] * K + k[:, None]
     codes_at = codes_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
@@ -264,9 +220,5 @@ def _sum_split(
             weight = tl.fma(weight, scale[:, None], offset[:, None])
         else:
             weight *= scale[:, None]
-        total = tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION)
-        if AWAIT:
-            # A use of the sums, of no instruction: the product is awaited here. Triton would leave it in flight, and
-            # ptxas 12.8 lets the next weights overwrite the registers that Hopper still reads (triton #9433).
-            total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
+        total = awaited(tl.dot(weight.to(x.dtype), x, total, input_precision=PRECISION), AWAIT)
     return total

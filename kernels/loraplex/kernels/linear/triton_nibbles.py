@@ -19,15 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.linear import triton_splits
 from loraplex.kernels.linear.groups import PLANES, GroupedWeight, block_of_4_bits
-from loraplex.kernels.linear.triton_splits import store_sums
+from loraplex.kernels.linear.triton_splits import awaited, store_sums, tile_places
 
-_LEAST_COLUMNS = 16
-"""Columns of a tile, at least."""
-_LEAST_SPLIT = 512
-"""Inputs of a split, at least: a shorter one is done before it pays for its sums."""
-_MOST_PLANE_BYTES = 32 << 20
-"""Memory for the sums of splits that are programs of their own, at most."""
 _MOST_NIBBLE = 15
 _SIGNED = 8
 """Added to codes of both signs, to make them whole numbers from 0 on."""
@@ -95,7 +90,6 @@ def pack_nibbles(
     nibbles = codes - (low if lows is None else lows[:, :, None])
     planes = nibbles.view(rows, inputs // block, PLANES, block // PLANES)
     bytes_ = [planes[:, :, place] | planes[:, :, place + 1] << 4 for place in (0, 2)]
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return PackedNibbles(
         torch.stack(bytes_, -1).view(torch.int16).view(rows, inputs // PLANES),
         _narrow(weight.scales.to(device)).T.contiguous(),
@@ -105,8 +99,8 @@ def pack_nibbles(
         weight.group,
         block,
         dtype,
-        most_rows=256 if hopper else 128,
-        arrived=torch.zeros(triton.cdiv(rows, _LEAST_COLUMNS), dtype=torch.int32, device=device),
+        most_rows=triton_splits.most_rows(device),
+        arrived=triton_splits.new_counts(rows, device),
     )
 
 
@@ -122,10 +116,8 @@ def _narrow(values: torch.Tensor) -> torch.Tensor:
 def choose_tiling(rows: int, shape: tuple[int, int], itemsize: int, *, most_rows: int = 128) -> NibblesTiling:
     """The tiling for x of `rows` rows, of elements of `itemsize` bytes, and a weight of `shape` [N, K]. `splits`, which
     decides the order of a row's sums, follows from the weight alone."""
-    out_features, in_features = shape
-    splits = 1
-    if out_features < 16384:
-        splits = max(1, min(8 if in_features >= 8192 else 4, in_features // _LEAST_SPLIT))
+    out_features, _ = shape
+    splits = triton_splits.num_splits(shape)
     if itemsize > 2:  # float32 goes without tensor cores
         block_m, block_n, num_warps = 16 if rows <= 16 else 32, 32, 4
     else:
@@ -134,8 +126,7 @@ def choose_tiling(rows: int, shape: tuple[int, int], itemsize: int, *, most_rows
     if splits > 1:
         # Sums of one split beside those of all before it take twice the registers.
         block_m = min(block_m, most_rows // 2)
-    planes = splits * rows * out_features * 4
-    apart = splits > 1 and rows <= block_m and planes <= _MOST_PLANE_BYTES
+    apart = triton_splits.are_apart(splits, rows, out_features, block_m)
     return NibblesTiling(block_m, block_n, splits, apart, num_warps)
 
 
@@ -147,53 +138,28 @@ def linear(
     tiling: NibblesTiling | None = None,
 ) -> torch.Tensor:
     """The product, as `triton_groups.linear` has it. `tiling` is for tests and benches."""
-    out_features, in_features = weight.shape
-    if (
-        x.shape[-1] != in_features
-        or x.dtype is not weight.dtype
-        or not x.is_contiguous()
-        or (bias is not None and (bias.shape != (out_features,) or bias.dtype is not weight.dtype))
-    ):
-        raise ValueError(
-            f"no product of {list(x.shape)} {x.dtype} with codes {list(weight.shape)} for {weight.dtype}"
-        )
+    triton_splits.check_operands(x, weight, bias, "codes")
+    out_features, _ = weight.shape
     y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
     num_rows = y.numel() // out_features
     if num_rows:
         tiling = tiling or choose_tiling(num_rows, weight.shape, x.element_size(), most_rows=weight.most_rows)
-        tiles = triton.cdiv(num_rows, tiling.block_m) * triton.cdiv(out_features, tiling.block_n)
-        planes = weight.scales
-        if tiling.apart:
-            planes = torch.empty(tiling.splits, num_rows, out_features, dtype=torch.float32, device=x.device)
-        nibbles_program[tiles, tiling.splits if tiling.apart else 1](
+        offsets = weight.scales if weight.offsets is None else weight.offsets
+        lows = weight.words if weight.lows is None else weight.lows
+        triton_splits.launch(
+            nibbles_program,
             x,
-            weight.words,
-            weight.scales,
-            weight.scales if weight.offsets is None else weight.offsets,
-            weight.words if weight.lows is None else weight.lows,
-            x if bias is None else bias,
+            weight,
+            (weight.words, weight.scales, offsets, lows),
+            bias,
             y,
-            planes,
-            weight.arrived,
-            num_rows,
-            out_features,
-            in_features,
+            tiling,
             GROUP=weight.group,
             LOW=weight.low,
-            BLOCK_M=tiling.block_m,
-            BLOCK_N=tiling.block_n,
             BLOCK_K=weight.block,
-            SPLITS=tiling.splits,
-            APART=tiling.apart,
             HAS_OFFSETS=weight.offsets is not None,
             HAS_LOWS=weight.lows is not None,
-            HAS_BIAS=bias is not None,
             PAIRS=x.is_cuda and weight.makes_pairs,
-            # TF32 would cost float32 half its digits.
-            PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-            AWAIT=x.is_cuda,  # the interpreter knows no assembler
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
         )
     return y
 
@@ -231,11 +197,7 @@ def nibbles_program(
     num_rows, N] and arrived as in PackedNibbles, both used only where APART. Grid: tiles, those of the same columns
     beside each other, so that words come from memory once; splits of K where APART, else 1."""
     WIDTH: tl.constexpr = BLOCK_K // 4
-    row_tiles = tl.cdiv(num_rows, BLOCK_M)
-    tile = tl.program_id(0)
-    m = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    has_row, has_column = m < num_rows, n < N
+    m, n, has_row, has_column = tile_places(num_rows, N, BLOCK_M, BLOCK_N)
     x_at = x_ptr + m.to(tl.int64)[None, :] * K + tl.arange(0, BLOCK_K)[:, None]
     words_at = words_ptr + n.to(tl.int64)[:, None] * (K // 4) + tl.arange(0, WIDTH)[None, :]
     if APART or SPLITS == 1:
@@ -302,10 +264,7 @@ def _sum_split(
         # [BLOCK_N, WIDTH, 2, 2] to [BLOCK_N, BLOCK_K]: no number leaves its register.
         planes = tl.join(tl.join(a, c), tl.join(b, d))
         weight = tl.reshape(tl.permute(planes, (0, 2, 3, 1)), (BLOCK_N, BLOCK_K))
-        total = tl.dot(weight, x, total, input_precision=PRECISION)
-        if AWAIT:
-            # See triton_groups.
-            total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
+        total = awaited(tl.dot(weight, x, total, input_precision=PRECISION), AWAIT)
     return total
 
 

@@ -1,4 +1,5 @@
-"""The end of a product whose K is cut into splits, in Triton: their sums are added in their order.
+"""The shared parts of Triton's products over codes and small floats, whose K is cut into splits: the launch, the places
+of a tile, and the end, where the splits' sums are added in their order.
 
 A split is a program of its own, for few rows, or one program computes all of them: the numbers are the same.
 """
@@ -6,8 +7,135 @@ A split is a program of its own, for few rows, or one program computes all of th
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
+import torch
 import triton
 import triton.language as tl
+
+_LEAST_SPLIT = 512
+"""Inputs of a split, at least: a shorter one is done before it pays for its sums."""
+_MOST_SPLIT_COLUMNS = 16384
+"""Outputs below which K is split: more of them give every multiprocessor a tile."""
+_LEAST_COLUMNS = 16
+"""Columns of a tile, at least."""
+_MOST_PLANE_BYTES = 32 << 20
+"""Memory for the sums of splits that are programs of their own, at most."""
+_HOPPER = (9, 0)
+
+
+class Packed(Protocol):
+    """A weight [N, K] on its device. `dtype` is that of x and y.
+
+    `arrived` [column tiles] int32: how many splits of a tile have been summed. All are 0 between launches, for the last
+    split of a tile sets its own back. A product of one weight must therefore be done before the next one of it begins:
+    launches of one stream are, and so are recordings that are replayed on one."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def arrived(self) -> torch.Tensor: ...
+
+
+def new_counts(columns: int, device: torch.device) -> torch.Tensor:
+    """`Packed.arrived` of a weight with that many columns."""
+    return torch.zeros(triton.cdiv(columns, _LEAST_COLUMNS), dtype=torch.int32, device=device)
+
+
+def most_rows(device: torch.device) -> int:
+    """Rows of a tile on a device, at most. Compiled for an A100, 256 rows spill registers."""
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+    return 256 if is_hopper else 128
+
+
+def num_splits(shape: tuple[int, int]) -> int:
+    """Splits of K for a weight of `shape` [N, K]: by the weight alone."""
+    columns, inputs = shape
+    if columns >= _MOST_SPLIT_COLUMNS:
+        return 1
+    return max(1, min(8 if inputs >= 8192 else 4, inputs // _LEAST_SPLIT))
+
+
+def are_apart(splits: int, rows: int, columns: int, block_m: int) -> bool:
+    """Whether splits are programs of their own, for x of `rows` rows in tiles of `block_m`."""
+    return splits > 1 and rows <= block_m and splits * rows * columns * 4 <= _MOST_PLANE_BYTES
+
+
+def check_operands(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, what: str) -> None:
+    """Raises ValueError for x [..., K] and bias [N] of other shapes, strides and dtypes than go with a weight."""
+    columns, inputs = weight.shape
+    if (
+        x.shape[-1] != inputs
+        or x.dtype is not weight.dtype
+        or not x.is_contiguous()
+        or (bias is not None and (bias.shape != (columns,) or bias.dtype is not weight.dtype))
+    ):
+        raise ValueError(
+            f"no product of {list(x.shape)} {x.dtype} with {what} {list(weight.shape)} for {weight.dtype}"
+        )
+
+
+def launch(
+    program: Any,
+    x: torch.Tensor,
+    weight: Packed,
+    operands: tuple[torch.Tensor, ...],
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    tiling: Any,
+    **constants: int | bool,
+) -> None:
+    """Launch a `program` over x, the `operands` of a weight, bias, y [rows, N], planes, arrived, and the sizes.
+    `tiling`: sizes of its tiles, splits and warps, as in `GroupsTiling`. `constants` are the program's own."""
+    columns, inputs = weight.shape
+    rows = y.numel() // columns
+    tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(columns, tiling.block_n)
+    planes = x
+    if tiling.apart:
+        planes = torch.empty(tiling.splits, rows, columns, dtype=torch.float32, device=x.device)
+    program[tiles, tiling.splits if tiling.apart else 1](
+        x,
+        *operands,
+        x if bias is None else bias,
+        y,
+        planes,
+        weight.arrived,
+        rows,
+        columns,
+        inputs,
+        BLOCK_M=tiling.block_m,
+        BLOCK_N=tiling.block_n,
+        SPLITS=tiling.splits,
+        APART=tiling.apart,
+        HAS_BIAS=bias is not None,
+        # TF32 would cost float32 half its digits.
+        PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+        AWAIT=x.is_cuda,  # the interpreter knows no assembler
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        **constants,
+    )
+
+
+@triton.jit
+def tile_places(num_rows, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows and columns of a program's tile, and whether there are such. Tiles of the same columns lie beside each
+    other in the grid, so that a weight comes from memory once."""
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    m = tl.program_id(0) % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    return m, n, m < num_rows, n < N
+
+
+@triton.jit
+def awaited(total, AWAIT: tl.constexpr):
+    """A use of a product's sums, of no instruction: the product is awaited here. Triton would leave it in flight, and
+    ptxas 12.8 lets the next weights overwrite the registers that Hopper still reads (triton #9433)."""
+    if AWAIT:
+        total = tl.inline_asm_elementwise("", "=f,0", [total], tl.float32, is_pure=True, pack=1)
+    return total
 
 
 @triton.jit
