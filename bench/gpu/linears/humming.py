@@ -79,7 +79,8 @@ def run_case(case: HummingCase, device: torch.device, ceilings: Ceilings | None 
     and x and one write of y, or the product's flops. Raises Skipped."""
     check_device(device)
     weight = draw_weight(case, device)
-    x = torch.randn(case.rows, case.inputs, device=device).to(case.dtype)
+    generator = torch.Generator(device).manual_seed(case.rows)
+    x = torch.randn(case.rows, case.inputs, generator=generator, device=device).to(case.dtype)
     packed = humming.pack_codes(weight, case.dtype, device=device)
     assert packed is not None
     y = humming.linear(x, packed)

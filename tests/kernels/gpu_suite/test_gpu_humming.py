@@ -34,6 +34,13 @@ def test_small_cases_are_right(library, case: cases.HummingCase) -> None:
     assert row["alone"]
 
 
+def test_a_row_that_depends_on_the_others_is_told(library, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = humming.linear
+    monkeypatch.setattr(humming, "linear", lambda x, *rest: true(x, *rest) * (1 if len(x) == 1 else 1.01))
+    row = cases.run_case(cases.small_cases()[2], CPU)
+    assert (row["alone"], row["ok"]) == (False, False)
+
+
 def test_every_case_has_a_form_that_the_server_gives_to_the_library() -> None:
     for case in (*cases.small_cases(), *cases.full_cases()):
         assert humming.obstacle_to_group(case.group, case.dtype) is None

@@ -51,8 +51,9 @@ class HummingLayer(torch.nn.Module):
         assert self.is_transformed, "call transform() before forward()"
         self.calls += 1
         codes = torch.stack([self.weight >> 4 * place & 15 for place in range(8)], -1).flatten(1)
-        scales = self.weight_scale.float().repeat_interleave(self.group, 1)
-        return (inputs.float() @ ((codes - 8) * scales).T).to(inputs.dtype)
+        scales = self.weight_scale.double().repeat_interleave(self.group, 1)
+        # In float64 the order of sums, which depends on the number of rows, changes no rounded result.
+        return (inputs.double() @ ((codes - 8) * scales).T).to(inputs.dtype)
 
 
 def install_fake(
