@@ -15,7 +15,14 @@ from bench.gpu.attention import BLOCK_SIZE, TOLERANCE, AttentionCase, attention_
 from bench.gpu.timing import Ceilings, median_ms, relative_error
 from loraplex.engine.model.base import KVCache
 from loraplex.kernels.attention import triton_attention
-from loraplex.kernels.attention.kv_codes import from_codes, head_width, to_codes
+from loraplex.kernels.attention.kv_codes import (
+    from_codes,
+    hadamard,
+    head_width,
+    to_codes,
+    transform_factors,
+    transform_keys,
+)
 from loraplex.kernels.layers import triton_rope
 from loraplex.kernels.layers.rope import apply_rope, rope_cos_sin
 from support.kernels.paged import PagedStep, expected_attention
@@ -97,9 +104,9 @@ def run_attention(
 
 
 def run_rope(case: RopeCase, device: torch.device, ceilings: Ceilings | None = None) -> dict[str, Any]:
-    """RoPE of queries and keys and the write into any slots. `error`: of queries, as a part of the largest number;
-    `steps`: how far a key or value is from its number in float64, in steps of its code, at most. `ok` also says that
-    nothing else was written. Times as those of `run_attention`."""
+    """RoPE of queries and keys, their transform, and the write into any slots. `error`: of queries, as a part of the
+    largest number; `steps`: how far a key or value is from its number in float64, in steps of its code, at most. `ok`
+    also says that nothing else was written. Times as those of `run_attention`."""
     rows, heads, kv_heads, dim = case.rows, case.heads, case.kv_heads, case.head_dim
     generator = torch.Generator().manual_seed(rows)
     qkv = torch.randn(rows, heads + 2 * kv_heads, dim, generator=generator).to(device, case.dtype)
@@ -118,6 +125,10 @@ def run_rope(case: RopeCase, device: torch.device, ceilings: Ceilings | None = N
         partial(triton_rope.rope_and_write_kv, own, heads, cos, sin, cache, slots) for cache in caches
     )
     run_coded()
+    for first, last, factor in zip(
+        (0, heads), (heads, heads + kv_heads), transform_factors(dim), strict=True
+    ):
+        want[:, first:last] = hadamard(want[:, first:last]) * factor
     error = relative_error(own[:, :heads], want[:, :heads])
     written = _unpacked(caches[1]).flatten(0, 1)
     expected = want[:, heads:].view(rows, 2, kv_heads, dim)
@@ -165,7 +176,8 @@ def copy_to_codes(source: KVCache, target: KVCache) -> None:
     device = source.tensor.device
     for index in range(len(source.tensor)):
         for blocks in range(0, source.num_blocks, _BLOCKS_AT_A_TIME):
-            kv = source.layer(index)[blocks : blocks + _BLOCKS_AT_A_TIME].flatten(0, 1)
+            k, v = source.layer(index)[blocks : blocks + _BLOCKS_AT_A_TIME].flatten(0, 1).unbind(1)
+            kv = torch.stack((transform_keys(k), v.float()), 1)
             first = blocks * BLOCK_SIZE
             slots = torch.arange(first, first + len(kv), device=device)
             triton_attention.write_kv(kv, target.layer(index), slots)

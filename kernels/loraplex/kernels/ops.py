@@ -31,8 +31,9 @@ class RotateAndWrite(Protocol):
         eps: float,
     ) -> None:
         """Norm the queries and keys of `heads` [T, Hq + 2·Hkv, D] by head where there are weights [D] for it, rotate
-        them by cos and sin [T, 1, R/2], and write keys and values into one layer's cache [N, P, 2, Hkv, D]. Queries
-        are changed in place; what `heads` holds of keys afterwards is not said. `batch` is what the backend's
+        them by cos and sin [T, 1, R/2], and write keys and values into one layer's cache [N, P, 2, Hkv, D], or of
+        codes, for which queries and keys are transformed (`loraplex.kernels.attention.kv_codes`). Queries are
+        changed in place; what `heads` holds of keys afterwards is not said. `batch` is what the backend's
         `AttentionKernel` laid out."""
         ...
 

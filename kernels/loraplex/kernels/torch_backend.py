@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from loraplex.kernels.attention import torch_attention
+from loraplex.kernels.attention import kv_codes, torch_attention
 from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable, check_name, reason_for
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.types import AttentionBatch
@@ -88,4 +88,8 @@ def _rotate_and_write(
         k.copy_(rms_norm(k, k_norm, eps))
     # q and k lie side by side: one rotation for both, and k beside v: one write for both.
     rope.apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
-    torch_attention.write_kv(heads[:, num_heads:].view(num_rows, 2, num_kv_heads, head_dim), cache, batch)
+    kv = heads[:, num_heads:].view(num_rows, 2, num_kv_heads, head_dim)
+    if cache.dtype is torch.int8:
+        heads[:, :num_heads] = kv_codes.transform_queries(heads[:, :num_heads])
+        kv = torch.stack((kv_codes.transform_keys(kv[:, 0]), kv[:, 1].float()), 1)
+    torch_attention.write_kv(kv, cache, batch)

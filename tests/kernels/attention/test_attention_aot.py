@@ -65,13 +65,15 @@ def fused() -> list[Variant]:
     )
     pointers = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i32"}
     pointers |= dict.fromkeys(("heads_ptr", "cache_ptr", "scales_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16")
+    numbers = dict.fromkeys(("eps", "q_factor", "k_factor"), "fp32")
     rope = Variant(
         "rope and KV write, Qwen3's norm",
         "loraplex.kernels.layers.triton_rope:rope_program",
-        pointers | dict.fromkeys(strides, "i32") | {"eps": "fp32"},
+        pointers | dict.fromkeys(strides, "i32") | numbers,
         {
             "NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_REST": 1,
             "BLOCK_HEADS": 8, "BLOCK_SIZE": 16, "NORM": True, "CODES": False,
+            "TRANSFORM": False,
         },
         multiples_of_16=strides,
     )  # fmt: skip
@@ -79,7 +81,12 @@ def fused() -> list[Variant]:
         rope,
         name="rope and KV write as codes, Qwen3's norm",
         signature=rope.signature | {"cache_ptr": "*i8", "scales_ptr": "*fp16"},
-        constants={**rope.constants, "CODES": True},
+        constants={**rope.constants, "CODES": True, "TRANSFORM": True},
+    )
+    partial_rope_of_codes = replace(
+        rope_of_codes,
+        name="rope of 96 of 128 numbers and KV write as codes",
+        constants={**rope_of_codes.constants, "HALF": 48, "BLOCK_REST": 32, "NORM": False},
     )
     norm = Variant(
         "residual and norm, 4096",
@@ -106,7 +113,7 @@ def fused() -> list[Variant]:
         {"NUM_HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_PARTS": 16},
         unaligned=("count_ptr",),
     )
-    return [rope, rope_of_codes, norm, gated, merge]
+    return [rope, rope_of_codes, partial_rope_of_codes, norm, gated, merge]
 
 
 def variants() -> list[Variant]:
@@ -160,7 +167,8 @@ def test_all_compile_and_take_no_more_than_recorded(every: bool) -> None:
         for arch, usage in by_arch.items():
             assert usage.spill_bytes == 0, f"{name} on {arch}"
             assert usage.wide_loads > 0, f"{name} on {arch}"
-            assert bool(usage.tensor_cores) == ("prefill" in name or "decode" in name)
+            multiplies = any(part in name for part in ("prefill", "decode", "as codes"))
+            assert bool(usage.tensor_cores) == multiplies
 
 
 @pytest.mark.slow

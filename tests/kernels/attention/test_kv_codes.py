@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds
-from loraplex.kernels.attention.kv_codes import from_codes, head_width, pack_rows, to_codes, unpack_rows
+from loraplex.kernels.attention.kv_codes import (
+    from_codes,
+    head_width,
+    is_transformed,
+    pack_rows,
+    to_codes,
+    transform_factors,
+    transform_keys,
+    transform_queries,
+    unpack_rows,
+)
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.attention.triton_attention import cache_operands
 from loraplex.kernels.attention.triton_kernel import TritonAttention
@@ -81,6 +91,15 @@ def cache_of_anything(kernel: AttentionKernel, num_blocks: int, kv_heads: int, d
     return torch.full(sizes, 0 if kernel.reads_unwritten else 127, dtype=torch.int8)
 
 
+def transformed(x: torch.Tensor, which: int) -> torch.Tensor:
+    """[…, D] by the matrix H of its definition, of queries (`which` 0) or keys (1); as it is where there is none."""
+    dim = x.shape[-1]
+    if not is_transformed(dim):
+        return x
+    signs = [[-1.0 if (i & j).bit_count() % 2 else 1.0 for j in range(dim)] for i in range(dim)]
+    return (x.double() @ torch.tensor(signs, dtype=torch.float64) * transform_factors(dim)[which]).float()
+
+
 def test_a_code_is_within_half_a_step_of_its_number() -> None:
     x = torch.randn(50, 2, 3, 64) * torch.logspace(-3, 3, 50)[:, None, None, None]
     codes, scales = to_codes(x)
@@ -110,6 +129,30 @@ def test_zeros_and_the_largest_numbers() -> None:
     huge = unpack_rows(pack_rows(torch.tensor([[3e38, -1.0]])), torch.float32)
     assert huge.isfinite().all()
     assert huge[0, 0] == 127 * 65504.0
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+def test_a_transform_changes_no_score_and_spreads_a_large_number(dim: int) -> None:
+    """A channel of keys that is 30 times the others leaves scores over codes four times as exact, or more."""
+    generator = torch.Generator().manual_seed(dim)
+    q, k = torch.randn(2, 400, dim, generator=generator)
+    k[:, 5] *= 30
+    right = (q.double() * k).sum(-1)
+    turned, keys = transform_queries(q), transform_keys(k)
+    torch.testing.assert_close((turned.double() * keys).sum(-1), right, atol=1e-4, rtol=1e-5)
+
+    def error(queries: torch.Tensor, numbers: torch.Tensor) -> float:
+        read = from_codes(*to_codes(numbers), torch.float64)
+        return float(((queries * read).sum(-1) - right).square().mean().sqrt())
+
+    assert error(turned, keys) < error(q, k) / (4 if dim > 16 else 1.5)
+
+
+@pytest.mark.parametrize("dim", [8, 80, 96])
+def test_heads_of_other_sizes_keep_their_numbers(dim: int) -> None:
+    x = torch.randn(3, 2, dim)
+    assert torch.equal(transform_queries(x), x)
+    assert torch.equal(transform_keys(x), x)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,7 +191,10 @@ def test_attention_over_codes_equals_the_formula(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), [(4, 2, 16, 16), (3, 1, 34, 20)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotated"),
+    [(4, 2, 16, 16), (3, 1, 34, 20), (8, 2, 64, 40), (2, 1, 128, 128)],
+)
 @pytest.mark.parametrize("normed", [False, True])
 def test_keys_and_values_are_rotated_and_written_as_codes(
     backend: str, heads: int, kv_heads: int, dim: int, rotated: int, normed: bool
@@ -163,8 +209,9 @@ def test_keys_and_values_are_rotated_and_written_as_codes(
     shape = AttentionShape(heads, kv_heads, dim, BLOCK)
     plain = backend_of("torch", shape)
     want = torch.full((8, BLOCK, 2, kv_heads, dim), float("nan"))
+    turned = qkv.clone()
     plain.ops.rotate_and_write(
-        qkv.clone(),
+        turned,
         heads,
         angles.cos(),
         angles.sin(),
@@ -178,6 +225,8 @@ def test_keys_and_values_are_rotated_and_written_as_codes(
         qkv, heads, angles.cos(), angles.sin(), cache, tested.attention.lay_out(rows, lens, tables), **norms
     )
     got = tested.unpack(cache)
+    torch.testing.assert_close(qkv[:, :heads], transformed(turned[:, :heads], 0), atol=1e-5, rtol=1e-5)
+    want[:, :, 0] = transformed(want[:, :, 0], 1)
     assert torch.equal(got.isnan(), want.isnan())
     # A number that lies between two codes may go to either, by its last digit.
     steps = want.abs().amax(-1, keepdim=True) / 127

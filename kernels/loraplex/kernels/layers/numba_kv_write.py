@@ -14,9 +14,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from loraplex.kernels.attention.kv_codes import LARGEST_CODE, LARGEST_SCALE
+from loraplex.kernels.attention.kv_codes import (
+    LARGEST_CODE,
+    LARGEST_SCALE,
+    is_transformed,
+    transform_factors,
+)
 from loraplex.kernels.attention.numba_attention import key_value_offsets, scale_offsets
 from loraplex.kernels.attention.numba_attention_products import BLOCK
+from loraplex.kernels.layers.numba_hadamard import hadamard
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.vectors import (
     CODES,
@@ -42,6 +48,7 @@ _F32, _F16 = np.float32(0), np.int16(0)
 _ONE, _SHARE = np.float32(1), np.float32(1 / LARGEST_CODE)
 _LARGEST_SCALE = np.float32(LARGEST_SCALE)
 _key_value_offsets, _scale_offsets = jit(key_value_offsets), jit(scale_offsets)
+_is_transformed, _transform_factors = jit(is_transformed), jit(transform_factors)
 
 
 @jit
@@ -63,12 +70,30 @@ def write_row(block, position, key, value, kv_heads, dim, like):
 
 
 @jit
-def write_codes(block, position, key, value, kv_heads, dim, codes, like):
-    """`write_row` of a cache of codes. `codes`: address of memory for a head's."""
+def transform_queries(queries, number, dim, numbers, like):
+    """`loraplex.kernels.attention.kv_codes.transform_queries` of `number` adjacent heads, in place. `numbers`: address
+    of memory for [D] float32."""
+    if _is_transformed(dim):
+        factor, _ = _transform_factors(dim)
+        for head in range(number):
+            query = queries + head * dim * size_of(like)
+            hadamard(query, numbers, dim, factor, like)
+            for d in range(0, dim, 16):
+                store(load(numbers + d * 4, _F32), query + d * size_of(like), like)
+
+
+@jit
+def write_codes(block, position, key, value, kv_heads, dim, codes, numbers, like):
+    """`write_row` of a cache of codes. `codes`: address of memory for a head's; `numbers`: of [D] float32."""
+    _, factor = _transform_factors(dim)
     for head in range(kv_heads):
         source = head * dim * size_of(like)
         of_key, of_value = _scale_offsets(head, position, dim)
-        _make_codes(key + source, dim, codes, block + of_key, like)
+        if _is_transformed(dim):
+            hadamard(key + source, numbers, dim, factor, like)
+            _make_codes(numbers, dim, codes, block + of_key, _F32)
+        else:
+            _make_codes(key + source, dim, codes, block + of_key, like)
         for d in range(dim):
             k, _ = _key_value_offsets(head, position, d, dim, 1)
             copy_element(block + k, codes + d, CODES)

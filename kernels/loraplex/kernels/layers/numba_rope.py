@@ -10,7 +10,13 @@ import torch
 from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch
 from loraplex.kernels.attention.numba_attention_products import BLOCK, head_bytes_of, is_codes
-from loraplex.kernels.layers.numba_kv_write import follows, write_block, write_codes, write_row
+from loraplex.kernels.layers.numba_kv_write import (
+    follows,
+    transform_queries,
+    write_block,
+    write_codes,
+    write_row,
+)
 from loraplex.kernels.layers.numba_norm import scaled
 from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
@@ -130,6 +136,7 @@ def _rotate_rows(
     weight_like,
     of_cache,
     codes,
+    numbers,
     heads,
     stride,
     num_heads,
@@ -158,6 +165,8 @@ def _rotate_rows(
             _norm_heads(begin + keys, kv_heads, dim, k_norm, eps, like, weight_like)
         at = row * half * 4
         _rotate_heads(begin, num_heads + kv_heads, dim, cos + at, sin + at, half, like)
+        if is_codes(of_cache):
+            transform_queries(begin, num_heads, dim, numbers, like)
         run += 1
         if row + 1 < last and follows(slots, row + 1):
             continue
@@ -167,7 +176,9 @@ def _rotate_rows(
             for back in range(run):
                 source = begin - back * stride
                 position = slot % BLOCK - back
-                write_codes(block, position, source + keys, source + values, kv_heads, dim, codes, like)
+                write_codes(
+                    block, position, source + keys, source + values, kv_heads, dim, codes, numbers, like
+                )
         elif run == BLOCK:
             start = begin - (BLOCK - 1) * stride
             write_block(block, start + keys, start + values, stride, kv_heads, dim, like)
@@ -186,7 +197,7 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
     slots, q_norm, k_norm = read_int64(arguments + 72), read_int64(arguments + 80), read_int64(arguments + 88)
     eps, rows, share = read_float64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
     units = (rows + share - 1) // share
-    codes = np.empty(dim, np.int8)
+    codes, numbers = np.empty(dim, np.int8), np.empty(dim, np.float32)
     while True:
         first = take_unit(team, units) * share
         if first >= rows:
@@ -202,6 +213,7 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
             weight_like,
             of_cache,
             codes.ctypes.data,
+            numbers.ctypes.data,
             heads,
             stride,
             num_heads,

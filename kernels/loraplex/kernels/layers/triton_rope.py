@@ -7,10 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.kernels.attention.kv_codes import head_dim_of
+from loraplex.kernels.attention.kv_codes import head_dim_of, is_transformed, transform_factors
 from loraplex.kernels.attention.triton_attention import cache_operands
 
 _HEADS_AT_A_TIME = 8
+_LEAST_PRODUCT = 16
+"""The fewest numbers that `tl.dot` sums."""
 
 
 def rope_and_write_kv(
@@ -29,8 +31,8 @@ def rope_and_write_kv(
 
     heads: [T, Hq + 2·Hkv, D], the queries, keys and values of each row side by side, last axis contiguous; num_heads:
     Hq; cos, sin: [T, 1, R/2] float32, contiguous, R ≤ D; cache: one layer's [N, P, 2, Hkv, D], last axis contiguous,
-    in the dtype of heads, or [N, P, 2, Hkv, D + 2] of codes; slots: [T] int32 or int64, -1 for a row whose K and V go
-    nowhere. Queries are rotated in place. Keys and values go into the cache only: what `heads` has of them stays as it
+    in the dtype of heads, or [N, P, 2, Hkv, D + 2] of codes, for which queries and keys are transformed
+    (`loraplex.kernels.attention.kv_codes`); slots: [T] int32 or int64, -1 for a row whose K and V go nowhere. Queries are rotated in place. Keys and values go into the cache only: what `heads` has of them stays as it
     was. With q_norm and k_norm [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of
     heads as there. Raises ValueError for other shapes.
     """
@@ -40,6 +42,9 @@ def rope_and_write_kv(
     if not rows:
         return
     operands = cache_operands(cache)
+    transform = operands.is_codes and is_transformed(head_dim)
+    factors = transform_factors(head_dim) if transform else (1.0, 1.0)
+    least = _LEAST_PRODUCT if transform else 1
     rope_program[(rows, triton.cdiv(all_heads, _HEADS_AT_A_TIME))](
         heads,
         cos,
@@ -50,6 +55,7 @@ def rope_and_write_kv(
         heads if q_norm is None else q_norm,
         heads if k_norm is None else k_norm,
         eps,
+        *factors,
         heads.stride(0),
         heads.stride(1),
         *operands.strides,
@@ -58,12 +64,13 @@ def rope_and_write_kv(
         NUM_KV_HEADS=cache.shape[3],
         HEAD_DIM=head_dim,
         HALF=half,
-        BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        BLOCK_HALF=triton.next_power_of_2(max(least, half)),
+        BLOCK_REST=triton.next_power_of_2(max(least, head_dim - 2 * half)),
         BLOCK_HEADS=_HEADS_AT_A_TIME,
         BLOCK_SIZE=cache.shape[1],
         NORM=q_norm is not None,
         CODES=operands.is_codes,
+        TRANSFORM=transform,
         num_warps=4,
     )
 
@@ -116,6 +123,8 @@ def rope_program(
     q_norm_ptr,
     k_norm_ptr,
     eps,
+    q_factor,
+    k_factor,
     heads_row,
     heads_head,
     cache_block,
@@ -133,6 +142,7 @@ def rope_program(
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     CODES: tl.constexpr,
+    TRANSFORM: tl.constexpr,
 ):
     """BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS."""
     row = tl.program_id(0).to(tl.int64)
@@ -156,9 +166,9 @@ def rope_program(
         grow = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
     store_heads(
         a, b, c, grow, grow, row, head, r, halves, head, rest, rests, heads_ptr, heads_row, heads_head, cos_ptr,
-        sin_ptr, cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, cache_block, cache_position, cache_kind,
-        cache_head, scales_kind, True, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, NORM, NORM, CODES,
-        BLOCK_HEADS, 1, BLOCK_HALF, BLOCK_REST,
+        sin_ptr, cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_factor, k_factor, cache_block,
+        cache_position, cache_kind, cache_head, scales_kind, True, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE,
+        NORM, NORM or TRANSFORM, CODES, TRANSFORM, BLOCK_HEADS, 1, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
 
 
@@ -186,6 +196,8 @@ def store_heads(
     slots_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    q_factor,
+    k_factor,
     cache_block,
     cache_position,
     cache_kind,
@@ -200,6 +212,7 @@ def store_heads(
     NORM: tl.constexpr,
     STORE_REST: tl.constexpr,
     CODES: tl.constexpr,
+    TRANSFORM: tl.constexpr,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -212,7 +225,8 @@ def store_heads(
     to; `halves` says which are there. c is the same of `rest_head`, `rest` (from 2·HALF on) and `rests`, where HEAD_DIM
     is more than 2·HALF. `grow` and `rest_grow`: by how much a norm multiplies each, before its weight. STORE_REST: c is
     not what lies in the queries. CODES: the cache is of codes, with its scales at `scales_ptr`. For those, a and b are
-    [ROWS, HEADS · BLOCK_HALF], and c is [ROWS, HEADS · BLOCK_REST].
+    [ROWS, HEADS · BLOCK_HALF], and c is [ROWS, HEADS · BLOCK_REST]. TRANSFORM: queries, and keys before they become
+    codes, are transformed and multiplied by `q_factor` and `k_factor`, and HEADS is 1.
     """
     dtype = heads_ptr.dtype.element_ty
     turned = head < NUM_HEADS + NUM_KV_HEADS
@@ -224,35 +238,44 @@ def store_heads(
     if NORM:
         a = _normed(a, q_norm_ptr, k_norm_ptr, is_q, turned, r, r < HALF, grow, dtype)
         b = _normed(b, q_norm_ptr, k_norm_ptr, is_q, turned, HALF + r, r < HALF, grow, dtype)
-    turned_a = tl.where(turned, a * cos - b * sin, a).to(dtype)
-    turned_b = tl.where(turned, b * cos + a * sin, b).to(dtype)
-    q_ptr = heads_ptr + row * heads_row + head * heads_head
-    tl.store(q_ptr + r, turned_a, mask=halves & is_q)
-    tl.store(q_ptr + HALF + r, turned_b, mask=halves & is_q)
+    x = tl.where(turned, a * cos - b * sin, a).to(dtype)
+    y = tl.where(turned, b * cos + a * sin, b).to(dtype)
+    z = x
     stored = halves & (slot >= 0) & (head >= NUM_HEADS)
     at = (head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + (head - NUM_HEADS) % NUM_KV_HEADS * cache_head
     rests_stored = rests
     rest_at = at
+    rest_is_q = is_q
     if HEAD_DIM > 2 * HALF:
-        is_q = rest_head < NUM_HEADS
+        rest_is_q = rest_head < NUM_HEADS
         if NORM:
-            turned = rest_head < NUM_HEADS + NUM_KV_HEADS
-            c = _normed(c, q_norm_ptr, k_norm_ptr, is_q, turned, rest, rest < HEAD_DIM, rest_grow, dtype)
-        if STORE_REST:
-            tl.store(
-                heads_ptr + row * heads_row + rest_head * heads_head + rest, c.to(dtype), mask=rests & is_q
+            rest_turned = rest_head < NUM_HEADS + NUM_KV_HEADS
+            c = _normed(
+                c, q_norm_ptr, k_norm_ptr, rest_is_q, rest_turned, rest, rest < HEAD_DIM, rest_grow, dtype
             )
+        z = c.to(dtype)
         rests_stored = rests & (slot >= 0) & (rest_head >= NUM_HEADS)
         kv_head = (rest_head - NUM_HEADS) % NUM_KV_HEADS
         rest_at = (rest_head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + kv_head * cache_head
+    if TRANSFORM:
+        factor = tl.where(is_q, q_factor, k_factor)
+        u, v, w = _transformed(x, y, z, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST)
+        x = tl.where(turned, u * factor, x.to(tl.float32))
+        y = tl.where(turned, v * factor, y.to(tl.float32))
+        z = tl.where(turned, w * factor, z.to(tl.float32))
+    q_ptr = heads_ptr + row * heads_row + head * heads_head
+    tl.store(q_ptr + r, x.to(dtype), mask=halves & is_q)
+    tl.store(q_ptr + HALF + r, y.to(dtype), mask=halves & is_q)
+    if STORE_REST and HEAD_DIM > 2 * HALF:
+        rest_ptr = heads_ptr + row * heads_row + rest_head * heads_head + rest
+        tl.store(rest_ptr, z.to(dtype), mask=rests & rest_is_q)
     if CODES:
-        x = tl.where(halves, turned_a.to(tl.float32), 0.0)
-        y = tl.where(halves, turned_b.to(tl.float32), 0.0)
-        z = x
+        x = tl.where(halves, x.to(tl.float32), 0.0)
+        y = tl.where(halves, y.to(tl.float32), 0.0)
         peak = tl.maximum(_peaks(x, ROWS, HEADS, BLOCK_HALF), _peaks(y, ROWS, HEADS, BLOCK_HALF))
         spoilt = _spoilt(x, ROWS, HEADS, BLOCK_HALF) + _spoilt(y, ROWS, HEADS, BLOCK_HALF)
         if HEAD_DIM > 2 * HALF:
-            z = tl.where(rests, c.to(dtype).to(tl.float32), 0.0)
+            z = tl.where(rests, z.to(tl.float32), 0.0)
             peak = tl.maximum(peak, _peaks(z, ROWS, HEADS, BLOCK_REST))
             spoilt += _spoilt(z, ROWS, HEADS, BLOCK_REST)
         scale = (tl.minimum(peak * (1 / 127), 65504.0) + spoilt).to(tl.float16)
@@ -271,10 +294,58 @@ def store_heads(
         scales = _repeat(scale, ROWS, HEADS, BLOCK_HALF)
         tl.store(scales_ptr + scale_at + r * 0, scales, mask=stored & (r == 0))
     else:
-        tl.store(kv_ptr + at + r, turned_a, mask=stored)
-        tl.store(kv_ptr + at + HALF + r, turned_b, mask=stored)
+        tl.store(kv_ptr + at + r, x, mask=stored)
+        tl.store(kv_ptr + at + HALF + r, y, mask=stored)
         if HEAD_DIM > 2 * HALF:
-            tl.store(kv_ptr + rest_at + rest, c.to(dtype), mask=rests_stored)
+            tl.store(kv_ptr + rest_at + rest, z, mask=rests_stored)
+
+
+@triton.jit
+def _transformed(
+    x,
+    y,
+    z,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """`loraplex.kernels.attention.kv_codes.hadamard` of heads x | y | z, each [heads, BLOCK] in one dtype, with zeros
+    where a head has no number. Three float32 of the same shapes; the last means nothing where there is no rest."""
+    r = tl.arange(0, BLOCK_HALF)
+    if HEAD_DIM > 2 * HALF:
+        rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+        u = _sums(x, y, z, r, rest, r, HALF)
+        v = _sums(x, y, z, r, rest, HALF + r, HALF)
+        w = _sums(x, y, z, r, rest, rest, HALF)
+    else:
+        # The halves' own transforms, and a butterfly.
+        signs = _signs(r, r, x.dtype)
+        p = tl.dot(x, signs, input_precision="ieee")
+        q = tl.dot(y, signs, input_precision="ieee")
+        u = p + q
+        v = p - q
+        w = u
+    return u, v, w
+
+
+@triton.jit
+def _sums(x, y, z, r, rest, to, HALF: tl.constexpr):
+    """The numbers `to` of the transform of heads x | y | z."""
+    found = tl.dot(x, _signs(r, to, x.dtype), input_precision="ieee")
+    found += tl.dot(y, _signs(HALF + r, to, x.dtype), input_precision="ieee")
+    return found + tl.dot(z, _signs(rest, to, x.dtype), input_precision="ieee")
+
+
+@triton.jit
+def _signs(i, j, dtype: tl.constexpr):
+    """[I, J]: -1 where i & j has an odd number of ones, else 1."""
+    ones = i[:, None] & j[None, :]
+    ones ^= ones >> 8
+    ones ^= ones >> 4
+    ones ^= ones >> 2
+    ones ^= ones >> 1
+    return (1 - 2 * (ones & 1)).to(dtype)
 
 
 @triton.jit

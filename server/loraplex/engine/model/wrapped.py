@@ -18,7 +18,7 @@ from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupporte
 from loraplex.engine.model.sites import find_sites
 from loraplex.engine.model.weights import tensor_bytes
 from loraplex.kernels.attention.kernel import AttentionKernel
-from loraplex.kernels.attention.kv_codes import head_dim_of
+from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, transform_queries
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
@@ -191,12 +191,15 @@ def _attention(
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    # Codes are made of any dtype.
-    dtype = query.dtype if cache.dtype is torch.int8 else cache.dtype
-    kv = torch.stack((key[0], value[0])).permute(2, 0, 1, 3).to(dtype)
+    if cache.dtype is torch.int8:
+        q = transform_queries(query[0])
+        kv = torch.stack((transform_keys(key[0]), value[0].float()))
+    else:
+        q = query[0].to(cache.dtype)
+        kv = torch.stack((key[0], value[0])).to(cache.dtype)
     kernel = _KERNEL.get()
-    kernel.write_kv(kv, cache, batch.attention)
-    q = query[0].transpose(0, 1).to(dtype)
+    kernel.write_kv(kv.permute(2, 0, 1, 3), cache, batch.attention)
+    q = q.transpose(0, 1)
     out = kernel.run(q, cache, batch.attention, scale=scaling, window=sliding_window, softcap=softcap)
     return out.to(query.dtype)[None], None
 

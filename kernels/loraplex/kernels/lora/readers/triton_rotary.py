@@ -128,9 +128,9 @@ def _rotary_heads(
     store_heads(
         a, b, c, grow, rest_grow, row, (site_head + head)[None, :], r[None, :], halves,
         (site_head + rest_head)[None, :], rest[None, :], rests, y_ptr, y_stride, HEAD_DIM, cos_ptr, sin_ptr,
-        cache_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, cache_block, cache_position, cache_kind, cache_head,
-        0, row_there, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, NORM, NORM or UPDATE, False,
-        ROWS, HEADS, BLOCK_HALF, BLOCK_REST,
+        cache_ptr, cache_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, 1.0, 1.0, cache_block, cache_position, cache_kind,
+        cache_head, 0, row_there, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE, NORM, NORM or UPDATE, False,
+        False, ROWS, HEADS, BLOCK_HALF, BLOCK_REST,
     )  # fmt: skip
 
 
