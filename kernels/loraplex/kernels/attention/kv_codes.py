@@ -39,8 +39,8 @@ def is_transformed(head_dim: int) -> bool:
 
 
 def transform_factors(head_dim: int) -> tuple[float, float]:
-    """Factors of queries and of keys in their transform: powers of two, which round nothing, and 1 / D together. Compiled
-    by numba too."""
+    """Factors of queries and of keys in their transform: powers of two, which round nothing, and 1 / D together.
+    Compiled by numba too."""
     stages = 0
     while 1 << stages < head_dim:
         stages += 1

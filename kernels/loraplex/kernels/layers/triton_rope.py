@@ -32,9 +32,10 @@ def rope_and_write_kv(
     heads: [T, Hq + 2·Hkv, D], the queries, keys and values of each row side by side, last axis contiguous; num_heads:
     Hq; cos, sin: [T, 1, R/2] float32, contiguous, R ≤ D; cache: one layer's [N, P, 2, Hkv, D], last axis contiguous,
     in the dtype of heads, or [N, P, 2, Hkv, D + 2] of codes, for which queries and keys are transformed
-    (`loraplex.kernels.attention.kv_codes`); slots: [T] int32 or int64, -1 for a row whose K and V go nowhere. Queries are rotated in place. Keys and values go into the cache only: what `heads` has of them stays as it
-    was. With q_norm and k_norm [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of
-    heads as there. Raises ValueError for other shapes.
+    (`loraplex.kernels.attention.kv_codes`); slots: [T] int32 or int64, -1 for a row whose K and V go nowhere. Queries
+    are rotated in place. Keys and values go into the cache only: what `heads` has of them stays as it was. With q_norm
+    and k_norm [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of heads as there.
+    Raises ValueError for other shapes.
     """
     check_heads(heads, num_heads, cos, sin, cache, slots, q_norm, k_norm)
     rows, all_heads, head_dim = heads.shape
