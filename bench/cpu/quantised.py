@@ -1,16 +1,19 @@
 """Forms of a base's weights beside each other, on the real model:
 
     PYTHONPATH=tests python -m bench.cpu.quantised MODEL [--errors] [--trained] [--activations] [--steps]
-        [--forms bfloat16,int8] [--gguf FILE | --random] [--cases 1,16,16+16,prompt]
+        [--forms bfloat16,int8] [--gguf FILE] [--w8a8 CHECKPOINT] [--random] [--cases 1,16,16+16,prompt]
 
 MODEL is the directory of SmolLM2-135M-Instruct. `--errors`: the Kullback-Leibler divergence, in nats a token, of codes
 from the checkpoint, both computed in float32, for the base and the example adapters, over text of five kinds.
 `--trained`: the same of the checkpoint from nf4 made of it: what an adapter that was trained over 4 bits loses.
-`--activations`: the same of the codes of `--gguf FILE`, from these codes in float32, with rows in bfloat16, with 8-bit
-activations, and with both. `--steps`: medians of whole steps of forms, of engines in turns, in processor time, and the
-bytes of their weights. A form is a dtype, int8 (rows in bfloat16 over codes), gguf (the same over the codes of `--gguf
-FILE`), or w4a8 (these with 8-bit activations). With `--random` no model is needed: MODEL is a directory that random
-weights of SmolLM2-135M's shape are written to, and as gptq in 4 bits in groups of 32 with zeros, the head in 8 bits.
+`--activations`: the same of the codes of `--gguf FILE` and of `--w8a8 CHECKPOINT` (which `bench.cpu.w8a8_checkpoint`
+makes of MODEL), from these codes in float32, with rows in bfloat16, with 8-bit activations, and with both; what is
+served of the checkpoint from MODEL too. `--steps`: medians of whole steps of forms, of engines in turns, in processor
+time, and the bytes of their weights. A form is a dtype, int8 (rows in bfloat16 over codes), gguf (the same over the
+codes of `--gguf FILE`), w4a8 (these with 8-bit activations), w8 (rows in bfloat16 over the codes of `--w8a8
+CHECKPOINT`), or w8a8 (these with 8-bit activations). With `--random` no model is needed: MODEL is a directory that
+random weights of SmolLM2-135M's shape are written to, as gptq in 4 bits in groups of 32 with zeros, the head in 8 bits,
+and as that checkpoint.
 A case is the number of rows of decoding steps, "+" the number of adapters among which they are dealt out, or "prompt".
 """
 
@@ -30,6 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from bench.cpu.w8a8_checkpoint import write_w8a8
 from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.base_weights.nf4 import quantise_nf4
@@ -57,9 +61,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "quantise": "int8"},
     "gguf": {"dtype": "bfloat16"},
     "w4a8": {"dtype": "auto"},
+    "w8": {"dtype": "bfloat16"},
+    "w8a8": {"dtype": "auto"},
 }
 """Settings of an engine by form."""
-OVER_CODES = ("gguf", "w4a8")
+OPTIONS = {"gguf": "gguf", "w4a8": "gguf", "w8": "w8a8", "w8a8": "w8a8"}
+"""The option that names the codes of a form."""
 SMOLLM2 = TinyBase(
     layers=30, hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64, vocab=49152, tied=True
 )
@@ -113,17 +120,17 @@ def logits(
     return found
 
 
-def print_errors(trained: Path, served: Path, *, quantise: bool) -> None:
-    """`quantise`: `served` as int8 codes."""
+def print_errors(trained: Path, served: Path, *, quantise: bool, dtype: str = "float32") -> None:
+    """`quantise`: `served` as int8 codes; `dtype`: what it is served in."""
     prompts = prompts_of(served)
     exact = logits(trained, prompts, quantise=False)
-    print_divergence(prompts, exact, logits(served, prompts, quantise=quantise))
+    print_divergence(
+        prompts, exact, logits(served, prompts, quantise=quantise, dtype=dtype), f"served: {dtype}"
+    )
 
 
-def print_activations(gguf: str) -> None:
-    from loraplex.app.base_model.source import ensure_model
-
-    model_dir = ensure_model(gguf)
+def print_activations(model_dir: Path) -> None:
+    """Of a quantised checkpoint."""
     prompts = prompts_of(model_dir)
     exact = logits(model_dir, prompts, quantise=False)
     with tempfile.TemporaryDirectory() as work:
@@ -177,10 +184,10 @@ def write_nf4(model_dir: Path, out: Path) -> None:
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
 
 
-def write_random(out: Path) -> tuple[Path, Path]:
-    """Random weights of SmolLM2-135M's shape, in bfloat16, and as a checkpoint of 4 bits stores them. What is in `out`
-    already is used again."""
-    plain, codes = out / "plain", out / "codes"
+def write_random(out: Path) -> dict[str, Path]:
+    """Random weights of SmolLM2-135M's shape, in bfloat16 as "plain", and as checkpoints of codes, by the option that
+    would name them. What is in `out` already is used again."""
+    plain, codes, w8a8 = out / "plain", out / "codes", out / "w8a8"
     if not codes.exists():
         write_base(plain, SMOLLM2)
         config = json.loads((plain / "config.json").read_text())
@@ -188,25 +195,33 @@ def write_random(out: Path) -> tuple[Path, Path]:
         with tempfile.TemporaryDirectory(dir=out) as made:
             write_quantised(plain, Path(made), "gptq int4, zeros")
             (Path(made) / "quantised").rename(codes)
-    return plain, codes
+    if not w8a8.exists():
+        write_w8a8(plain, w8a8)
+    return {"plain": plain, "gguf": codes, "w8a8": w8a8}
 
 
 def forms_of(options: argparse.Namespace) -> dict[str, tuple[Path, dict[str, Any]]]:
     """The model directory and the settings of each form that was asked for."""
-    plain, codes, beside = options.model, None, {}
-    if options.random:
-        (plain, codes), beside = write_random(options.model), {"quantise": "int8"}
-    elif options.gguf:
-        from loraplex.app.base_model.source import ensure_model  # much else, which random weights do without
-
-        codes = ensure_model(options.gguf)
+    folders = write_random(options.model) if options.random else {"plain": options.model, **codes_of(options)}
     made = {}
     for form in options.forms.split(","):
-        over_codes = form in OVER_CODES
-        if over_codes and codes is None:
-            raise SystemExit(f"{form}: give --gguf FILE or --random")
-        made[form] = (codes, SETTINGS[form] | beside) if over_codes else (plain, SETTINGS[form])
+        option = OPTIONS.get(form, "plain")
+        if option not in folders:
+            raise SystemExit(f"{form}: give --{option} or --random")
+        # The head of the random checkpoint of 4 bits is not in codes by itself.
+        beside = {"quantise": "int8"} if options.random and option == "gguf" else {}
+        made[form] = folders[option], SETTINGS[form] | beside
     return made
+
+
+def codes_of(options: argparse.Namespace) -> dict[str, Path]:
+    """The quantised checkpoints that were given, by their options."""
+    found = {"w8a8": options.w8a8} if options.w8a8 else {}
+    if options.gguf:
+        from loraplex.app.base_model.source import ensure_model  # much else, which the others do without
+
+        found["gguf"] = ensure_model(options.gguf)
+    return found
 
 
 class Decoding:
@@ -310,6 +325,7 @@ def main() -> None:
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--forms", default="bfloat16,int8", help="of " + ", ".join(SETTINGS))
     parser.add_argument("--gguf", default="")
+    parser.add_argument("--w8a8", type=Path)
     parser.add_argument("--random", action="store_true")
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--turns", type=int, default=25)
@@ -325,7 +341,12 @@ def main() -> None:
             print_errors(Path(made), options.model, quantise=False)
     if options.activations:
         torch.set_num_threads(options.threads)
-        print_activations(options.gguf)
+        for option, folder in codes_of(options).items():
+            print(f"--{option}:")
+            print_activations(folder)
+            if option == "w8a8":
+                print("from the checkpoint of 16 bits, in float32")
+                print_errors(options.model, folder, quantise=False, dtype="auto")
     if options.steps:
         print_steps(forms_of(options), options.cases.split(","), options.turns, options.threads)
 

@@ -60,8 +60,9 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
     )
 
 
-def _pack_integers(weight: GroupedWeight, dtype: torch.dtype, *, pool: HugePagePool) -> Any:
-    if numba_int8.is_for(weight):
+def _pack_integers(weight: GroupedWeight, dtype: torch.dtype, most_bits: int, *, pool: HugePagePool) -> Any:
+    bits = numba_int8.bits_of(weight)
+    if bits is not None and bits <= most_bits:
         return numba_int8.pack_integers(weight, dtype, pool=pool)
     return numba_groups.pack_groups(weight, dtype, pool=pool)
 

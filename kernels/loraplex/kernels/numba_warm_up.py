@@ -70,6 +70,9 @@ def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:
             ops.linear(torch.zeros(rows, 2, dtype=dtype), ops.pack_groups(weight, dtype), None)
     if ops.pack_integers is None:
         return
-    for scale in (1.0, 1.0 + 2**-20):  # in float16, and one that float16 does not hold
-        weight = GroupedWeight(torch.zeros(1, 32, dtype=torch.int8), torch.full((1, 1), scale), None, 32)
-        ops.linear(torch.zeros(1, 32, dtype=dtype), ops.pack_integers(weight, dtype), None)
+    codes = torch.zeros(1, 32, dtype=torch.int8)
+    for most in (0, 127):  # codes of 4 bits, and of 8
+        codes[0, 0] = most
+        for scale in (1.0, 1.0 + 2**-20):  # in float16, and one that float16 does not hold
+            weight = GroupedWeight(codes, torch.full((1, 1), scale), None, 32)
+            ops.linear(torch.zeros(1, 32, dtype=dtype), ops.pack_integers(weight, dtype, 8), None)

@@ -42,9 +42,10 @@ class RotateAndWrite(Protocol):
 class Ops:
     """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation` and
     `.rope`, and of `loraplex.kernels.linear.dense`. What `pack_weight` and `pack_groups` return is for `linear` alone;
-    `pack_groups` takes a weight on the CPU and the dtype of x and y; so does `pack_integers`, of whose weight `linear`
-    computes products of whole numbers where they pay, with x in codes of 8 bits (`loraplex.kernels.linear.numba_int8`).
-    None: there are no such products. So does `pack_floats`, which gives None for a weight that must be in that dtype;
+    `pack_groups` takes a weight on the CPU and the dtype of x and y; so does `pack_integers`, and the most bits, 4 or
+    8, of codes that `linear` multiplies as whole numbers, with x in codes of 8 bits too
+    (`loraplex.kernels.linear.numba_int8`); what has more bits is packed as by `pack_groups`. None: there are no such
+    products. `pack_floats` gives None for a weight that must be in the dtype that it takes;
     all must where it is None itself. Attention itself is an `AttentionKernel`
     (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers call these functions."""
 
@@ -59,6 +60,6 @@ class Ops:
     pack_groups: Callable[[GroupedWeight, torch.dtype], Any]
     linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
     to_float32: Callable[[torch.Tensor], torch.Tensor]
-    pack_integers: Callable[[GroupedWeight, torch.dtype], Any] | None = None
+    pack_integers: Callable[[GroupedWeight, torch.dtype, int], Any] | None = None
     record_layers: Callable[[], RecordedLayers] | None = None
     pack_floats: Callable[[FloatWeight, torch.dtype], Any | None] | None = None

@@ -32,7 +32,7 @@ from loraplex.engine.execution.site_probe import SiteProbe
 from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.model import four_bits
+from loraplex.engine.model import code_products
 from loraplex.engine.model.base import KVCache, Model
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.fused import FusedDecoder
@@ -75,7 +75,7 @@ class Device:
 class LoadedModel:
     """A model with the arena for its adapters. `obstacle`: why it cannot promise the same bits; None where it can.
     `kv_dtype`: of its KV cache. `free_host`: bytes of host memory that were free before pools took any; None where that
-    is not known. `activations` and `library`: see `loraplex.engine.model.four_bits`."""
+    is not known. `activations` and `library`: see `loraplex.engine.model.code_products`."""
 
     model: Model
     arena: AdapterArena
@@ -149,8 +149,8 @@ def load_device(config: EngineConfig, device: Device, base: BaseSpec) -> LoadedM
         obstacle,
         chosen,
         free_host,
-        activations=four_bits.activations(raw, config.dtype, kernels),
-        library=four_bits.library(model),
+        activations=code_products.activations(raw, config.dtype, kernels),
+        library=code_products.library(model),
     )
 
 

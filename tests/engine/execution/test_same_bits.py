@@ -85,13 +85,13 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Subject(base, save_adapters(base, root, CHOSEN), family)
 
 
-@pytest.fixture(scope="module")
-def int4_subject(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """Linears of 4 bits in groups of 32, with zeros; the head stays as it is."""
+@pytest.fixture(scope="module", params=["gptq int4, zeros", "compressed int8, a scale a row"])
+def int8_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Linears of 4 bits in groups of 32, with zeros, or of 8 bits; the head stays as it is."""
     family = FAMILIES_ASKED["llama"] | {"intermediate_size": 96}
-    root = tmp_path_factory.mktemp("int4")
+    root = tmp_path_factory.mktemp("int8")
     plain = save_tiny(root / "base", family)
-    base, _ = write_quantised(plain, root, "gptq int4, zeros")
+    base, _ = write_quantised(plain, root, request.param)
     return Subject(base, save_adapters(plain, root, CHOSEN), family)
 
 
@@ -195,9 +195,9 @@ def test_bits_do_not_depend_on_neighbours(
     "count", [20, pytest.param(2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
 )
 def test_bits_of_products_with_8_bit_activations_do_not_depend_on_neighbours(
-    int4_subject: Subject, make_asked: Callable[..., Asked], count: int
+    int8_subject: Subject, make_asked: Callable[..., Asked], count: int
 ) -> None:
-    make = partial(make_asked, int4_subject, "auto")
+    make = partial(make_asked, int8_subject, "auto")
     differing, seen = compared(make, count, SETTINGS)
     assert make().engine.built.info.activations == "int8"
     assert differing == Counter(), f"of {count} each"
@@ -292,7 +292,7 @@ def test_a_scale_of_several_positions_would_show(
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_scale_of_a_steps_activations_would_show(
-    int4_subject: Subject, make_asked: Callable[..., Asked], planted: bool, monkeypatch: pytest.MonkeyPatch
+    int8_subject: Subject, make_asked: Callable[..., Asked], planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = numba_int8.quantise_rows
 
@@ -306,7 +306,7 @@ def test_a_scale_of_a_steps_activations_would_show(
     rng = random.Random(5)
     question = Question(tuple(rng.randrange(3, VOCAB) for _ in range(60)), None, {"max_tokens": 3})
     answers = [
-        make_asked(int4_subject, "auto", max_num_batched_tokens=tokens).alone("a", question)
+        make_asked(int8_subject, "auto", max_num_batched_tokens=tokens).alone("a", question)
         for tokens in (2048, 23)
     ]
     assert (answers[0] == answers[1]) is not planted

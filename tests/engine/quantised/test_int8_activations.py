@@ -11,8 +11,9 @@ import torch
 
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
-from loraplex.engine.model.four_bits import activations
+from loraplex.engine.model.code_products import activations, bits_for_int8
 from loraplex.engine.model.loading import examine_dtype
+from loraplex.engine.model.outline import outline_model
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.numba_groups import pack_groups
@@ -24,19 +25,39 @@ from support.models.quantised_formats import FORMATS, write_quantised
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 CPU = torch.device("cpu")
+MADE_FOR_THEM = ("compressed int8, a scale a row", "compressed int8 in groups, zeros")
+"""Formats of 8 bits whose config says that activations have 8 bits too."""
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
 MEMORY = {"kv_cache_memory": 8 << 20, "adapter_memory": 8 << 20, "adapter_cpu_memory": 8 << 20}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_checkpoints_of_4_bits_take_them_unless_a_dtype_is_named(name: str) -> None:
+def test_checkpoints_of_4_bits_and_those_made_for_them_take_them_unless_a_dtype_is_named(name: str) -> None:
     kernels, raw = make_kernels("numba", CPU), {"quantization_config": FORMATS[name].config}
     in_groups = name != "compressed int4, zeros"  # those of 16 inputs are no groups of 32
-    expected = "int8" if ("int4" in name and in_groups) or name == "awq" else ""
-    assert activations(raw, "auto", kernels) == expected
+    bits = 4 if ("int4" in name and in_groups) or name == "awq" else 0
+    if name in MADE_FOR_THEM:
+        bits = 8
+    assert bits_for_int8(raw, "auto", kernels) == bits
+    assert activations(raw, "auto", kernels) == ("int8" if bits else "")
     assert activations(raw, "bfloat16", kernels) == ""
     assert activations(raw, torch.float32, kernels) == ""
     assert activations(raw, "auto", make_kernels("torch", CPU)) == ""
+
+
+def test_codes_of_8_bits_take_them_only_where_all_groups_of_the_config_say_so() -> None:
+    kernels, right = make_kernels("numba", CPU), FORMATS[MADE_FOR_THEM[0]].config
+    inputs = right["config_groups"]["group_0"]["input_activations"]
+    for found, expected in (
+        ([inputs, inputs], 8),
+        ([inputs, None], 0),
+        ([{**inputs, "type": "float"}], 0),
+        ([{**inputs, "num_bits": 4}], 0),
+    ):
+        group = right["config_groups"]["group_0"]
+        groups = {f"group_{at}": {**group, "input_activations": each} for at, each in enumerate(found)}
+        raw = {"quantization_config": {**right, "config_groups": groups}}
+        assert bits_for_int8(raw, "auto", kernels) == expected
 
 
 def test_gguf_files_by_the_kinds_of_their_blocks() -> None:
@@ -46,9 +67,10 @@ def test_gguf_files_by_the_kinds_of_their_blocks() -> None:
         assert activations(raw, "auto", kernels) == expected
 
 
-def test_an_engine_with_them_is_near_and_its_reports_name_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gptq int4, zeros", *MADE_FOR_THEM])
+def test_an_engine_with_them_is_near_and_its_reports_name_them(name: str, tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", FAMILIES["llama"] | SIZES)
-    made, _ = write_quantised(base, tmp_path, "gptq int4, zeros")
+    made, _ = write_quantised(base, tmp_path, name)
     logprobs, infos = [], []
     for dtype in ("float32", "auto"):
         engine = LocalEngine(made, tmp_path / dtype, kernels="numba", dtype=dtype, num_threads=1, **MEMORY)
@@ -66,11 +88,16 @@ def test_an_engine_with_them_is_near_and_its_reports_name_them(tmp_path: Path) -
     assert rounded.same_bits
     assert rounded.memory is not None
     assert exact.memory is not None
-    assert rounded.memory.weights < exact.memory.weights
+    # Offsets of 8-bit codes and their scales take as many bytes in both forms.
+    assert (rounded.memory.weights < exact.memory.weights) is (name != "compressed int8 in groups, zeros")
+    for dtype, info in (("float32", exact), ("auto", rounded)):
+        planned = outline_model(made, CPU, dtype).weight_bytes
+        assert abs(planned - info.memory.weights) < 0.03 * planned
     difference = (logprobs[0] - logprobs[1]).abs()
-    assert 0 < difference.mean() < 0.1
+    assert 0 < difference.mean() < (0.15 if name in MADE_FOR_THEM else 0.1)
     kernels = make_kernels("numba", CPU)
-    assert "4-bit linears with 8-bit activations" in examine_dtype(made, "auto", kernels)
+    bits = 8 if name in MADE_FOR_THEM else 4
+    assert f"{bits}-bit linears with 8-bit activations" in examine_dtype(made, "auto", kernels)
     assert examine_dtype(made, "float32", kernels) == "float32"
 
 

@@ -25,9 +25,10 @@ def test_codes_are_the_nearest_and_records_follow_from_them(dtype: torch.dtype) 
         expected = (grouped * factor.unsqueeze(-1)).round()
         codes = found.codes.view(rows, -1, GROUP)
         assert torch.equal(codes.float(), expected)
-        scales, sums = found.groups.unbind(-1)
+        scales, sums, moved = found.groups.unbind(-1)
         assert torch.equal(scales, largest / 127)
         assert torch.equal(sums, scales * codes.sum(-1).float())
+        assert torch.equal(moved.contiguous().view(torch.int32), codes.sum(-1, dtype=torch.int32) * -128)
         assert ((codes * scales.unsqueeze(-1) - grouped).abs() <= 0.5001 * scales.unsqueeze(-1)).all()
 
 

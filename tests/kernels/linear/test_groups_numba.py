@@ -95,7 +95,7 @@ def test_rows_may_lie_apart_and_other_shapes_are_refused() -> None:
 def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weight_of(48, 128, 64), drawn(5, 128)
     expected = groups.linear(x, weight)
-    right = numba_groups._in_blocks
+    right = numba_groups.in_blocks
 
     def wrong(columns: torch.Tensor, pool: object) -> torch.Tensor:
         is_code = columns.dtype is torch.int8
@@ -103,5 +103,5 @@ def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
         return right(columns.roll(1, 1) if moved else columns, None)
 
     assert (linear(x, pack_groups(weight, torch.float32)) - expected).abs().max() < 1e-3
-    monkeypatch.setattr(numba_groups, "_in_blocks", wrong)
+    monkeypatch.setattr(numba_groups, "in_blocks", wrong)
     assert (linear(x, pack_groups(weight, torch.float32)) - expected).abs().max() > 0.1

@@ -6,7 +6,7 @@ zero point is packed along N (compressed_tensors/compressors, version 0.12 and o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,14 @@ _WEIGHT_FIELDS = frozenset({
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
     """A `Scheme`. `bits`: of a code; `group`: inputs of a group, -1 for a scale a row; `has_zeros`: they differ from
-    the middle of the range."""
+    the middle of the range; `int8_activations`: the checkpoint is made for activations that are rounded to 8 bits."""
 
     name: str
     bits: int
     packed: bool
     group: int
     has_zeros: bool
+    int8_activations: bool
 
     @property
     def suffix(self) -> str:
@@ -144,7 +145,7 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors | Fp
     groups = list(_groups(config))
     is_float = {weights.get("type") == "float" for weights in groups} == {True}
     if form == _FLOATS or (form == "naive-quantized" and is_float):
-        return _floats(groups, config["config_groups"].values())
+        return _floats(groups, activations=_rounds_activations(config, "float"))
     found = {_codes(weights, form) for weights in groups}
     if len(found) != 1:
         raise QuantisationUnsupported(
@@ -152,11 +153,22 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors | Fp
         )
     ((bits, group, has_zeros),) = found
     return CompressedTensors(
-        f"compressed-tensors int{bits}", bits, form == "pack-quantized", group, has_zeros
+        f"compressed-tensors int{bits}",
+        bits,
+        form == "pack-quantized",
+        group,
+        has_zeros,
+        _rounds_activations(config, "int"),
     )
 
 
-def _floats(weights_of: Sequence[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> Fp8:
+def _rounds_activations(config: Mapping[str, Any], kind: str) -> bool:
+    """Whether the activations of all linears are rounded to 8 bits of a type."""
+    inputs = [group.get("input_activations") or {} for group in config["config_groups"].values()]
+    return all(found.get("num_bits") == 8 and found.get("type") == kind for found in inputs)
+
+
+def _floats(weights_of: Sequence[Mapping[str, Any]], *, activations: bool) -> Fp8:
     for weights in weights_of:
         if weights.get("num_bits") != 8 or weights.get("type") != "float":
             raise QuantisationUnsupported(f"compressed-tensors' {_FLOATS} weights are not floats of 8 bits")
@@ -165,10 +177,7 @@ def _floats(weights_of: Sequence[Mapping[str, Any]], groups: Iterable[Mapping[st
         raise QuantisationUnsupported(
             "compressed-tensors' config_groups have blocks of several sizes, or none"
         )
-    inputs = [group.get("input_activations") or {} for group in groups]
-    return Fp8(
-        blocks.pop(), all((found.get("num_bits"), found.get("type")) == (8, "float") for found in inputs)
-    )
+    return Fp8(blocks.pop(), activations)
 
 
 def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -184,8 +193,8 @@ def _groups(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             not inputs.get("dynamic") or inputs.get("strategy") not in ("token", "group")
         ):
             raise QuantisationUnsupported(
-                "compressed-tensors' input_activations have one scale for several rows, so that an answer would "
-                "depend on its neighbours; dynamic ones by token are served"
+                "compressed-tensors' input_activations have one scale for several rows, a fixed one or one by which "
+                "an answer would depend on its neighbours; dynamic ones by token are served"
             )
         refuse_unknown("a group of compressed-tensors' config_groups", group, _GROUP_FIELDS)
         refuse_unknown("the weights of compressed-tensors' config_groups", weights, _WEIGHT_FIELDS)

@@ -157,13 +157,14 @@ def grouping(tensors: Mapping[str, TensorSlice], module: str) -> tuple[int, int]
     return min(kind.group for kind in kinds), 2 if any(kind.has_offsets for kind in kinds) else 1
 
 
-def bytes_beside_4_bits(tensors: Mapping[str, TensorSlice], module: str) -> int | None:
-    """Bytes of a group beside its codes, where a GPU holds two codes of a module in a byte; None where some have more
-    than 4 bits, or are floats."""
+def bytes_beside_4_bits(tensors: Mapping[str, TensorSlice], module: str, *, integers: bool) -> int | None:
+    """Bytes of a group beside its codes, where two codes of a module are held in a byte: on a GPU, and with `integers`
+    for a CPU's products of whole numbers, which always have offsets. None where some codes have more than 4 bits, or
+    are floats."""
     names = _together(tensors, module)
     if not names or not FOUR_BITS.issuperset(names):
         return None
-    numbers = 2 if any(KINDS[name].has_offsets for name in names) else 1
+    numbers = 2 if integers or any(KINDS[name].has_offsets for name in names) else 1
     # Those of Q4_K are products, which no 16 bits hold.
     return numbers * (4 if "Q4_K" in names else 2)
 

@@ -159,12 +159,29 @@ def group_of_4_bits(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def bytes_beside_4_bits(config: Mapping[str, Any]) -> int | None:
-    """Bytes of a group beside its codes, where a GPU holds two codes of a checkpoint's linears in a byte, by its config
-    alone. None where codes have 8 bits, and for a GGUF file. Raises QuantisationUnsupported."""
+def codes_for_int8(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Bits of the codes that are multiplied with activations in 8 bits, and inputs that share a scale as of
+    `group_of_4_bits`, by a checkpoint's config alone: all codes of 4 bits, and those of 8 bits of a checkpoint that is
+    made for such activations. None: it has no such linears. Raises QuantisationUnsupported."""
+    group = group_of_4_bits(config)
+    if group is not None:
+        return 4, group
+    scheme = read_scheme(config)
+    if isinstance(scheme, CompressedTensors) and scheme.int8_activations:
+        return 8, max(0, scheme.group)
+    return None
+
+
+def bytes_beside_4_bits(config: Mapping[str, Any], *, integers: bool) -> int | None:
+    """Bytes of a group beside its codes, where two codes of a checkpoint's linears are held in a byte, by its config
+    alone: on a GPU, and with `integers` for a CPU's products of whole numbers. None where codes have 8 bits, and for a
+    GGUF file. Raises QuantisationUnsupported."""
     scheme = read_scheme(config)
     if scheme is None or isinstance(scheme, Gguf) or group_of_4_bits(config) is None:
         return None
     assert isinstance(scheme, Awq | Gptq | CompressedTensors)
+    if integers:
+        # A scale and an offset; 16 bits do not hold a product of scale and zero.
+        return 8 if scheme.has_zeros else 4
     # A scale of 16 bits, and a zero.
     return 3 if scheme.has_zeros else 2

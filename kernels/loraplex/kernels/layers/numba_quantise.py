@@ -24,8 +24,9 @@ from loraplex.kernels.numba_runtime.vectors import LIKE, jit, read_int64, size_o
 
 GROUP = 32
 """Columns that share a scale."""
-RECORD = 2
-"""Numbers that are kept of a group: the scale, and the scale times the sum of its codes."""
+RECORD = 3
+"""Numbers that are kept of a group: the scale, the scale times the sum of its codes, and that sum times -128, as an
+int32: what products with codes that are moved up by 128 are too large by."""
 _GROUP, _RECORD_BYTES = GROUP, 4 * RECORD
 _LARGEST_CODE = 127.0
 _LEAST = np.float32(2.0**-100)
@@ -34,8 +35,8 @@ _LEAST = np.float32(2.0**-100)
 
 @dataclass(frozen=True, slots=True)
 class QuantisedRows:
-    """`codes` [T, K] int8 in -127…127; `groups` [T, K / 32, 2] float32, by `RECORD`. A group with a number that is
-    not finite has a scale that is not finite."""
+    """`codes` [T, K] int8 in -127…127; `groups` [T, K / 32, 3] float32, by `RECORD`, of an int32 its bits. A
+    group with a number that is not finite has a scale that is not finite."""
 
     codes: torch.Tensor
     groups: torch.Tensor
@@ -114,6 +115,8 @@ def _quantise_group(typing, source, codes, record, like):
         nir.store(builder, scale, record, 4)
         value = builder.fmul(scale, builder.sitofp(total, nir.F32))
         nir.store(builder, value, builder.add(record, nir.i64(4)), 4)
+        moved = builder.mul(total, ir.Constant(nir.I32, -128))
+        nir.store(builder, moved, builder.add(record, nir.i64(8)), 4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, like), lower

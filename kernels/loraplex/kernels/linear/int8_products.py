@@ -1,14 +1,15 @@
-"""Products of 4-bit codes of weights with 8-bit codes of activations, as whole numbers, in LLVM's IR.
+"""Products of codes of weights, of 4 or 8 bits, with 8-bit codes of activations, as whole numbers, in LLVM's IR.
 
-A *part* of a block is sixteen outputs. A step is four inputs, a group 32: eight steps. For two steps a part has 64
-bytes, the four of each output side by side: their low halves are the codes of the first step, from 0 to 15, their high
-halves those of the second.
+A *part* of a block is sixteen outputs. A step is four inputs, a group 32: eight steps. A part has 64 bytes for a step,
+the four of each output side by side, from 0 to 255; of codes of 4 bits, from 0 to 15, it has them for two steps: low
+halves are the codes of the first, high halves those of the second.
 
 The sums are exact, so each kind of processor has the same ones:
 
-* AVX2's `pmaddubsw` adds two products in 16 bits, and saturates. Two products are at most 2·15·128 = 3,840 in
-  magnitude, and the eight such sums of a group 30,720 < 2¹⁵. So they are added in 16 bits, and `pmaddwd` brings them to
-  32 bits once a group.
+* AVX2's `pmaddubsw` adds two products in 16 bits, and saturates. Two products of 4-bit codes are at most 2·15·128 =
+  3,840 in magnitude, and the eight such sums of a group 30,720 < 2¹⁵. So they are added in 16 bits, and `pmaddwd`
+  brings them to 32 bits once a group. Of 8-bit codes the low and the high halves are summed apart, and it multiplies
+  these sums by 1 and by 16.
 * AVX512-VNNI's `vpdpbusd` adds four products in 32 bits, and does not saturate.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs
@@ -26,7 +27,7 @@ STEP = 4
 STEPS = 8
 """Steps of a group."""
 PART_BYTES = 64
-"""Bytes of a part for two steps."""
+"""Bytes of a part that lie side by side: of one step, or of two of 4-bit codes."""
 _V32_I8 = ir.VectorType(nir.I8, 32)
 _V16_I16 = ir.VectorType(nir.I16, 16)
 _V8_I32 = ir.VectorType(nir.I32, 8)
@@ -39,18 +40,18 @@ class Products(Protocol):
     """Most rows of a tile: the sums of more would leave the registers."""
 
     def group(self, builder, inputs, place, stride):
-        """[16] int32 sums of one group, for each of the rows: of the codes of a part at `place`, whose pairs of steps
-        lie `stride` bytes apart, times the activations at the addresses `inputs`."""
+        """[16] int32 sums of one group, for each of the rows: of the codes of a part at `place`, whose 64 bytes lie
+        `stride` bytes apart, times the activations at the addresses `inputs`."""
         ...
 
 
-def products(features: frozenset[str]) -> Products:
-    """The fastest for a processor by LLVM's names of its features."""
+def products(features: frozenset[str], bits: int) -> Products:
+    """The fastest of codes of 4 or 8 bits, for a processor by LLVM's names of its features."""
     if {"avx512f", "avx512vnni"} <= features:
-        return _Vnni()
+        return _Vnni(bits)
     if "avx2" in features:
-        return _Avx2()
-    return _Portable()
+        return _Avx2() if bits == 4 else _Avx2Bytes()
+    return _Portable(bits)
 
 
 def _as_it_is(builder, value):
@@ -76,18 +77,23 @@ class _Words:
 
     most_rows = 4
 
+    def __init__(self, bits: int) -> None:
+        self._in_halves = bits == 4
+
     def dot(self, builder, total, codes, given):
         """total [16] int32 + Σ of four codes times four activations, which are the bytes of [16] int32."""
         raise NotImplementedError
 
     def group(self, builder, inputs, place, stride):
         totals = [nir.vector(nir.V_I32, 0)] * len(inputs)
-        for index in range(STEPS // 2):
+        held = 2 if self._in_halves else 1
+        for index in range(STEPS // held):
             at = builder.add(place, builder.mul(stride, nir.i64(index)))
             packed = nir.load(builder, at, nir.V_I32, 4)
-            for number, column in enumerate(_both_halves(builder, packed, nir.V_I32)):
+            columns = _both_halves(builder, packed, nir.V_I32) if self._in_halves else (packed,)
+            for number, column in enumerate(columns):
                 totals = [
-                    self.dot(builder, total, column, _word(builder, row, 2 * index + number))
+                    self.dot(builder, total, column, _word(builder, row, held * index + number))
                     for total, row in zip(totals, inputs, strict=True)
                 ]
         return totals
@@ -126,11 +132,8 @@ class _Avx2:
                     for half in range(2):
                         added = self._add_pairs(builder, halves[half][number], given)
                         sums[half][r] = _as_it_is(builder, builder.add(sums[half][r], added))
-        lanes = ir.Constant(nir.V_I32, list(range(16)))
-        return [
-            builder.shuffle_vector(self._widen(builder, first), self._widen(builder, last), lanes)
-            for first, last in zip(*sums, strict=True)
-        ]
+        widened = [[self._widen(builder, each, 1) for each in rows] for rows in sums]
+        return self._joined(builder, widened)
 
     def _codes(self, builder, place):
         return _both_halves(builder, nir.load(builder, place, _V8_I32, 4), _V8_I32)
@@ -143,6 +146,35 @@ class _Avx2:
         operands = [builder.bitcast(each, _V32_I8) for each in (codes, given)]
         return nir.call(builder, "llvm.x86.avx2.pmadd.ub.sw", _V16_I16, operands)
 
-    def _widen(self, builder, sums):
-        ones = ir.Constant(_V16_I16, [1] * 16)
-        return nir.call(builder, "llvm.x86.avx2.pmadd.wd", _V8_I32, [sums, ones])
+    def _widen(self, builder, sums, factor):
+        """[8] int32: sums of pairs, times a factor."""
+        factors = ir.Constant(_V16_I16, [factor] * 16)
+        return nir.call(builder, "llvm.x86.avx2.pmadd.wd", _V8_I32, [sums, factors])
+
+    def _joined(self, builder, sums):
+        """[16] for each row, of those of the first and of the last eight outputs."""
+        lanes = ir.Constant(nir.V_I32, list(range(16)))
+        return [builder.shuffle_vector(first, last, lanes) for first, last in zip(*sums, strict=True)]
+
+
+class _Avx2Bytes(_Avx2):
+    def group(self, builder, inputs, place, stride):
+        # Eight outputs at a time: two sums for each row leave registers for the codes.
+        halves = [builder.add(place, nir.i64(start)) for start in (0, 32)]
+        return self._joined(builder, [self._eight(builder, inputs, at, stride) for at in halves])
+
+    def _eight(self, builder, inputs, place, stride):
+        """[8] int32 sums of eight outputs for each row."""
+        # Of the low halves of codes, and of the high ones.
+        sums = [[ir.Constant(_V16_I16, [0] * 16)] * len(inputs) for _ in range(2)]
+        for step in range(STEPS):
+            halves = self._codes(builder, builder.add(place, builder.mul(stride, nir.i64(step))))
+            for r, row in enumerate(inputs):
+                given = self._given(builder, row, step)
+                for number, codes in enumerate(halves):
+                    added = self._add_pairs(builder, codes, given)
+                    sums[number][r] = _as_it_is(builder, builder.add(sums[number][r], added))
+        return [
+            builder.add(self._widen(builder, low, 1), self._widen(builder, high, 16))
+            for low, high in zip(*sums, strict=True)
+        ]

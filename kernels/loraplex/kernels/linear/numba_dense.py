@@ -76,6 +76,17 @@ def pack_weight(
     return PackedWeight(blocks, (out_features, in_features))
 
 
+def in_blocks(columns: torch.Tensor, pool: HugePagePool | None) -> torch.Tensor:
+    """[N, C, …] → [⌈N/B⌉, C, B, …], zeros behind the N outputs, in memory of the `pool`, if one is given."""
+    rows, count, *rest = columns.shape
+    width = block_size()
+    sizes = (-(-rows // width), count, width, *rest)
+    blocks = torch.zeros(sizes, dtype=columns.dtype) if pool is None else pool.zeros(sizes, columns.dtype)
+    for block, part in enumerate(columns.split(width)):
+        blocks[block, :, : len(part)] = part.transpose(0, 1)
+    return blocks
+
+
 def linear(
     x: torch.Tensor, weight: PackedWeight | torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

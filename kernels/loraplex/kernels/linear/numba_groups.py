@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers.numba_widen import to_float32
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.numba_dense import block_size, unit_spans
+from loraplex.kernels.linear.numba_dense import block_size, in_blocks, unit_spans
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
@@ -63,24 +63,13 @@ def pack_groups(
     if weight.group % 2:
         raise ValueError(f"a group has {weight.group} inputs, an odd number")
     parts = [
-        None if part is None else _in_blocks(part, pool)
+        None if part is None else in_blocks(part, pool)
         for part in (weight.codes, weight.scales, weight.offsets)
     ]
     codes, scales, offsets = parts
     assert codes is not None
     assert scales is not None
     return PackedGroups(codes, scales, offsets, weight.shape, weight.group, dtype)
-
-
-def _in_blocks(columns: torch.Tensor, pool: HugePagePool | None) -> torch.Tensor:
-    """[N, C] → [⌈N/B⌉, C, B]"""
-    rows, count = columns.shape
-    width = block_size()
-    sizes = (-(-rows // width), count, width)
-    blocks = torch.zeros(sizes, dtype=columns.dtype) if pool is None else pool.zeros(sizes, columns.dtype)
-    for block, part in enumerate(columns.split(width)):
-        blocks[block, :, : len(part)] = part.T
-    return blocks
 
 
 def linear(x: torch.Tensor, weight: PackedGroups, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Base linears over weights in groups, with 8-bit activations, on a CPU, compiled by numba.
 
-Rows are quantised in groups of 32 inputs (`layers.numba_quantise`), a weight's codes have 4 bits, and their
+Rows are quantised in groups of 32 inputs (`layers.numba_quantise`), a weight's codes have 4 or 8 bits, and their
 products are summed as whole numbers (`int8_products`). Scales come to the sum of a group:
 
     y[r, n] = Σ_g offsets[n, g] · X[r, g]  +  Σ_g (scales[n, g] · S[r, g]) · (Σ_{k in g} codes[n, k] · q[r, k])
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
@@ -22,61 +23,73 @@ from numba.extending import intrinsic
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers.numba_quantise import GROUP, RECORD, quantise_rows
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.int8_products import PART_BYTES, STEP, STEPS, products
-from loraplex.kernels.linear.numba_dense import block_size, unit_spans
+from loraplex.kernels.linear.int8_products import PART_BYTES, STEP, products
+from loraplex.kernels.linear.numba_dense import in_blocks, unit_spans
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
 from loraplex.kernels.numba_runtime.vectors import LIKE, read_int64, size_of
 
 _GROUP, _RECORD_BYTES = GROUP, 4 * RECORD
 _MOST_CODE = 15
+_BITS_LIKE = {4: np.uint8(0), 8: np.int8(0)}
+"""The argument that stands for the bits of a code: code is made for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers:
-    """`codes` [⌈N/B⌉, K/32, 4, B, 4] uint8 of two codes each (`int8_products`); `scales` and `offsets` [⌈N/B⌉, G, B],
-    float16 where that holds all of them, else float32; of B outputs each, zeros behind the N outputs. `dtype` is that
-    of x and y."""
+    """`codes` [⌈N/B⌉, K/32 · bits, B, 4] uint8, two in a byte where they have 4 bits (`int8_products`); `scales` and
+    `offsets` [⌈N/B⌉, G, B], float16 where that holds all of them, else float32; of B outputs each, zeros behind the N
+    outputs. `dtype` is that of x and y."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
     shape: tuple[int, int]
     group: int
+    bits: int
     dtype: torch.dtype
 
 
-def is_for(weight: GroupedWeight) -> bool:
-    """Whether these products are used for a weight: its groups are made of groups of 32 inputs, and the codes of each
-    lie within 16 numbers that follow each other."""
+def bits_of(weight: GroupedWeight) -> int | None:
+    """The bits of a code for these products: 4 where the codes of each group lie within 16 numbers that follow each
+    other, else 8. None where they cannot be used: groups are not made of groups of 32 inputs."""
     if weight.group % GROUP:
-        return False
+        return None
     grouped = weight.codes.view(len(weight.codes), -1, weight.group)
-    return int((grouped.amax(-1).to(torch.int16) - grouped.amin(-1)).max()) <= _MOST_CODE
+    most = int((grouped.amax(-1).to(torch.int16) - grouped.amin(-1)).max())
+    return 4 if most <= _MOST_CODE else 8
 
 
 def pack_integers(
     weight: GroupedWeight, dtype: torch.dtype, *, pool: HugePagePool | None = None
 ) -> PackedIntegers:
-    """The weight in blocks, in memory of the `pool`, if one is given. Raises ValueError where these products are not
-    for it."""
-    if not is_for(weight):
-        raise ValueError(
-            f"{list(weight.shape)} in groups of {weight.group} are no 4-bit codes in groups of {GROUP}"
-        )
-    least, offsets = _least_codes(weight), weight.offsets
-    codes = weight.codes - least.repeat_interleave(weight.group, 1)
-    if least.any():
-        offsets = weight.scales * least + (0.0 if offsets is None else offsets)
+    """The weight in blocks, in memory of the `pool`, if one is given. Raises ValueError where these products cannot be
+    used for it."""
+    bits = bits_of(weight)
+    if bits is None:
+        raise ValueError(f"{list(weight.shape)} in groups of {weight.group} are not in groups of {GROUP}")
+    codes, offsets = _unsigned(weight, bits)
     kind = torch.float16 if _in_float16(weight.scales) and _in_float16(offsets) else torch.float32
     return PackedIntegers(
-        _code_blocks(codes.to(torch.uint8), pool),
-        _in_blocks(weight.scales.to(kind), pool),
-        None if offsets is None else _in_blocks(offsets.to(kind), pool),
+        in_blocks(_steps(codes, bits), pool),
+        in_blocks(weight.scales.to(kind), pool),
+        None if offsets is None else in_blocks(offsets.to(kind), pool),
         weight.shape,
         weight.group,
+        bits,
         dtype,
     )
+
+
+def _unsigned(weight: GroupedWeight, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes [N, K] uint8 of `bits` bits, and the offsets [N, G] that belong to them. Those of 8 bits are moved up by
+    128, which their products take off again."""
+    if bits == 8:
+        return weight.codes.view(torch.uint8) ^ 128, weight.offsets
+    least, offsets = _least_codes(weight), weight.offsets
+    if least.any():
+        offsets = weight.scales * least + (0.0 if offsets is None else offsets)
+    return (weight.codes - least.repeat_interleave(weight.group, 1)).to(torch.uint8), offsets
 
 
 def _least_codes(weight: GroupedWeight) -> torch.Tensor:
@@ -93,28 +106,10 @@ def _in_float16(numbers: torch.Tensor | None) -> bool:
     return numbers is None or torch.equal(numbers.to(torch.float16).float(), numbers)
 
 
-def _code_blocks(codes: torch.Tensor, pool: HugePagePool | None) -> torch.Tensor:
-    """[N, K] → [⌈N/B⌉, K/32, 4, B, 4]"""
-    rows, inputs = codes.shape
-    width = block_size()
-    sizes = (-(-rows // width), inputs // GROUP, STEPS // 2, width, STEP)
-    blocks = torch.zeros(sizes, dtype=torch.uint8) if pool is None else pool.zeros(sizes, torch.uint8)
-    for block, part in enumerate(codes.split(width)):
-        steps = part.view(len(part), -1, STEPS, STEP)
-        pairs = steps[:, :, ::2] | steps[:, :, 1::2] << 4
-        blocks[block, :, :, : len(part)] = pairs.permute(1, 2, 0, 3)
-    return blocks
-
-
-def _in_blocks(columns: torch.Tensor, pool: HugePagePool | None) -> torch.Tensor:
-    """[N, G] → [⌈N/B⌉, G, B]"""
-    rows, count = columns.shape
-    width = block_size()
-    sizes = (-(-rows // width), count, width)
-    blocks = torch.zeros(sizes, dtype=columns.dtype) if pool is None else pool.zeros(sizes, columns.dtype)
-    for block, part in enumerate(columns.split(width)):
-        blocks[block, :, : len(part)] = part.T
-    return blocks
+def _steps(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[N, K] → [N, K/32 · bits, 4]"""
+    steps = codes.view(len(codes), -1, STEP)
+    return steps if bits == 8 else steps[:, ::2] | steps[:, 1::2] << 4
 
 
 def linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -132,7 +127,7 @@ def linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor | None = 
     y = torch.empty(rows, out_features, dtype=dtype)
     spans, grain = unit_spans(rows, rows, len(weight.codes), num_threads())
     _multiply.run(
-        (LIKE[dtype], LIKE[weight.scales.dtype]),
+        (LIKE[dtype], LIKE[weight.scales.dtype], _BITS_LIKE[weight.bits]),
         quantised.codes.data_ptr(),
         quantised.groups.data_ptr(),
         rows,
@@ -165,35 +160,51 @@ def _block_width(typing):
     return types.int64(), lower
 
 
+def _bits(bits_like):
+    return 4 if bits_like == types.uint8 else 8
+
+
 @intrinsic
-def _tile_rows(typing):
+def _tile_rows(typing, bits_like):
     """Rows of a tile, at most."""
 
     def lower(context, builder, signature, values):
-        return nir.i64(products(nir.features(context)).most_rows)
+        return nir.i64(products(nir.features(context), _bits(signature.args[0])).most_rows)
 
-    return types.int64(), lower
+    return types.int64(bits_like), lower
+
+
+@intrinsic
+def _block_bytes(typing, inputs, bits_like):
+    """Bytes of a block's codes."""
+
+    def lower(context, builder, signature, values):
+        each = 16 * _parts(context) * _bits(signature.args[1]) // 8
+        return builder.mul(values[0], nir.i64(each))
+
+    return types.int64(types.int64, bits_like), lower
 
 
 @intrinsic
 def _tile(
     typing, rows, x, records, codes, scales, offsets, bias, y, y_stride, groups, shared, shifts, count, like,
-    scale_like,
+    scale_like, bits_like,
 ):  # fmt: skip
     """y[r, :count] of one block, for r < rows ≤ _tile_rows: code of its own for each number of rows. `shared`: groups
     of x that share a scale of the weight; `shifts`: groups of x that have an offset, all or 0."""
 
     def lower(context, builder, signature, values):
-        rows, *arguments, _, _ = values
-        emit_tiles(context, builder, signature.args[-2:], rows, arguments)
+        rows, *arguments, _, _, _ = values
+        emit_tiles(context, builder, signature.args[-3:], rows, arguments)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 13, like, scale_like), lower
+    return types.void(*[types.int64] * 13, like, scale_like, bits_like), lower
 
 
 def emit_tiles(context, builder, kinds, rows, arguments):
-    """Code of a tile for each number of rows."""
-    most = products(nir.features(context)).most_rows
+    """Code of a tile for each number of rows. `kinds`: the types that stand for y's dtype, for that of scales, and for
+    the bits of a code."""
+    most = products(nir.features(context), _bits(kinds[2])).most_rows
     done = builder.append_basic_block("done")
     cases = [builder.append_basic_block(f"rows{number}") for number in range(1, most + 1)]
     choice = builder.switch(rows, cases[-1])
@@ -210,19 +221,20 @@ def _emit_tile(
     context, builder, kinds, rows, x, records, codes, scales, offsets, bias, y, y_stride, groups, shared, shifts,
     count,
 ):  # fmt: skip
-    element, scale_element = (nir.elements(context, kind) for kind in kinds)
-    parts, summed = _parts(context), products(nir.features(context))
+    element, scale_element = (nir.elements(context, kind) for kind in kinds[:2])
+    bits = _bits(kinds[2])
+    parts, summed = _parts(context), products(nir.features(context), bits)
     inputs = builder.mul(groups, nir.i64(GROUP))
     sources = [builder.add(x, builder.mul(inputs, nir.i64(r))) for r in range(rows)]
     record_stride = builder.mul(groups, nir.i64(4 * RECORD))
     its_records = [builder.add(records, builder.mul(record_stride, nir.i64(r))) for r in range(rows)]
     step_bytes = PART_BYTES * parts
-    group_bytes = step_bytes * STEPS // 2
+    group_bytes = step_bytes * bits
     next_block = builder.mul(groups, nir.i64(group_bytes))
 
-    def record(index, r, word):
+    def record(index, r, word, kind=nir.F32):
         at = builder.add(its_records[r], builder.mul(index, nir.i64(4 * RECORD)))
-        return nir.splat(builder, nir.load(builder, builder.add(at, nir.i64(4 * word)), nir.F32, 4))
+        return nir.splat(builder, nir.load(builder, builder.add(at, nir.i64(4 * word)), kind, 4))
 
     def columns(place):
         return [
@@ -259,6 +271,8 @@ def _emit_tile(
         for part in range(parts):
             place_of_part = builder.add(at, nir.i64(PART_BYTES * part))
             sums = summed.group(builder, given, place_of_part, nir.i64(step_bytes))
+            if bits == 8:
+                sums = [builder.add(whole, record(index, r, 2, nir.I32)) for r, whole in enumerate(sums)]
             for r, whole in enumerate(sums):
                 scale = builder.fmul(column[part], record(index, r, 0))
                 number = parts * r + part
@@ -281,14 +295,15 @@ def _emit_tile(
             element.store(builder, builder.fadd(totals[parts * r + part], added), target, mask)
 
 
-def _multiply_units(team, arguments, like, scale_like):
+def _multiply_units(team, arguments, like, scale_like, bits_like):
     x, records, rows = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     codes, scales = read_int64(arguments + 24), read_int64(arguments + 32)
     offsets, bias = read_int64(arguments + 40), read_int64(arguments + 48)
     y, inputs, columns = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
     shared, grain = read_int64(arguments + 80), read_int64(arguments + 88)
     spans = read_int64(arguments + 96)
-    width, size, most = _block_width(), size_of(like), _tile_rows()
+    width, size, most = _block_width(), size_of(like), _tile_rows(bits_like)
+    block_bytes = _block_bytes(inputs, bits_like)
     groups = inputs // _GROUP
     shifts = groups if offsets != 0 else 0
     scale_bytes = groups // shared * width * size_of(scale_like)
@@ -303,7 +318,7 @@ def _multiply_units(team, arguments, like, scale_like):
         tiles = (high - low + most - 1) // most
         first = unit % grains * grain
         for block in range(first, min(first + grain, blocks)):
-            source = codes + block * inputs * width // 2
+            source = codes + block * block_bytes
             its_scales, its_offsets = scales + block * scale_bytes, offsets + block * scale_bytes
             its_bias = bias + block * width * size if bias != 0 else 0
             target, count = y + block * width * size, min(width, columns - block * width)
@@ -316,6 +331,7 @@ def _multiply_units(team, arguments, like, scale_like):
                 _tile(
                     end - row, place, its_records, source, its_scales, its_offsets, its_bias, out,
                     columns * size, groups, shared, shifts, count, like, scale_like,
+                    bits_like,
                 )  # fmt: skip
 
 

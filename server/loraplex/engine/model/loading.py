@@ -16,7 +16,7 @@ from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
-from loraplex.engine.model import four_bits
+from loraplex.engine.model import code_products
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
@@ -80,9 +80,9 @@ def load_model(
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, kernels.multiplies)
         choice = fused_attention(attention, kernels, plan.spec, chosen, kv_codes=kv_codes)
-        ops = kernels.ops
-        if ops.pack_integers is not None and four_bits.activations(raw, dtype, kernels):
-            ops = replace(ops, pack_groups=ops.pack_integers)
+        ops, bits = kernels.ops, code_products.bits_for_int8(raw, dtype, kernels)
+        if bits and (pack := ops.pack_integers) is not None:
+            ops = replace(ops, pack_groups=lambda weight, dtype: pack(weight, dtype, bits))
         return load_fused(
             model_dir,
             plan.spec,
@@ -227,7 +227,7 @@ def examine_dtype(model_dir: Path, asked: str, kernels: Kernels) -> str:
     if not is_fused(part.config.model_type):
         return named
     served = serving_dtype(config, part, asked, kernels)
-    return ", ".join(filter(None, (named, four_bits.explain(part.raw, asked, served, kernels))))
+    return ", ".join(filter(None, (named, code_products.explain(part.raw, asked, served, kernels))))
 
 
 def _explain_dtype(config: Any, part: TextPart, asked: str, kernels: Kernels) -> str:

@@ -16,6 +16,7 @@ from loraplex.adapters.base_weights.grouped import group_of
 from loraplex.adapters.base_weights.schemes import stored_floats, stored_sizes, stores_head
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
+from loraplex.engine.model.code_products import bits_for_int8
 from loraplex.engine.model.family import decoder_spec, is_fused
 from loraplex.engine.model.fused import fused_decoder
 from loraplex.engine.model.loading import model_shape, read_model_config, serving_dtype
@@ -28,6 +29,8 @@ from loraplex.kernels.lora.site_groups import SiteGroup
 
 _META = torch.device("meta")
 _SCALE_BYTES = 4
+_SHORT_SCALE_BYTES = 2
+"""Scales beside codes that are multiplied as whole numbers: a checkpoint's, unless 16 bits do not hold one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ def outline_model(
     chosen = serving_dtype(config, part, dtype, kernels)
     if is_fused(part.config.model_type):
         spec = decoder_spec(part.config, part.raw, max_model_len)
-        groups = _Groups(model_dir, part.raw, device, quantise=quantise)
+        groups = _Groups(model_dir, part.raw, device, quantise=quantise, dtype=dtype, kernels=kernels)
         source = _CountedTensors(has_head=not spec.tied, groups=groups)
         decoder = fused_decoder(source, spec, chosen, _META)
         count = spec.vocab_size * spec.hidden_size
@@ -132,17 +135,26 @@ class _CountedTensors:
 
 class _Groups:
     """Groups of a linear's codes, by config.json, or by the index of a GGUF file: as the checkpoint stores them, or as
-    `quantise` makes them. On a GPU 8-bit floats take their own bytes too, and codes of 4 bits half a byte."""
+    `quantise` makes them. On a GPU 8-bit floats take their own bytes too, and codes of 4 bits half a byte, as with
+    activations in 8 bits."""
 
     def __init__(
-        self, model_dir: Path, raw: Mapping[str, Any], device: torch.device, *, quantise: bool
+        self,
+        model_dir: Path,
+        raw: Mapping[str, Any],
+        device: torch.device,
+        *,
+        quantise: bool,
+        dtype: str,
+        kernels: Kernels,
     ) -> None:
-        """Raises ModelUnsupported."""
+        """`dtype`: as it was asked for. Raises ModelUnsupported."""
         self._quantise = quantise
         self._halves = device.type == "cuda"
         try:
             self._stored = stored_sizes(raw)
-            self._beside = schemes.bytes_beside_4_bits(raw)
+            self._int8_bits = bits_for_int8(raw, dtype, kernels)
+            self._beside = schemes.bytes_beside_4_bits(raw, integers=self._int8_bits > 0)
             self._stores_head = stores_head(raw)
             self._floats = stored_floats(raw) if device.type == "cuda" else None
             self._tensors = read_index(model_dir) if is_indexed(model_dir) else None
@@ -173,18 +185,23 @@ class _Groups:
         if (found := self._of_file(module)) is not None:
             assert self._tensors is not None
             group, numbers = found
-            beside = gguf.bytes_beside_4_bits(self._tensors, self._in_file(module))
+            beside = gguf.bytes_beside_4_bits(
+                self._tensors, self._in_file(module), integers=self._int8_bits > 0
+            )
         elif self._stored is not None and (self._stores_head or not name.startswith("lm_head")):
             group, numbers = self._stored
             group = inputs if group < 1 else group
             beside = self._beside
+            if self._int8_bits == 8 and numbers == 1:
+                return inputs + inputs // group * _SHORT_SCALE_BYTES
         elif not self._quantise:
             if self._floats is None or name.startswith("lm_head"):
                 return None
             group = self._floats.group(inputs)
             if not fits_tiles(group, inputs):
                 return None
-        if self._halves and beside is not None and block_of_4_bits(inputs, group) is not None:
+        in_halves = self._halves and block_of_4_bits(inputs, group) is not None
+        if beside is not None and (in_halves or self._int8_bits):
             return inputs // 2 + inputs // group * beside
         return inputs + inputs // group * numbers * _SCALE_BYTES
 
