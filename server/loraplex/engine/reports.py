@@ -64,7 +64,7 @@ class EngineInfo:
     stored_codes: str = ""
     """The format of a checkpoint that is quantised itself, for example "gptq int4"."""
     activations: str = ""
-    """The form of what its 4-bit linears are multiplied with: "int8", in groups of 32, or empty for the dtype."""
+    """The form of what its linears of codes are multiplied with: "int8", in groups of 32, or empty for the dtype."""
     four_bit_library: str = ""
     """The library, with its version, that multiplies with those of its form; empty for the engine's own kernels."""
     sites: tuple[str, ...] = ()

@@ -20,6 +20,8 @@ from loraplex.kernels.linear.numba_int8 import PackedIntegers, emit_tiles, linea
 from loraplex.kernels.numba_runtime import ir as nir
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMS = [*((4, dtype) for dtype in DTYPES), (8, torch.float32), (8, torch.bfloat16)]
+"""Bits of a code and dtype: code is compiled for each, which takes a second."""
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 FEATURES = {
     "portable": frozenset[str](),
@@ -59,10 +61,9 @@ def as_quantised(x: torch.Tensor) -> torch.Tensor:
     return (codes * found.groups[..., :1].double()).view(x.shape)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("bits", "dtype"), FORMS, ids=str)
 @pytest.mark.parametrize(("columns", "inputs", "group"), SHAPES)
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
 def test_products_are_those_of_the_quantised_rows_and_rounded_once(
     columns: int, inputs: int, group: int, bits: int, offsets: bool, dtype: torch.dtype
 ) -> None:
@@ -99,8 +100,7 @@ def test_sums_of_extreme_codes_are_exact(codes: tuple[int, int]) -> None:
     assert torch.equal(linear(x, packed).long(), x.long() @ weight_codes.long().T)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "dtype"), FORMS, ids=str)
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(bits: int, dtype: torch.dtype) -> None:
     packed, rows = pack_integers(weight_of(100, 192, 64, bits=bits, offsets=True), dtype), 400
     x = drawn(rows, 192, seed=1, dtype=dtype)
