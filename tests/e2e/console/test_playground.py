@@ -58,11 +58,13 @@ def test_the_base_and_two_versions_answer_side_by_side_with_one_seed(
     command = ["bash", "-c", screen.text("play-curl")]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert json.loads(ran.stdout)["choices"][0]["message"]["content"] == "<b>Ahoy</b>, it's 7 o'clock"
-    by_page, by_curl = plane.engine.requests[-2:]
+    # The page asks all three at once, in whatever order they arrive.
+    *by_page, by_curl = plane.engine.requests
+    (same,) = (one for one in by_page if one.adapter is not None and one.adapter.version == 2)
     assert (by_curl.prompt_ids, by_curl.sampling, by_curl.adapter) == (
-        by_page.prompt_ids,
-        by_page.sampling,
-        by_page.adapter,
+        same.prompt_ids,
+        same.sampling,
+        same.adapter,
     )
 
 
