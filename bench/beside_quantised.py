@@ -6,7 +6,8 @@
 carries, for this machine's own processor. `--w8a8` is a compressed-tensors checkpoint of the small real model
 (`python -m bench.cpu.w8a8_checkpoint`), which Loraplex and vLLM serve; `--gguf` a file that Loraplex and llama.cpp
 serve. llama.cpp gets a slot for each request. It applies one set of adapters to a batch, so only the base is asked
-of it. `bench.beside_vllm` tells what vLLM gets.
+of it. vLLM does not start over the checkpoint with LoRA (0.32.0), so it serves adapters over 16 bits.
+`bench.beside_vllm` tells what else it gets.
 
 Each round starts each server once. The printed table shows medians of tokens a second over the rounds.
 """
@@ -29,9 +30,10 @@ from bench.beside_vllm import POINTS, Point, Results, ours, peer, place, run_rou
 LLAMA_SOURCE = "0.3.36"
 LLAMA_PORT, SLOTS, SLOT_POSITIONS = 18403, 16, 512
 OURS_BF16, OURS_W8A8, OURS_GGUF = "loraplex bfloat16", "loraplex W8A8", "loraplex GGUF"
-VLLM, VLLM_LORA, LLAMA = "vLLM W8A8", "vLLM W8A8 with LoRA", "llama.cpp GGUF"
-SIDES = (OURS_BF16, OURS_W8A8, VLLM, VLLM_LORA, OURS_GGUF, LLAMA)
-BASE_ONLY = frozenset({VLLM, LLAMA})
+VLLM_W8A8, VLLM_BF16, VLLM_LORA = "vLLM W8A8", "vLLM bfloat16", "vLLM bfloat16 with LoRA"
+LLAMA = "llama.cpp GGUF"
+SIDES = (OURS_BF16, OURS_W8A8, VLLM_W8A8, VLLM_BF16, VLLM_LORA, OURS_GGUF, LLAMA)
+BASE_ONLY = frozenset({VLLM_W8A8, VLLM_BF16, LLAMA})
 
 
 def build_llama(work: Path) -> None:
@@ -99,8 +101,9 @@ def main() -> None:
     servers = {
         OURS_BF16: functools.partial(ours, work),
         OURS_W8A8: functools.partial(ours, work, model=w8a8),
-        VLLM: functools.partial(peer, work, 0, model=w8a8),
-        VLLM_LORA: functools.partial(peer, work, 16, model=w8a8),
+        VLLM_W8A8: functools.partial(peer, work, 0, model=w8a8),
+        VLLM_BF16: functools.partial(peer, work, 0),
+        VLLM_LORA: functools.partial(peer, work, 16),
         OURS_GGUF: functools.partial(ours, work, model=gguf),
         LLAMA: functools.partial(llama, work, gguf, arguments.threads),
     }
@@ -110,12 +113,12 @@ def main() -> None:
     print(where, flush=True)
     results: Results = {side: {point.name: [] for point in points} for side in chosen}
     for number in range(arguments.rounds):
-        done = run_round(work, points, {side: servers[side] for side in chosen}, BASE_ONLY)
-        for side, of_point in done.items():
-            for name, runs in of_point.items():
+        for side in chosen:
+            done = run_round(work, points, {side: servers[side]}, BASE_ONLY)
+            for name, runs in done[side].items():
                 results[side][name] += runs
-        if arguments.out:
-            arguments.out.write_text(json.dumps({"where": where, "results": results}, indent=1) + "\n")
+            if arguments.out:
+                arguments.out.write_text(json.dumps({"where": where, "results": results}, indent=1) + "\n")
         print(f"round {number + 1} of {arguments.rounds}\n{table(points, chosen, results)}", flush=True)
     print(f"\nMedians (least and most) of {arguments.rounds} rounds; {where} at the start.")
 
