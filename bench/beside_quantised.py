@@ -6,7 +6,8 @@
 carries, for this machine's own processor. `--w8a8` is a compressed-tensors checkpoint of the small real model
 (`python -m bench.cpu.w8a8_checkpoint`), which Loraplex and vLLM serve; `--gguf` a file that Loraplex and llama.cpp
 serve. llama.cpp gets a slot for each request. It applies one set of adapters to a batch, so only the base is asked
-of it. vLLM does not start over the checkpoint with LoRA (0.32.0), so it serves adapters over 16 bits.
+of it. vLLM does not start over the checkpoint with LoRA (0.32.0), so it serves adapters in float32, which is
+faster than bfloat16 for it where a processor has AVX2 alone.
 `bench.beside_vllm` tells what else it gets.
 
 Each round starts each server once. The printed table shows medians of tokens a second over the rounds.
@@ -30,10 +31,10 @@ from bench.beside_vllm import POINTS, Point, Results, ours, peer, place, run_rou
 LLAMA_SOURCE = "0.3.36"
 LLAMA_PORT, SLOTS, SLOT_POSITIONS = 18403, 16, 512
 OURS_BF16, OURS_W8A8, OURS_GGUF = "loraplex bfloat16", "loraplex W8A8", "loraplex GGUF"
-VLLM_W8A8, VLLM_BF16, VLLM_LORA = "vLLM W8A8", "vLLM bfloat16", "vLLM bfloat16 with LoRA"
-LLAMA = "llama.cpp GGUF"
-SIDES = (OURS_BF16, OURS_W8A8, VLLM_W8A8, VLLM_BF16, VLLM_LORA, OURS_GGUF, LLAMA)
-BASE_ONLY = frozenset({VLLM_W8A8, VLLM_BF16, LLAMA})
+VLLM_W8A8, VLLM_BF16, VLLM_F32 = "vLLM W8A8", "vLLM bfloat16", "vLLM float32"
+VLLM_LORA, LLAMA = "vLLM float32 with LoRA", "llama.cpp GGUF"
+SIDES = (OURS_BF16, OURS_W8A8, VLLM_W8A8, VLLM_BF16, VLLM_F32, VLLM_LORA, OURS_GGUF, LLAMA)
+BASE_ONLY = frozenset({VLLM_W8A8, VLLM_BF16, VLLM_F32, LLAMA})
 
 
 def build_llama(work: Path) -> None:
@@ -62,6 +63,7 @@ def llama(work: Path, file: Path, threads: int) -> Iterator[tuple[int, str]]:
     """llama.cpp's server; (port, key)."""
     command = [str(work / "llama/bin/llama-server"), "-m", str(file), "--alias", "base", "--offline"]
     command += ["--host", "127.0.0.1", "--port", str(LLAMA_PORT), "--no-webui", "--threads", str(threads)]
+    command += ["--threads-http", str(4 * SLOTS)]
     command += ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * SLOT_POSITIONS)]
     with running(command, {}, f"http://127.0.0.1:{LLAMA_PORT}/health", work / "llama.log"):
         yield LLAMA_PORT, "none"
@@ -103,7 +105,8 @@ def main() -> None:
         OURS_W8A8: functools.partial(ours, work, model=w8a8),
         VLLM_W8A8: functools.partial(peer, work, 0, model=w8a8),
         VLLM_BF16: functools.partial(peer, work, 0),
-        VLLM_LORA: functools.partial(peer, work, 16),
+        VLLM_F32: functools.partial(peer, work, 0, dtype="float32"),
+        VLLM_LORA: functools.partial(peer, work, 16, dtype="float32"),
         OURS_GGUF: functools.partial(ours, work, model=gguf),
         LLAMA: functools.partial(llama, work, gguf, arguments.threads),
     }

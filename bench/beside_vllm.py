@@ -134,12 +134,14 @@ def running(command: list[str], env: dict[str, str], url: str, log: Path) -> Ite
 
 
 @contextlib.contextmanager
-def peer(work: Path, max_loras: int, *, model: Path | None = None) -> Iterator[tuple[int, str]]:
+def peer(
+    work: Path, max_loras: int, *, model: Path | None = None, dtype: str = "bfloat16"
+) -> Iterator[tuple[int, str]]:
     """vLLM's CPU build over a `model`, WORKDIR's unless one is named, with all adapters unless `max_loras` is 0;
     (port, key)."""
     model = model or work / "smollm2-hf"
     command = [str(work / "vv/bin/vllm"), "serve", str(model), "--served-model-name", "base"]
-    command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "64"]
+    command += ["--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "64"]
     command += ["--host", "127.0.0.1", "--port", str(PEER_PORT)]
     if max_loras:
         modules = [f"a{i}={work / 'adapters' / f'a{i}'}" for i in range(NUM_ADAPTERS)]
