@@ -130,7 +130,7 @@ def print_errors(trained: Path, served: Path, *, quantise: bool, dtype: str = "f
 
 
 def print_activations(model_dir: Path) -> None:
-    """Of a quantised checkpoint."""
+    """Print how far 8-bit activations are from a quantised checkpoint's own weights."""
     prompts = prompts_of(model_dir)
     exact = logits(model_dir, prompts, quantise=False)
     with tempfile.TemporaryDirectory() as work:

@@ -117,7 +117,7 @@ def run_forms(
 
 @dataclass(frozen=True)
 class _Found:
-    """What a form did: rows of its engine and of each load, and its answers."""
+    """A form's figures: rows of its engine and of each load, and its answers."""
 
     engine: Row
     loads: list[Row]

@@ -27,7 +27,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """As on a GPU, in the host's memory."""
+    """Choose the library as on a GPU, with weights in the host's memory."""
     asked = humming.obstacle_to
     monkeypatch.setattr(
         humming,

@@ -59,7 +59,7 @@ class HummingLayer(torch.nn.Module):
 def install_fake(
     monkeypatch: pytest.MonkeyPatch, folder: Path, version: str = "0.1.19"
 ) -> type[HummingLayer]:
-    """As if the wheel were installed: its metadata below `folder`, and its module. Gives the type of linears."""
+    """A stand-in for the installed wheel: its metadata below `folder`, and its module. Gives the type of linears."""
     info = folder / f"humming_kernels-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: humming-kernels\nVersion: {version}\n")

@@ -35,7 +35,7 @@ Job = tuple[dict[str, Any], int]
 _TESTS = Path(__file__).resolve().parents[2]
 _KERNELS = "loraplex.kernels."
 KEPT = _TESTS / "kernels" / "aot" / "compiled.json"
-"""By a job's name what was found, and "sources", a digest of all sources and versions that it depends on."""
+"""A file of what was found, by a job's name, and "sources", a digest of all sources and versions that it depends on."""
 
 
 def compile_or_read(jobs: Sequence[Job]) -> list[dict[str, Any]]:
@@ -81,8 +81,8 @@ def _cache() -> Path:
 
 @functools.cache
 def sources_digest(kernel: str) -> str:
-    """Of "module:function": the contents of its module, of the modules of `loraplex.kernels` that it imports, directly
-    or not, and of what compiles it here; and the versions of Triton and Python."""
+    """A digest for "module:function": of its module, of the modules of `loraplex.kernels` that it imports, directly or
+    not, of what compiles it here, and of the versions of Triton and Python."""
     paths = [*imported_sources(kernel.partition(":")[0]), *Path(__file__).parent.glob("triton_*.py")]
     contents = [f"triton {version('triton')} python {platform.python_version()}".encode()]
     contents += [path.name.encode() + path.read_bytes() for path in sorted(paths)]
