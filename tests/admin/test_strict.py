@@ -32,6 +32,33 @@ def problem(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, body["code"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "meant"),
+    [
+        ("/tenants", {"id": "a", "limit": {}}, "'limit', did you mean 'limits'?"),
+        (
+            "/tenants",
+            {"id": "a", "limits": {"request_per_minute": 1}},
+            "'limits.request_per_minute', did you mean 'requests_per_minute'?",
+        ),
+        ("/tenants/acme/keys", {"expires_on": None}, "'expires_on', did you mean 'expires_at'?"),
+        ("/tenants", {"id": "a", "x" * 100_000: 1}, "There is no field 'xxxx"),
+    ],
+)
+async def test_what_an_unknown_field_may_have_meant(
+    plane: AdminPlane, admin: httpx.AsyncClient, path: str, body: Any, meant: str
+) -> None:
+    plane.make_tenant()
+    answer = await admin.post(path, json=body)
+    assert problem(answer)[0] == 400
+    assert meant in answer.json()["detail"]
+
+
+async def test_what_an_unknown_parameter_may_have_meant(admin: httpx.AsyncClient) -> None:
+    told = (await admin.get("/usage?group_bye=tenant")).json()["detail"]
+    assert told.startswith("There is no query parameter 'group_bye', did you mean 'group_by'? Known here: ")
+
+
 @pytest.mark.parametrize("route", ROUTES)
 async def test_unknown_query_parameters(plane: AdminPlane, admin: httpx.AsyncClient, route: str) -> None:
     plane.make_tenant()

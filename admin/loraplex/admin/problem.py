@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from loraplex.adapters.errors import AdapterRefused, LoraplexError, RefusalCode
@@ -28,7 +29,10 @@ from loraplex.http.errors import (
     PathUnknown,
     RequestError,
 )
+from loraplex.http.text import did_you_mean
 
+MAX_TOLD = 8
+"""Findings that one answer tells."""
 MEDIA_TYPE = "application/problem+json"
 
 ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
@@ -155,20 +159,46 @@ def from_exception(error: BaseException) -> Problem:
     )
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """The answer for the errors that pydantic found. It does not repeat the input."""
-    problems = [_say(found) for found in errors]
+def from_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None = None) -> Problem:
+    """The answer for the errors that pydantic found in an object of `model`. It does not repeat the input."""
+    problems = [_say(found, model) for found in errors[:MAX_TOLD]]
     code, param, _ = problems[0]
-    return Problem(code, " ".join(text for _, _, text in problems[:8]), param=param)
+    return Problem(code, " ".join(text for _, _, text in problems), param=param)
 
 
-def _say(found: Mapping[str, Any]) -> tuple[str, str, str]:
+def _fields_at(model: type[BaseModel], place: Sequence[int | str]) -> Collection[str]:
+    """The fields of the object at this place in an object of `model`; none where several kinds may stand there."""
+    for name in place:
+        if isinstance(name, int):
+            continue
+        field = model.model_fields.get(name)
+        kinds = (
+            []
+            if field is None
+            else [kind for kind in _parts(field.annotation) if hasattr(kind, "model_fields")]
+        )
+        if len(kinds) != 1:
+            return ()
+        [model] = kinds
+    return model.model_fields
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    """An annotation, and all that it is made of."""
+    yield annotation
+    for part in get_args(annotation):
+        yield from _parts(part)
+
+
+def _say(found: Mapping[str, Any], model: type[BaseModel] | None) -> tuple[str, str, str]:
     """Code, field and sentence of one of pydantic's findings."""
     param = ".".join(str(part) for part in found["loc"])[:120]
     if found["type"] == "json_invalid":  # half of a surrogate pair, which JSON of text cannot hold
         return "invalid_json", param, "The body is not JSON of valid text."
     if found["type"] == "extra_forbidden":
-        return "unknown_field", param, f"There is no field {shown(param)}."
+        *place, name = found["loc"]
+        meant = "" if model is None else did_you_mean(str(name), _fields_at(model, place))
+        return "unknown_field", param, f"There is no field {shown(param)}{meant or '.'}"
     if found["type"] == "missing":
         return "invalid_value", param, f"The field {shown(param)} is missing."
     message = str(found["msg"]).removeprefix("Value error, ")

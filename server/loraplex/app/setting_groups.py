@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from loraplex.app.settings import SettingsInvalid
-from loraplex.app.suggestions import did_you_mean
+from loraplex.http.text import did_you_mean
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (

@@ -33,8 +33,8 @@ from loraplex.app.setting_types import (
     header_pairs,
     otlp_url,
 )
-from loraplex.app.suggestions import did_you_mean
 from loraplex.engine.config import MAX_RECORDED_ROWS
+from loraplex.http.text import did_you_mean
 from loraplex.lifecycle.releases.webhook_address import checked_url
 
 OTHER_ENVIRONMENT = frozenset(

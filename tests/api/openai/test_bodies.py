@@ -282,6 +282,24 @@ def test_last_value_of_a_duplicate_key_counts(plane: DataPlane) -> None:
     assert post(plane, body, "completions").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"max_token": 3}, "Unknown field: 'max_token', did you mean 'max_tokens'?"),
+        ({"temprature": 0.5}, "Unknown field: 'temprature', did you mean 'temperature'?"),
+        ({"stream": True, "stream_options": {"include_usag": True}}, "did you mean 'include_usage'?"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "txt": "y"}]}]}, "'text'?"),
+        ({"frobnicate": 1}, "Unknown field: 'frobnicate'."),
+        ({"max_tokens" * 50_000: 1}, "…"),
+    ],
+)
+def test_an_unknown_field_names_the_one_that_is_like_it(
+    plane: DataPlane, fields: dict[str, Any], told: str
+) -> None:
+    message = post(plane, {**CHAT, **fields}).json()["error"]["message"]
+    assert message.endswith(told) if told != "…" else "did you mean" not in message
+
+
 def test_a_body_of_strange_keys_costs_one_error(plane: DataPlane) -> None:
     body = {f"k{i}": i for i in range(200_000)}
     assert len(check_refused(post(plane, body), "k0", "unsupported_field")) < 300

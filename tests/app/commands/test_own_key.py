@@ -113,10 +113,15 @@ def test_a_missing_scope_says_who_can_give_it(engineer: Engineer) -> None:
     poor = engineer.admin.plane.make_key("acme", "inference")
     said = engineer.fails("adapter", "list", LORAPLEX_API_KEY=poor)
     assert "This key lacks the scope adapters:read." in said
-    command = f"loraplex key update {poor.split('_')[1]} --tenant TENANT --scope all"
-    assert command in said
-    engineer.admin.ok(*command.replace("TENANT", "acme").split()[1:])
+    command = (
+        f"loraplex key update {poor.split('_')[1]} --tenant acme --scope inference --scope adapters:read"
+    )
+    assert said.rstrip().endswith(command)
+    engineer.admin.ok(*command.split()[1:])
     engineer.ok("adapter", "list", LORAPLEX_API_KEY=poor)
+    assert "lacks the scope usage:read." in engineer.fails("usage", LORAPLEX_API_KEY=poor)
+    at_operators = {"LORAPLEX_ADMIN_URL": engineer.admin.server.url, "LORAPLEX_ADMIN_TOKEN": poor}
+    assert "--scope usage:read" in engineer.fails("usage", LORAPLEX_API_KEY=None, **at_operators)
 
 
 class TestWithBoth:

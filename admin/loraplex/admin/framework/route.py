@@ -140,9 +140,11 @@ class AdminRoute(OrderedRoute):
             # The same words as for a tenant that does not exist: a key must not learn other tenants' ids.
             raise TenantNotFound(f"There is no tenant '{tenant[:80]}'.")
         if self.access == "operator":
-            raise Problem("insufficient_scope", "Only the admin token may do this.")
+            own = f"A key has the routes of its tenant, below /admin/v1/tenants/{principal.tenant_id}."
+            raise Problem("insufficient_scope", f"Only the admin token may do this. {own}")
         if self.access not in (ANY_SCOPE, *principal.scopes):
-            raise Problem("insufficient_scope", f"This key lacks the scope {self.access}.")
+            detail = f"This key lacks the scope {self.access}."
+            raise Problem("insufficient_scope", detail, extra={"scope": self.access})
 
     async def _read_body(self, request: Request) -> Any:
         if self._streams:

@@ -12,6 +12,7 @@ from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.store.files import shown
 from loraplex.admin.problem import Problem, from_validation
 from loraplex.http.body import read_body
+from loraplex.http.text import did_you_mean
 
 MAX_JSON_BYTES = 256 << 10
 MAX_NAME_CHARS = 256
@@ -31,9 +32,9 @@ def check_query(request: Request, known: Collection[str]) -> None:
     for name, _ in request.query_params.multi_items():
         if name not in known:
             allowed = f"Known here: {', '.join(known)}." if known else "None is known here."
-            raise Problem(
-                "unknown_parameter", f"There is no query parameter {shown(name)}. {allowed}", param=name[:80]
-            )
+            meant = did_you_mean(name, known) or "."
+            detail = f"There is no query parameter {shown(name)}{meant} {allowed}"
+            raise Problem("unknown_parameter", detail, param=name[:80])
         if name in seen:
             raise Problem("invalid_value", f"The query parameter {name} comes twice.", param=name)
         seen.add(name)
@@ -63,4 +64,4 @@ async def read_json(request: Request, model: type[BaseModel], *, optional: bool)
         # From the text: strict values, but times may be strings, as JSON has no other.
         return model.model_validate_json(raw, strict=True)
     except ValidationError as error:
-        raise from_validation(error.errors(include_url=False, include_context=False)) from None
+        raise from_validation(error.errors(include_url=False, include_context=False), model) from None

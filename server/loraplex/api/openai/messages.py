@@ -48,10 +48,10 @@ def _text(value: object) -> object:
             refuse_unsupported(
                 f"[{index}].type", f"Content parts of type '{printable(kind)}' are not supported."
             )
-        strange = [name for name in part if name not in {"type", "text"}]
+        strange = [name for name in part if name not in TextPart.KNOWN]
         for name in strange:
             if not is_empty(part[name]) or len(part) > TextPart.max_fields():
-                refuse_unknown(f"[{index}].{name}", name)
+                refuse_unknown(f"[{index}].{name}", name, TextPart.KNOWN)
         if not isinstance(part.get("text"), str):
             refuse(f"[{index}].text", "The 'text' of a text part must be a string.")
         texts.append(part["text"])

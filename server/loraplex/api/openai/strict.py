@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 from loraplex.api.openai.described import Rule
-from loraplex.http.text import printable
+from loraplex.http.text import did_you_mean, printable
 
 NEUTRAL: tuple[object, ...] = (None, False, [], {}, "auto")
 """Values that ask for nothing, whatever the field that is known and not supported."""
@@ -43,9 +43,9 @@ def refuse_unsupported(field: str, reason: str) -> NoReturn:
     raise PydanticCustomError("unsupported_field", "{reason}", {"reason": reason, "field": field})
 
 
-def refuse_unknown(field: str, name: str) -> NoReturn:
-    """`field` is where the unknown `name` stands."""
-    refuse_unsupported(field, f"Unknown field: '{printable(name)}'.")
+def refuse_unknown(field: str, name: str, known: Iterable[str]) -> NoReturn:
+    """`field` is where the unknown `name` stands, beside which `known` ones may stand."""
+    refuse_unsupported(field, f"Unknown field: '{printable(name)}'{did_you_mean(name, known) or '.'}")
 
 
 def must(reason: str) -> PydanticCustomError:
@@ -99,7 +99,7 @@ class Strict(BaseModel):
                 kept[name] = value
             elif name not in cls.UNSUPPORTED:
                 if not is_empty(value) or len(body) > cls.max_fields():
-                    refuse_unknown(name, name)
+                    refuse_unknown(name, name, cls.KNOWN)
             elif not any(_same(value, neutral) for neutral in (*NEUTRAL, *cls.UNSUPPORTED[name])):
                 refuse_unsupported(name, f"'{name}' is not supported here with this value; leave it out.")
         return kept

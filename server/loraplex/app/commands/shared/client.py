@@ -164,10 +164,11 @@ class AdminClient:
         code = body.get("code") if isinstance(body, dict) else None
         if status == 401 and not access.secret_from.startswith("--"):
             failed.message += f" This one is from {access.secret_from}."
-        if code == "insufficient_scope" and access.is_key:
-            failed.message += (
-                f" An operator can give it: loraplex key update {access.key_id} --tenant TENANT --scope all."
-            )
+        if code == "insufficient_scope" and "scope" in body:
+            caller = self.caller()
+            scopes = " ".join(f"--scope {scope}" for scope in (*caller["key"]["scopes"], body["scope"]))
+            update = f"loraplex key update {caller['key']['id']} --tenant {caller['tenant']} {scopes}"
+            failed.message += f" An operator can give it: {update}"
         if code == "tenant_not_found" and access.is_key:
             failed.message += f" {access.secret_from} is a key of the tenant '{self.caller()['tenant']}'."
         return failed

@@ -7,6 +7,7 @@ from typing import Any
 
 from loraplex.app.commands.shared.errors import CommandFailed
 from loraplex.app.commands.shared.values import check_version
+from loraplex.http.text import did_you_mean
 
 GUARD_FIELDS = ("max_false_alarm", "min_requests")
 DEFAULT = "default"
@@ -16,7 +17,11 @@ _DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{1,18})?")
 
 def parse_guard(given: str) -> dict[str, Any]:
     """A guard from `error_rate=0.01,ttft,min_requests=50`: a metric with or without its margin, or a field of
-    `GUARD_FIELDS`; `default` is every metric with its margin. The server knows the metrics. Raises CommandFailed."""
+    `GUARD_FIELDS`; `default` is every metric with its margin. The server knows the margins. Raises CommandFailed."""
+    # It takes time to import, which no other command pays.
+    from loraplex.lifecycle.release_guard.rules import METRICS
+
+    known = (*METRICS, *GUARD_FIELDS)
     guard: dict[str, Any] = {}
     for item in [] if given == DEFAULT else given.split(","):
         name, equals, value = item.partition("=")
@@ -24,6 +29,11 @@ def parse_guard(given: str) -> dict[str, Any]:
             raise CommandFailed(
                 f"--guard '{item}': write a metric as NAME or NAME=MARGIN, such as error_rate=0.01, with commas "
                 f"between them; '{DEFAULT}' alone is every metric."
+            )
+        if name not in known:
+            raise CommandFailed(
+                f"--guard '{item}': there is no metric '{name}'{did_you_mean(name, known)}; "
+                f"there are {', '.join(METRICS)}, and the fields {', '.join(GUARD_FIELDS)}."
             )
         if name in GUARD_FIELDS:
             if not equals:

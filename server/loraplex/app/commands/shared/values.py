@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from loraplex.app.commands.shared.errors import CommandFailed
-from loraplex.app.suggestions import did_you_mean
 from loraplex.control.types import ADAPTER_LIMITS, BUDGET_PERIODS, MAX_RELEASE_WEIGHT, SCOPES, Limits
+from loraplex.http.text import did_you_mean
 
 LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
 KEY_LIMITS = tuple(name for name in LIMITS if name not in ADAPTER_LIMITS)
