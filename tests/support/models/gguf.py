@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gguf
@@ -51,8 +51,11 @@ def write_gguf(
     hidden: int = 64,
     inner: int = 96,
     rope_factors: bool = False,
+    split: str | None = "smollm",
+    merges: Sequence[str] = MERGES,
+    add_space_prefix: bool = False,
 ) -> Path:
-    """Two layers with grouped-query attention. `kinds`: the value type of each linear."""
+    """Two layers with grouped-query attention. `kinds`: the value type of each linear. `split`: tokenizer.ggml.pre."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("Tiny 2L")
     writer.add_block_count(LAYERS)
@@ -64,20 +67,25 @@ def write_gguf(
     writer.add_rope_freq_base(50_000.0)
     writer.add_rope_dimension_count(hidden // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
-    tokens = [*CONTROL, *sorted(ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]
+    tokens = [
+        *CONTROL,
+        *sorted(ByteLevel.alphabet()),
+        *dict.fromkeys(merge.replace(" ", "") for merge in merges),
+    ]
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    if split is not None:
+        writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens)
     types = [gguf.TokenType.CONTROL if token in CONTROL else gguf.TokenType.NORMAL for token in tokens]
     writer.add_token_types(types)
-    writer.add_token_merges(MERGES)
+    writer.add_token_merges(merges)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_add_bos_token(False)
-    writer.add_add_space_prefix(False)
+    writer.add_add_space_prefix(add_space_prefix)
     writer.add_chat_template(TEMPLATE)
     rng = np.random.default_rng(0)
 

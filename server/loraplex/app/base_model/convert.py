@@ -3,7 +3,8 @@
 Each tensor that is written is a line `DONE TOTAL`, in bytes, on stdout. Needs neither torch nor transformers. Weights
 are dequantised some rows at a time and written at once, so that the memory needed is that of the file's own reader.
 What is written equals what transformers' GGUF loading and `save_pretrained` give, byte for byte, except versions and
-defaults in the JSON files; tests compare the two.
+defaults in the JSON files, and the tokenizer's split: transformers does not read it, so that a test compares with
+llama.cpp's ids.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,12 +21,24 @@ import ml_dtypes
 import numpy as np
 from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
 PIECE_VALUES = 1 << 20
-PRE_TOKENIZERS = ("smollm", "gpt-2", "default")
-"""llama.cpp's names for splits that GPT-2's expression makes too: "smollm" also splits digits, which the vocabulary
-has only one by one anyway."""
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""GPT-2's expression, as `ByteLevel` has it."""
+SPLITS: dict[str, Sequence[PreTokenizer]] = {
+    "gpt-2": [ByteLevel(add_prefix_space=False)],
+    "smollm": [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)],
+    "default": [
+        Split(Regex(r"[\p{P}\$\+<=>\^~\|]+"), "isolated"),
+        Split(Regex(_WORDS), "isolated"),
+        Split(Regex(r"\p{N}+"), "isolated"),
+        Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+        ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+}
+"""The parts that split a text, by llama.cpp's names (`tokenizer.ggml.pre`)."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -143,10 +156,14 @@ def model_config(reader: GGUFReader, metadata: Metadata) -> dict[str, Any]:
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
     """The byte-level BPE tokenizer that the file describes. Raises GgufUnsupported for another kind."""
     kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or split not in PRE_TOKENIZERS:
-        raise GgufUnsupported(f"the tokenizer '{kind}' with the split '{split}' is not converted")
+    if kind != "gpt2" or split not in SPLITS:
+        raise GgufUnsupported(
+            f"the tokenizer '{kind}' with the split '{split}' is not converted: 'gpt2' with {', '.join(SPLITS)} is"
+        )
     if metadata.get("tokenizer.ggml.add_bos_token") or metadata.get("tokenizer.ggml.add_eos_token"):
         raise GgufUnsupported("a tokenizer that adds tokens to every text is not converted")
+    if metadata.get("tokenizer.ggml.add_space_prefix"):
+        raise GgufUnsupported("a tokenizer that puts a space before every text is not converted")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
     if unknown := set(types) - {TokenType.NORMAL, TokenType.CONTROL}:
@@ -155,8 +172,8 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     no_affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, **no_affixes))
-    add_prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    parts = SPLITS[split]
+    tokenizer.pre_tokenizer = parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(list(parts))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A:0", pair="$A:0 $B:1", special_tokens=[]

