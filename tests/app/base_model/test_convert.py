@@ -80,7 +80,7 @@ def test_a_split_gives_the_ids_of_llama_cpp(split: str | None, tmp_path: Path) -
             {"split": "llama-bpe"},
             "'gpt2' with the split 'llama-bpe' is not converted: 'gpt2' with gpt-2, smollm",
         ),
-        ({"add_space_prefix": True}, "puts a space before every text is not converted"),
+        ({"metadata": {"tokenizer.ggml.add_space_prefix": True}}, "tokenizer.ggml.add_space_prefix is true"),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_named(keys: dict[str, Any], words: str, tmp_path: Path) -> None:

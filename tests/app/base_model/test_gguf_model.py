@@ -116,15 +116,20 @@ def test_counts_beyond_the_file_are_no_work(path: Path) -> None:
     assert "could not be read" in refusal(path)
 
 
-def test_rope_factors_need_the_models_own_config(tmp_path: Path) -> None:
+def test_rope_factors_are_the_configs(tmp_path: Path) -> None:
     folder = tmp_path / "factors"
     folder.mkdir()
-    path = write_gguf(folder / "f.gguf", kinds=Q8, rope_factors=True)
-    assert "put the model's config.json and tokenizer.json beside it" in refusal(path)
+    path = write_gguf(folder / "f.gguf", kinds=Q8, factors={"rope_freqs.weight": [2.0] * 8})
+    found = ensure_model(str(path))
+    assert "rope_freqs.weight" not in (found / "model.gguf.json").read_text()
+    assert json.loads((found / "config.json").read_text())["rope_parameters"]["short_factor"] == [2.0] * 8
+    # The model's own config goes before.
     made = ensure_model(str(write_gguf(tmp_path / "plain.gguf", kinds=Q8)))
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(made / name, folder)
-    assert "rope_freqs.weight" not in (ensure_model(str(folder)) / "model.gguf.json").read_text()
+    found = ensure_model(str(folder))
+    assert "rope_freqs.weight" not in (found / "model.gguf.json").read_text()
+    assert json.loads((found / "config.json").read_text())["rope_parameters"]["rope_type"] == "default"
 
 
 def test_plan_takes_the_file(path: Path) -> None:

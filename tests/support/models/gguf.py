@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -50,12 +51,13 @@ def write_gguf(
     kinds: Mapping[str, str] = OF_QUICKSTART,
     hidden: int = 64,
     inner: int = 96,
-    rope_factors: bool = False,
     split: str | None = "smollm",
     merges: Sequence[str] = MERGES,
-    add_space_prefix: bool = False,
+    factors: Mapping[str, Sequence[float]] | None = None,
+    metadata: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Two layers with grouped-query attention. `kinds`: the value type of each linear. `split`: tokenizer.ggml.pre."""
+    """Two layers with grouped-query attention. `kinds`: the value type of each linear; `split`: tokenizer.ggml.pre;
+    `factors`: the tensors of a rope, by name; `metadata`: more keys, or other values (None: without the key)."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("Tiny 2L")
     writer.add_block_count(LAYERS)
@@ -85,7 +87,7 @@ def write_gguf(
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
     writer.add_add_bos_token(False)
-    writer.add_add_space_prefix(add_space_prefix)
+    writer.add_add_space_prefix(False)
     writer.add_chat_template(TEMPLATE)
     rng = np.random.default_rng(0)
 
@@ -115,13 +117,26 @@ def write_gguf(
         add(block + "ffn_up", inner, hidden)
         add(block + "ffn_down", hidden, inner)
     add("output_norm", hidden)
-    if rope_factors:
-        writer.add_tensor("rope_freqs.weight", np.ones(hidden // HEADS // 2, np.float32))
+    for name, values in (factors or {}).items():
+        writer.add_tensor(name, np.array(values, np.float32))
+    for key, value in (metadata or {}).items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            add_value(writer, key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add a key by the type of its value: a number without a fraction is a uint32."""
+    if isinstance(value, list):
+        writer.add_array(key, value)
+        return
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds[type(value)](key, value)
 
 
 def convert_with_transformers(gguf: Path, target: Path, dtype: str = "bfloat16") -> None:

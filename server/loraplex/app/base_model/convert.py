@@ -24,7 +24,11 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
+from loraplex.app.base_model.gguf_keys import ARCHITECTURE, obstacle
+from loraplex.app.base_model.gguf_rope import FACTOR_TENSORS, RopeUnsupported, rope_parameters
+
 PIECE_VALUES = 1 << 20
+_MOST_FACTORS = 4096
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """GPT-2's expression, as `ByteLevel` has it."""
 SPLITS: dict[str, Sequence[PreTokenizer]] = {
@@ -40,6 +44,8 @@ SPLITS: dict[str, Sequence[PreTokenizer]] = {
 }
 """The parts that split a text, by llama.cpp's names (`tokenizer.ggml.pre`)."""
 
+_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""The tokens that end an answer in llama.cpp, by their names in the keys."""
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -69,9 +75,11 @@ def convert(
     architecture with a byte-level BPE tokenizer. Raises GgufUnsupported, OSError.
     """
     reader, metadata = open_gguf(gguf)
+    check_keys(metadata)
     tokenizer = build_tokenizer(metadata)
+    config = model_config(reader, metadata)
     target.mkdir(parents=True)
-    write_json(target / "config.json", model_config(reader, metadata))
+    write_json(target / "config.json", config)
     write_tokenizer(metadata, tokenizer, target)
     with open(target / "model.safetensors", "wb") as out:
         _write_weights(reader, metadata, out, on_written)
@@ -84,9 +92,18 @@ def open_gguf(gguf: Path) -> tuple[GGUFReader, Metadata]:
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise GgufUnsupported(f"it is no GGUF file, or is cut short or broken ({error})") from error
     metadata = Metadata(reader)
-    if (architecture := metadata["general.architecture"]) != "llama":
-        raise GgufUnsupported(f"{gguf.name} holds a model of architecture '{architecture}', not 'llama'")
+    if (architecture := metadata["general.architecture"]) != ARCHITECTURE:
+        raise GgufUnsupported(
+            f"{gguf.name} holds a model of architecture '{architecture}', not '{ARCHITECTURE}'"
+        )
     return reader, metadata
+
+
+def check_keys(metadata: Metadata, *, model: bool = True, tokenizer: bool = True) -> None:
+    """Raises GgufUnsupported for a key that changes what is computed and is not read. `model`, `tokenizer`: that part
+    is made of the metadata."""
+    if found := obstacle(metadata, model=model, tokenizer=tokenizer):
+        raise GgufUnsupported(found)
 
 
 def write_tokenizer(metadata: Metadata, tokenizer: Tokenizer, target: Path) -> None:
@@ -94,8 +111,8 @@ def write_tokenizer(metadata: Metadata, tokenizer: Tokenizer, target: Path) -> N
     write_json(target / "generation_config.json", _token_ids(metadata))
     tokenizer.save(str(target / "tokenizer.json"))
     write_json(target / "tokenizer_config.json", _tokenizer_config(metadata))
-    if template := metadata.get("tokenizer.chat_template"):
-        (target / "chat_template.jinja").write_text(template, "utf-8")
+    if len(templates := _templates(metadata)) == 1:
+        (target / "chat_template.jinja").write_text(next(iter(templates.values())), "utf-8")
 
 
 class Metadata:
@@ -113,6 +130,9 @@ class Metadata:
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self._fields else default
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
 
 def _token_ids(metadata: Metadata) -> dict[str, int]:
     names = {"bos": "bos", "eos": "eos", "pad": "padding"}
@@ -124,33 +144,71 @@ def _token_ids(metadata: Metadata) -> dict[str, int]:
 
 
 def model_config(reader: GGUFReader, metadata: Metadata) -> dict[str, Any]:
-    """The config.json of the model in bfloat16."""
+    """The config.json of the model in bfloat16. Raises GgufUnsupported."""
     heads = metadata["llama.attention.head_count"]
-    hidden = metadata["llama.embedding_length"]
+    hidden, context = metadata["llama.embedding_length"], metadata["llama.context_length"]
+    head_dim = _head_dim(metadata, hidden // heads)
+    tokens = len(metadata["tokenizer.ggml.tokens"])
+    if (size := metadata.get("llama.vocab_size", tokens)) != tokens:
+        raise GgufUnsupported(f"its metadata's llama.vocab_size is {size}, and it has {tokens} tokens")
+    try:
+        rope = rope_parameters(metadata, _rope_factors(reader), rotated=head_dim, context=context)
+    except RopeUnsupported as error:
+        raise GgufUnsupported(str(error)) from error
     return {
         "_model_name_or_path": metadata.get("general.name", ""),
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
         "dtype": "bfloat16",
-        "head_dim": metadata.get("llama.rope.dimension_count", hidden // heads),
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": metadata["llama.feed_forward_length"],
-        "max_position_embeddings": metadata["llama.context_length"],
-        "mlp_bias": False,
-        "model_type": "llama",
+        "max_position_embeddings": context,
         "num_attention_heads": heads,
         "num_hidden_layers": metadata["llama.block_count"],
         "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
         "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
-        "rope_parameters": {
-            "rope_theta": metadata.get("llama.rope.freq_base", 10_000.0),
-            "rope_type": "default",
-        },
+        "rope_parameters": rope,
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
-        "vocab_size": len(metadata["tokenizer.ggml.tokens"]),
+        "vocab_size": tokens,
+        **_family(metadata, context),
         **_token_ids(metadata),
     }
+
+
+def _head_dim(metadata: Metadata, default: int) -> int:
+    """The size of a head, which is rotated whole. Raises GgufUnsupported."""
+    size: int = metadata.get("llama.attention.key_length", default)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (other := metadata.get(f"llama.{key}", size)) != size:
+            raise GgufUnsupported(
+                f"its metadata's llama.{key} is {other}, and a head has {size} numbers; served is {size}"
+            )
+    scale = metadata.get("llama.attention.scale", 0.0)
+    if scale and abs(scale * size**0.5 - 1) > 1e-4:
+        raise GgufUnsupported(f"its metadata's llama.attention.scale is {scale}; served is {size**-0.5}")
+    return size
+
+
+def _family(metadata: Metadata, context: int) -> dict[str, Any]:
+    """Llama, or Mistral where positions see a window: llama.cpp has one architecture for both."""
+    window = metadata.get("llama.attention.sliding_window", 0)
+    if window and window < context:
+        return {
+            "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window
+        }  # fmt: skip
+    biases = {"attention_bias": False, "mlp_bias": False}
+    return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases}
+
+
+def _rope_factors(reader: GGUFReader) -> dict[str, list[float]]:
+    """The numbers of the tensors that change the rope, by name. Raises GgufUnsupported."""
+    found = {}
+    for tensor in reader.tensors:
+        if tensor.name in FACTOR_TENSORS:
+            if tensor.tensor_type.name != "F32" or tensor.n_elements > _MOST_FACTORS:
+                raise GgufUnsupported(f"the tensor {tensor.name} is not at most {_MOST_FACTORS} F32 numbers")
+            found[tensor.name] = [float(value) for value in tensor.data.reshape(-1)]
+    return found
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
@@ -160,10 +218,6 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         raise GgufUnsupported(
             f"the tokenizer '{kind}' with the split '{split}' is not converted: 'gpt2' with {', '.join(SPLITS)} is"
         )
-    if metadata.get("tokenizer.ggml.add_bos_token") or metadata.get("tokenizer.ggml.add_eos_token"):
-        raise GgufUnsupported("a tokenizer that adds tokens to every text is not converted")
-    if metadata.get("tokenizer.ggml.add_space_prefix"):
-        raise GgufUnsupported("a tokenizer that puts a space before every text is not converted")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
     if unknown := set(types) - {TokenType.NORMAL, TokenType.CONTROL}:
@@ -175,22 +229,59 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     parts = SPLITS[split]
     tokenizer.pre_tokenizer = parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(list(parts))
     tokenizer.decoder = decoders.ByteLevel()
+    begins = []
+    if metadata.get("tokenizer.ggml.add_bos_token"):
+        bos = metadata["tokenizer.ggml.bos_token_id"]
+        begins = [(_token(tokens, "bos", bos), bos)]
+    first = [token for token, _ in begins]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A:0", pair="$A:0 $B:1", special_tokens=[]
+        single=[*first, "$A:0"], pair=[*first, "$A:0", *first, "$B:1"], special_tokens=begins
     )
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL]
+    ends = {number for name in _ENDS if (number := _token_id(metadata, name)) is not None}
+    control = [
+        token
+        for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind == TokenType.CONTROL or number in ends
+    ]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     return tokenizer
 
 
+def _token_id(metadata: Metadata, name: str) -> int | None:
+    number: int | None = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return number
+
+
+def _token(tokens: list[str], name: str, number: int) -> str:
+    """The token that the metadata name by its id. Raises GgufUnsupported."""
+    if not 0 <= number < len(tokens):
+        raise GgufUnsupported(
+            f"its metadata's tokenizer.ggml.{name}_token_id is {number}, and it has {len(tokens)} tokens"
+        )
+    return tokens[number]
+
+
 def _tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     tokens = metadata["tokenizer.ggml.tokens"]
-    ids = {
-        name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "unknown", "padding")
+    short = {"unknown": "unk", "padding": "pad", "seperator": "sep"}
+    named = {
+        f"{short.get(name, name)}_token": _token(tokens, name, number)
+        for name in ("bos", *_ENDS, "unknown", "padding", "seperator", "cls", "mask")
+        if (number := _token_id(metadata, name)) is not None
     }
-    short = {"unknown": "unk", "padding": "pad"}
-    named = {f"{short.get(name, name)}_token": tokens[i] for name, i in ids.items() if i is not None}
-    return {**named, "clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+    found = {**named, "clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
+    templates = _templates(metadata)
+    if len(templates) > 1:
+        found["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return found
+
+
+def _templates(metadata: Metadata) -> dict[str, str]:
+    """The chat templates by name."""
+    prefix = "tokenizer.chat_template."
+    named = {key.removeprefix(prefix): metadata[key] for key in metadata if key.startswith(prefix)}
+    default = metadata.get("tokenizer.chat_template")
+    return ({"default": default} if default else {}) | named
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +315,8 @@ def model_weights(reader: GGUFReader, metadata: Metadata) -> list[Weight]:
     heads = {"attn_q": query, "attn_k": metadata.get("llama.attention.head_count_kv", query)}
     found = []
     for tensor in reader.tensors:
+        if tensor.name in FACTOR_TENSORS:
+            continue  # the config's
         *place, kind, leaf = tensor.name.split(".")
         if kind not in _NAMES or leaf != "weight" or (place and (place[0] != "blk" or len(place) != 2)):
             raise GgufUnsupported(f"the tensor {tensor.name} is not converted")

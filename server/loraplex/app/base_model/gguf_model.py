@@ -20,6 +20,7 @@ from loraplex.app.base_model.convert import (
     Metadata,
     Weight,
     build_tokenizer,
+    check_keys,
     convert,
     model_config,
     model_weights,
@@ -29,15 +30,11 @@ from loraplex.app.base_model.convert import (
 )
 from loraplex.app.base_model.source import TOKENIZER_FILES
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor of Llama 3's rope, which config.json describes."""
-
 
 def make_model(gguf: Path, target: Path, folder: Path | None = None) -> None:
     """Write the new directory `target`. Raises GgufUnsupported, OSError."""
     reader, metadata = open_gguf(gguf)
-    tensors = [tensor for tensor in reader.tensors if tensor.name != ROPE_FACTORS]
-    if all(tensor.tensor_type.name in PLAIN for tensor in tensors):
+    if all(tensor.tensor_type.name in PLAIN for tensor in reader.tensors):
         if folder is not None and any(
             (folder / name).is_file() for name in ("config.json", *TOKENIZER_FILES)
         ):
@@ -47,12 +44,7 @@ def make_model(gguf: Path, target: Path, folder: Path | None = None) -> None:
         convert(gguf, target)
         return
     own = None if folder is None else _own_config(folder)
-    if own is None and len(tensors) < len(reader.tensors):
-        raise GgufUnsupported(
-            f"{gguf.name} has rope factors, which its metadata does not explain: put the model's config.json and "
-            "tokenizer.json beside it, and give --model the folder"
-        )
-    reader.tensors = tensors
+    check_keys(metadata, model=own is None, tokenizer=not _has_tokenizer(folder))
     weights = model_weights(reader, metadata)
     index = {weight.name: _entry(weight) for weight in weights}
     kinds = sorted({entry["kind"] for entry in index.values()} - PLAIN.keys())
@@ -100,9 +92,13 @@ def _own_config(folder: Path) -> dict[str, Any] | None:
     return found
 
 
+def _has_tokenizer(folder: Path | None) -> bool:
+    return folder is not None and (folder / "tokenizer.json").is_file()
+
+
 def _write_texts(gguf: Path, metadata: Metadata, folder: Path | None, target: Path) -> None:
     """Write what belongs to texts: all of FOLDER's, where it has a tokenizer, else what the metadata say."""
-    if folder is not None and (folder / "tokenizer.json").is_file():
+    if folder is not None and _has_tokenizer(folder):
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 shutil.copy(folder / name, target / name)

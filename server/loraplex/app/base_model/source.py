@@ -26,7 +26,7 @@ from loraplex.adapters.errors import LoraplexError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 """Files of a model that belong to texts."""
-_GGUF_FORMAT = 2
+_GGUF_FORMAT = 3
 """A number that changes with what a directory made of a GGUF file holds."""
 Progress = Callable[[str], None]
 Note = Callable[[int], None]
