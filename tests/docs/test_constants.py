@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.admission.config import token_indices
-from loraplex.adapters.admission.peft_config import MAX_CONFIG_BYTES
 from loraplex.adapters.cache import failures
 from loraplex.adapters.device import layout
-from loraplex.adapters.store.files import CHAT_FILE_BYTES
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, MAX_CONFIG_BYTES
 from loraplex.admin import change_rate_limit
 from loraplex.admin.framework import strict_request
 from loraplex.admin.routes.usage import DEFAULT_PERIOD

@@ -1,8 +1,7 @@
 """Every size has a cap, and it is looked at before work is done.
 
 The first half walks the schemas of both ports' requests, so that a new field without a cap fails; the second half goes
-up to each cap and one beyond it, also of what is in no schema.
-"""
+up to each cap and one beyond it, also of what is in no schema."""
 
 from __future__ import annotations
 
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.store.files import MAX_CONFIG_BYTES
 from loraplex.admin.framework.strict_request import MAX_JSON_BYTES, MAX_NAME_CHARS
-from loraplex.admin.uploads.multipart import MAX_CONFIG_BYTES, MAX_HEADER_BYTES, MAX_HEADERS
+from loraplex.admin.uploads.multipart import MAX_HEADER_BYTES, MAX_HEADERS
 from loraplex.api.generation import endpoints
 from loraplex.api.openai import schemas
 from loraplex.api.routes import models

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from loraplex.adapters.store.files import MAX_CONFIG_BYTES
 from loraplex.admin.problem import Problem
-from loraplex.admin.uploads.multipart import MAX_CONFIG_BYTES, Part, UploadParser
+from loraplex.admin.uploads.multipart import Part, UploadParser
 from support.http.multipart import BOUNDARY, CONTENT_TYPE, body, end, files, in_pieces, part
 
 CONFIG = b'{"peft_type": "LORA"}'

@@ -31,9 +31,8 @@ from loraplex.adapters.admission.peft_support import (
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.contents.kinds import START_BYTES, identify_config
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.store.files import open_regular, read_into, shown
+from loraplex.adapters.store.files import MAX_CONFIG_BYTES, open_regular, read_into, shown
 
-MAX_CONFIG_BYTES = 1 << 20
 _MAX_ALPHA = 1e6
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 _T = TypeVar("_T")

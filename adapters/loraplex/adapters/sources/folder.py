@@ -24,6 +24,7 @@ from loraplex.adapters.store.files import (
     CHAT_FILE_BYTES,
     CHUNK_BYTES,
     CONFIG_NAME,
+    MAX_CONFIG_BYTES,
     TENSORS_NAME,
     TENSORS_NAMES,
     create_file,
@@ -32,7 +33,6 @@ from loraplex.adapters.store.files import (
     write_all,
 )
 
-MAX_CONFIG_BYTES = 1 << 20
 MAX_LINKS = 16
 MAX_ENTRIES = 1000
 """Names of a folder without an adapter that are looked at."""

@@ -16,6 +16,7 @@ from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import (
     CHAT_FILE_BYTES,
     CONFIG_NAME,
+    MAX_CONFIG_BYTES,
     MLX_TENSORS_NAME,
     TENSORS_NAME,
     create_file,
@@ -25,7 +26,6 @@ from loraplex.adapters.store.files import (
 
 DEADLINE_S = 600.0
 """Seconds that all bytes of an adapter may take to come."""
-MAX_CONFIG_BYTES = 1 << 20
 _PICKLED_NAME = "adapter_model.bin"
 """The name that PEFT gives weights that it pickles."""
 _MOST_BYTES = {CONFIG_NAME: MAX_CONFIG_BYTES, **CHAT_FILE_BYTES}

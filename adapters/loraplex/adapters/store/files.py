@@ -16,6 +16,8 @@ from typing import BinaryIO
 from loraplex.adapters.errors import StoreFailed, StoreFull
 
 CONFIG_NAME = "adapter_config.json"
+MAX_CONFIG_BYTES = 1 << 20
+"""The most bytes of `CONFIG_NAME`."""
 TENSORS_NAME = "adapter_model.safetensors"
 MLX_TENSORS_NAME = "adapters.safetensors"
 """The name that mlx-lm gives the tensors. They are stored under TENSORS_NAME."""

@@ -14,12 +14,18 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from loraplex.adapters.contents.places import foreign_weights, weights_kind
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, MLX_TENSORS_NAME, TENSORS_NAME, shown
+from loraplex.adapters.store.files import (
+    CHAT_FILE_BYTES,
+    CONFIG_NAME,
+    MAX_CONFIG_BYTES,
+    MLX_TENSORS_NAME,
+    TENSORS_NAME,
+    shown,
+)
 from loraplex.admin.problem import Problem
 
 ARCHIVE_NAME = "archive"
 SERVING_NAME = "serving"
-MAX_CONFIG_BYTES = 1 << 20
 MAX_SERVING_BYTES = 4096
 MAX_HEADERS = 8
 MAX_HEADER_BYTES = 4096

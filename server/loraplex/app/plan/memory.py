@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -42,8 +41,8 @@ class PlanDoesNotFit(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The memory that the operator asks for. `sites` empty: every linear of a layer. Sizes in tokens; 0: chosen.
-    `kv_cache_dtype`: the setting of this name."""
+    """The memory that the operator asks for: `adapters` of the server, on the device or in host memory. `sites` empty:
+    every linear of a layer. Sizes in tokens; 0: chosen. `kv_cache_dtype`: the setting of this name."""
 
     adapters: int
     rank: int
@@ -56,8 +55,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sizes in bytes. `resident` adapters of the wanted rank fit on the device, `in_host` in host memory. `places` are
-    (context length, sequences that run at once)."""
+    """How the memory is divided. Sizes in bytes."""
 
     wanted: Wanted
     sites: tuple[str, ...]
@@ -65,11 +63,19 @@ class Plan:
     reserve: int
     activations: int
     arena: int
+    """Device memory for adapters."""
     arena_pages: int
     page: int
     adapter: int
+    """One adapter of the wanted rank."""
     resident: int
+    """Such adapters that fit on the device."""
     in_host: int
+    """Such adapters that fit into `host`."""
+    host: int
+    """Host memory for adapters; 0 where the host is not known and no adapter waits."""
+    waiting: int
+    """Wanted adapters that are in host memory alone."""
     kv: int
     kv_blocks: int
     block: int
@@ -77,6 +83,7 @@ class Plan:
     total: int
     free: int
     places: tuple[tuple[int, int], ...]
+    """(Context length, sequences that run at once)."""
     settings: dict[str, str | int] = field(default_factory=dict)
 
 
@@ -96,11 +103,6 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
     )
     sites = _sites(model, layout, wanted)
     adapter = adapter_pages(layout, wanted.rank, sites) * layout.page_bytes
-    if wanted.adapters > MAX_SLOTS:
-        raise PlanDoesNotFit(
-            f"{wanted.adapters} adapters: at most {MAX_SLOTS} are on a device at a time. The others of a larger "
-            "catalog wait in host memory and on the disk: plan for those that are asked for within a few seconds."
-        )
     reserve, weights = RESERVES[device.kind], model.weight_bytes
     tokens = most_tokens(0, device.kind, row_bytes(model.site_groups, model.dtype.itemsize), device.memory)
     recorded = most_recorded_rows(-1, device.capability, model.shape.num_layers, model.num_weights)
@@ -112,13 +114,14 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
             f"{_gib(reserve + activations)} for the rest of a server: a device of at least "
             f"{_gib(weights + reserve + activations + adapter + block)} is needed."
         )
-    budget = _whole_mib(max(wanted.adapters * adapter, layout.smallest_full_bytes), layout.page_bytes)
+    needed = -(-max(wanted.context, wanted.max_model_len) // BLOCK_SIZE) * block
+    on_device, host = _share(device, wanted, layout, adapter, free - activations, needed, host_free)
+    budget = _whole_mib(max(on_device * adapter, layout.smallest_full_bytes), layout.page_bytes)
     pages, slots = arena_size(budget, layout)
     arena = arena_bytes(pages, layout)
-    size, kv_budget = _kv_size(model, wanted, target, free - arena, device, activations, adapter)
-    host = (
-        None if host_free is None else _whole_mib(max(host_budget(host_free), layout.smallest_full_bytes), 1)
-    )
+    size, kv_budget = _kv_size(model, wanted, target, free - arena, device, activations)
+    if host is not None:
+        host = _whole_mib(max(host, layout.smallest_full_bytes), 1)
     settings: dict[str, str | int] = {
         "device": device.kind,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -145,7 +148,9 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
         page=layout.page_bytes,
         adapter=adapter,
         resident=min(pages * layout.page_bytes // adapter, slots),
-        in_host=0 if host is None else host // adapter,
+        in_host=(host or 0) // adapter,
+        host=host or 0,
+        waiting=wanted.adapters - on_device,
         kv=kv,
         kv_blocks=size.num_blocks,
         block=block,
@@ -157,6 +162,43 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
     )
 
 
+def _share(
+    device: Device,
+    wanted: Wanted,
+    layout: ArenaLayout,
+    adapter: int,
+    free: int,
+    needed: int,
+    host_free: int | None,
+) -> tuple[int, int | None]:
+    """Adapters on the device, and bytes of host memory for adapters (None: unknown). `free` bytes are for adapters and
+    KV cache, `needed` of them for one sequence.
+
+    All are on the device where they fit beside it. Else adapters take half of what is free, and host memory has a copy
+    of each, because those that were used last keep theirs. Raises PlanDoesNotFit."""
+    unit = max(MIB, layout.page_bytes)
+
+    def fit(num_bytes: int) -> int:
+        whole = (num_bytes - layout.page_bytes) // unit * unit
+        return whole // adapter if whole >= layout.smallest_full_bytes else 0
+
+    most = fit(free - needed)
+    if wanted.adapters <= min(most, MAX_SLOTS):
+        return wanted.adapters, None if host_free is None else host_budget(host_free)
+    host = wanted.adapters * adapter
+    room = free if host_free is None else free - host  # a CPU has one memory for both
+    on_device = min(max(1, fit(room // 2)), fit(room - needed), MAX_SLOTS)
+    if on_device > 0:
+        return on_device, host
+    fewer = min(most, wanted.adapters - 1)
+    remedy = f"{fewer} adapters of rank {wanted.rank} fit" if fewer > 0 else "a shorter --context may fit"
+    raise PlanDoesNotFit(
+        f"{wanted.adapters} adapters of rank {wanted.rank} take {_gib(host)}, and leave {_gib(max(0, free - host))} of "
+        f"{device.name}'s {_gib(device.memory)} for the KV cache; one sequence of "
+        f"{max(wanted.context, wanted.max_model_len)} tokens needs {_gib(needed)}: {remedy}."
+    )
+
+
 def _kv_size(
     model: ModelOutline,
     wanted: Wanted,
@@ -164,22 +206,11 @@ def _kv_size(
     kv_free: int,
     device: Device,
     activations: int,
-    adapter: int,
 ) -> tuple[KVSize, int]:
     """The KV cache that a start would choose of `kv_free` bytes, less if the activations need more than that leaves;
     and the setting, in whole MiB, that gives it."""
     of_cache = kv_dtype(wanted.kv_cache_dtype, model.dtype)
     block = block_bytes(model.shape, of_cache)
-    needed = -(-max(wanted.context, wanted.max_model_len) // BLOCK_SIZE) * block
-    if kv_free - activations < needed:
-        fewer = wanted.adapters - math.ceil((needed - kv_free + activations) / adapter)
-        remedy = f"{fewer} adapters of rank {wanted.rank} fit" if fewer > 0 else "a shorter --context may fit"
-        raise PlanDoesNotFit(
-            f"{wanted.adapters} adapters of rank {wanted.rank} take {_gib(wanted.adapters * adapter)}, and leave "
-            f"{_gib(max(0, kv_free - activations))} of {device.name}'s {_gib(device.memory)} for the KV cache; one "
-            f"sequence of {max(wanted.context, wanted.max_model_len)} tokens needs {_gib(needed)}: {remedy}."
-        )
-
     # A start measures what is an estimate here.
     left = max(block, kv_free - activations - headroom(device.memory))
 

@@ -31,10 +31,13 @@ def print_plan(
     ]
     for name, num_bytes, note in rows:
         out.line(f"  {name:<38}{_size(num_bytes):>11}  {note}".rstrip())
-    out.line(
-        f"\nadapters: {_size(plan.adapter)} each at rank {wanted.rank} on {', '.join(plan.sites)}; "
-        f"{plan.resident} fit on the device" + (f", {plan.in_host} in host memory" if plan.in_host else "")
-    )
+    out.line(f"\nadapters: {_size(plan.adapter)} each at rank {wanted.rank} on {', '.join(plan.sites)}")
+    on_device = wanted.adapters - plan.waiting
+    out.line(f"  {on_device:>5} on the device: {_size(on_device * plan.adapter)}")
+    out.line(f"  {plan.waiting:>5} wait in host memory: {_size(plan.waiting * plan.adapter)}")
+    if plan.host:
+        must = f", which {device.name}'s host must have free" if device.kind == "cuda" else ""
+        out.line(f"  host memory for copies of both: {_size(plan.host)} ({plan.in_host} adapters){must}")
     out.line(f"longest sequence: {plan.max_model_len} tokens\nsequences at once, each of")
     for length, places in plan.places:
         out.line(f"  {length:>7} tokens: {places:>4}")
