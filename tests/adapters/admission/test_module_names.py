@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.admission.base_model import load_base_spec, read_base_weight
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.tensors import read_tensor
@@ -21,6 +23,7 @@ from support.adapters.drafts import (
     write_base,
     write_safetensors,
 )
+from support.adapters.peft_zoo import train
 
 DECODERS = ("model.", "", "model.language_model.", "language_model.", "language_model.model.")
 HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out")
@@ -208,3 +211,113 @@ def test_a_target_that_other_models_call_their_head_is_not_taken_for_it(
     (warning,) = [c["detail"] for c in checks if c["name"] == "coverage" and not c["ok"]]
     assert "output" in warning
     assert "lm_head" not in warning
+
+
+WRAPPED: dict[str, tuple[str, str]] = {
+    "a compiled model": ("base_model.model._orig_mod.model.layers.{}.{}", "_orig_mod.model.layers.{}.{}"),
+    "compiled layers": ("base_model.model.model.layers.{}._orig_mod.{}", "model.layers.{}._orig_mod.{}"),
+    "a compiled model of PEFT": ("_orig_mod.base_model.model.model.layers.{}.{}", "model.layers.{}.{}"),
+    "a model of DataParallel": ("module.base_model.model.model.layers.{}.{}", "module.model.layers.{}.{}"),
+    "a model of DataParallel inside": ("base_model.model.module.model.layers.{}.{}", "module.model.layers.{}.{}"),
+    "a sharded model": (
+        "base_model.model._fsdp_wrapped_module.model.layers.{}._fsdp_wrapped_module.{}", "model.layers.{}.{}",
+    ),
+    "checkpointed layers": (
+        "base_model.model.model.layers.{}._checkpoint_wrapped_module.{}",
+        "model.layers.{}._checkpoint_wrapped_module.{}",
+    ),
+    "PEFT twice": (
+        "base_model.model.base_model.model.model.layers.{}.{}", "base_model.model.model.layers.{}.{}",
+    ),
+    "all at once": (
+        "_orig_mod.module.base_model.model._orig_mod.model.layers.{}._fsdp_wrapped_module._orig_mod.{}",
+        "_orig_mod.model.layers.{}._fsdp_wrapped_module._orig_mod.{}",
+    ),
+}  # fmt: skip
+
+
+def draft_wrapped(tensor: str, path: str) -> AdapterDraft:
+    """Whole paths in each field that has them, and an expression."""
+    q0, up0, up1 = (
+        path.format(*where) for where in ((0, "self_attn.q_proj"), (0, "mlp.up_proj"), (1, "mlp.up_proj"))
+    )
+    draft = draft_adapter(
+        ARCH,
+        ranks={f"model.{UP1}": 6},
+        targets=["q_proj", "up_proj"],
+        target_modules=[q0, up0, up1, "k_proj"],
+        exclude_modules=[path.format(i, "self_attn.k_proj") for i in (0, 1)],
+        rank_pattern={up1: 6},
+        alpha_pattern={
+            f"^{up0}$": 3,
+            up1.replace(".", r"\."): 5,
+            f"{q0[:-6].replace('.', chr(92) + '.')}[qr]_proj": 7,
+        },
+    )
+    draft.tensors = {
+        tensor.format(*name.removeprefix("base_model.model.model.layers.").split(".", 1)): t
+        for name, t in draft.tensors.items()
+        if ".1.self_attn" not in name
+    }
+    return draft
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_an_adapter_of_a_wrapped_model_is_that_of_the_model_itself(
+    case: str, base: BaseSpec, tmp_path: Path
+) -> None:
+    plain = draft_wrapped("base_model.model.model.layers.{}.{}", "model.layers.{}.{}")
+    expected = read_both(plain, tmp_path / "plain", base)
+    assert {key: parts[0] for key, parts in expected.items()} == {
+        (0, "q_proj"): 7 / 4, (0, "up_proj"): 3 / 4, (1, "up_proj"): 5 / 6,
+    }  # fmt: skip
+    assert_equal(read_both(draft_wrapped(*WRAPPED[case]), tmp_path / "wrapped", base), expected)
+
+
+def test_two_tensors_of_one_module_are_refused_whatever_wraps_it(base: BaseSpec, tmp_path: Path) -> None:
+    draft = draft_named("model.", targets=["q_proj"])
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    draft.tensors[name.replace("model.model.", "model._orig_mod.model.")] = draft.tensors[name]
+    error = refusal(draft, tmp_path, base)
+    assert (error.code, "another tensor stands for the same weight" in error.message) == (
+        "unexpected_tensor",
+        True,
+    )
+
+
+def test_what_peft_saves_of_wrapped_models_is_served_or_told_to_be_empty(tmp_path: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from transformers import AutoModelForCausalLM
+
+    directory = write_base(tmp_path / "base", ARCH, dtype="F32")
+    spec = load_base_spec(directory)
+
+    def adapted(model: Any, **options: Any) -> Any:
+        return get_peft_model(
+            model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **options)
+        )
+
+    def saved(model: Any, name: str, **options: Any) -> tuple[Path, Path]:
+        train(model, 0, 0.1)
+        model.save_pretrained(str(tmp_path / name), **options)
+        return tmp_path / name / "adapter_config.json", tmp_path / name / "adapter_model.safetensors"
+
+    def load() -> Any:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+
+    files = saved(adapted(torch.compile(load()), trainable_token_indices=[1, 2]), "compiled")
+    found = inspect_adapter(*files, spec, max_rank=16)
+    # Of a compiled model PEFT's all-linear does not know the head, and takes it too.
+    assert (len(found.sites), [t.ids for t in found.tokens]) == (15, [(1, 2)])
+    assert len(Upload(*files, spec).sites) == 16
+    wrapped = adapted(load())
+    apply_activation_checkpointing(wrapped, check_fn=lambda module: "DecoderLayer" in type(module).__name__)
+    model = adapted(load())
+    for empty in (
+        saved(wrapped, "checkpointed"),
+        saved(model, "parallel", state_dict={f"module.{k}": v for k, v in model.state_dict().items()}),
+    ):
+        with pytest.raises(AdapterRefused, match="without state_dict and outside of wrappers"):
+            inspect_adapter(*empty, spec, max_rank=16)

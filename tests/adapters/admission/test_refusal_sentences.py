@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.config.token_indices import MAX_TOKEN_ROWS
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.admission.peft_support import CONFIG_FIELDS, TENSOR_KINDS, UNKNOWN_FIELD, ConfigField
+from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import BaseSpec
 from support.adapters.admission import ARCH, admit, halves
@@ -82,35 +84,53 @@ def test_what_the_advice_is_tested_by_finds_the_advice_of_old() -> None:
     assert advised_edits("take the name out of the list")
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_the_conversion_that_is_proposed_makes_an_adapter_that_equals_peft(
-    tmp_path: Path, base_dir: Path, base: BaseSpec, init: str
-) -> None:
-    """The one remedy that a message names: PEFT makes another file of the trained model."""
+def trained(base_dir: Path, init: Any, **options: Any) -> Any:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32),
-        LoraConfig(
-            task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=init
-        ),
-    )
-    model.save_pretrained(str(tmp_path / "initial"))
-    before = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32).state_dict()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(str(tmp_path / "raw"))
-    files = tmp_path / "raw" / "adapter_config.json", tmp_path / "raw" / "adapter_model.safetensors"
+    plain = AutoModelForCausalLM.from_pretrained(base_dir, dtype=torch.float32)
+    config = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "init_lora_weights": init,
+    } | options
+    return get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **config))
+
+
+def saved(model: Any, directory: Path, **options: Any) -> tuple[Path, Path]:
+    model.save_pretrained(str(directory), **options)
+    return directory / "adapter_config.json", directory / "adapter_model.safetensors"
+
+
+CONVERTED: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "rank-stabilised": {"use_rslora": True},
+    "ranks by module": {"rank_pattern": {"q_proj": 2}},
+    "alphas by module": {"alpha_pattern": {"q_proj": 3}},
+    "the head": {"target_modules": ["q_proj", "lm_head"]},
+    "some layers": {"layers_to_transform": [1]},
+    "an expression": {"target_modules": r".*\.(q|v)_proj"},
+}
+
+
+@pytest.mark.parametrize(
+    ("init", "second"), [("olora", "alone"), *(("pissa", second) for second in CONVERTED)]
+)
+def test_the_conversion_that_is_proposed_makes_an_adapter_that_equals_peft(
+    tmp_path: Path, base_dir: Path, base: BaseSpec, init: str, second: str
+) -> None:
+    """PEFT makes another file of the trained model, which has all that was trained."""
+    model = trained(base_dir, init, **CONVERTED[second])
+    saved(model, tmp_path / "initial")
+    before = trained(base_dir, True).unload().state_dict()
+    train_beside(model)
     with pytest.raises(AdapterRefused, match="path_initial_model_for_weight_conversion"):
-        inspect_adapter(*files, base, max_rank=16)
-    model.save_pretrained(
-        str(tmp_path / "plain"), path_initial_model_for_weight_conversion=str(tmp_path / "initial")
+        inspect_adapter(*saved(model, tmp_path / "raw"), base, max_rank=16)
+    plain = saved(
+        model, tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
     )
-    plain = tmp_path / "plain" / "adapter_config.json", tmp_path / "plain" / "adapter_model.safetensors"
     spec = inspect_adapter(*plain, base, max_rank=16)
     merged = model.merge_and_unload().state_dict()
     from loraplex.adapters.store.tensors import read_tensor
@@ -120,6 +140,77 @@ def test_the_conversion_that_is_proposed_makes_an_adapter_that_equals_peft(
         a, b = read_tensor(plain[1], site.a), read_tensor(plain[1], site.b)
         change = (merged[path] - before[path]).numpy()
         np.testing.assert_allclose(site.scaling * (b @ a), change, atol=2e-5)
+
+
+def train_beside(model: Any) -> None:
+    """Move all that is trained."""
+    import torch
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+NOT_CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
+    "DoRA": ({"use_dora": True}, "DoRA's magnitudes"),
+    "trained tokens": ({"trainable_token_indices": [1, 2]}, "rows of trained tokens"),
+    "the embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, "LoRA on an embedding"),
+    "a whole module": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "two at once": (
+        {"use_dora": True, "trainable_token_indices": [1]}, "DoRA's magnitudes and rows of trained tokens",
+    ),
+    "ranks under rank-stabilised scaling": (
+        {"use_rslora": True, "rank_pattern": {"q_proj": 2}}, "use_rslora beside rank_pattern or alpha_pattern",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("second", NOT_CONVERTED)
+def test_no_conversion_is_proposed_that_would_lose_what_was_trained(
+    tmp_path: Path, base_dir: Path, base: BaseSpec, second: str
+) -> None:
+    options, told = NOT_CONVERTED[second]
+    model = trained(base_dir, "pissa", **options)
+    saved(model, tmp_path / "initial")
+    train_beside(model)
+    raw = saved(model, tmp_path / "raw")
+    with pytest.raises(AdapterRefused) as caught:
+        inspect_adapter(*raw, base, max_rank=16)
+    assert f"PEFT does not convert {told}, so" in caught.value.message
+    assert "path_initial_model_for_weight_conversion" not in caught.value.message
+    # It is so: PEFT's conversion fails, or its file lacks a part of what was trained.
+    try:
+        plain = saved(
+            model, tmp_path / "plain", path_initial_model_for_weight_conversion=str(tmp_path / "initial")
+        )
+    except ValueError:
+        assert "use_rslora" in told
+    else:
+        assert not read_header(raw[1]).keys() <= read_header(plain[1]).keys()
+        with pytest.raises(AdapterRefused):
+            inspect_adapter(*plain, base, max_rank=16)
+    if "modules_to_save" not in options:  # never served
+        again = trained(base_dir, True, **options)
+        train_beside(again)
+        inspect_adapter(*saved(again, tmp_path / "again", save_embedding_layers=False), base, max_rank=16)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"layers_to_transform": [1]}, {"target_modules": ["q_proj", "lm_head"]}]
+)
+def test_lora_in_place_of_too_many_rows_is_served(
+    tmp_path: Path, base_dir: Path, base: BaseSpec, options: dict[str, Any]
+) -> None:
+    error = refused(base, tmp_path, trainable_token_indices=list(range(MAX_TOKEN_ROWS + 1)))
+    assert "embed_tokens can be a target, without DoRA and aLoRA" in error.message
+    targets = [*options.get("target_modules", ["q_proj"]), "embed_tokens"]
+    if "layers_to_transform" in options:  # a name of a target behind the layers is none of theirs
+        targets[-1] = "model.embed_tokens"
+    model = trained(base_dir, True, **(options | {"target_modules": targets}))
+    train_beside(model)
+    spec = inspect_adapter(*saved(model, tmp_path / "lora"), base, max_rank=16)
+    assert "embed_tokens" in spec.targets
 
 
 def test_all_faults_are_told_at_once_with_the_code_and_feature_of_the_first(

@@ -12,9 +12,12 @@ import pytest
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.config.token_indices import MAX_TOKEN_ROWS
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.numerics import EMBEDDING_ROWS, HEAD_ROWS
+from loraplex.adapters.numerics.upload import Upload, UploadedRows
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from support.adapters.admission import ARCH, halves, refusal
 from support.adapters.drafts import AdapterDraft, TinyBase, base_tensors, draft_adapter, write_base
+from support.adapters.peft_zoo import train
 
 EMBED, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
 TIED = TinyBase(tied=True)
@@ -89,6 +92,51 @@ def test_rows_are_read_as_peft_reads_them(
     assert spec.report["parameters"] == plain.report["parameters"] + added
 
 
+@pytest.mark.parametrize(
+    "indices", [[5, 1], {"embed_tokens": [5, 1]}, {"embed_tokens": [5, 1], "lm_head": [5, 1]}]
+)
+def test_rows_of_a_tied_head_that_are_the_embeddings_are_a_copy(
+    indices: Any, tmp_path: Path, bases: dict[str, BaseSpec]
+) -> None:
+    """As PEFT saves them with `save_embedding_layers`, or after a vocabulary was resized."""
+    draft = with_rows(indices, {HEAD: 2, EMBED: 2})
+    for module in (EMBED, HEAD):
+        draft.tensors[f"{module}.token_adapter.base_layer.weight"] = base_tensors(TIED)[
+            "model.embed_tokens.weight"
+        ]
+    spec = inspect(draft, tmp_path, bases["tied"])
+    once = inspect(with_rows(indices, {EMBED: 2}), tmp_path / "once", bases["tied"])
+    assert [(t.module_path, t.ids, t.in_embedding, t.in_head) for t in spec.tokens] == [
+        (t.module_path, t.ids, t.in_embedding, t.in_head) for t in once.tokens
+    ]
+    assert spec.report["parameters"] == once.report["parameters"]
+    second = Upload(tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors", bases["tied"])
+    assert {site for _, site in second.sites} == {"q_proj", "v_proj", EMBEDDING_ROWS, HEAD_ROWS}
+    for site in (EMBEDDING_ROWS, HEAD_ROWS):
+        rows = second.read(0, site)
+        assert isinstance(rows, UploadedRows)
+        assert (rows.ids.tolist(), rows.rows.shape) == ([1, 5], (2, C))
+
+
+def test_the_way_to_save_again_that_is_proposed_is_served(tmp_path: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    directory = write_base(tmp_path / "base", TIED, dtype="F32")
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], trainable_token_indices=[3, 4])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32), config)
+    train(model, 0, 0.1)
+    base = load_base_spec(directory)
+    found = {}
+    for saved in (True, False):
+        out = tmp_path / str(saved)
+        model.save_pretrained(str(out), save_embedding_layers=saved)
+        files = out / "adapter_config.json", out / "adapter_model.safetensors"
+        found[saved] = inspect_adapter(*files, base, max_rank=16)
+    assert [t.ids for t in found[True].tokens] == [t.ids for t in found[False].tokens] == [(3, 4)]
+
+
 def test_lora_on_the_embedding_is_a_site_and_copies_of_it_are_dropped(
     tmp_path: Path, bases: dict[str, BaseSpec]
 ) -> None:
@@ -129,7 +177,20 @@ REFUSALS: dict[str, Case] = {
     ),
     "no rows": ("untied", "missing_tensor", None, lambda: with_rows([3], {}), "no trainable_tokens_delta came for it"),
     "rows of the head that nobody named": (
-        "tied", "unexpected_tensor", None, lambda: with_rows([3], {EMBED: 1, HEAD: 1}), "does not name its tokens",
+        "untied", "unexpected_tensor", None, lambda: with_rows([3], {EMBED: 1, HEAD: 1}), "does not name its tokens",
+    ),
+    "other rows of a tied head than of the embedding": (
+        "tied", "unexpected_tensor", None,
+        lambda: _tensor(with_rows([3], {EMBED: 1}), f"{HEAD}.token_adapter.trainable_tokens_delta", halves(1, C) * 2),
+        "other rows of trainable_token_indices for lm_head",
+    ),
+    "rows of a tied head in another dtype": (
+        "tied", "unexpected_tensor", None,
+        lambda: _tensor(
+            with_rows({"embed_tokens": [3], "lm_head": [3]}, {EMBED: 1}),
+            f"{HEAD}.token_adapter.trainable_tokens_delta", halves(1, C).astype(np.float16),
+        ),
+        "other rows of trainable_token_indices for lm_head",
     ),
     "rows of a linear": (
         "untied", "unsupported_feature", "trainable_token_indices",

@@ -19,6 +19,7 @@ from loraplex.adapters.admission.config.invocation import check_invocation
 from loraplex.adapters.admission.config.token_indices import (
     check_finite_rows,
     check_tied_head,
+    check_tied_rows,
     find_token_rows,
 )
 from loraplex.adapters.admission.faults import Faults
@@ -32,7 +33,7 @@ from loraplex.adapters.admission.modules import (
 )
 from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
 from loraplex.adapters.admission.safetensors_header import read_header
-from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, weight_names
+from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, unwrap, weight_names
 from loraplex.adapters.admission.trained_base import CHECK, compare_bases
 from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
@@ -163,13 +164,13 @@ def _inspect(
     tensors: AdapterTensors | None = None
     # First: what the config says of modules, it says by the names that the tensors have.
     with report.check("header"):
-        header = read_header(tensors_path)
+        header = unwrap(read_header(tensors_path))
         names = names_of(weight_names(header), base)
     named = names or names_of((), base)
     by_path = {named.in_file(shape.module_path): shape for shape in base.sites.values()}
     with report.check("config"):
         faults = Faults()
-        settings = read_settings(config_path, by_path, faults)
+        settings = read_settings(config_path, by_path, faults, header or ())
         faults.raise_any()
         assert settings is not None
         scaling = ", rank-stabilised scaling" if settings.use_rslora else ""
@@ -199,6 +200,7 @@ def _inspect(
         with report.check("values"):
             report.norm = _measure(tensors_path, sites, base, replaces_rows=bool(tokens))
             check_finite_rows(tensors_path, tokens)
+            check_tied_rows(tensors_path, tensors, tokens, named)
             if has_tied_head(settings, tensors, base):
                 check_tied_head(tensors_path, sites)
             report.done("finite, and of effect")

@@ -8,6 +8,7 @@ transformers, and `key_mapping` of `PeftModel.from_pretrained`, which renames th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,6 +33,17 @@ HEADS: tuple[tuple[str, str], ...] = (
 )
 """Names of the linear behind the layers, and which model they are names in."""
 HEAD_NAMES = frozenset(name for name, _ in HEADS)
+WRAPPERS: tuple[tuple[str, str], ...] = (
+    ("_orig_mod", "torch.compile, of the model or of its layers"),
+    ("_fsdp_wrapped_module", "FullyShardedDataParallel"),
+    ("_checkpoint_wrapped_module", "PyTorch's wrapper for activation checkpointing"),
+)
+"""Words that a wrapper puts into the paths of the modules inside it, anywhere, and which wrapper."""
+_WRAPPER = re.compile(rf"(?<![^.])(?:{'|'.join(word for word, _ in WRAPPERS)})\\?\.")
+PREFIX = "base_model.model."
+"""The prefix that PEFT gives the path of a module."""
+_OUTSIDE = re.compile(r"(?:module\\?\.)*(?:base_model\\?\.model\\?\.(?:module\\?\.)*)*")
+"""The prefixes of PEFT and of DataParallel: both may be there more than once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,19 @@ class ModuleNames:
         if "." not in name and (self.head is None or name not in HEAD_NAMES):
             return name
         return self.in_file(self.in_base(name))
+
+
+def without_wrappers(name: str) -> str:
+    """The path of a module, or an expression for paths, in the model that was wrapped."""
+    return _OUTSIDE.sub("", _WRAPPER.sub("", name), count=1)
+
+
+def tensor_without_wrappers(name: str) -> str:
+    """The name that PEFT gives a tensor where nothing wraps the model; its own where PEFT's prefix is not there."""
+    bare = _WRAPPER.sub("", name)
+    outside = _OUTSIDE.match(bare)
+    end = outside.end() if outside else 0
+    return PREFIX + bare[end:] if PREFIX in bare[:end] else name
 
 
 def names_of(modules: Iterable[str], base: BaseSpec) -> ModuleNames:

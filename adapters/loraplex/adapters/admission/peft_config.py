@@ -27,6 +27,7 @@ from loraplex.adapters.admission.peft_support import (
     UNKNOWN_FIELD,
     is_neutral,
     is_number,
+    not_converted,
 )
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.contents.kinds import START_BYTES, identify_config
@@ -87,9 +88,11 @@ def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
     return found
 
 
-def read_settings(path: Path, module_paths: Iterable[str], faults: Faults) -> LoraSettings | None:
+def read_settings(
+    path: Path, module_paths: Iterable[str], faults: Faults, tensors: Iterable[str] = ()
+) -> LoraSettings | None:
     """The settings as `parse_peft_config` returns them, with refusals added to `faults`. None if a field that counts
-    cannot be read.
+    cannot be read. `tensors`: the names of those that came with the config.
 
     Raises AdapterRefused where nothing of the config can be."""
     config = _read(path)
@@ -99,12 +102,13 @@ def read_settings(path: Path, module_paths: Iterable[str], faults: Faults) -> Lo
     if peft_type != "LORA":
         about = FIELD_RULES["peft_type"].explain(peft_type)
         unsupported("peft_type", f"{as_json(peft_type)} adapters are not served, only LORA: {about}")
+    unconverted = not_converted(config, tensors)
     settings = {name: config.pop(name) for name in sorted(READ_FIELDS) if name in config}
     notes: list[str] = []
     _drop_unused_head(config, notes)
     for name, value in config.items():
         with faults.collect():
-            _check_other(name, value, notes)
+            _check_other(name, value, unconverted, notes)
     unreadable = Faults()
     found = _parse_settings(settings, list(module_paths), notes, unreadable)
     with faults.collect():
@@ -135,7 +139,7 @@ def _drop_unused_head(config: dict[str, Any], notes: list[str]) -> None:
         )
 
 
-def _check_other(name: str, value: Any, notes: list[str]) -> None:
+def _check_other(name: str, value: Any, unconverted: list[str], notes: list[str]) -> None:
     rule = FIELD_RULES.get(name)
     accepts = is_neutral if rule is None or rule.accepts is None else rule.accepts
     if accepts(value):
@@ -144,7 +148,7 @@ def _check_other(name: str, value: Any, notes: list[str]) -> None:
         notes.append(f"{name} = {as_json(value)} is nothing that PEFT writes; it is not read ({rule.note})")
         return
     feature = name if _FIELD_NAME.fullmatch(name) else shown(name, 64)
-    about = rule.explain(value) if rule else UNKNOWN_FIELD
+    about = rule.explain(value, unconverted) if rule else UNKNOWN_FIELD
     unsupported(feature, f"{feature} = {as_json(value)} is not served: {about}")
 
 

@@ -8,7 +8,7 @@ refused as `unsupported_feature` with any other: what a PEFT of tomorrow writes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ def _is_served_task(value: Any) -> bool:
     return is_neutral(value) or value in _SERVED_TASKS
 
 
-def _about_task(value: Any) -> str:
+def _about_task(value: Any, _: Sequence[str]) -> str:
     if value in _HEAD_TASKS:
         return (
             "such a training has a head of its own (score, classifier) that gives the answers; heads are not served, "
@@ -65,9 +65,15 @@ def _about_task(value: Any) -> str:
     return "no task of PEFT has this name, so what was trained is not known"
 
 
-def _about_initialisation(value: Any) -> str:
+def _about_initialisation(value: Any, unconverted: Sequence[str]) -> str:
     started = "the training started from base weights that it had changed itself"
     if isinstance(value, str) and value.startswith(_CONVERTED_BY_PEFT):
+        if unconverted:
+            return (
+                f"{started}, so lora_A and lora_B fit those and not this base; PEFT does not convert "
+                f"{' and '.join(unconverted)}, so no file that PEFT makes of this training fits: train again from the "
+                "unchanged base (init_lora_weights true)"
+            )
         return (
             f"{started}, so lora_A and lora_B fit those and not this base; PEFT's save_pretrained with "
             "path_initial_model_for_weight_conversion makes a plain LoRA for this base of the trained model"
@@ -92,13 +98,14 @@ class ConfigField:
     accepted: tuple[Any, ...]
     refused: tuple[Any, ...]
     note: str = ""
-    about: str | Callable[[Any], str] = ""
+    about: str | Callable[[Any, Sequence[str]], str] = ""
     codes: tuple[RefusalCode, ...] = ("unsupported_feature",)
     idle: bool = False
 
-    def explain(self, value: Any) -> str:
-        """Explain what a refused value means for the trained weights."""
-        return self.about if isinstance(self.about, str) else self.about(value)
+    def explain(self, value: Any, unconverted: Sequence[str] = ()) -> str:
+        """Explain what a refused value means for the trained weights. `unconverted`: what `not_converted` tells of the
+        same adapter."""
+        return self.about if isinstance(self.about, str) else self.about(value, unconverted)
 
 
 def _read(
@@ -218,7 +225,8 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         _is_plain_initialisation,
         (True, False, None, *_UNCHANGED),
         ("pissa", "pissa_niter_16", "olora", "corda", "lora_ga", "loftq"),
-        "PiSSA, OLoRA, CorDA and LoRA-GA change the base: served once PEFT has converted them, not before",
+        "PiSSA, OLoRA, CorDA and LoRA-GA change the base: served once PEFT has converted them, not before; PEFT does "
+        "not convert DoRA, trained tokens, LoRA on an embedding, `modules_to_save`, and patterns under rsLoRA",
         about=_about_initialisation,
     ),
     _idle("lora_dropout", _is_number_or_null, (0.0, 0.1, None, "0.1"), "of effect in training only"),
@@ -249,7 +257,8 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         "trainable_token_indices",
         (None, [], [1, 2], {"embed_tokens": [1]}, {"lm_head": [3, 1]}),
         ([1, 1], [-1], {"embed_tokens": "1"}, "1"),
-        "rows of the embedding, of the head where it is tied to it, or of `lm_head`; up to 1024 of each",
+        "rows of the embedding, of the head where it is tied to it, or of `lm_head`; up to 1024 of each. Where PEFT "
+        "has saved the rows of a tied head too, they must equal the embedding's",
     ),
     _neutral("lora_bias", (True,), f"a bias was trained beside each lora_B; it {_REST}"),
     _neutral(
@@ -325,6 +334,26 @@ class TensorKind:
         """Explain what refused tensors mean for the others."""
         rule = FIELD_RULES.get(self.feature or "")
         return self.about or (rule.explain(None) if rule else "")
+
+
+_NOT_CONVERTED = (
+    ("lora_magnitude_vector", "DoRA's magnitudes"),
+    ("trainable_tokens_delta", "rows of trained tokens"),
+    ("lora_embedding_A", "LoRA on an embedding"),
+)
+"""Tensors that PEFT leaves out of an adapter that it converts to a plain LoRA (`subtract_mutated_init`), without an
+error."""
+
+
+def not_converted(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str]:
+    """Name what PEFT's conversion of an initialisation leaves out of an adapter with these tensors."""
+    names = list(tensors)
+    found = [words for part, words in _NOT_CONVERTED if any(f".{part}" in name for name in names)]
+    if not is_neutral(config.get("modules_to_save")):
+        found.append("modules_to_save")
+    if config.get("use_rslora") and (config.get("rank_pattern") or config.get("alpha_pattern")):
+        found.append("use_rslora beside rank_pattern or alpha_pattern")
+    return found
 
 
 _HEADS = ("score", "classifier", "qa_outputs", "v_head")

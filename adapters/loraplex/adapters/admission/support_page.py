@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.adapters.admission.module_names import DECODERS, HEADS
+from loraplex.adapters.admission.module_names import DECODERS, HEADS, WRAPPERS
 from loraplex.adapters.admission.peft_support import CONFIG_FIELDS, TENSOR_KINDS, ConfigField
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES
@@ -51,7 +51,8 @@ that they make with those of the layers that PEFT loads from the same files.
 _NAMES = """\
 A module may go by any of these names, with the same result, whichever of them the base's own checkpoint has. The same
 holds for whole paths in `target_modules`, `exclude_modules`, `rank_pattern` and `alpha_pattern`. A file that uses two
-names for the layers, or for the head, is refused as `unexpected_tensor`.
+names for the layers, or for the head, is refused as `unexpected_tensor`. Words that wrappers put into names are left
+out: WRAPPERS; and `module.` and further `base_model.model.` at the beginning.
 """
 
 _DTYPES = """\
@@ -133,7 +134,9 @@ def render() -> str:
         _table(("module", "where"), _modules()),
         _MODULES,
         "## Names of modules\n",
-        _NAMES,
+        _NAMES.replace(
+            "WRAPPERS", "; ".join(f"{_code(f'{word}.')} of {wrapper}" for word, wrapper in WRAPPERS)
+        ),
         _table(("name behind `base_model.model.`", "is a name in"), _names()),
         "## Dtypes\n",
         _DTYPES.replace("DTYPES", _list(_code(name) for name in NUMPY_DTYPES)),

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from loraplex.adapters.admission.faults import Faults
+from loraplex.adapters.admission.module_names import PREFIX, tensor_without_wrappers
 from loraplex.adapters.admission.peft_support import OF_TRAINING, REFUSED_TENSORS, TensorKind
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.files import shown
 
-_PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 _TOKEN_ADAPTER, _TOKEN_ROWS = "token_adapter", "trainable_tokens_delta"
 _BARE = frozenset(("lora_embedding_A", "lora_embedding_B", _TOKEN_ROWS))
@@ -34,9 +34,18 @@ class AdapterTensors:
     token_rows: dict[str, TensorSlice] = field(default_factory=dict)
 
 
+def unwrap(header: Mapping[str, TensorSlice]) -> dict[str, TensorSlice]:
+    """The tensors by the names that PEFT gives them in a model that nothing wraps. Raises
+    AdapterRefused("unexpected_tensor") where two of them have one name then."""
+    found: dict[str, TensorSlice] = {}
+    for name, tensor in header.items():
+        _put(found, tensor_without_wrappers(name), name, tensor)
+    return found
+
+
 def weight_names(header: Mapping[str, TensorSlice]) -> Iterator[str]:
     """The names without PEFT's prefix: each begins with a module's path."""
-    return (name.removeprefix(_PREFIX) for name in header)
+    return (name.removeprefix(PREFIX) for name in header)
 
 
 def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
@@ -63,9 +72,9 @@ def sort_tensors(header: Mapping[str, TensorSlice]) -> AdapterTensors:
 
 
 def _sort(name: str, tensor: TensorSlice, sorted_: AdapterTensors, adapter_names: set[str]) -> None:
-    if not name.startswith(_PREFIX):
-        _unexpected(name, f"its name does not begin with '{_PREFIX}'")
-    parts = name.removeprefix(_PREFIX).split(".")
+    if not name.startswith(PREFIX):
+        _unexpected(name, f"its name does not begin with '{PREFIX}'")
+    parts = name.removeprefix(PREFIX).split(".")
     if not OF_TRAINING.isdisjoint(parts):
         return
     if not _REFUSED.isdisjoint(parts):
@@ -119,7 +128,11 @@ def _put_bare(into: AdapterTensors, parts: list[str], at: int, name: str, tensor
 
 def _check_pairs(tensors: AdapterTensors) -> None:
     if not tensors.a and not tensors.b:
-        raise AdapterRefused("missing_tensor", "the file holds no lora_A and lora_B tensors")
+        raise AdapterRefused(
+            "missing_tensor",
+            "the file holds no lora_A and lora_B tensors. PEFT writes such a file without an error where its names and "
+            "those of the state dict differ: save the model itself, without state_dict and outside of wrappers",
+        )
     for have, lack, missing in ((tensors.a, tensors.b, "lora_B"), (tensors.b, tensors.a, "lora_A")):
         for module in have:
             if module not in lack:

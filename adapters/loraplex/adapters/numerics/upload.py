@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMi
 from loraplex.adapters.numerics.probes import EMBEDDING_ROWS, HEAD_ROWS
 from loraplex.adapters.spec import BaseSpec
 
-_PREFIX = "base_model.model."
+_BEFORE = re.compile(r"^(?:(?:base_model\\?\.model|module)\\?\.)*")
+_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _DTYPES: dict[str, Any] = {
     "F64": "<f8",
     "F32": "<f4",
@@ -32,7 +34,7 @@ _DTYPES: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
-_WRAPPERS = {"model", "language_model"}
+_WHOLE = {"model", "language_model"}
 _HEADS = {"lm_head", "output", "embed_out"}
 _LETTERS = frozenset(string.ascii_letters + string.digits + "_-")
 _MAX_PROGRAM_BYTES = 1 << 18
@@ -92,7 +94,7 @@ class Upload:
             raise ArtifactMissing(f"{error.filename} is not there") from error
         self._path = tensors_path
         outside = {word for shape in base.sites.values() for word in _outside(shape.module_path)}
-        self._outside = outside | _WRAPPERS
+        self._outside = outside | _WHOLE
         pattern = self._config.get("alpha_pattern") or {}
         self._alphas = [(self._test(key), alpha) for key, alpha in pattern.items()]
         modules = {self._inside(shape.module_path): key for key, shape in base.sites.items()}
@@ -123,8 +125,11 @@ class Upload:
         given = self._config.get("trainable_token_indices")
         by_name = given if isinstance(given, dict) else {"embed_tokens": given}
         own, head = self._inside(module), self._inside("lm_head")
-        tokens = {self._inside(name): ids for name, ids in by_name.items()}
+        tokens = {self._inside(_unwrapped(name)): ids for name, ids in by_name.items()}
         ids = tokens.get(own)
+        if ids is None and own == head and base.tied_head:
+            # PEFT saves the embedding's rows a second time with the embedding itself.
+            ids = tokens.get("embed_tokens")
         if ids is None:
             raise AdapterRefused("unexpected_tensor", f"no tokens are named for {module[:160]!a}")
         vocab_size = next(
@@ -163,14 +168,14 @@ class Upload:
     def _test(self, key: str) -> Callable[[str], bool]:
         """Whether the key stands for a module: for its whole path, under any of its names, or, without "^", for its end
         behind a dot. Raises AdapterRefused."""
-        name, whole = key.removeprefix("^").removesuffix("$"), key.startswith("^")
+        name, whole = _unwrapped(key.removeprefix("^").removesuffix("$")), key.startswith("^")
         if _LETTERS.issuperset(name.replace("\\.", "")):
             name = name.replace("\\.", ".")
             at_end = _end_test(name, whole, lambda wanted, found: wanted == found)
         elif _LETTERS.issuperset(name.replace(".", "")):
             at_end = _end_test(name, whole, _equal_but_for_dots)
         else:
-            return _expression_test(key)
+            return _expression_test(_unwrapped(key))
         inside = self._inside(name)
         return lambda module: at_end(module) or self._inside(module) == inside
 
@@ -222,11 +227,18 @@ def _object(raw: bytes, path: Path) -> dict[str, Any]:
 def _purpose(name: str) -> tuple[str, str | None]:
     """ "base_model.model.<module>.lora_A[.<adapter>].weight" → module and "a". None for a copy of a weight of the
     base."""
-    parts = name.removeprefix(_PREFIX).split(".")
+    parts = _unwrapped(name).split(".")
     for at in range(len(parts) - 1, max(-1, len(parts) - 4), -1):
         if parts[at] in _KINDS:
             return ".".join(parts[:at]), _KINDS[parts[at]]
     return name, None
+
+
+def _unwrapped(path: str) -> str:
+    """A path, or an expression for paths, without the words that compiled and sharded models put into it."""
+    for word in _WRAPPERS:
+        path = path.replace(f"{word}\\.", "").replace(f"{word}.", "")
+    return _BEFORE.sub("", path, count=1)
 
 
 def _outside(module: str) -> list[str]:

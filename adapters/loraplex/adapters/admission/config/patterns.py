@@ -18,7 +18,7 @@ import numpy as np
 
 from loraplex.adapters.admission.config.expressions import ExpressionRefused, match_paths
 from loraplex.adapters.admission.faults import as_json, invalid, unsupported
-from loraplex.adapters.admission.module_names import ModuleNames
+from loraplex.adapters.admission.module_names import ModuleNames, without_wrappers
 
 MAX_ENTRIES = 4096
 MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
@@ -119,7 +119,12 @@ def _entries(field_name: str, value: Any, parse: Callable[[Any, str], _T]) -> di
         invalid(f"{field_name} must be an object, as PEFT saves it")
     if len(value) > MAX_ENTRIES:
         invalid(f"{field_name} has {len(value)} entries; at most {MAX_ENTRIES} are accepted")
-    return {key: parse(entry, f"{field_name}[{as_json(key)}]") for key, entry in value.items()}
+    found: dict[str, _T] = {}
+    for key, entry in value.items():
+        anchor = "^" if key.startswith("^") else ""
+        bare = anchor + without_wrappers(key.removeprefix("^"))
+        found.setdefault(bare, parse(entry, f"{field_name}[{as_json(key)}]"))
+    return found
 
 
 def _split(

@@ -13,7 +13,7 @@ from typing import Any
 
 from loraplex.adapters.admission.config.patterns import MAX_ENTRIES, MODULE_NAME, suffixes
 from loraplex.adapters.admission.faults import Faults, as_json, invalid
-from loraplex.adapters.admission.module_names import HEAD_NAMES, ModuleNames
+from loraplex.adapters.admission.module_names import HEAD_NAMES, ModuleNames, without_wrappers
 from loraplex.adapters.admission.peft_support import is_neutral
 from loraplex.adapters.store.files import shown
 from loraplex.kernels.lora.site_groups import EMBEDDING
@@ -93,7 +93,7 @@ def _parse_targets(value: Any, notes: list[str]) -> tuple[frozenset[str] | None,
         if not MODULE_NAME.fullmatch(value):
             notes.append(f"target_modules {as_json(value)} is a regular expression, {_NOT_EVALUATED}")
             return None, False, False
-        return frozenset((value,)), False, True
+        return frozenset((without_wrappers(value),)), False, True
     names = _names("target_modules", value)
     if not names:
         invalid("target_modules must be a list of module names, as PEFT saves it")
@@ -113,7 +113,7 @@ def _names(field: str, value: Any) -> frozenset[str]:
         invalid(f"{field} must be a list of module names, as PEFT saves it")
     if len(value) > MAX_ENTRIES:
         invalid(f"{field} has {len(value)} entries; at most {MAX_ENTRIES} are accepted")
-    return frozenset(value)
+    return frozenset(map(without_wrappers, value))
 
 
 def _parse_layers(value: Any) -> frozenset[int] | None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from loraplex.adapters.admission.base_model import locate_module_weights
-from loraplex.adapters.admission.module_names import ModuleNames
+from loraplex.adapters.admission.module_names import ModuleNames, without_wrappers
 from loraplex.adapters.admission.peft_support import is_neutral
 from loraplex.adapters.admission.tensor_names import AdapterTensors
 from loraplex.adapters.errors import AdapterRefused
@@ -36,7 +36,7 @@ def parse_token_indices(value: Any) -> dict[str, tuple[int, ...]]:
     by_name = {EMBEDDING: value} if isinstance(value, list) else value
     if not isinstance(by_name, dict) or len(by_name) > 2:
         _invalid("must be a list of token ids, or an object of such lists for the embedding and lm_head")
-    return {str(name): _ids(name, ids) for name, ids in by_name.items()}
+    return {without_wrappers(name): _ids(name, ids) for name, ids in by_name.items()}
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ def _ids(name: str, ids: Any) -> tuple[int, ...]:
         raise AdapterRefused(
             "too_large",
             f"adapter_config.json: {_FIELD} names {len(ids)} tokens for {shown(name)}; at most {MAX_TOKEN_ROWS} rows "
-            "are replaced. Train the embedding by LoRA instead (embed_tokens can be a target)",
+            "are replaced. Train the embedding by LoRA instead (embed_tokens can be a target, without DoRA and aLoRA)",
         )
     seen: set[int] = set()
     for token in ids:
@@ -80,8 +80,9 @@ def find_token_rows(
         del by_module[HEAD]
     elif both and tie:
         _invalid("names other tokens for lm_head than for the embedding, and ensure_weight_tying is set")
+    copies = {HEAD} if base.tied_head and embedding_path in by_module else frozenset()
     for module in tensors:
-        if module not in by_module:
+        if module not in by_module and module not in copies:
             raise AdapterRefused(
                 "unexpected_tensor",
                 f"{shown(module, 160)} has trainable_tokens_delta, but {_FIELD} does not name its tokens",
@@ -163,6 +164,30 @@ def _table(
             "enlarged for the training",
         )
     return TokenRows(module, ids, rows, in_embedding=not is_head, in_head=is_head or in_head)
+
+
+def check_tied_rows(
+    tensors_path: Path, found: AdapterTensors, tables: tuple[TokenRows, ...], names: ModuleNames
+) -> None:
+    """PEFT saves the rows of an embedding a second time, as the tied head's, where it saves the embedding itself too.
+    Raises AdapterRefused("unexpected_tensor") where the two differ."""
+    shared = next((table for table in tables if table.in_embedding and table.in_head), None)
+    copy = next((rows for module, rows in found.token_rows.items() if names.in_base(module) == HEAD), None)
+    if shared is None or copy is None:
+        return
+    is_equal = (copy.dtype, copy.shape) == (shared.rows.dtype, shared.rows.shape) and all(
+        np.array_equal(ours.view(np.uint8), theirs.view(np.uint8))
+        for ours, theirs in zip(
+            iter_rows(tensors_path, shared.rows), iter_rows(tensors_path, copy), strict=True
+        )
+    )
+    if not is_equal:
+        raise AdapterRefused(
+            "unexpected_tensor",
+            f"the base ties {HEAD} to its embedding, and the file holds other rows of {_FIELD} for {HEAD} than for "
+            f"{shared.module_path}: which of them were trained is undefined. Save the trained model again, with "
+            "save_embedding_layers=False",
+        )
 
 
 def check_finite_rows(tensors_path: Path, tables: tuple[TokenRows, ...]) -> None:
