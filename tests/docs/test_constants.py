@@ -22,7 +22,7 @@ from loraplex.api import deps, millisecond_headers
 from loraplex.api.embeddings.schemas import MAX_ANSWER_BYTES, most_inputs
 from loraplex.api.generation import planning
 from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_sets
-from loraplex.api.openai import schemas
+from loraplex.api.openai import messages, schemas
 from loraplex.app.cluster import policy
 from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
@@ -134,7 +134,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("adapters.md", "`support@sha256:<{} or more hex digits>`", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "by at least {} hex digits", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "`model` | 1 to {} characters", (bound("model", "maxLength"),)),
-    ("api.md", "`messages` | 1 to {} messages", (schemas.MAX_MESSAGES,)),
+    ("api.md", "`messages` | 1 to {} messages", (messages.MAX_MESSAGES,)),
     ("api.md", "a list of up to {} of either kind", (schemas.MAX_PROMPTS,)),
     ("api.md", "`temperature` | 0 to {:g}", (bound("temperature", "maximum"),)),
     ("api.md", "so is anything below {}", (planning.GREEDY_BELOW,)),

@@ -17,7 +17,7 @@ from loraplex.adapters.store.files import MAX_CONFIG_BYTES
 from loraplex.admin.framework.strict_request import MAX_JSON_BYTES, MAX_NAME_CHARS
 from loraplex.admin.uploads.multipart import MAX_HEADER_BYTES, MAX_HEADERS
 from loraplex.api.generation import endpoints
-from loraplex.api.openai import schemas
+from loraplex.api.openai import messages, schemas
 from loraplex.api.routes import models
 from loraplex.app.ports.connections import Bounds
 from loraplex.control.rules import MAX_PAGE
@@ -172,12 +172,12 @@ COUNTED: dict[str, tuple[str, int, Any]] = {
     "service_tier": ("/v1/completions", 64, lambda size: {**TEXT, "service_tier": "t" * size}),
     "messages": (
         "/v1/chat/completions",
-        schemas.MAX_MESSAGES,
+        messages.MAX_MESSAGES,
         lambda size: {**CHAT, "messages": [USER] * size},
     ),
     "parts": (
         "/v1/chat/completions",
-        schemas.MAX_MESSAGES,
+        messages.MAX_MESSAGES,
         lambda size: {
             **CHAT,
             "messages": [
@@ -190,12 +190,12 @@ COUNTED: dict[str, tuple[str, int, Any]] = {
     ),
     "items": (
         "/v1/responses",
-        schemas.MAX_MESSAGES,
+        messages.MAX_MESSAGES,
         lambda size: {"model": SERVED_NAME, "input": [USER] * size},
     ),
     "blocks": (
         "/v1/messages",
-        schemas.MAX_MESSAGES,
+        messages.MAX_MESSAGES,
         lambda size: {
             **CHAT,
             "max_tokens": 1,
@@ -396,7 +396,7 @@ LARGEST: dict[str, tuple[str, Any]] = {
     ),
     "token ids": ("/v1/completions", {"model": BASE, "prompt": [1] * 200_000}),
     "lists of token ids": ("/v1/completions", {"model": BASE, "prompt": [[1] * 10_000] * 16}),
-    "messages": ("/v1/chat/completions", {"model": BASE, "messages": [USER] * schemas.MAX_MESSAGES}),
+    "messages": ("/v1/chat/completions", {"model": BASE, "messages": [USER] * messages.MAX_MESSAGES}),
     "parts": (
         "/v1/chat/completions",
         {

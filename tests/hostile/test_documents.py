@@ -17,6 +17,9 @@ from schemathesis.checks import CHECKS, load_all_checks
 from schemathesis.core import NotSet
 from schemathesis.core.parameters import ParameterLocation
 
+from loraplex.api.anthropic import history as messages_history
+from loraplex.api.openai import history
+from loraplex.api.responses import history as responses_history
 from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
 from support.http.whole_server import WholeServer, bearer, whole_server
 from support.placement.fake_cluster import fake_report
@@ -165,6 +168,8 @@ class Caller:
             for place, part in case.meta.components.items()
             if not (left_out and place is ParameterLocation.BODY)
         }
+        if answer.status_code < 300 and is_mended(case.body):
+            return CHECKS.get_by_names([REFUSED])
         if schemathesis.GenerationMode.NEGATIVE not in modes:
             return CHECKS.get_by_names([REFUSED, *([ACCEPTED] if is_explained(answer) else [])])
         return []
@@ -216,6 +221,15 @@ def with_integers(value: Any) -> Any:
     if isinstance(value, list):
         return [with_integers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def is_mended(body: Any) -> bool:
+    """Whether earlier turns of a conversation are not as the document has them, which are taken all the same."""
+    return isinstance(body, dict) and (
+        body.get("messages") != history.mended(body.get("messages"))
+        or body.get("messages") != messages_history.mended(body.get("messages"))
+        or body.get("input") != responses_history.mended(body.get("input"))
+    )
 
 
 def is_explained(answer: Any) -> bool:

@@ -2,7 +2,7 @@
 
 OpenAI's `encrypted_content` and Anthropic's `signature` carry the reasoning of a turn to the next request of the same
 conversation. Here they hold the text itself, in base64 with a checksum: it is the caller's own, no server keeps state,
-and every replica reads what another one wrote. What others made cannot be read, and is refused.
+and every replica reads what another one wrote. What others made cannot be read.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from loraplex.api.anthropic.schemas import CountRequest, MessagesRequest
+from loraplex.api.anthropic.schemas import CountRequest, MessagesRequest, to_chat
 from loraplex.api.errors import ApiError
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.sealed import seal
@@ -93,6 +93,68 @@ def test_a_conversation_with_tools() -> None:
 def test_thinking_comes_back(block: dict[str, Any]) -> None:
     messages = chat(messages=[HI, {"role": "assistant", "content": [block, text("4")]}, HI])["messages"]
     assert messages[1] == {"role": "assistant", "reasoning": "Hm.", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"type": "redacted_thinking", "data": "somebody's"},
+        {"type": "redacted_thinking"},
+        {"type": "thinking", "thinking": "", "signature": "somebody's"},
+        {"type": "thinking", "thinking": None},
+    ],
+)
+def test_thinking_that_holds_nothing_here_is_left_out(block: dict[str, Any]) -> None:
+    messages = chat(messages=[HI, {"role": "assistant", "content": [block, text("4")]}, HI])["messages"]
+    assert messages[1] == {"role": "assistant", "content": "4"}
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ('{"a": "half', '{"a": "half'),
+        (None, "{}"),
+        ([1], "[1]"),
+        ('{"a": 1}', '{"a": 1}'),
+        ({"a": 1}, '{"a":1}'),
+    ],
+)
+def test_an_earlier_call_goes_in_as_it_was_written(given: Any, arguments: str) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "add", "input": given, "thought_signature": "x"}
+    called = {"role": "assistant", "content": [call]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "no"}]}
+    messages = to_chat(asked(messages=[HI, called, result])).messages
+    assert (messages[1].tool_calls or [])[0].function.arguments == arguments
+
+
+def test_earlier_turns_of_other_servers() -> None:
+    cited = text("It is 4.", citations=[{"type": "char_location"}])
+    found = {"type": "search_result", "source": "s", "title": "t", "content": [text("a"), text("b")]}
+    given = [
+        {"role": "user", "content": [text("How many?"), {"type": "container_upload", "text": "a file"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "name": "add", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "content": [found]}]},
+        {"role": "assistant", "content": [cited]},
+        HI,
+        {"role": "assistant", "content": []},
+        HI,
+    ]
+    told = [message.for_template() for message in to_chat(asked(messages=given)).messages]
+    assert [message["content"] for message in told] == [
+        "How many?\na file",
+        "",
+        "a\nb",
+        "It is 4.",
+        "hi",
+        "",
+        "hi",
+    ]
+    assert told[2]["tool_call_id"] == told[1]["tool_calls"][0]["id"]
+    # The turn that is asked for is judged as it was sent.
+    for current in (found, {"type": "container_upload", "text": "a file"}):
+        assert refused(
+            messages=[HI, {"role": "assistant", "content": "x"}, {"role": "user", "content": [current]}]
+        )
 
 
 def test_sampling_has_the_names_of_chat() -> None:
@@ -198,31 +260,6 @@ def test_a_deferred_tool_is_offered_once_a_result_names_it() -> None:
         (
             {"messages": [HI, {"role": "assistant", "content": [{"type": "server_tool_use"}]}, HI]},
             "messages[1].content[0].type",
-            "unsupported_field",
-        ),
-        (
-            {
-                "messages": [
-                    HI,
-                    {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
-                    HI,
-                ]
-            },
-            "messages[1].content[0].data",
-            "unsupported_field",
-        ),
-        (
-            {
-                "messages": [
-                    HI,
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "thinking", "thinking": "", "signature": "x"}],
-                    },
-                    HI,
-                ]
-            },
-            "messages[1].content[0].signature",
             "unsupported_field",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type", "unsupported_field"),

@@ -97,7 +97,7 @@ def test_neutral_and_extreme_values_pass(plane: DataPlane, fields: dict[str, Any
         ({"temperature": 2.1}, "temperature"),
         ({"temperature": "0.5"}, "temperature"),
         ({"temperature": True}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"top_k": -2}, "top_k"),
@@ -227,7 +227,8 @@ def test_roles_and_text_parts_reach_the_template(plane: DataPlane) -> None:
     assert post(plane, {"model": BASE, "messages": messages}).status_code == 200
     text = bytes(i for i in plane.engine.requests[0].prompt_ids if i < 256).decode()
     assert (
-        text == "system\ns\n" + "system\nd\n" + "user\nab\n" + "assistant\nc\n" + "tool\nt\n" + "assistant\n"
+        text
+        == "system\ns\n" + "system\nd\n" + "user\na\nb\n" + "assistant\nc\n" + "tool\nt\n" + "assistant\n"
     )
 
 

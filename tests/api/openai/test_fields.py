@@ -74,7 +74,7 @@ SHARED: dict[str, Any] = {
         {"stream": True},
     ),
     "temperature": Supported((0, 2, None), (-0.1, 2.1, "1")),
-    "top_p": Supported((0.01, 1, None), (0, 1.1)),
+    "top_p": Supported((0, 0.01, 1, None), (-0.1, 1.1)),
     "user": Hint(("ann", None)),
 }
 DECIDED: dict[str, dict[str, Any]] = {

@@ -69,7 +69,7 @@ def test_no_other_roles(plane: DataPlane, role: Any) -> None:
 
 def test_content_is_text_or_parts_of_text(plane: DataPlane) -> None:
     prompts = []
-    for content in ("Ahoy you", [{"type": "text", "text": "Ahoy "}, {"type": "text", "text": "you"}]):
+    for content in ("Ahoy\nyou", [{"type": "text", "text": "Ahoy"}, {"type": "text", "text": "you"}]):
         messages = [{"role": "user", "content": content}]
         assert post(plane, "chat/completions", {**CHAT, "messages": messages}).status_code == 200
         prompts.append(last_prompt(plane))

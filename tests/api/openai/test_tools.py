@@ -133,6 +133,7 @@ def test_the_client_library_reads_a_stream(tooled: DataPlane) -> None:
 
 TEXTS = [
     CALL, f"Hi.\n\n{CALL}\n{SECOND}\nBye. ", "<think>a\nb</think> c", f"<think>{CALL}</think>{CALL}", "plain",
+    '<tool_call>{"name": "get_time", "arguments": "{\\"a\\": 1}"}</tool_call>',
     "", "\n", "<tool_call>broken</tool_call> é", f"{CALL[:-3]}", "<think>cut", f"{SECOND}{SECOND}<tool_call>",
 ]  # fmt: skip
 

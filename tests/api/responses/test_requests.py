@@ -9,7 +9,7 @@ import pytest
 
 from loraplex.api.errors import ApiError
 from loraplex.api.openai.parsing import parse_request
-from loraplex.api.responses.schemas import ResponsesRequest, chat_fields
+from loraplex.api.responses.schemas import ResponsesRequest, chat_fields, to_chat
 from loraplex.api.sealed import seal
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
@@ -106,6 +106,67 @@ def test_reasoning_comes_back(item: dict[str, Any]) -> None:
     given = [{"type": "reasoning", "summary": [], **item}, {"role": "assistant", "content": "4"}]
     messages = chat(input=[*given, {"role": "user", "content": "and?"}])["messages"]
     assert messages[0] == {"role": "assistant", "reasoning": "Hm.", "content": "4"}
+
+
+@pytest.mark.parametrize("item", [{"encrypted_content": "gAAAA"}, {"summary": None, "status": "failed"}, {}])
+def test_reasoning_that_holds_nothing_here_is_left_out(item: dict[str, Any]) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    given = [call, {"type": "reasoning", "id": "rs", "summary": [], **item}, {**call, "call_id": "d"}]
+    messages = chat(input=[*given, {"role": "user", "content": "and?"}])["messages"]
+    assert [message["role"] for message in messages] == ["assistant", "user"]
+    assert len(messages[0]["tool_calls"]) == 2
+    assert "reasoning" not in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [('{"a": "half', '{"a": "half'), ("[]", "[]"), (None, "{}"), ({"a": 1}, '{"a":1}')],
+)
+def test_an_earlier_call_goes_in_as_it_was_written(given: Any, arguments: str) -> None:
+    call = {"type": "function_call", "call_id": "c" * 300, "name": "add", "arguments": given, "id": "x" * 400}
+    output = {"type": "function_call_output", "call_id": "c" * 300, "output": "Not run."}
+    called, result = to_chat(asked(input=[call, output])).messages
+    assert (called.tool_calls or [])[0].function.arguments == arguments
+    assert result.tool_call_id == (called.tool_calls or [])[0].id
+    with pytest.raises(ApiError, match="must be a JSON object"):
+        asked(
+            input=[{"role": "user", "content": "hi"}, {**call, "call_id": "c", "id": "x", "arguments": "["}]
+        )
+
+
+def test_earlier_items_of_other_servers() -> None:
+    cited = {"type": "output_text", "text": "a", "annotations": [{"type": "url_citation"}]}
+    given = [
+        {"role": "user", "content": [{"type": "input_transcript", "transcript": "Patch it."}]},
+        {"type": "custom_tool_call", "id": "ctc_1", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "output": [{"type": "output_text", "text": "Done."}]},
+        {"type": "function_call", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "output": {"sum": 4}},
+        {
+            "role": "assistant",
+            "content": [cited, {"type": "summary_text", "text": "b"}],
+            "status": "searching",
+        },
+        {"role": "user", "content": "and?"},
+    ]
+    told = [message.for_template() for message in to_chat(asked(input=given)).messages]
+    assert [message["content"] for message in told] == [
+        "Patch it.",
+        "",
+        "Done.",
+        "",
+        '{"sum":4}',
+        "ab",
+        "and?",
+    ]
+    assert told[1]["tool_calls"][0]["function"] == {"name": "apply_patch", "arguments": "*** Begin"}
+    for call, result in ((1, 2), (3, 4)):
+        assert told[result]["tool_call_id"] == told[call]["tool_calls"][0]["id"]
+    # An image holds no text, and what another server has summarised cannot be read: neither is passed over.
+    seen = {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}
+    assert refused(input=[seen, *given[5:]]).param == "input[0].content[0].type"
+    sealed = {"type": "compaction", "encrypted_content": "gAAAA"}
+    assert refused(input=[sealed, *given[5:]]).param == "input[0].encrypted_content"
 
 
 def test_reasoning_after_a_call_begins_another_turn() -> None:

@@ -81,6 +81,48 @@ def test_calls_as_models_write_them(tool_format: str, text: str, arguments: list
         assert parse(tool_format, pieces, streams=streams) == expected
 
 
+BLOCKS = {
+    "hermes": "<tool_call>{}</tool_call>",
+    "llama3": "{}",
+    "mistral": "[TOOL_CALLS] [{}]",
+    "phi": "<|tool_call|>[{}]<|/tool_call|>",
+    "json": "{}",
+}
+HELD = '{"a": "x \\"y\\" \\n"}'
+IN_A_STRING, TWICE = json.dumps(HELD), json.dumps(json.dumps(HELD))
+OTHER_FORMS = [
+    (f'{{"name": "f", "arguments": {IN_A_STRING}}}', HELD),
+    (f'{{"parameters": {json.dumps(" " + HELD)}, "name": "f"}}', HELD),
+    (f'{{"name": "f", "arguments": {TWICE}}}', HELD),
+    ('{"name": "f", "arguments": null}', "{}"),
+    ('{"name": "f", "arguments": ""}', "{}"),
+    ('{"name": "f", "arguments": "null"}', "{}"),
+    ('{"name": "f", "id": null, "arguments": {}}', "{}"),
+    (f'{{"type": "function", "function": {{"name": "f", "arguments": {HELD}}}}}', HELD),
+    (f'{{"function": {{"arguments": {IN_A_STRING}, "name": "f"}}, "id": "c"}}', HELD),
+    ('{"function": {"name": "f"}, "type": "function"}', "{}"),
+    (f'{{"type": "function", "function": "f", "parameters": {HELD}}}', HELD),
+]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("tool_format", FORMATS)
+@pytest.mark.parametrize(("written", "arguments"), OTHER_FORMS)
+def test_calls_in_other_forms(tool_format: str, written: str, arguments: str, streams: bool) -> None:
+    text = BLOCKS[tool_format].replace("{}", written, 1)
+    for size in (1, 3, len(text)):
+        pieces = [text[start : start + size] for start in range(0, len(text), size)]
+        assert parse(tool_format, pieces, streams=streams) == call(0, arguments)
+
+
+@pytest.mark.parametrize(("given", "arguments"), [(json.dumps(HELD), HELD), ("null", "{}"), (HELD, HELD)])
+def test_arguments_behind_a_name_in_other_forms(given: str, arguments: str) -> None:
+    text = f"[TOOL_CALLS]f[ARGS]{given}[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS] {given}"
+    for pieces in ([text], list(text)):
+        for streams in (False, True):
+            assert parse("mistral", pieces, streams=streams) == [*call(0, arguments), *call(1, arguments)]
+
+
 NO_CALLS = [
     ("hermes", '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
@@ -92,8 +134,15 @@ NO_CALLS = [
         ("hermes", f'<tool_call>{{"name": "f", "arguments": {{"a": "{half}"}}}}</tool_call>')
         for half in ("\\ud83d", "\\uDE00", "\\ud83dx", "\\ud83d\\n", "\\ud83d\\ud83d", "\\ude00\\ud83d")
     ),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>'),
-    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>'),
+    *(
+        ("hermes", f'<tool_call>{{"name": "f", "arguments": {value}}}</tool_call>')
+        for value in (
+            '"{} and more"', '"[]"', '"x"', '"{\"a\": 01}"', '"\"{}"', '"{\"a\": \"\\ud83d\"}"', "[]",
+            "3", "true", "nul", "None", '{}, "function": {"name": "f"}',
+        )
+    ),
+    ("hermes", '<tool_call>{"function": {"function": {"name": "f"}}}</tool_call>'),
+    ("hermes", '<tool_call>{"function": {"name": "f"}, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "parameters": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}, "more": 1}</tool_call>'),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
+from loraplex.api.anthropic.history import mended
 from loraplex.api.openai.messages import MAX_MESSAGES, Name
 from loraplex.api.openai.schemas import Hint
-from loraplex.api.openai.strict import Strict, refuse_unsupported
-from loraplex.api.openai.unions import by_type, kind, of_kinds, text_or_list
+from loraplex.api.openai.strict import Strict
+from loraplex.api.openai.unions import by_type, kind, of_kinds, text_or
 from loraplex.api.sealed import unseal
 
 OF_OTHER_CALLERS: Mapping[str, tuple[object, ...]] = {
@@ -47,21 +48,12 @@ class ToolReferenceBlock(Strict):
 
 
 class ThinkingBlock(Strict):
-    """The model's thinking of an earlier turn. Without `thinking`, its `signature` must hold it."""
+    """The model's thinking of an earlier turn: `thinking`, or what this server has sealed in `signature`."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str
     cache_control: CacheControl | None = None
-
-    @model_validator(mode="after")
-    def _can_be_read(self) -> ThinkingBlock:
-        if not self.thinking and self.signature and unseal(self.signature) is None:
-            refuse_unsupported(
-                "signature",
-                "This 'signature' was not made by this server, which cannot read it; leave it out.",
-            )
-        return self
 
     @property
     def text(self) -> str:
@@ -73,24 +65,20 @@ class RedactedThinkingBlock(Strict):
     data: str
     cache_control: CacheControl | None = None
 
-    @model_validator(mode="after")
-    def _can_be_read(self) -> RedactedThinkingBlock:
-        if unseal(self.data) is None:
-            refuse_unsupported(
-                "data", "This 'data' was not made by this server, which cannot read it; leave it out."
-            )
-        return self
-
     @property
     def text(self) -> str:
         return unseal(self.data) or ""
 
 
 class ToolUseBlock(Strict):
+    """An earlier call. `input` is text where the model wrote no object."""
+
     type: Literal["tool_use"]
     id: Name
     name: Name
-    input: dict[str, Any]
+    input: Annotated[
+        Annotated[dict[str, Any], kind("object")] | Annotated[str, kind("text")], text_or("object")
+    ]
     cache_control: CacheControl | None = None
     UNSUPPORTED = OF_OTHER_CALLERS
 
@@ -107,7 +95,8 @@ class ToolResultBlock(Strict):
     type: Literal["tool_result"]
     tool_use_id: Name
     content: (
-        Annotated[Annotated[str, kind("text")] | Annotated[_ResultParts, kind("list")], text_or_list()] | None
+        Annotated[Annotated[str, kind("text")] | Annotated[_ResultParts, kind("list")], text_or("list")]
+        | None
     ) = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
@@ -141,18 +130,18 @@ _SystemBlock = Annotated[TextBlock, _blocks("text")]
 _UserBlocks = Annotated[list[_UserBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 _AssistantBlocks = Annotated[list[_AssistantBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 SystemBlocks = Annotated[list[_SystemBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-SystemText = Annotated[Annotated[str, kind("text")] | Annotated[SystemBlocks, kind("list")], text_or_list()]
+SystemText = Annotated[Annotated[str, kind("text")] | Annotated[SystemBlocks, kind("list")], text_or("list")]
 
 
 class UserMessage(Strict):
     role: Literal["user"]
-    content: Annotated[Annotated[str, kind("text")] | Annotated[_UserBlocks, kind("list")], text_or_list()]
+    content: Annotated[Annotated[str, kind("text")] | Annotated[_UserBlocks, kind("list")], text_or("list")]
 
 
 class AssistantMessage(Strict):
     role: Literal["assistant"]
     content: Annotated[
-        Annotated[str, kind("text")] | Annotated[_AssistantBlocks, kind("list")], text_or_list()
+        Annotated[str, kind("text")] | Annotated[_AssistantBlocks, kind("list")], text_or("list")
     ]
 
 
@@ -170,7 +159,9 @@ Message = Annotated[
     by_type(field="role"),
     BeforeValidator(of_kinds("messages", {"user", "assistant", "system"}, field="role")),
 ]
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[
+    list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(mended)
+]
 
 
 def text_of(content: str | Sequence[TextBlock | ToolReferenceBlock]) -> str:

@@ -73,8 +73,9 @@ def _add_assistant(messages: list[dict[str, Any]], message: AssistantMessage) ->
         if isinstance(block, TextBlock):
             turn.setdefault("content", []).append(block.text)
         elif isinstance(block, ToolUseBlock):
-            function = {"name": block.name, "arguments": dumps(block.input).decode()}
+            given = block.input if isinstance(block.input, str) else dumps(block.input).decode()
+            function = {"name": block.name, "arguments": given}
             call = {"id": block.id, "type": "function", "function": function}
             turn.setdefault("tool_calls", []).append(call)
-        else:
+        elif block.text:
             turn.setdefault("reasoning", []).append(block.text)

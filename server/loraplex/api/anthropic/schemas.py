@@ -167,7 +167,7 @@ class MessagesRequest(CountRequest, SamplingExtras):
     stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=TOKEN_ID_LIMIT)] | None = None
     service_tier: Annotated[str, Field(max_length=64)] | None = None  # a hint that changes no output
 

@@ -174,6 +174,7 @@ def engine_requests(
     fields = plan.request
     seed = fields.seed if fields.seed is not None else secrets.randbits(63)
     temperature = 1.0 if fields.temperature is None else fields.temperature
+    top_p = 1.0 if fields.top_p is None else fields.top_p
     ends = () if fields.ignore_eos or fields.pooling is not None else plan.end_ids
     requests = []
     for index in range(plan.num_choices):
@@ -184,8 +185,8 @@ def engine_requests(
             max_tokens = min(max_tokens, max_output_tokens)
         sampling = SamplingParams(
             max_tokens=max_tokens,
-            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_p=1.0 if fields.top_p is None else fields.top_p,
+            temperature=0.0 if temperature < GREEDY_BELOW or top_p == 0 else temperature,
+            top_p=top_p or 1.0,
             top_k=max(0, fields.top_k or 0),
             min_p=fields.min_p or 0.0,
             repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,

@@ -9,9 +9,9 @@ from loraplex.api.errors import invalid
 from loraplex.api.generation.tool_constraint import ToolConstraint, tool_constraint
 from loraplex.api.openai.schemas import ChatRequest
 from loraplex.http.text import printable
-from loraplex.serving.output.blocks import WHITE
 from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import OutputFormats, Shape
+from loraplex.serving.output.json_readers import WHITE
 from loraplex.serving.output.parser import OutputParser, PlainParser
 from loraplex.serving.output.writing import new_call_id
 from loraplex.serving.text.processor import TextProcessor

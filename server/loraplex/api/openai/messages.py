@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
-from loraplex.api.codec import InvalidJson, loads
 from loraplex.api.openai import described
+from loraplex.api.openai.history import is_object, mended, past_length
 from loraplex.api.openai.strict import (
     Strict,
     is_empty,
@@ -33,8 +33,8 @@ UNSUPPORTED_MESSAGE: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def _text(value: object) -> object:
-    """Content as one string; text parts follow each other with nothing between them."""
+def _text(value: object, info: ValidationInfo) -> object:
+    """Content as one string. Text parts stand on lines of their own; those of the model are joined as it wrote them."""
     if not isinstance(value, list):
         return value
     if len(value) > MAX_MESSAGES:
@@ -55,7 +55,7 @@ def _text(value: object) -> object:
         if not isinstance(part.get("text"), str):
             refuse(f"[{index}].text", "The 'text' of a text part must be a string.")
         texts.append(part["text"])
-    return "".join(texts)
+    return ("" if info.data.get("role") == "assistant" else "\n").join(texts)
 
 
 class TextPart(Strict):
@@ -72,22 +72,10 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class CalledFunction(Strict):
-    """`arguments` is a JSON object as text, or nothing where the function has none."""
+    """`arguments` is a JSON object as text, or nothing where the function has none. In earlier turns it is any text."""
 
     name: Name
     arguments: str
-
-    @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> CalledFunction:
-        if not self.arguments.strip():
-            return self
-        try:
-            value = loads(self.arguments.encode())
-        except (InvalidJson, UnicodeEncodeError):
-            value = None
-        if not isinstance(value, dict):
-            refuse("arguments", "The 'arguments' of a call must be a JSON object, as text.")
-        return self
 
 
 class ToolCall(Strict):
@@ -144,3 +132,25 @@ class Message(Strict):
         if self.any_reasoning is not None:
             message["reasoning"] = message["reasoning_content"] = self.any_reasoning
         return message
+
+
+def _current_calls_fit(messages: list[Message]) -> list[Message]:
+    """Check the arguments of calls that end the conversation."""
+    past = past_length(messages, lambda message: isinstance(message, Message) and message.role == "assistant")
+    for place, message in enumerate(messages[past:], past):
+        for index, call in enumerate(message.tool_calls or ()):
+            if not is_object(call.function.arguments):
+                refuse(
+                    f"[{place}].tool_calls[{index}].function.arguments",
+                    "The 'arguments' of a call must be a JSON object, as text.",
+                )
+    return messages
+
+
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(mended),
+    AfterValidator(_current_calls_fit),
+]
+"""A conversation. Earlier turns are mended before they are checked."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from loraplex.api.openai import described
-from loraplex.api.openai.messages import MAX_MESSAGES, Message
+from loraplex.api.openai.messages import Messages
 from loraplex.api.openai.strict import (
     Strict,
     must,
@@ -147,7 +147,7 @@ class GenerationFields(Strict):
     model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=TOKEN_ID_LIMIT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
@@ -239,7 +239,7 @@ class ChatTemplateKwargs(Strict):
 
 
 class ChatRequest(GenerationFields):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
     logprobs: Annotated[bool | None, BeforeValidator(or_neutral)] = None
     top_logprobs: Annotated[TopLogprobs | None, BeforeValidator(or_neutral)] = None

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from loraplex.api.openai.messages import MAX_MESSAGES, Message
+from loraplex.api.openai.messages import Messages
 from loraplex.api.openai.schemas import TokenId
 from loraplex.api.openai.strict import Strict, or_neutral
 from loraplex.api.openai.tools import Tools
@@ -37,7 +37,7 @@ class TokenizeChat(Strict):
     """The tokens that a chat of these messages would have as its prompt."""
 
     model: ModelName | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     tools: Annotated[Tools | None, BeforeValidator(or_neutral)] = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

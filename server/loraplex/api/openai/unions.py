@@ -27,9 +27,9 @@ def by_type(default: str | None = None, field: str = "type") -> Discriminator:
     return Discriminator(choose)
 
 
-def text_or_list() -> Discriminator:
-    """`<text>` for a string, `<list>` for anything else."""
-    return Discriminator(lambda value: "<text>" if isinstance(value, str) else "<list>")
+def text_or(other: str) -> Discriminator:
+    """`<text>` for a string, the kind `other` for anything else."""
+    return Discriminator(lambda value: "<text>" if isinstance(value, str) else f"<{other}>")
 
 
 def text_or_object(default: str | None = None) -> Discriminator:

@@ -67,6 +67,8 @@ def chat_messages(
 
 
 def _add(turns: list[_Turn], item: Item) -> None:
+    if isinstance(item, ReasoningItem) and not item.text:
+        return
     if isinstance(item, CompactionItem):
         turn = _user_turn(turns)
         turn.texts.append(f"{SUMMARY_HEADING}\n{item.summary}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from loraplex.api.codec import InvalidJson, loads
+from loraplex.api.openai.history import is_object
 from loraplex.api.openai.messages import MAX_MESSAGES, Name
 from loraplex.api.openai.schemas import Hint
 from loraplex.api.openai.strict import Strict, refuse, refuse_unsupported
-from loraplex.api.openai.unions import by_type, kind, of_kinds, text_or_list
+from loraplex.api.openai.unions import by_type, kind, of_kinds, text_or
+from loraplex.api.responses.history import mended
 from loraplex.api.sealed import unseal
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -62,7 +63,7 @@ _TextPart = Annotated[
     BeforeValidator(of_kinds("content parts", {"input_text", "output_text", "refusal"})),
 ]
 _Parts = Annotated[list[_TextPart], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-Content = Annotated[Annotated[str, kind("text")] | Annotated[_Parts, kind("list")], text_or_list()]
+Content = Annotated[Annotated[str, kind("text")] | Annotated[_Parts, kind("list")], text_or("list")]
 
 
 class MessageItem(Strict):
@@ -77,6 +78,8 @@ class MessageItem(Strict):
 
 
 class FunctionCallItem(Strict):
+    """`arguments` is a JSON object as text; in earlier turns it is any text."""
+
     type: Literal["function_call"]
     call_id: Name
     name: Name
@@ -84,16 +87,6 @@ class FunctionCallItem(Strict):
     id: Hint | None = None
     status: Status | None = None
     UNSUPPORTED = OF_OTHER_CALLERS
-
-    @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> FunctionCallItem:
-        try:
-            is_object = not self.arguments.strip() or isinstance(loads(self.arguments.encode()), dict)
-        except (InvalidJson, UnicodeEncodeError):
-            is_object = False
-        if not is_object:
-            refuse("arguments", "The 'arguments' of a call must be a JSON object, as text.")
-        return self
 
 
 class FunctionCallOutputItem(Strict):
@@ -175,8 +168,26 @@ Item = Annotated[
         )
     ),
 ]
-Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-Input = Annotated[Annotated[str, kind("text")] | Annotated[Items, kind("list")], text_or_list()]
+
+
+def _current_calls_fit(items: list[Item]) -> list[Item]:
+    """Check the arguments of calls that end the conversation."""
+    for place in range(len(items) - 1, -1, -1):
+        item = items[place]
+        if not isinstance(item, FunctionCallItem):
+            break
+        if not is_object(item.arguments):
+            refuse(f"[{place}].arguments", "The 'arguments' of a call must be a JSON object, as text.")
+    return items
+
+
+Items = Annotated[
+    list[Item],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(mended),
+    AfterValidator(_current_calls_fit),
+]
+Input = Annotated[Annotated[str, kind("text")] | Annotated[Items, kind("list")], text_or("list")]
 
 
 def text_of(content: str | list[InputText | OutputText | Refusal], *, between: str) -> str:

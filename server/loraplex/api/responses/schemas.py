@@ -144,7 +144,7 @@ class ResponsesRequest(SamplingExtras):
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=TOKEN_ID_LIMIT)] | None = None
     top_logprobs: TopLogprobs | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = None

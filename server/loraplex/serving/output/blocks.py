@@ -1,39 +1,38 @@
-"""Reads one block of calls, character by character, whatever pieces they come in.
-
-The readers are generators: each `yield` waits for the next character. None recurses with the nesting of the JSON, so
-that the time is linear and the memory bounded by the text.
-"""
+"""Reads one block of calls, character by character, whatever pieces they come in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from loraplex.serving.output.formats import ARGUMENT_KEYS, OTHER_KEYS, Notation, Shape
+from loraplex.serving.output.formats import ARGUMENT_KEYS, NESTED_KEY, OTHER_KEYS, Notation, Shape
+from loraplex.serving.output.json_readers import (
+    WHITE,
+    Malformed,
+    Reading,
+    literal,
+    one_of,
+    rest_of_object,
+    rest_of_string,
+    skip,
+    unwrapped,
+    word,
+)
 from loraplex.serving.output.parts import CallArguments, CallStart, Part
 
-WHITE = " \t\r\n"
-"""JSON's white space."""
 MAX_NAME = 256
-T = TypeVar("T")
-Reading = Generator[None, str, T]
-
-_ESCAPED = frozenset('"\\/bfnrt')
-_HEX = frozenset("0123456789abcdefABCDEF")
-_FIRST_HALF, _SECOND_HALF = ("d800", "dbff"), ("dc00", "dfff")
-"""Bounds of the halves of a surrogate pair, in hexadecimal."""
-_DIGITS = frozenset("0123456789")
-_WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 
 
-class Malformed(Exception):
-    """This character cannot stand here. `again`: characters before it to look at once more, which may belong to a
-    marker."""
+@dataclass(slots=True)
+class _Call:
+    """A call while it is read. `began`: it has been told, and its arguments as they came. `nested`: its fields stand in
+    an object `function`."""
 
-    def __init__(self, again: int = 0) -> None:
-        self.again = again
+    name: str | None = None
+    arguments: str = "{}"
+    began: bool = False
+    nested: bool = False
 
 
 @dataclass(slots=True)
@@ -123,7 +122,7 @@ class Block:
 
     def _block(self) -> Reading[None]:
         notation = self.notation
-        char = yield from _skip((yield))
+        char = yield from skip((yield))
         if char == "{" and Shape.OBJECT in notation.shapes:
             yield from self._call()
         elif char == "[" and Shape.LIST in notation.shapes:
@@ -134,24 +133,24 @@ class Block:
             raise Malformed
         self.complete = True
         if notation.closes:
-            yield from _literal(notation.closes, (yield from _skip((yield))))
+            yield from literal(notation.closes, (yield from skip((yield))))
         elif notation.whole:
-            yield from _skip((yield))
+            yield from skip((yield))
             raise Malformed
 
     def _list(self) -> Reading[None]:
-        """Behind the bracket."""
+        """The calls of a list, from behind its bracket."""
         char = yield
         again = 1  # the bracket may begin a marker
         while True:
             if char in WHITE:
                 again = 0
-                char = yield from _skip(char)
+                char = yield from skip(char)
             if char != "{":
                 raise Malformed(again)
             again = 0
             yield from self._call()
-            char = yield from _skip((yield))
+            char = yield from skip((yield))
             if char == "]":
                 return
             if char != ",":
@@ -169,74 +168,92 @@ class Block:
             char = yield
         if name not in self.names:
             raise Malformed
-        marker = yield from _one_of((notation.args_marker, notation.id_marker), char)
+        marker = yield from one_of((notation.args_marker, notation.id_marker), char)
         if marker == notation.id_marker:
             length = 0
             while (char := (yield)) != "[":
                 length += 1
                 if length > MAX_NAME:
                     raise Malformed
-            yield from _literal(notation.args_marker, char)
-        char = yield from _skip((yield))
-        if char != "{":
-            raise Malformed
-        if self.streams:
+            yield from literal(notation.args_marker, char)
+        char = yield from skip((yield))
+        if char == "{" and self.streams:
             self._begin(name)
             yield from self._live_object()
         else:
-            self._capture()
-            yield from _rest_of_object()
-            arguments = self._taken_object()
+            arguments = yield from self._value(char)
             self._start(name)
             self._arguments(arguments)
 
     def _call(self) -> Reading[None]:
-        """Behind the brace."""
-        name: str | None = None
-        arguments: str | None = None
-        began = False
+        """A call, from behind its opening brace."""
+        call = _Call()
+        yield from self._fields(call)
+        if call.name is None:
+            raise Malformed
+        if not call.began:
+            self._start(call.name)
+            self._arguments(call.arguments)
+            if self.streams:
+                self._told()
+
+    def _fields(self, call: _Call) -> Reading[None]:
+        """The fields of a call up to the brace that closes them. They may stand in an object `function`."""
         seen: set[str] = set()
-        char = yield from _skip((yield))
+        char = yield from skip((yield))
         while True:
             if char != '"':
                 raise Malformed
             key = yield from self._string()
-            kind = ARGUMENT_KEYS[0] if key in ARGUMENT_KEYS else key
-            if kind in seen or key not in ("name", *ARGUMENT_KEYS, *OTHER_KEYS):
+            kind = ARGUMENT_KEYS[0] if key in ARGUMENT_KEYS else "name" if key == NESTED_KEY else key
+            if kind in seen or key not in ("name", NESTED_KEY, *ARGUMENT_KEYS, *OTHER_KEYS):
                 raise Malformed
             seen.add(kind)
-            if (yield from _skip((yield))) != ":":
+            if (yield from skip((yield))) != ":":
                 raise Malformed
-            char = yield from _skip((yield))
-            if char != ("{" if key in ARGUMENT_KEYS else '"'):
-                raise Malformed
-            if key == "name":
-                name = yield from self._string()
-                if name not in self.names:
-                    raise Malformed
-            elif key not in ARGUMENT_KEYS:
-                yield from _rest_of_string()
-            elif self.streams and name is not None:
-                self._begin(name)
-                began = True
+            char = yield from skip((yield))
+            if char == "{" and key == NESTED_KEY and not call.nested:
+                call.nested = True
+                yield from self._fields(call)
+                seen.add(ARGUMENT_KEYS[0])
+            elif char == "{" and key in ARGUMENT_KEYS and self.streams and call.name is not None:
+                self._begin(call.name)
+                call.began = True
                 yield from self._live_object()
+            elif key in ARGUMENT_KEYS:
+                call.arguments = yield from self._value(char)
+            elif char == "n" and key in OTHER_KEYS:
+                yield from word(char)
+            elif char != '"':
+                raise Malformed
+            elif kind == "name":
+                call.name = yield from self._string()
+                if call.name not in self.names:
+                    raise Malformed
             else:
-                self._capture()
-                yield from _rest_of_object()
-                arguments = self._taken_object()
-            char = yield from _skip((yield))
+                yield from rest_of_string()
+            char = yield from skip((yield))
             if char == "}":
-                break
+                return
             if char != ",":
                 raise Malformed
-            char = yield from _skip((yield))
-        if name is None:
+            char = yield from skip((yield))
+
+    def _value(self, char: str) -> Reading[str]:
+        """Arguments as the text of an object: an object, a JSON string that holds one, or null for an empty one. `char`
+        is their first character."""
+        self._capture()
+        if char == "{":
+            yield from rest_of_object()
+            return self._take_captured() + "}"
+        if char == "n":
+            yield from word(char)
+            self._captured_from = None
+            return "{}"
+        if char != '"':
             raise Malformed
-        if not began:
-            self._start(name)
-            self._arguments("{}" if arguments is None else arguments)
-            if self.streams:
-                self._told()
+        yield from rest_of_string()
+        return unwrapped(self._take_captured() + '"')
 
     def _begin(self, name: str) -> None:
         """A call whose arguments begin with the current character is told from here on."""
@@ -247,7 +264,7 @@ class Block:
         self._held_from = None
 
     def _live_object(self) -> Reading[None]:
-        yield from _rest_of_object()
+        yield from rest_of_object()
         assert self._captured_from is not None
         self._arguments(self._text[self._captured_from : self._at + 1])
         self._captured_from, self._live = None, False
@@ -258,136 +275,11 @@ class Block:
         self.held.clear()
         self._held_from = self._at + 1
 
-    def _taken_object(self) -> str:
-        return self._take_captured() + "}"
-
     def _string(self) -> Reading[str]:
         """Behind the quote: what the string says. Raises Malformed for a long one."""
         self._capture()
-        yield from _rest_of_string(MAX_NAME * 6)
+        yield from rest_of_string(MAX_NAME * 6)
         raw = self._take_captured()
         value = json.loads(raw + '"')
         assert isinstance(value, str)
         return value
-
-
-def _skip(char: str) -> Reading[str]:
-    """The first character that is no white space, from this one on."""
-    while char in WHITE:
-        char = yield
-    return char
-
-
-def _literal(text: str, char: str) -> Reading[None]:
-    """`char` is its first character."""
-    yield from _one_of((text,), char)
-
-
-def _one_of(texts: tuple[str, ...], char: str) -> Reading[str]:
-    """Which of these it is; none is the beginning of another."""
-    length = 0
-    while True:
-        texts = tuple(text for text in texts if text[length : length + 1] == char)
-        if not texts:
-            raise Malformed(length)
-        length += 1
-        if length == len(texts[0]):
-            return texts[0]
-        char = yield
-
-
-def _rest_of_string(max_length: int | None = None) -> Reading[None]:
-    """Read the rest of a JSON string whose quote has been read. Half a surrogate pair is no text: most libraries refuse
-    it."""
-    length = 0
-    half = False  # the first half of a pair came last
-    while (char := (yield)) != '"' or half:
-        length += 1
-        if char < " " or length == max_length or (half and char != "\\"):
-            raise Malformed
-        if char == "\\":
-            char = yield
-            if char == "u":
-                code = ""
-                for _ in range(4):
-                    if (char := (yield)) not in _HEX:
-                        raise Malformed
-                    code += char
-                is_second = _SECOND_HALF[0] <= code.lower() <= _SECOND_HALF[1]
-                if is_second != half:
-                    raise Malformed
-                half = _FIRST_HALF[0] <= code.lower() <= _FIRST_HALF[1]
-            elif half or char not in _ESCAPED:
-                raise Malformed
-
-
-def _rest_of_object() -> Reading[None]:
-    """Read the rest of a JSON object whose brace has been read."""
-    open_brackets = bytearray(b"}")  # what closes them
-    char = yield from _skip((yield))
-    first = True  # in its bracket
-    while True:
-        in_object = open_brackets[-1] == ord("}")
-        if not (first and ord(char) == open_brackets[-1]):
-            if in_object:
-                if char != '"':
-                    raise Malformed
-                yield from _rest_of_string()
-                if (yield from _skip((yield))) != ":":
-                    raise Malformed
-                char = yield from _skip((yield))
-            if char in "{[":
-                open_brackets.append(ord("}") if char == "{" else ord("]"))
-                first = True
-                char = yield from _skip((yield))
-                continue
-            char = yield from _scalar(char)
-            char = yield from _skip(char)
-        while ord(char) == open_brackets[-1]:
-            open_brackets.pop()
-            if not open_brackets:
-                return
-            char = yield from _skip((yield))
-        if char != ",":
-            raise Malformed
-        first = False
-        char = yield from _skip((yield))
-
-
-def _scalar(char: str) -> Reading[str]:
-    """A JSON string, number or word whose first character this is. Returns the character behind it."""
-    if char == '"':
-        yield from _rest_of_string()
-    elif char in _WORDS:
-        for expected in _WORDS[char]:
-            if (yield) != expected:
-                raise Malformed
-    else:
-        return (yield from _number(char))
-    return (yield)
-
-
-def _number(char: str) -> Reading[str]:
-    if char == "-":
-        char = yield
-    if char == "0":
-        char = yield
-    else:
-        char = yield from _digits(char)
-    if char == ".":
-        char = yield from _digits((yield))
-    if char in "eE":
-        char = yield
-        if char in "+-":
-            char = yield
-        char = yield from _digits(char)
-    return char
-
-
-def _digits(char: str) -> Reading[str]:
-    """One at least. Returns the character behind them."""
-    if char not in _DIGITS:
-        raise Malformed
-    while char in _DIGITS:
-        char = yield
-    return char

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from loraplex.serving.output.blocks import WHITE, Block, Malformed
+from loraplex.serving.output.blocks import Block
 from loraplex.serving.output.formats import Notation, ReasoningFormat, Shape
+from loraplex.serving.output.json_readers import WHITE, Malformed
 from loraplex.serving.output.parts import Part, ReasoningPart, TextPart
 
 PIECE_LENGTH = 1024

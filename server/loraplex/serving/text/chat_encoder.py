@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ from loraplex.serving.errors import TemplateError, TextTooLong
 from loraplex.serving.output.formats import TOOL_FORMATS, ReasoningFormat, ToolFormat
 from loraplex.serving.text.chat_template import ChatTemplate, encodable
 from loraplex.serving.text.controls import Controls, Marker, token_ids_of
+from loraplex.serving.text.past_turns import simpler
 from loraplex.serving.text.tool_rendering import (
     PROBE_TOOLS,
+    Message,
     ToolRendering,
     detect_reasoning_format,
     detect_tool_format,
@@ -89,10 +92,9 @@ class ChatEncoder:
         marker = Marker()
         marked_tools = None if tools is None else [controls.mark(dict(tool), marker) for tool in tools]
 
-        def render(rendering: ToolRendering | None) -> str:
-            given = normal
+        def render(given: Sequence[Message], rendering: ToolRendering | None) -> str:
             if rendering is not None and rendering.calls == "object":
-                given = parsed_arguments(normal)
+                given = parsed_arguments(given)
             told: list[dict[str, Any]] = [
                 {key: value if key == "role" else controls.mark(value, marker) for key, value in m.items()}
                 for m in given
@@ -110,11 +112,14 @@ class ChatEncoder:
         if calls or (tools and tool_format is not None):
             rendering = self._rendering(name, tool_format)
         try:
-            text = render(rendering)
+            text = render(normal, rendering)
         except TemplateError:
-            if rendering is None or rendering.calls == "written" or not calls:
+            for others in simpler(normal, rendering):
+                with suppress(TemplateError):
+                    text = render(*others)
+                    break
+            else:
                 raise
-            text = render(replace(rendering, calls="written"))  # it may write only one call a turn
         self._check_length(len(text) - marker.length_in(text))
         if not marker.used:
             return token_ids_of(self._tokenizer, encodable(text))

@@ -146,7 +146,7 @@ def with_tools(
     for message in messages if rendering.shows_results else _with_written_results(messages):
         calls = message.get("tool_calls") or ()
         names |= {call["id"]: call["function"]["name"] for call in calls}
-        if calls and rendering.calls == "written":
+        if calls and (rendering.calls == "written" or (rendering.calls == "object" and _has_text(calls))):
             told.append(_with_written_calls(message, calls, tool_format, notation))
         elif message["role"] == "tool" and (name := names.get(message.get("tool_call_id", ""))) is not None:
             told.append({"name": name, **message})
@@ -158,29 +158,27 @@ def with_tools(
     return told, None
 
 
+def _has_text(calls: Sequence[Mapping[str, Any]]) -> bool:
+    return any(isinstance(call["function"]["arguments"], str) for call in calls)
+
+
 def parsed_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Calls with arguments as objects. Raises TemplateError where they are none."""
+    """Calls with arguments as objects. A turn with a call whose arguments are none keeps its calls as they are."""
     told = []
     for message in messages:
-        if calls := message.get("tool_calls"):
-            message = {**message, "tool_calls": [_parsed(call) for call in calls]}  # noqa: PLW2901
-        told.append(message)
+        calls = [_parsed(call) for call in message.get("tool_calls") or ()]
+        told.append({**message, "tool_calls": calls} if calls and all(calls) else message)
     return told
 
 
-def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any] | None:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": _object(function["arguments"])}}
-
-
-def _object(arguments: str) -> dict[str, Any]:
+    arguments: str = function["arguments"]
     try:
         value = msgspec.json.decode(arguments.encode()) if arguments.strip() else {}
     except (ValueError, RecursionError):
         value = None
-    if not isinstance(value, dict):
-        raise TemplateError("the arguments of a call must be a JSON object, as text")
-    return value
+    return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else None
 
 
 def _with_written_calls(
