@@ -25,6 +25,8 @@ from loraplex.app.ports.sockets import Ports, address, open_ports, url
 from loraplex.app.ports.swappable_app import Listening
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.stop_signals import StopSignals
+from loraplex.app.storage.disk import full_data_dir
+from loraplex.control.errors import DatabaseUnavailable
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.control.usage.running_arms import RunningArmsWriter
 from loraplex.lifecycle.catalog_watch import CatalogWatch
@@ -67,8 +69,11 @@ def serve(settings: Settings) -> int:
     with open_ports(settings, engines_dial=by_ray) as ports:
         try:
             installation = prepare(settings, lambda line: log.info("preparing", step=line))
-        except OSError as error:
-            raise SettingsInvalid(f"the server cannot start: {error}.") from error
+        except (OSError, DatabaseUnavailable) as error:
+            reason = full_data_dir(error, settings)
+            if reason is None and not isinstance(error, OSError):
+                raise
+            raise SettingsInvalid(f"the server cannot start: {reason or f'{error}.'}") from error
         try:
             if installation.new_admin_token is not None:
                 _show_token(installation)

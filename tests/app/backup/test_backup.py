@@ -231,10 +231,18 @@ class TestOnSqlite:
         assert list((used.plane.root.parent / "backup").iterdir()) == []
 
     def test_a_full_disk_is_told_and_left_empty(self, used: Installation, tmp_path: Path) -> None:
-        with small_disk(tmp_path / "disk", 64 << 10) as disk:
-            with pytest.raises(BackupFailed, match="cannot be copied"):
-                make_backup(used.settings, disk.root)
-            assert list(disk.root.iterdir()) == []
+        with small_disk(tmp_path / "disk", 3 << 20) as disk:
+            found_no_room = set()
+            for left in (16 << 10, 64 << 10, 512 << 10):
+                disk.leave(left)
+                with pytest.raises(BackupFailed, match="cannot be copied") as caught:
+                    make_backup(used.settings, disk.root / "backup")
+                told = caught.value.message
+                assert f"{disk.root}/backup, 0.0 GiB free on tmpfs" in told
+                assert told.endswith("make room, or give another directory.")
+                found_no_room.add(told.partition(" no room for ")[2].partition(":")[0].rpartition("/")[2])
+                assert [path.name for path in disk.root.iterdir()] == ["ballast"]
+            assert found_no_room > {"loraplex.db"}
 
     def test_the_pepper_must_be_that_of_the_keys(self, used: Installation) -> None:
         file = used.plane.root / "key-pepper"

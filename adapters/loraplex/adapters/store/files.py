@@ -101,8 +101,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 def create_file(path: Path) -> BinaryIO:
     """Create a file that must not exist yet, mode 0600, unbuffered; never follows a link (OSError)."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    return os.fdopen(fd, "wb", buffering=0)
+    return open(
+        path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
+    )
 
 
 def make_private(path: Path) -> None:
@@ -116,10 +117,15 @@ def make_private(path: Path) -> None:
 
 
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write every byte: an unbuffered file may take fewer than asked when the disk runs full."""
+    """Write every byte: an unbuffered file may take fewer than asked when the disk runs full. Raises OSError with the
+    file's name."""
     view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
+    try:
+        while view:
+            view = view[file.write(view) :]
+    except OSError as error:
+        error.filename = error.filename or str(file.name)
+        raise
 
 
 def read_into(file: BinaryIO, buffer: memoryview) -> int:

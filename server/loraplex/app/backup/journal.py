@@ -10,7 +10,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from loraplex.adapters.store.files import create_file, open_regular
+from loraplex.adapters.store.files import create_file, open_regular, write_all
 from loraplex.control.usage.segments import segment_numbers, segment_path
 
 _BLOCK = 64 << 10
@@ -37,6 +37,6 @@ def _copy_sparsely(source: Path, target: Path) -> None:
         while data := original.read(_BLOCK):
             if data != _ZEROS[: len(data)]:
                 copy.seek(size)
-                copy.write(data)
+                write_all(copy, data)
             size += len(data)
         copy.truncate(size)

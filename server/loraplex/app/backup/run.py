@@ -31,6 +31,7 @@ from loraplex.app.backup.manifest import FORMAT, PEPPER, TOKEN, describe_file, w
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.database import database_url, shown_database
+from loraplex.app.storage.disk import full_disk
 from loraplex.control.tenancy.pepper import pepper_mark
 from loraplex.migrations.run import SchemaState, examine_schema
 
@@ -45,7 +46,7 @@ def make_backup(
     DatabaseTooNew, and nothing is kept."""
     refuse_bucket(settings)
     url, schema = _existing_database(settings)
-    with _new_folder(directory), _failures_named(url):
+    with _new_folder(directory), _failures_named(url, directory):
         parsed = make_url(url)
         on_sqlite = parsed.get_backend_name() == "sqlite"
         source: Source = SqliteSource(Path(parsed.database or "")) if on_sqlite else PostgresSource(url)
@@ -196,14 +197,18 @@ def _new_folder(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _failures_named(url: str) -> Iterator[None]:
+def _failures_named(url: str, directory: Path | None = None) -> Iterator[None]:
+    """`directory`: where the backup is written."""
     try:
         yield
-    except (SQLAlchemyError, sqlite3.Error) as error:
+    except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+        remedy = "make room, or give another directory"
+        if directory is not None and (full := full_disk(error, directory, remedy)):
+            raise BackupFailed(f"the installation cannot be copied: {full}") from error
+        if isinstance(error, OSError):
+            raise BackupFailed(f"{error.filename or 'a file'} cannot be copied: {error.strerror}.") from error
         reason = (str(getattr(error, "orig", None) or error).splitlines() or ["no reason given"])[0]
         raise BackupFailed(f"the database {shown_database(url)} cannot be copied: {reason[:300]}.") from error
-    except OSError as error:
-        raise BackupFailed(f"{error.filename or 'a file'} cannot be copied: {error.strerror}.") from error
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -9,7 +9,6 @@ import platform
 import resource
 import socket
 import stat
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +18,7 @@ from loraplex.app.engines.port import engine_token_path
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.data_dir_lock import is_data_dir_locked
+from loraplex.app.storage.disk import Disk, read_disk
 from loraplex.engine.control_groups import ControlGroups
 
 _TIME_ERROR = 5
@@ -26,21 +26,6 @@ _TIME_ERROR = 5
 _TIMEX_BYTES = 512
 _SECRETS = ("key-pepper", "admin-token", "loraplex.db")
 _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """A folder and the disk below it. `existing` is the folder itself, or the nearest one above it that is there.
-    `obstacle`: why nothing can be written. `sync_s`: seconds until a first block was on the disk, None if the folder is
-    not there yet. `device` is the file system's number."""
-
-    path: Path
-    existing: Path
-    free: int
-    file_system: str
-    device: int
-    obstacle: str = ""
-    sync_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +88,8 @@ def read_machine(settings: Settings) -> Machine:
         open_files=None if hard == resource.RLIM_INFINITY else hard,
         huge_pages=_huge_pages(),
         clock_synchronised=_clock_synchronised(),
-        data=_disk(settings.data_dir),
-        store=tuple(_disk(store / name) for name in ("staging", "sha256")),
+        data=read_disk(settings.data_dir),
+        store=tuple(read_disk(store / name) for name in ("staging", "sha256")),
         secrets=tuple(_secrets(settings)),
         data_port=_port(settings.host, settings.port),
         admin_port=_port(settings.admin_host, settings.admin_port),
@@ -155,62 +140,6 @@ def _clock_synchronised() -> bool | None:
         )
     except (AttributeError, OSError):
         return None
-
-
-def _disk(path: Path) -> Disk:
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
-    usage = os.statvfs(existing)
-    obstacle, sync_s = "", None
-    if not existing.is_dir():
-        obstacle = f"{existing} is not a directory"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        obstacle = f"{existing} cannot be written by this user"
-    elif existing == path.absolute():
-        obstacle, sync_s = _write_unnamed(existing)
-    return Disk(
-        path,
-        existing,
-        usage.f_bavail * usage.f_frsize,
-        _file_system(existing),
-        existing.stat().st_dev,
-        obstacle,
-        sync_s,
-    )
-
-
-def _write_unnamed(folder: Path) -> tuple[str, float | None]:
-    """Write and sync a file that has no name: it is gone when it is closed, however this process ends."""
-    try:
-        handle = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            return "", None  # a file system without such files: access says it is writable
-        return f"{folder}: {error.strerror}", None
-    try:
-        os.write(handle, bytes(4096))
-        began = time.monotonic()
-        os.fsync(handle)
-        return "", time.monotonic() - began
-    except OSError as error:
-        return f"{folder}: {error.strerror}", None
-    finally:
-        os.close(handle)
-
-
-def _file_system(path: Path) -> str:
-    """Its type by the longest mount point above `path`; "" where it is not known."""
-    try:
-        lines = Path("/proc/self/mounts").read_text("utf-8", "replace").splitlines()
-    except OSError:
-        return ""
-    best = ("", "")
-    for line in lines:
-        _, point, kind, *_ = line.split(" ")
-        if (path == Path(point) or Path(point) in path.parents) and len(point) >= len(best[0]):
-            best = (point, kind)
-    return best[1]
 
 
 def _shared_memory() -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from loraplex.app.cluster.choice import uses_ray
 from loraplex.app.cluster.cost import OBJECT_STORE_BYTES, ray_bytes
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
-from loraplex.app.doctor.machine import Device, Disk, Machine
+from loraplex.app.doctor.machine import Device, Machine
 from loraplex.app.ports.connections import RESERVED_FILES
 from loraplex.app.settings import Settings
+from loraplex.app.storage.disk import GIB, Disk, data_room
 from loraplex.engine.config import DEFAULT_SEQUENCES
 
-GIB = 1 << 30
 _PROCESS_BYTES = GIB
 _SLOW_SYNC_S = 0.1
 _NETWORK = frozenset(
@@ -85,16 +86,14 @@ def check_engines(settings: Settings, machine: Machine) -> Finding:
 
 def check_data_dir(settings: Settings, disk: Disk, *, held: bool) -> Finding:
     """The journal and the database are in it."""
-    wanted = settings.usage_journal_size + GIB
-    found = f"{disk.path}, {_place(disk)}"
+    wanted, remedy = data_room(settings)
+    found = disk.room
     if held:
         found += ", in use by a running server"
     if disk.obstacle:
         return fail(disk.obstacle, "choose another with --data-dir, or give it to the server's user")
     if disk.free < wanted:
-        return fail(
-            found, f"make room: {_gib(wanted)} are wanted, for usage (--usage-journal-size) and the database"
-        )
+        return fail(found, remedy)
     if disk.file_system in _NETWORK:
         return warn(
             found, "use a local disk: locks and syncs of a network's are its server's, and SQLite needs both"
@@ -112,7 +111,7 @@ def check_store(settings: Settings, store: tuple[Disk, ...]) -> Finding:
     """An upload is written into one folder, synced, and renamed into the other."""
     staging, kept = store
     wanted = 2 * settings.max_adapter_upload
-    found = f"{kept.path.parent}, {_place(kept)}"
+    found = replace(kept, path=kept.path.parent).room
     obstacle = staging.obstacle or kept.obstacle
     if obstacle:
         return fail(obstacle, "give it to the server's user, or choose another with --artifact-url")
@@ -192,11 +191,6 @@ def check_skew(skew_s: float) -> Finding:
     if abs(skew_s) > SKEW_FAIL_S:
         return fail(found, remedy)
     return warn(found, remedy) if abs(skew_s) > SKEW_WARN_S else ok(found)
-
-
-def _place(disk: Disk) -> str:
-    synced = "" if disk.sync_s is None else f", a sync takes {disk.sync_s * 1e3:.0f} ms"
-    return f"{_gib(disk.free)} free on {disk.file_system or 'an unknown file system'}{synced}"
 
 
 def _gib(num_bytes: int) -> str:

@@ -11,6 +11,7 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
+from loraplex.app.storage.disk import full_data_dir
 from loraplex.migrations.run import examine_schema, missing_migrations, upgrade
 
 _DRIVERS = {
@@ -47,10 +48,9 @@ def upgrade_database(settings: Settings) -> tuple[str, list[str]]:
     try:
         return url, upgrade(url)
     except (SQLAlchemyError, CommandError, ModuleNotFoundError) as error:
-        raise SettingsInvalid(
-            f"the database {shown_database(url)} cannot be used: {_reason(error)}. Mend it, restore it from a "
-            "backup, or give another with --database-url."
-        ) from error
+        remedy = "Mend it, restore it from a backup, or give another with --database-url."
+        told = full_data_dir(error, settings) or f"{_reason(error)}. {remedy}"
+        raise SettingsInvalid(f"the database {shown_database(url)} cannot be used: {told}") from error
 
 
 def existing_database(settings: Settings) -> tuple[str, bool]:
