@@ -10,6 +10,7 @@ llama.cpp's ids.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +20,13 @@ from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
-from gguf import GGUFReader, ReaderTensor, TokenType, dequantize
+from gguf import TokenType, dequantize
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
+from loraplex.adapters.store.files import shown
+from loraplex.app.base_model.gguf_file import GgufFile, GgufTensor, GgufUnsupported, Metadata, run_limited
 from loraplex.app.base_model.gguf_keys import ARCHITECTURE, obstacle
 from loraplex.app.base_model.gguf_rope import FACTOR_TENSORS, RopeUnsupported, rope_parameters
 
@@ -62,10 +65,6 @@ _NAMES = {
 }
 
 
-class GgufUnsupported(Exception):
-    """The file holds a model or a tokenizer that is not converted; the message names it."""
-
-
 def convert(
     gguf: Path, target: Path, on_written: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
@@ -85,18 +84,14 @@ def convert(
         _write_weights(reader, metadata, out, on_written)
 
 
-def open_gguf(gguf: Path) -> tuple[GGUFReader, Metadata]:
+def open_gguf(gguf: Path) -> tuple[GgufFile, Metadata]:
     """Raises GgufUnsupported for a broken file, and for another architecture than Llama's; OSError."""
-    try:
-        reader = GGUFReader(gguf)
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        raise GgufUnsupported(f"it is no GGUF file, or is cut short or broken ({error})") from error
-    metadata = Metadata(reader)
-    if (architecture := metadata["general.architecture"]) != ARCHITECTURE:
+    reader = GgufFile(gguf)
+    if (architecture := reader.metadata["general.architecture"]) != ARCHITECTURE:
         raise GgufUnsupported(
-            f"{gguf.name} holds a model of architecture '{architecture}', not '{ARCHITECTURE}'"
+            f"{gguf.name} holds a model of architecture {shown(architecture)}, not '{ARCHITECTURE}'"
         )
-    return reader, metadata
+    return reader, reader.metadata
 
 
 def check_keys(metadata: Metadata, *, model: bool = True, tokenizer: bool = True) -> None:
@@ -115,25 +110,6 @@ def write_tokenizer(metadata: Metadata, tokenizer: Tokenizer, target: Path) -> N
         (target / "chat_template.jinja").write_text(next(iter(templates.values())), "utf-8")
 
 
-class Metadata:
-    """The key-value pairs of a GGUF file."""
-
-    def __init__(self, reader: GGUFReader) -> None:
-        self._fields = reader.fields
-
-    def __getitem__(self, key: str) -> Any:
-        """Raises GgufUnsupported where the file has no such key."""
-        if key not in self._fields:
-            raise GgufUnsupported(f"its metadata have no {key}")
-        return self._fields[key].contents()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self._fields else default
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._fields)
-
-
 def _token_ids(metadata: Metadata) -> dict[str, int]:
     names = {"bos": "bos", "eos": "eos", "pad": "padding"}
     found = {
@@ -143,7 +119,7 @@ def _token_ids(metadata: Metadata) -> dict[str, int]:
     return {name: token_id for name, token_id in found.items() if token_id is not None}
 
 
-def model_config(reader: GGUFReader, metadata: Metadata) -> dict[str, Any]:
+def model_config(reader: GgufFile, metadata: Metadata) -> dict[str, Any]:
     """The config.json of the model in bfloat16. Raises GgufUnsupported."""
     heads = metadata["llama.attention.head_count"]
     hidden, context = metadata["llama.embedding_length"], metadata["llama.context_length"]
@@ -200,12 +176,12 @@ def _family(metadata: Metadata, context: int) -> dict[str, Any]:
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **biases}
 
 
-def _rope_factors(reader: GGUFReader) -> dict[str, list[float]]:
+def _rope_factors(reader: GgufFile) -> dict[str, list[float]]:
     """The numbers of the tensors that change the rope, by name. Raises GgufUnsupported."""
     found = {}
     for tensor in reader.tensors:
         if tensor.name in FACTOR_TENSORS:
-            if tensor.tensor_type.name != "F32" or tensor.n_elements > _MOST_FACTORS:
+            if tensor.tensor_type.name != "F32" or math.prod(tensor.shape) > _MOST_FACTORS:
                 raise GgufUnsupported(f"the tensor {tensor.name} is not at most {_MOST_FACTORS} F32 numbers")
             found[tensor.name] = [float(value) for value in tensor.data.reshape(-1)]
     return found
@@ -216,7 +192,8 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     kind, split = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre", "default")
     if kind != "gpt2" or split not in SPLITS:
         raise GgufUnsupported(
-            f"the tokenizer '{kind}' with the split '{split}' is not converted: 'gpt2' with {', '.join(SPLITS)} is"
+            f"the tokenizer {shown(kind)} with the split {shown(split)} is not converted: 'gpt2' with "
+            f"{', '.join(SPLITS)} is"
         )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
@@ -289,7 +266,7 @@ class Weight:
     """A tensor by the name that transformers gives it; `heads` where llama.cpp has interleaved its rows for RoPE."""
 
     name: str
-    stored: ReaderTensor
+    stored: GgufTensor
     heads: int | None
 
     @property
@@ -309,7 +286,7 @@ class Weight:
             yield np.ascontiguousarray(values).astype(ml_dtypes.bfloat16)
 
 
-def model_weights(reader: GGUFReader, metadata: Metadata) -> list[Weight]:
+def model_weights(reader: GgufFile, metadata: Metadata) -> list[Weight]:
     """The tensors, sorted by name. Raises GgufUnsupported for one that no Llama has."""
     query = metadata["llama.attention.head_count"]
     heads = {"attn_q": query, "attn_k": metadata.get("llama.attention.head_count_kv", query)}
@@ -319,14 +296,14 @@ def model_weights(reader: GGUFReader, metadata: Metadata) -> list[Weight]:
             continue  # the config's
         *place, kind, leaf = tensor.name.split(".")
         if kind not in _NAMES or leaf != "weight" or (place and (place[0] != "blk" or len(place) != 2)):
-            raise GgufUnsupported(f"the tensor {tensor.name} is not converted")
+            raise GgufUnsupported(f"the tensor {shown(tensor.name)} is not converted")
         layer = f"model.layers.{place[1]}." if place else ""
         found.append(Weight(f"{layer}{_NAMES[kind]}.weight", tensor, heads.get(kind)))
     return sorted(found, key=lambda weight: weight.name)
 
 
 def _write_weights(
-    reader: GGUFReader, metadata: Metadata, out: BinaryIO, on_written: Callable[[int, int], None]
+    reader: GgufFile, metadata: Metadata, out: BinaryIO, on_written: Callable[[int, int], None]
 ) -> None:
     weights = model_weights(reader, metadata)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -349,5 +326,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # A failure's last line of traceback is what the caller shows.
-    convert(Path(sys.argv[1]), Path(sys.argv[2]), lambda done, total: print(done, total, flush=True))
+    _file, _target = map(Path, sys.argv[1:3])
+    sys.exit(
+        run_limited(
+            _file, lambda: convert(_file, _target, lambda done, total: print(done, total, flush=True))
+        )
+    )

@@ -15,9 +15,8 @@ from typing import Any
 
 from loraplex.adapters.base_weights.gguf import FILE, INDEX, PLAIN, tensor_bytes
 from loraplex.adapters.base_weights.gguf_blocks import KINDS
+from loraplex.adapters.store.files import shown
 from loraplex.app.base_model.convert import (
-    GgufUnsupported,
-    Metadata,
     Weight,
     build_tokenizer,
     check_keys,
@@ -28,6 +27,7 @@ from loraplex.app.base_model.convert import (
     write_json,
     write_tokenizer,
 )
+from loraplex.app.base_model.gguf_file import GgufUnsupported, Metadata, run_limited
 from loraplex.app.base_model.source import TOKENIZER_FILES
 
 
@@ -59,24 +59,18 @@ def make_model(gguf: Path, target: Path, folder: Path | None = None) -> None:
 
 
 def _entry(weight: Weight) -> dict[str, Any]:
-    kind, shape = weight.stored.tensor_type.name, weight.shape
+    kind, shape, name = weight.stored.tensor_type.name, weight.shape, shown(weight.stored.name)
     if kind not in KINDS.keys() | PLAIN.keys():
-        raise GgufUnsupported(
-            f"the tensor {weight.stored.name} is {kind}: {', '.join((*KINDS, *PLAIN))} are served"
-        )
+        raise GgufUnsupported(f"the tensor {name} is {kind}: {', '.join((*KINDS, *PLAIN))} are served")
     if weight.heads is not None and kind in PLAIN:
         raise GgufUnsupported(
-            f"the tensor {weight.stored.name} is {kind} in a quantised file: quantise it as the others are"
+            f"the tensor {name} is {kind} in a quantised file: quantise it as the others are"
         )
     try:
-        size = tensor_bytes(kind, tuple(shape))
+        tensor_bytes(kind, tuple(shape))
     except ValueError as error:
-        raise GgufUnsupported(f"the tensor {weight.stored.name}: {error}") from error
-    if size != weight.stored.n_bytes:
-        raise GgufUnsupported(
-            f"the tensor {weight.stored.name} has {weight.stored.n_bytes} bytes, not {size}"
-        )
-    return {"kind": kind, "shape": shape, "start": int(weight.stored.data_offset)}
+        raise GgufUnsupported(f"the tensor {name}: {error}") from error
+    return {"kind": kind, "shape": shape, "start": weight.stored.data_offset}
 
 
 def _own_config(folder: Path) -> dict[str, Any] | None:
@@ -113,5 +107,5 @@ def _write_texts(gguf: Path, metadata: Metadata, folder: Path | None, target: Pa
 
 
 if __name__ == "__main__":
-    # A failure's last line of traceback is what the caller shows.
-    make_model(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]) if len(sys.argv) > 3 else None)
+    _file, _target, *_folders = map(Path, sys.argv[1:])
+    sys.exit(run_limited(_file, lambda: make_model(_file, _target, *_folders)))

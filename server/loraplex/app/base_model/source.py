@@ -312,7 +312,6 @@ def _read_gguf(module: str, arguments: Sequence[str], gguf: Path, bar: Bar | Non
         lines = errors.read().strip().splitlines()
     if code != 0:
         reason = lines[-1] if lines and code > 0 else _ending(code)
-        reason = reason.partition("GgufUnsupported: ")[2] or reason
         raise ModelUnavailable(f"{gguf.name} could not be read: {reason}")
 
 
@@ -331,8 +330,11 @@ def _follow(output: Iterable[str], bar: Bar | None) -> None:
             before = int(done)
 
 
+_ENDINGS = {"SIGKILL": ", mostly a lack of memory", "SIGXCPU": ": reading it took too long"}
+
+
 def _ending(code: int) -> str:
     if code >= 0:
         return f"it ended with {code} and said nothing"
     name = signal.Signals(-code).name
-    return f"it was ended by {name}" + (", mostly a lack of memory" if name == "SIGKILL" else "")
+    return f"it was ended by {name}" + _ENDINGS.get(name, "")
