@@ -233,7 +233,7 @@ class TestOnSqlite:
     def test_a_full_disk_is_told_and_left_empty(self, used: Installation, tmp_path: Path) -> None:
         with small_disk(tmp_path / "disk", 3 << 20) as disk:
             found_no_room = set()
-            for left in (16 << 10, 64 << 10, 512 << 10):
+            for left in (8 << 10, 64 << 10):
                 disk.leave(left)
                 with pytest.raises(BackupFailed, match="cannot be copied") as caught:
                     make_backup(used.settings, disk.root / "backup")
@@ -242,7 +242,7 @@ class TestOnSqlite:
                 assert told.endswith("make room, or give another directory.")
                 found_no_room.add(told.partition(" no room for ")[2].partition(":")[0].rpartition("/")[2])
                 assert [path.name for path in disk.root.iterdir()] == ["ballast"]
-            assert found_no_room > {"loraplex.db"}
+            assert found_no_room > {"loraplex.db"}, found_no_room
 
     def test_the_pepper_must_be_that_of_the_keys(self, used: Installation) -> None:
         file = used.plane.root / "key-pepper"
