@@ -16,7 +16,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.app.cluster.choice import cluster_spec, uses_ray
 from loraplex.app.cluster.ray_replicas import RayReplicas
 from loraplex.app.engine_settings import engine_config
-from loraplex.app.engines.logs import StartLog, log_engine
+from loraplex.app.engines.logs import engine_rules
 from loraplex.app.engines.port import listen_for_engines
 from loraplex.app.installation import Installation, prepare
 from loraplex.app.logs import configure_logging, log_everything
@@ -44,7 +44,6 @@ from loraplex.serving.cluster.members import Members
 from loraplex.serving.cluster.remote import RemoteEngine
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.demand import Demand
-from loraplex.serving.supervision.engine_supervisor import Supervision
 
 LAST_EVENTS_S = 2.0
 """How long a client may take to read why its answer was cut."""
@@ -185,11 +184,7 @@ def local_replicas(installation: Installation, damage: DamageReports, demand: De
     replicas = []
     for number in range(settings.replicas):
         name = f"replica-{number + 1}"
-        rules = Supervision(
-            log=log_engine if settings.replicas == 1 else partial(log_engine, replica=name),
-            on_progress=StartLog(),
-            keep_spare=settings.engine_spare,
-        )
+        rules = engine_rules(name if settings.replicas > 1 else None, keep_spare=settings.engine_spare)
         session = SocketEngineClient(config, rules, on_damaged=damage.put, demand=demand)
         replicas.append(Replica(name, session, platform.node()))
     return replicas

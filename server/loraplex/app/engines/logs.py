@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import structlog
+
+from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND, Supervision
 
 ENGINE_LEVELS = {
     "engine_lost": logging.ERROR,
@@ -23,15 +27,32 @@ ENGINE_LEVELS = {
 
 
 def log_engine(event: str, **fields: Any) -> None:
-    """Log a report of the supervisor about its engine process."""
-    structlog.get_logger("loraplex").log(ENGINE_LEVELS.get(event, logging.INFO), event, **fields)
+    """Log a report of the supervisor about its engine process. The loss of one of several, whose requests all went on
+    elsewhere, is no error."""
+    level = ENGINE_LEVELS.get(event, logging.INFO)
+    if event == "engine_lost" and "replica" in fields and not fields["failed_requests"]:
+        level = logging.WARNING
+    structlog.get_logger("loraplex").log(level, event, **fields)
+
+
+def engine_rules(
+    replica: str | None, *, keep_spare: bool, command: Sequence[str] = ENGINE_COMMAND
+) -> Supervision:
+    """The rules of an engine whose log lines have its name; None: it is the only one."""
+    named = {} if replica is None else {"replica": replica}
+    return Supervision(
+        command=command if replica is None else (*command, "--replica", replica),
+        log=partial(log_engine, **named),
+        on_progress=StartLog(named),
+        keep_spare=keep_spare,
+    )
 
 
 class StartLog:
-    """A line when the engine's start gets on, and one every ten seconds while it does not."""
+    """A line when the engine's start gets on, and one every ten seconds while it does not. `named`: fields of each."""
 
-    def __init__(self) -> None:
-        self._log = structlog.get_logger("loraplex")
+    def __init__(self, named: Mapping[str, str]) -> None:
+        self._log = structlog.get_logger("loraplex").bind(**named)
         self._last: tuple[str, int] | None = None
 
     def __call__(self, stage: str, seconds: float) -> None:

@@ -14,7 +14,7 @@ import uvloop
 from loraplex.adapters.store.probe import read_probe
 from loraplex.app.base_model.source import default_served_name, ensure_model
 from loraplex.app.engine_settings import engine_config
-from loraplex.app.engines.logs import StartLog, log_engine
+from loraplex.app.engines.logs import engine_rules
 from loraplex.app.engines.port import load_engine_token
 from loraplex.app.engines.tls import engine_tls
 from loraplex.app.logs import configure_logging, log_everything
@@ -23,7 +23,7 @@ from loraplex.app.stop_signals import StopSignals
 from loraplex.app.storage.artifacts import artifact_store
 from loraplex.serving.cluster.hello import MAX_NAME, NAME
 from loraplex.serving.cluster.relay import Door, Relay
-from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND, Supervision
+from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND
 
 
 def run_engine(settings: Settings, join: str, replica: str | None) -> int:
@@ -58,9 +58,7 @@ def make_relay(settings: Settings, join: str, replica: str, command: Sequence[st
         Door(host, port, lambda: load_engine_token(settings), partial(read_probe, store), tls),
         replica=name,
         node=socket.gethostname(),
-        rules=Supervision(
-            command=command, log=log_engine, on_progress=StartLog(), keep_spare=settings.engine_spare
-        ),
+        rules=engine_rules(name, keep_spare=settings.engine_spare, command=command),
     )
 
 

@@ -38,7 +38,12 @@ def report(event: str, error: BaseException, **fields: Any) -> None:
 
 
 class JsonLogs(logging.Handler):
-    """Lines of the engine's modules and of libraries: the event is `log`, their text the `message`."""
+    """Lines of the engine's modules and of libraries: the event is `log`, their text the `message`. `always`: fields of
+    each line."""
+
+    def __init__(self, **always: str) -> None:
+        super().__init__()
+        self._always = always
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -52,4 +57,5 @@ class JsonLogs(logging.Handler):
             exc_info=error or False,
             logger=record.name,
             message=message,
+            **self._always,
         )

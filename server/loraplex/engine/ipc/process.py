@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
@@ -31,7 +32,7 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.log_lines import JsonLogs, log, report
-from loraplex.engine.ipc.loop import BuiltEngineLike, EngineLoop, Outbox
+from loraplex.engine.ipc.loop import BuiltEngineLike, EngineLoop, Log, Outbox
 from loraplex.engine.ipc.quick_imports import quick_imports
 from loraplex.engine.log_hooks import install_log_hooks
 from loraplex.engine.types import TokenEvent
@@ -65,9 +66,13 @@ class EngineServer:
     """
 
     def __init__(
-        self, connection: socket.socket, build: Callable[[Callable[[], None]], BuiltEngineLike]
+        self,
+        connection: socket.socket,
+        build: Callable[[Callable[[], None]], BuiltEngineLike],
+        log: Log,
     ) -> None:
         connection.setblocking(False)
+        self._log = log
         self._connection = connection
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -182,7 +187,7 @@ class EngineServer:
             for payload in self._reader.feed(data):
                 self._loop.post(wire.decode_command(payload))
         except framing.ProtocolError as error:
-            log("protocol_error", level="error", error=str(error))
+            self._log("protocol_error", level="error", error=str(error))
             return False
         return True
 
@@ -210,7 +215,7 @@ class EngineServer:
 
     def _abandon(self) -> int:
         """The client is gone: there is no work left."""
-        log("client_gone")
+        self._log("client_gone")
         self._loop.stop()
         self._thread.join(ORPHAN_GRACE_S)
         if self._thread.is_alive():
@@ -281,10 +286,12 @@ def run(
         metavar="DECODER",
         help="get ready for that decoder, and wait for the socket's path on stdin",
     )
+    parser.add_argument("--replica", metavar="NAME", help="its name among several, for its log lines")
     arguments = parser.parse_args(argv)
+    always = {} if arguments.replica is None else {"replica": arguments.replica}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(handlers=[JsonLogs()], level=logging.WARNING)
-    install_log_hooks(report)
+    logging.basicConfig(handlers=[JsonLogs(**always)], level=logging.WARNING)
+    install_log_hooks(partial(report, **always))
     die_with_parent()
     path = arguments.socket
     if arguments.spare is not None:
@@ -299,7 +306,7 @@ def run(
         config = msgspec.json.decode(sys.stdin.buffer.read(1 << 20), type=EngineConfig)
         connection.connect(path)
     except (OSError, msgspec.MsgspecError) as error:
-        log("engine_start_failed", level="error", error=str(error))
+        log("engine_start_failed", level="error", error=str(error), **always)
         connection.close()
         return 2
 
@@ -308,7 +315,7 @@ def run(
         set_switch_interval(engine.info.device)
         return engine
 
-    server = EngineServer(connection, start)
+    server = EngineServer(connection, start, partial(log, **always))
     try:
         return server.serve()
     finally:
