@@ -14,7 +14,9 @@ python3 -m venv "$place/venv"
 pip=("$place/venv/bin/pip" --quiet --disable-pip-version-check)
 "${pip[@]}" install torch==2.13.0 scikit-build-core pathspec 2>/dev/null
 "${pip[@]}" install transformers==5.23.0 peft==0.21.2 safetensors==0.8.0 sentencepiece 2>/dev/null
-(cd "$place" && "${pip[@]}" download --no-deps --no-binary :all: --no-build-isolation llama-cpp-python==0.3.36 2>/dev/null && tar xzf llama_cpp_python-*.tar.gz)
+(cd "$place" \
+  && "${pip[@]}" download --no-deps --no-binary :all: --no-build-isolation llama-cpp-python==0.3.36 2>/dev/null \
+  && tar xzf llama_cpp_python-*.tar.gz)
 converter=$(echo "$place"/llama_cpp_python-*/vendor/llama.cpp)
 cat >"$place/scalings.py" <<'PY'
 import subprocess

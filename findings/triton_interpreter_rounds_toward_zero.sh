@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Believed: TRITON_INTERPRET=1 rounds float32 to bfloat16 and to float8 as the compiled kernel and torch do, to nearest, ties to even.
 # So is: the interpreter cuts bfloat16 off (1.0067 becomes 1.0, not 1.0078), and where rounding to float8e4nv carries into the exponent it
-# can lose the carry (1.9688 becomes 1.0, not 2.0; 0.4922 becomes 0.25, not 0.5; 0.9844 is right). A kernel's interpreted test is off by up to a whole last place in bfloat16,
-# always toward zero, and by a factor of two in float8. Compare with a tolerance for bfloat16, and round to float8 outside the interpreter.
+# can lose the carry (1.9688 becomes 1.0, not 2.0; 0.4922 becomes 0.25, not 0.5; 0.9844 is right). An interpreted kernel is off by up to
+# a whole last place in bfloat16, always toward zero, and by a factor of two in float8: test with that tolerance, and round to
+# float8 outside of the interpreter.
 # Seen: triton 3.7.1, torch 2.13.0 (CPU), Python 3.11, 2026-11-28:
 #   torch.bfloat16 interpreted [1.0, 1.0, -2.7031, 0.0996] torch [1.0078, 1.0078, -2.7188, 0.1001]
 #   torch.float8_e4m3fn interpreted [1.0, 448.0, 1.0, 0.25] torch [2.0, 448.0, 1.0, 0.5]
