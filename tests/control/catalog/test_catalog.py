@@ -11,6 +11,7 @@ from loraplex.adapters.errors import AdapterRefused
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.errors import AdapterNotFound, Conflict, InvalidValue, TenantNotFound, VersionNotFound
 from loraplex.control.rules import InvalidCursor
+from loraplex.control.types import VersionInfo
 from support.adapters.drafts import make_adapter
 from support.control.plane import ARCH, ControlPlane, digests
 
@@ -40,6 +41,44 @@ def test_the_same_bytes_again_are_the_version_that_has_them(plane: ControlPlane)
     assert plane.upload("rival", "pirate", seed=1)[1]
     assert plane.stored() == {first.digest, second.digest}
     plane.check_integrity()
+
+
+def upload_ordered(
+    plane: ControlPlane, *, seed: int = 1, tenant: str = "acme", **lists: list[str]
+) -> tuple[VersionInfo, bool]:
+    """With these lists in the config, in this order."""
+    with plane.store.begin_staging() as staging:
+        make_adapter(staging.directory, ARCH, seed=seed, targets=("q_proj", "v_proj"))
+        config = json.loads(staging.config_path.read_text())
+        staging.config_path.write_text(json.dumps(config | lists, indent=2, sort_keys=True))
+        return plane.catalog.admit(tenant, "pirate", staging)
+
+
+def test_a_set_in_another_order_is_the_same_version(plane: ControlPlane) -> None:
+    """PEFT holds target_modules and exclude_modules as sets, whose order differs by process."""
+    targets, excluded = ["q_proj", "v_proj"], ["k_proj", "o_proj"]
+    first, _ = upload_ordered(plane, target_modules=targets, exclude_modules=excluded)
+    other, _ = upload_ordered(plane, seed=2, target_modules=targets, exclude_modules=excluded)
+    for reverse in ({"target_modules": targets[::-1]}, {"exclude_modules": excluded[::-1]}):
+        lists = {"target_modules": targets, "exclude_modules": excluded} | reverse
+        assert upload_ordered(plane, **lists) == (first, False)
+        assert upload_ordered(plane, seed=2, **lists) == (other, False)
+    # Other tensors in another order are a version of their own, and so is another config.
+    third, is_new = upload_ordered(plane, seed=3, target_modules=targets[::-1], exclude_modules=excluded)
+    assert (third.version, is_new) == ("v3", True)
+    longer, is_new = upload_ordered(plane, target_modules=[*targets, "x_proj"], exclude_modules=excluded)
+    assert (longer.version, is_new, longer.digest != first.digest) == ("v4", True, True)
+    # Another tenant's adapter is no business of this one's.
+    theirs, _ = upload_ordered(plane, tenant="rival", target_modules=targets[::-1], exclude_modules=excluded)
+    assert theirs.digest != first.digest
+    assert plane.store.path(first.digest).joinpath("adapter_config.json").exists()
+    plane.check_integrity()
+
+
+def test_a_list_that_peft_keeps_in_its_order_is_another_version(plane: ControlPlane) -> None:
+    first, _ = upload_ordered(plane, layers_to_transform=[0, 1])
+    again, is_new = upload_ordered(plane, layers_to_transform=[1, 0])
+    assert (is_new, again.digest == first.digest) == (True, False)
 
 
 def test_a_deleted_versions_bytes_come_back_under_a_new_number(plane: ControlPlane) -> None:

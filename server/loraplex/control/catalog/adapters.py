@@ -23,7 +23,13 @@ from loraplex.adapters.store.files import disk_failures_named, open_regular
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
-from loraplex.control.catalog.new_versions import add_version, check_alora, note_upload, with_chat
+from loraplex.control.catalog.new_versions import (
+    add_version,
+    check_alora,
+    note_upload,
+    take_known_order,
+    with_chat,
+)
 from loraplex.control.catalog.quota import check_quota, upload_room
 from loraplex.control.catalog.release_changes import add_release
 from loraplex.control.catalog.release_reading import current_release, release_shown
@@ -108,9 +114,10 @@ class Catalog:
         by: Actor = LOCAL,
     ) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. mlx-lm's files are turned into PEFT's first. The
-        same bytes again within a name, to be served alike, are the version that has them; where the stored ones are
-        lost or damaged, they take their place. Bytes that were rejected before are a new version, and are checked
-        again. `chat` is what they bring for their chats; `notes` are added to the checks of the report.
+        same bytes again within a name, to be served alike, are the version that has them, also with a set of the config
+        in another order; where the stored ones are lost or damaged, they take their place. Bytes that were rejected
+        before are a new version, and are checked again. `chat` is what they bring for their chats; `notes` are added to
+        the checks of the report.
         `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
         its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
         a new version is `validating`.
@@ -129,6 +136,7 @@ class Catalog:
             earlier=convert_mlx(staging, self.max_rank),
         )
         check_alora(spec, serving)
+        spec = take_known_order(self._database, self._artifacts.store, tenant_id, name, staging, spec)
         spec = with_chat(spec, chat, notes)
         fault = self._artifacts.store.fault
         # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.admission.chat_files import OwnChat
-from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.admission.config.selection import is_equal_but_for_order
+from loraplex.adapters.admission.peft_config import read_raw_config
+from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from loraplex.adapters.store.artifact_store import Staging
+from loraplex.adapters.store.files import CONFIG_NAME, digest_upload, disk_failures_named
+from loraplex.adapters.store.interface import Store
 from loraplex.control.audit.recorder import Actor, record
 from loraplex.control.catalog.release_reading import current_release, release_shown
 from loraplex.control.db.clock import database_now
-from loraplex.control.db.tables import Adapter, AdapterVersion
+from loraplex.control.db.database import Database
+from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion
 from loraplex.control.tenancy.tenants import tenant_target
 from loraplex.control.types import Serving, VersionInfo
+
+_MAX_COMPARED = 64
+"""The newest versions of a name that an upload is compared with."""
 
 
 def check_alora(spec: AdapterSpec, serving: Serving) -> None:
@@ -35,6 +46,42 @@ def with_chat(spec: AdapterSpec, chat: OwnChat | None, notes: Sequence[Mapping[s
     checks = [*spec.report["checks"], *map(dict, notes)]
     num_bytes = spec.num_bytes + (0 if chat is None else len(chat.canonical))
     return replace(spec, report=spec.report | {"checks": checks}, num_bytes=num_bytes)
+
+
+def take_known_order(
+    database: Database, store: Store, tenant_id: str, name: str, staging: Staging, spec: AdapterSpec
+) -> AdapterSpec:
+    """Where the name has a version of the same tensors and of a config that differs only in the order of a set, give
+    the upload that version's config and digest: PEFT writes a set in another order each time that it saves. Raises
+    StoreFull, StoreFailed, OSError."""
+    query = (
+        select(AdapterVersion.digest, AdapterVersion.report["norm"])
+        .where(AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING)
+        .where(AdapterVersion.rank == spec.rank, AdapterVersion.state != "corrupt")
+        .order_by(AdapterVersion.number.desc())
+        .limit(_MAX_COMPARED)
+    )
+    with database.read() as session:
+        alike = [digest for digest, norm in session.execute(query) if norm == spec.report["norm"]]
+    if not alike or spec.digest in alike:
+        return spec
+    raw = _same_config(store, alike[0], staging)
+    if raw is None:
+        return spec
+    with disk_failures_named():
+        staging.config_path.write_bytes(raw)
+    return replace(spec, digest=alike[0])
+
+
+def _same_config(store: Store, digest: str, staging: Staging) -> bytes | None:
+    """The config of a stored adapter, if it differs from the upload's in an order alone, and the tensors are the same."""
+    given = read_raw_config(staging.config_path)
+    with contextlib.suppress(LoraplexError, OSError):
+        stored = store.path(digest) / CONFIG_NAME
+        raw = read_raw_config(stored)
+        if is_equal_but_for_order(given, raw) and digest_upload(stored, staging.tensors_path) == digest:
+            return raw
+    return None
 
 
 def add_version(

@@ -6,6 +6,7 @@ A list of names is evaluated. An expression is not: the tensors tell the modules
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,9 +16,11 @@ from loraplex.adapters.admission.config.patterns import MAX_ENTRIES, MODULE_NAME
 from loraplex.adapters.admission.faults import Faults, as_json, invalid
 from loraplex.adapters.admission.module_names import HEAD_NAMES, ModuleNames, without_wrappers
 from loraplex.adapters.admission.peft_support import is_neutral
+from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.store.files import shown
 from loraplex.kernels.lora.site_groups import EMBEDDING
 
+_SETS = ("target_modules", "exclude_modules")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_EVALUATED = "which is not evaluated: the tensors tell the modules, and a missing one is not noticed"
 
@@ -83,6 +86,21 @@ def parse_selection(config: Mapping[str, Any], notes: list[str], faults: Faults)
         notes.append(f"{which} {why}, so it is not evaluated: the tensors tell the layers")
         layers, exact = None, False
     return Selection(targets, exact, excluded, layers, pattern if layers is not None else ())
+
+
+def is_equal_but_for_order(one: bytes, other: bytes) -> bool:
+    """Whether two configs of adapters differ in nothing but the order of names that PEFT keeps as sets, and so writes
+    in another order each time."""
+    try:
+        found = [parse_object(raw) for raw in (one, other)]
+    except ValueError:
+        return False
+    for config in found:
+        for field in _SETS:
+            names = config.get(field)
+            if isinstance(names, list) and all(isinstance(name, str) for name in names):
+                config[field] = sorted(names)
+    return json.dumps(found[0]) == json.dumps(found[1])
 
 
 def _parse_targets(value: Any, notes: list[str]) -> tuple[frozenset[str] | None, bool, bool]:
