@@ -95,6 +95,7 @@ async def test_a_key_is_told_its_tenant_its_rights_and_the_base(plane: AdminPlan
                 "model_type": base.model_type,
                 "num_layers": base.num_layers,
                 "hidden_size": base.sites[0, "q_proj"].in_features,
+                "vocab_size": base.sites[0, "embed_tokens"].in_features,
                 "fingerprint": base.fingerprint,
                 "max_adapter_rank": plane.services.catalog.max_rank,
             }

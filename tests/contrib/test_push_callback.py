@@ -17,8 +17,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from loraplex.adapters.admission.peft_support import CONFIG_FIELDS, ConfigField
 from loraplex.adapters.store.files import CHAT_FILE_BYTES
-from loraplex.contrib.transformers import CHAT_FILES, FILES, PushCallback, PushFailed
+from loraplex.contrib.transformers import CHAT_FILES, FILES, SERVED_VALUES, PushCallback, PushFailed
 
 Answer = tuple[int, dict[str, str], object]
 CREATED: Answer = (201, {}, {"version": "v7", "digest": "sha256:00"})
@@ -174,6 +175,50 @@ class TestBeforeATraining:
         said = self.refused(server, CALLER, model_of(hidden_size=96))
         assert "the model has 2 layers of width 96, and the server's base 'tiny' has 2 of 64" in said
         assert "rank 32 is above the server's 16" in self.refused(server, CALLER, model_of(rank=32))
+
+    def test_a_vocabulary_that_was_padded(self, server: ScriptedServer) -> None:
+        grown = (200, {}, CALLER[2] | {"base": SERVED | {"vocab_size": 264}})  # type: ignore[operator]
+        said = self.refused(server, grown, model_of(vocab_size=320))
+        assert "the model has 320 rows of embeddings, and the server's base 'tiny' has 264" in said
+        assert "chat_template_path" in said
+        for same in (grown, CALLER):  # an older server does not tell
+            server.answers = [same]
+            begin(callback_for(server), model_of(vocab_size=264))
+
+    @pytest.mark.parametrize("field", CONFIG_FIELDS, ids=lambda field: field.name)
+    def test_what_the_server_would_refuse_of_each_field(
+        self, server: ScriptedServer, field: ConfigField
+    ) -> None:
+        """`FIELD_RULES` decide there; this file has a table of its own, for machines without Loraplex."""
+        values = field.refused if field.codes == ("unsupported_feature",) else ()
+        for value in values:
+            model = model_of()
+            setattr(model.peft_config["default"], field.name, value)
+            said = self.refused(server, CALLER, model)
+            assert f"{field.name} = {value!r} is not served" in said
+        for value in field.accepted if field.name in SERVED_VALUES else ():
+            model = model_of()
+            setattr(model.peft_config["default"], field.name, value)
+            server.answers = [CALLER]
+            begin(callback_for(server), model)
+
+    def test_what_peft_itself_makes_of_a_config(self, server: ScriptedServer) -> None:
+        from peft import LoraConfig
+
+        model = model_of()
+        for given, told in (
+            ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
+            ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
+            ({"task_type": "SEQ_CLS"}, "task_type = 'SEQ_CLS'"),
+            ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ):
+            model.peft_config["default"] = LoraConfig(target_modules=["q_proj"], **given)
+            assert told in self.refused(server, CALLER, model)
+        model.peft_config["default"] = LoraConfig(
+            task_type="CAUSAL_LM", use_dora=True, trainable_token_indices=[1], exclude_modules=["x"]
+        )
+        server.answers = [CALLER]
+        begin(callback_for(server), model)
 
     def test_no_server_and_another_ones(self, server: ScriptedServer) -> None:
         callback = PushCallback("support", url="http://127.0.0.1:9", api_key="lpx_key", timeout_s=0.5)

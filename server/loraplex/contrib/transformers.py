@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,23 @@ CHAT_FILES = (
 """Sent where a checkpoint has them: how its chats are written, and how its answers end."""
 RETRIED = (408, 429, 502, 503, 504, 507)
 """Statuses after which a push is tried again."""
+SERVED_VALUES: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", "QUESTION_ANS"),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),
+    "modules_to_save": (["qa_outputs"],),
+    "target_parameters": (),
+    "layer_replication": (),
+    "lora_bias": (),
+    "megatron_config": (),
+    "use_qalora": (),
+    "use_bdlora": (),
+    "arrow_config": (),
+    "kasa_config": (),
+}
+"""Fields of LoraConfig that no server takes with every value, and the values that it takes beside none (null, false, an
+empty list)."""
 PATIENCE_S = 15.0
 """Longest time that an absent server is asked again before a training."""
 
@@ -319,7 +337,21 @@ def _misfit(model: Any, base: dict[str, Any]) -> str | None:
             f"{theirs[0]} of {theirs[1]}: train on the model that is served"
         )
     configs = getattr(model, "peft_config", None)
-    ranks = [getattr(found, "r", 0) for found in configs.values()] if isinstance(configs, dict) else []
+    adapters = list(configs.values()) if isinstance(configs, dict) else []
+    rows = getattr(config, "vocab_size", None)
+    if rows is not None and base.get("vocab_size") not in (None, rows):
+        return (
+            f"the model has {rows} rows of embeddings, and the server's base '{base['name']}' has "
+            f"{base['vocab_size']}: its vocabulary was resized for the training, as TRL's chat_template_path and added "
+            "tokens do; train with the tokens that the served base has"
+        )
+    for found in adapters:
+        for name, served in SERVED_VALUES.items():
+            value = getattr(found, name, None)
+            if value and value not in served:
+                value = getattr(value, "value", value)  # of an enumeration
+                return f"{name} = {value!r} is not served, and each checkpoint would be refused: train without it"
+    ranks = [getattr(found, "r", 0) for found in adapters]
     if ranks and max(ranks) > base["max_adapter_rank"]:
         return f"rank {max(ranks)} is above the server's {base['max_adapter_rank']} (--max-adapter-rank)"
     return None

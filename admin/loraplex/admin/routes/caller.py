@@ -9,7 +9,7 @@ from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.schemas.caller import BaseModelShape, Caller
 from loraplex.admin.schemas.keys import Key
 from loraplex.admin.services import AdminServices
-from loraplex.kernels.lora.site_groups import HEAD
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
 router = APIRouter(route_class=AdminRoute)
 
@@ -36,12 +36,14 @@ async def get_caller(by: AnyCaller, services: Services) -> Caller:
 
 def _base(services: AdminServices) -> BaseModelShape:
     catalog = services.catalog
-    head = catalog.base.sites.get((0, HEAD))
+    head, embedding = (catalog.base.sites.get((0, site)) for site in (HEAD, EMBEDDING))
+    vocab_size = None if head is None else head.out_features
     return BaseModelShape(
         name=catalog.served_name,
         model_type=catalog.base.model_type,
         num_layers=catalog.base.num_layers,
         hidden_size=None if head is None else head.in_features,
+        vocab_size=vocab_size if embedding is None else embedding.in_features,
         fingerprint=catalog.base.fingerprint,
         max_adapter_rank=catalog.max_rank,
     )

@@ -9,13 +9,15 @@ from loraplex.admin.schemas.keys import Key
 
 
 class BaseModelShape(ResponseBody):
-    """The served base model. `hidden_size` is null where it has no output head that an adapter can change; an adapter's
-    rank is at most `max_adapter_rank`."""
+    """The served base model. `hidden_size` is null where it has no output head that an adapter can change; `vocab_size`
+    are the rows of its embedding, or of that head, null where it has neither; an adapter's rank is at most
+    `max_adapter_rank`."""
 
     name: str
     model_type: str
     num_layers: int
     hidden_size: int | None
+    vocab_size: int | None
     fingerprint: str
     max_adapter_rank: int
 

@@ -74,7 +74,7 @@ def take_known_order(
 
 
 def _same_config(store: Store, digest: str, staging: Staging) -> bytes | None:
-    """The config of a stored adapter, if it differs from the upload's in an order alone, and the tensors are the same."""
+    """The config of a stored adapter, if it differs from the upload's in an order alone and the tensors are equal."""
     given = read_raw_config(staging.config_path)
     with contextlib.suppress(LoraplexError, OSError):
         stored = store.path(digest) / CONFIG_NAME
