@@ -16,6 +16,7 @@ from loraplex.app.settings import Settings, SettingsInvalid, load_settings
 OTHER: dict[str, tuple[str, Any]] = {
     "model": ("/models/x", "/models/x"),
     "served_model_name": ("org/name", "org/name"),
+    "tokenizer": ("file", "file"),
     "tool_format": ("hermes", "hermes"),
     "reasoning_format": ("none", "none"),
     "host": ("0.0.0.0", "0.0.0.0"),

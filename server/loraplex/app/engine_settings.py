@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from loraplex.app.base_model.source import plan_dir
+from loraplex.app.base_model.source import kept_dir
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.engine.config import EngineConfig
@@ -27,7 +27,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "lookahead": lookahead(settings),
             "num_threads": settings.threads,
             "cache_dir": str(settings.data_dir.resolve()),
-            "plan_dir": str(plan_dir(settings.data_dir.resolve())),
+            "plan_dir": str(kept_dir("plans", settings.data_dir.resolve())),
             "image_dir": str(image_dir(settings)),
             "num_sharing": max(1, settings.replicas),
         }

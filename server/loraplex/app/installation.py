@@ -14,7 +14,8 @@ import structlog
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.store.interface import Store
-from loraplex.app.base_model.source import default_served_name, ensure_model
+from loraplex.app.base_model.served_tokenizer import served_model
+from loraplex.app.base_model.source import default_served_name
 from loraplex.app.engine_settings import image_dir
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.storage.artifacts import artifact_dir, artifact_store
@@ -94,7 +95,7 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
     usage_dir = settings.data_dir.resolve() / "usage"
     trim_leftovers(usage_dir)  # on a full disk the database needs some of it to begin
     check_redis(settings)
-    model_dir = ensure_model(settings.model, progress)
+    model_dir = served_model(settings, progress)
     served_name = settings.served_model_name or default_served_name(settings.model)
     database = Database(upgrade_database(settings)[0])
     pepper = load_pepper(settings.data_dir, settings.key_pepper)

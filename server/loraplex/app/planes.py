@@ -33,7 +33,7 @@ from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
 from loraplex.app.base_model.output_formats import base_formats, check_named_formats
 from loraplex.app.base_model.own_chats import ChatExaminer, OwnChatsOfVersions
-from loraplex.app.base_model.source import cache_dir, plan_dir
+from loraplex.app.base_model.source import cache_dir, kept_dir
 from loraplex.app.installation import Installation
 from loraplex.app.setting_types import ANY_ADDRESS
 from loraplex.app.settings import Settings
@@ -244,7 +244,9 @@ def _data_url(settings: Settings) -> str | None:
 
 def _served_base(settings: Settings, text: TextProcessor) -> ServedBase:
     folder = settings.data_dir.resolve()
-    return ServedBase(text.encode, settings.max_model_len, cache_dir=folder, plan_dir=plan_dir(folder))
+    return ServedBase(
+        text.encode, settings.max_model_len, cache_dir=folder, plan_dir=kept_dir("plans", folder)
+    )
 
 
 def _data_services(installation: Installation, shared: Shared, admin_services: AdminServices) -> ApiServices:

@@ -9,9 +9,9 @@ from loraplex.http.text import did_you_mean
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
-        "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "tool_format", "reasoning_format",
-        "adapter_templates", "default_max_tokens", "speculation", "kernels", "attention", "batch_invariant",
-        "recorded_prompt_rows", "lookahead", "threads", "replicas", "max_replicas", "scale_up_delay",
+        "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "tokenizer", "tool_format",
+        "reasoning_format", "adapter_templates", "default_max_tokens", "speculation", "kernels", "attention",
+        "batch_invariant", "recorded_prompt_rows", "lookahead", "threads", "replicas", "max_replicas", "scale_up_delay",
         "scale_down_delay", "replica_manager", "ray_address", "engine_spare",
     ),
     "Memory": (

@@ -67,6 +67,10 @@ class Settings(BaseSettings):
     served_model_name: str = Field(
         "", max_length=200, description="Name of the base model in the API (default: the model's own)"
     )
+    tokenizer: Literal["transformers", "file"] = Field(
+        "transformers",
+        description="Reading of the base's tokenizer (transformers: AutoTokenizer's; file: tokenizer.json as it lies)",
+    )
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "phi", "json", "none"] = Field(
         "auto",
         description="How the base model writes calls of tools; its adapters too, unless they say another (auto: as its "
@@ -74,8 +78,7 @@ class Settings(BaseSettings):
     )
     reasoning_format: Literal["auto", "think_tags", "think_brackets", "none"] = Field(
         "auto",
-        description="How the base model writes its reasoning; its adapters too, unless they say another (auto: by its "
-        "chat template, or none)",
+        description="How the base model, and an adapter that says no other, writes reasoning (auto: by its template)",
     )
     host: str = Field("127.0.0.1", description="Address of the data plane")
     port: Port = Field(8000, description="Port of the data plane")

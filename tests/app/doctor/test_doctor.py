@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from loraplex.app.doctor import torch_checks
+from loraplex.app.doctor.checks import check_tokenizer
+from loraplex.app.settings import Settings
 from loraplex.migrations.run import upgrade
 from support.models.checkpoints import edit_config
+from support.models.tokenizer_folders import write_folder
 from support.servers.live_server import Outcome, free_ports, run_command, write_tiny_model
 from support.servers.run_here import run_here
 
@@ -71,6 +74,7 @@ def test_all_is_well(tmp_path: Path) -> None:
         "data port",
         "admin port",
         "base model",
+        "tokenizer",
     ]
     found = lines(outcome)
     assert list(found) == names
@@ -82,6 +86,17 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert ", the same bits in every batch, " in outcome.stdout
     assert ", 2 layers" in outcome.stdout
     assert not (tmp_path / "data" / "loraplex.db").exists()
+
+
+def test_a_tokenizer_with_two_readings_is_told_with_an_example(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    write_folder(model, "Qwen2Tokenizer", with_config=False)
+    settings = Settings(tokenizer="file", data_dir=tmp_path)
+    found = check_tokenizer(settings, model)
+    assert found.status == "warn"
+    expected = "'2026' is '202' '6' by tokenizer.json and '2' '0' '2' '6' by transformers' Qwen2Tokenizer"
+    assert expected in found.found
+    assert "--tokenizer file serves" in found.found
 
 
 def kernels(outcome: Outcome) -> str:

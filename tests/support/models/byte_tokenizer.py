@@ -18,6 +18,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+PAD_TOKEN = {"__type": "AddedToken", "content": "<|pad|>", "normalized": False, "special": True}
+"""As transformers writes a token that is more than its text."""
 
 
 def byte_encode(text: str) -> list[int]:
@@ -71,7 +73,7 @@ def write_byte_tokenizer(
         },
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
-    config = {"eos_token": "<|end|>", "pad_token": {"content": "<|pad|>"}, "bos_token": None}
+    config = {"eos_token": "<|end|>", "pad_token": PAD_TOKEN, "bos_token": None}
     (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
     if chat_template is not None:
         (directory / "chat_template.jinja").write_text(chat_template, "utf-8")

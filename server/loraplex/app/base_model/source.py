@@ -72,11 +72,11 @@ def model_cache_dir() -> Path:
     return cache_dir() / "models"
 
 
-def plan_dir(data_dir: Path) -> Path:
-    """Where engines cache what they read from configs: `loraplex/plans` in the user's cache directory, so that servers
-    share it, and `data_dir` where that can't be written."""
+def kept_dir(name: str, data_dir: Path) -> Path:
+    """Where a kind of what is read from models is cached, `plans` of configs or `tokenizers`: a folder of the user's
+    cache directory, so that servers share it, and `data_dir` where that can't be written."""
     try:
-        path = cache_dir() / "plans"
+        path = cache_dir() / name
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # a user without a home
         return data_dir

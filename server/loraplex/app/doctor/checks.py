@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.base_model.served_tokenizer import serve_tokenizer
 from loraplex.app.base_model.source import ensure_model
 from loraplex.app.doctor import production, services
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
@@ -54,6 +55,8 @@ def examine(settings: Settings, out: Output) -> int:
     checks = checks_of(settings, read_machine(settings), torch)
     if settings.model:
         checks.append(("base model", lambda: model.examine(torch)))
+    if (directory := model.directory) is not None:
+        checks.append(("tokenizer", lambda: check_tokenizer(settings, directory)))
     return report(checks, out)
 
 
@@ -164,6 +167,15 @@ class _Model:
                 "on its own weights, and refuses it if they differ. Start the server once before you rely on it",
             )
         return ok(found)
+
+
+def check_tokenizer(settings: Settings, model_dir: Path) -> Finding:
+    found = serve_tokenizer(model_dir, settings.tokenizer, settings.data_dir)
+    if found.warning:
+        return warn(found.warning, "choose --tokenizer by what your adapters were trained with")
+    if not found.name:
+        return fail("the base model has no tokenizer.json", "give --model a directory that has one")
+    return ok(f"tokenizer.json and transformers' {found.name} give the same tokens")
 
 
 def _port(port: Port, machine: Machine) -> Finding:

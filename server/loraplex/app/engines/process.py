@@ -12,7 +12,8 @@ import structlog
 import uvloop
 
 from loraplex.adapters.store.probe import read_probe
-from loraplex.app.base_model.source import default_served_name, ensure_model
+from loraplex.app.base_model.served_tokenizer import served_model
+from loraplex.app.base_model.source import default_served_name
 from loraplex.app.engine_settings import engine_config
 from loraplex.app.engines.logs import engine_rules
 from loraplex.app.engines.port import load_engine_token
@@ -51,7 +52,7 @@ def make_relay(settings: Settings, join: str, replica: str, command: Sequence[st
         store = artifact_store(settings)
     except OSError as error:
         raise SettingsInvalid(f"the engine cannot start: {error}.") from error
-    model_dir = ensure_model(settings.model, lambda line: log.info("preparing", step=line))
+    model_dir = served_model(settings, lambda line: log.info("preparing", step=line))
     served_name = settings.served_model_name or default_served_name(settings.model)
     return Relay(
         engine_config(settings, model_dir, served_name),
