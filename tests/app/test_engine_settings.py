@@ -10,6 +10,7 @@ from pathlib import Path
 from loraplex.app import engine_settings
 from loraplex.app.settings import Settings
 from loraplex.engine.config import EngineConfig
+from support.models.byte_tokenizer import write_byte_tokenizer
 
 
 def test_every_field_of_the_engine_is_filled() -> None:
@@ -33,3 +34,10 @@ def test_shared_names_are_copied_and_others_are_translated(tmp_path: Path) -> No
     assert (config.max_waiting, config.kernels, config.batch_invariant) == (7, "torch", True)
     assert (config.num_threads, config.lookahead, config.model_name) == (3, 1, "served")
     assert config.model_path == str(tmp_path / "model")
+    assert config.turn_ends == ()
+
+
+def test_an_engine_is_told_what_the_chat_template_writes_behind_an_answer(tmp_path: Path) -> None:
+    model = write_byte_tokenizer(tmp_path / "model")
+    config = engine_settings.engine_config(Settings(model="x", data_dir=tmp_path), model, "served")
+    assert config.turn_ends == ("<|end|>",)

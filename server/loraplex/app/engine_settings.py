@@ -10,6 +10,7 @@ from loraplex.app.base_model.source import kept_dir
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.engine.config import EngineConfig
+from loraplex.serving.text.processor import base_turn_ends
 
 
 def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
@@ -30,6 +31,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "plan_dir": str(kept_dir("plans", settings.data_dir.resolve())),
             "image_dir": str(image_dir(settings)),
             "num_sharing": max(1, settings.replicas),
+            "turn_ends": base_turn_ends(model_dir),
         }
     )
 

@@ -16,6 +16,7 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.device.host_slab import HostSlab
 from loraplex.adapters.device.image_files import ImageFiles, image_key
 from loraplex.adapters.device.transport import ThreadedTransport
+from loraplex.adapters.end_tokens import EndTokens, read_end_tokens
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.open_store import open_store
 from loraplex.engine.config import EngineConfig, SchedulerConfig
@@ -48,7 +49,6 @@ from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.fused import FusedDecoder
-from loraplex.engine.model.loading import eos_token_ids
 from loraplex.engine.numerics import numerical_build
 from loraplex.engine.reports import EngineInfo, MemoryUse
 from loraplex.engine.scheduling.drafting import Drafter
@@ -164,7 +164,8 @@ def _build(
     )
     transport = _transport(config, base, loaded, host, wake)
     heartbeat = StepHeartbeat()
-    eos_ids = eos_token_ids(model_dir)
+    ends = _end_tokens(config)
+    eos_ids = frozenset(ends.ids)
     vocab_size = loaded.model.shape.vocab_size
     grammars = GrammarMatchers(
         lambda: GrammarVocabulary(load_grammar_tokenizer(model_dir, eos_ids), vocab_size), wake
@@ -208,11 +209,19 @@ def _build(
         speculation=speculation,
     )
     info = replace(
-        _info(config, base, device, parts, host, eos_ids, others),
+        _info(config, base, device, parts, host, ends, others),
         speculation=speculation is not None,
         speculation_reason=no_speculation,
     )
     return BuiltEngine(core, info, heartbeat, parts.runner, transport, grammars)
+
+
+def _end_tokens(config: EngineConfig) -> EndTokens:
+    ends = read_end_tokens(Path(config.model_path), config.turn_ends)
+    if ends.disagreement:
+        told = "the model's files disagree about the end of a turn: %s; each of these tokens ends it"
+        _log.warning(told, ends.disagreement)
+    return ends
 
 
 def _speculation(
@@ -264,7 +273,7 @@ def _info(
     device: Device,
     parts: DeviceParts,
     host: HostSlab,
-    eos_ids: frozenset[int],
+    ends: EndTokens,
     others: int | None,
 ) -> EngineInfo:
     """`others`: bytes of the device that other programs held before."""
@@ -275,7 +284,8 @@ def _info(
         architecture=base.model_type,
         max_model_len=kv_size.max_model_len,
         vocab_size=model.shape.vocab_size,
-        eos_ids=tuple(sorted(eos_ids)),
+        eos_ids=ends.ids,
+        end_tokens=ends.found,
         device=str(device.kernels.device),
         dtype=str(model.dtype).removeprefix("torch."),
         block_size=BLOCK_SIZE,

@@ -55,6 +55,8 @@ class EngineConfig:
     artifact_url: str = ""
     artifact_cache_bytes: int = 10 << 30
     model_name: str = ""
+    turn_ends: tuple[str, ...] = ()
+    """The tokens that the model's chat template writes behind an answer."""
 
 
 @dataclass(frozen=True, slots=True)

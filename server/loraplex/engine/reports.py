@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from loraplex.adapters.cache.residency import CacheUsage
 from loraplex.adapters.cache.tenant_memory import TenantBytes
+from loraplex.adapters.end_tokens import EndToken
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """The sizes by which `EngineStats` counts steps: the bounds of vLLM's vllm:iteration_tokens_total."""
@@ -83,6 +84,8 @@ class EngineInfo:
     speculation_reason: str = ""
     """Why not, in words."""
     memory: MemoryUse | None = None
+    end_tokens: tuple[EndToken, ...] = ()
+    """The tokens of `eos_ids`, and who says that they end a turn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.end_tokens import read_end_tokens
 from loraplex.app.base_model.convert import GgufUnsupported, convert
 from loraplex.app.base_model.gguf_keys import ARCHITECTURE, FILE, MODEL, READ, TOKENIZER, UNUSED, rule_of
 from loraplex.app.base_model.gguf_model import make_model
 from loraplex.app.base_model.gguf_rope import FREQUENCIES, LONG, SHORT
-from loraplex.serving.text.processor import TextProcessor
+from loraplex.serving.text.processor import TextProcessor, base_turn_ends
 from loraplex.serving.text.text_build import text_build
 from support.models.checkpoints import PagedRun, edit_config, reference_logits
 from support.models.gguf import MIXES, OF_QUICKSTART, TEMPLATE, write_gguf
@@ -314,6 +315,17 @@ def test_templates_by_name_and_tokens_by_name(tmp_path: Path) -> None:
     assert dict(text.template_sources) == {"default": TEMPLATE, "tool_use": "with tools"}
     named = json.loads((path / "tokenizer_config.json").read_text())
     assert (named["eom_token"], named["sep_token"]) == ("<|im_start|>", "<|endoftext|>")
+    ends = {end.token: end.sources for end in read_end_tokens(path, base_turn_ends(path)).found}
+    assert ends == {
+        "<|im_start|>": ("tokenizer_config.json's eom_token",),
+        "<|im_end|>": (
+            "generation_config.json",
+            "config.json",
+            "tokenizer_config.json's eos_token",
+            "the chat template",
+        ),
+        named["eot_token"]: ("tokenizer_config.json's eot_token",),
+    }
     # A token that ends a turn is a control token, whatever its type.
     assert named["eot_token"] == text.names([5])[0]
     assert text.control_id(named["eot_token"]) == 5

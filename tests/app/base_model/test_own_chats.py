@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ from loraplex.adapters.admission.chat_files import ChatFiles
 from loraplex.app.base_model.own_chats import ChatExaminer
 from loraplex.control.types import Serving
 from loraplex.serving.templates.messages import Trial, Tried
+from loraplex.serving.text.processor import TextProcessor
+from support.models.byte_tokenizer import EOS_ID, write_byte_tokenizer
 
 
 async def test_the_tokens_of_an_upload_are_looked_up_beside_the_event_loop() -> None:
@@ -35,3 +38,20 @@ async def test_the_tokens_of_an_upload_are_looked_up_beside_the_event_loop() -> 
     assert "lacks 2 tokens" in cast("str", found.checks[1]["detail"])
     assert looked_up
     assert threading.get_ident() not in looked_up
+
+
+async def test_a_turn_ends_at_the_token_that_the_versions_template_writes(tmp_path: Path) -> None:
+    text = TextProcessor(write_byte_tokenizer(tmp_path, special=["<|im_end|>"]), max_model_len=64)
+
+    async def try_out(tenant: str, trial: Trial) -> Tried:
+        return Tried(is_base=False, turn_ends=text.own_chat(trial.own).turn_ends)
+
+    source = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    for own_serves in (True, False):
+        examine = ChatExaminer(
+            text, {EOS_ID}, cast("Any", SimpleNamespace(try_out=try_out)), own_serves=own_serves
+        )
+        found = await examine("acme", ChatFiles({"default": source}, {}, (), ()), Serving(None, None))
+        assert found.own is not None
+        assert found.own.eos_ids == (text.token_id("<|im_end|>"),)
+        assert "'<|im_end|>' (260) too" in found.checks[-1]["detail"]

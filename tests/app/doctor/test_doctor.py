@@ -75,6 +75,7 @@ def test_all_is_well(tmp_path: Path) -> None:
         "admin port",
         "base model",
         "tokenizer",
+        "end of a turn",
     ]
     found = lines(outcome)
     assert list(found) == names

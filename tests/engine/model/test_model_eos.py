@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import eos_token_ids
+from loraplex.adapters.end_tokens import read_end_tokens
+from loraplex.adapters.errors import BaseModelInvalid
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, save_tiny
 
@@ -58,7 +58,7 @@ def write(path, **files):
 )  # fmt: skip
 def test_the_ids_that_end_an_answer(files, ids, tmp_path):
     write(tmp_path, **files)
-    assert eos_token_ids(tmp_path) == ids
+    assert set(read_end_tokens(tmp_path).ids) == ids
 
 
 @pytest.mark.parametrize("name", ["generation_config", "config", "tokenizer"])
@@ -66,22 +66,26 @@ def test_a_file_that_cannot_be_read_is_named(name, tmp_path):
     write(tmp_path, config={"model_type": "gemma2"})
     for text in ("{", "[1]"):
         (tmp_path / f"{name}.json").write_text(text)
-        with pytest.raises(ModelUnsupported, match=rf"/{name}\.json"):
-            eos_token_ids(tmp_path)
+        with pytest.raises(BaseModelInvalid, match=rf"/{name}\.json"):
+            read_end_tokens(tmp_path)
 
 
 def test_an_answer_ends_at_any_of_them(tmp_path):
     base = save_tiny(tmp_path / "base", FAMILIES["gemma2"])
     write(base, generation_config={"eos_token_id": []})
 
-    def answer(number: int, **sampling) -> list[int]:
+    def answer(number: int, turn_ends=(), **sampling) -> list[int]:
         engine = LocalEngine(
             base, tmp_path / str(number), max_model_len=64, max_num_seqs=2, kv_cache_memory=1 << 20,
-            adapter_memory=4 << 20, adapter_cpu_memory=4 << 20, num_threads=1,
+            adapter_memory=4 << 20, adapter_cpu_memory=4 << 20, num_threads=1, turn_ends=turn_ends,
         )  # fmt: skip
         engine.add("a", [5, 9, 2, 77], max_tokens=16, temperature=4.0, seed=1, **sampling)
         engine.run()
         engine.close()
+        ends = engine.built.info.end_tokens
+        assert engine.built.info.eos_ids == tuple(end.id for end in ends)
+        if turn_ends:
+            assert "the chat template" in {source for end in ends for source in end.sources}
         return engine.tokens("a")
 
     whole = answer(0)
@@ -94,4 +98,8 @@ def test_an_answer_ends_at_any_of_them(tmp_path):
     write(base, generation_config={"eos_token_id": 0})
     write(base, tokenizer={"added_tokens": [{"id": second, "content": "<end_of_turn>"}]})
     assert answer(2, ignore_eos=False) == whole[: whole.index(second) + 1]
+    # The chat template's, which the app reads.
+    write(base, generation_config={"eos_token_id": []})
+    write(base, tokenizer={"added_tokens": [{"id": second, "content": "<|im_end|>"}]})
+    assert answer(4, ignore_eos=False, turn_ends=("<|im_end|>",)) == whole[: whole.index(second) + 1]
     assert answer(3) == whole

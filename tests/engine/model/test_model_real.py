@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from loraplex.adapters.end_tokens import read_end_tokens
 from loraplex.engine.model.base import Model
-from loraplex.engine.model.loading import eos_token_ids
 from loraplex.kernels.linear.dense import multiplies
 from support.models.checkpoints import PagedRun
 from support.models.loading import load_model
@@ -110,4 +110,4 @@ def test_bfloat16_is_as_near_to_float32_as_transformers(real_model_dir, prompts,
 
 
 def test_end_of_answer_ids(real_model_dir):
-    assert eos_token_ids(real_model_dir) == {2}
+    assert read_end_tokens(real_model_dir).ids == (2,)

@@ -358,6 +358,7 @@ async def test_a_trial_says_whether_it_is_the_bases_and_keeps_formats(made: Temp
     assert same.is_base
     other = await made.try_out("acme", Trial(own("{{ messages[0].content }}"), "hermes"))
     assert not other.is_base
+    assert (same.turn_ends, other.turn_ends) == (("<|end|>",), ())
     assert "does not come back" in other.format_reason
     with pytest.raises(TemplateError, match="line 3"):
         await made.try_out("acme", Trial(own(HOSTILE["unclosed"])))

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.end_tokens import NAMED_ENDS
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.files import CHAT_FILE_BYTES, open_regular, shown
 
 TEMPLATE_FILE, TOKENIZER_FILE, TOKENS_FILE, GENERATION_FILE = CHAT_FILE_BYTES
 MAX_TEMPLATE_BYTES = CHAT_FILE_BYTES[TEMPLATE_FILE]
 """The largest size of a version's templates together."""
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED_TOKENS = ("bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", *NAMED_ENDS)
 TEMPLATE_NAMES = ("default", "tool_use")
 """The templates that chats use, of those that a tokenizer may have."""
 MAX_EOS_IDS = 64

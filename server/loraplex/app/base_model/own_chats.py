@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from loraplex.adapters.admission.chat_files import ChatFiles, OwnChat
@@ -84,13 +84,13 @@ class ChatExaminer:
                 feature="tool_format",
             )
         if not tried.is_base:
-            return found
+            return await self._compared(files, tried.turn_ends) if tried.turn_ends else found
         note = {"name": TEMPLATE_CHECK, "ok": True, "detail": "it renders conversations as the base's does"}
         without = await self._compared(replace(files, templates={}))
         return replace(without, checks=(note, *without.checks))
 
-    async def _compared(self, files: ChatFiles) -> ChatFound:
+    async def _compared(self, files: ChatFiles, written: Sequence[str] = ()) -> ChatFound:
         # A file may list hundreds of thousands of tokens.
         return await asyncio.to_thread(
-            compare_chat, files, self._text, self._eos_ids, own_serves=self._own_serves
+            compare_chat, files, self._text, self._eos_ids, own_serves=self._own_serves, written=written
         )

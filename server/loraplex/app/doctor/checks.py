@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.end_tokens import read_end_tokens
 from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.store.files import shown
 from loraplex.app.base_model.served_tokenizer import serve_tokenizer
 from loraplex.app.base_model.source import ensure_model
 from loraplex.app.doctor import production, services
@@ -21,6 +23,7 @@ from loraplex.app.engine_settings import lookahead
 from loraplex.app.output import Output
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import is_bucket
+from loraplex.serving.text.processor import base_turn_ends
 
 _MARKS = {"ok": "[green]ok[/]   ", "warn": "[yellow]warn[/] ", "fail": "[red]wrong[/]"}
 
@@ -57,6 +60,7 @@ def examine(settings: Settings, out: Output) -> int:
         checks.append(("base model", lambda: model.examine(torch)))
     if (directory := model.directory) is not None:
         checks.append(("tokenizer", lambda: check_tokenizer(settings, directory)))
+        checks.append(("end of a turn", lambda: check_ends(directory)))
     return report(checks, out)
 
 
@@ -176,6 +180,19 @@ def check_tokenizer(settings: Settings, model_dir: Path) -> Finding:
     if not found.name:
         return fail("the base model has no tokenizer.json", "give --model a directory that has one")
     return ok(f"tokenizer.json and transformers' {found.name} give the same tokens")
+
+
+def check_ends(model_dir: Path) -> Finding:
+    """The tokens that end an answer, with the sources that say so. Raises LoraplexError."""
+    ends = read_end_tokens(model_dir, base_turn_ends(model_dir))
+    if not ends.found:
+        return warn("no token", "no file of the model names one: answers end at max_tokens and stop alone")
+    told = "; ".join(f"{shown(end.token)} ({end.id}: {', '.join(end.sources)})" for end in ends.found)
+    if ends.disagreement:
+        return warn(
+            told, f"the model's files disagree, and each of these tokens ends an answer: {ends.disagreement}"
+        )
+    return ok(told)
 
 
 def _port(port: Port, machine: Machine) -> Finding:

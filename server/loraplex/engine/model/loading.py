@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -38,11 +37,6 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 TESTED = frozenset({"gemma", "granite", "olmo2", "smollm3", "starcoder2"})
 """Model types whose equality with transformers through `TransformersDecoder` the test suite shows. Others are
 compared at every start."""
-
-_TURN_ENDS = dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "<end_of_turn>") | {
-    "phi3": "<|end|>"
-}
-"""The token that ends a turn, by model type."""
 
 
 def load_model(
@@ -278,51 +272,6 @@ def load_wrapped(
         )
     model.requires_grad_(False)
     return TransformersDecoder(model.eval().to(device), shape)
-
-
-def eos_token_ids(model_dir: Path) -> frozenset[int]:
-    """The ids that end an answer: of generation_config.json, else of config.json, else none; and the token that ends
-    a turn of the family's chats, where the tokenizer has it: some checkpoints name only the end of a text there."""
-    ids = _eos_of(model_dir / "generation_config.json") or _eos_of(model_dir / "config.json")
-    return ids | _turn_end(model_dir)
-
-
-def _eos_of(path: Path) -> frozenset[int]:
-    value = _read_object(path).get("eos_token_id")
-    ids = value if isinstance(value, list) else [value]
-    numbers = [i for i in ids if type(i) is int]
-    return frozenset(numbers) if len(numbers) == len(ids) else frozenset()
-
-
-def _turn_end(model_dir: Path) -> frozenset[int]:
-    mark = _TURN_ENDS.get(str(_read_object(model_dir / "config.json").get("model_type")))
-    if mark is None:
-        return frozenset()
-    listed = _read_object(model_dir / "tokenizer_config.json").get("added_tokens_decoder")
-    if isinstance(listed, dict):
-        found = [
-            int(i)
-            for i, t in listed.items()
-            if i.isdigit() and isinstance(t, dict) and t.get("content") == mark
-        ]
-        if found:
-            return frozenset(found)
-    added = _read_object(model_dir / "tokenizer.json").get("added_tokens")
-    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    return frozenset(t["id"] for t in tokens if t.get("content") == mark and type(t.get("id")) is int)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where the file does not exist. Raises ModelUnsupported."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelUnsupported(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelUnsupported(f"{path} is not a JSON object")
-    return value
 
 
 def read_model_config(model_dir: Path) -> tuple[Any, TextPart]:

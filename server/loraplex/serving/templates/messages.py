@@ -43,10 +43,11 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
 
 class Tried(msgspec.Struct, frozen=True, tag=True):
     """`is_base`: it renders a few conversations as the base's templates do. `format_reason`: why it does not keep the
-    formats that the version names."""
+    formats that the version names. `turn_ends`: the tokens that it writes behind an answer."""
 
     is_base: bool
     format_reason: str = ""
+    turn_ends: tuple[str, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

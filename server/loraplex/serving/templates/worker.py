@@ -106,7 +106,8 @@ class _Renderer:
         except ServingError as error:
             reason = _reason(error.message)
         mine = [_rendered(chat, talk) for talk in _TALKS]
-        return Tried(mine == [_rendered(self._text.chat, talk) for talk in _TALKS], reason)
+        is_base = mine == [_rendered(self._text.chat, talk) for talk in _TALKS]
+        return Tried(is_base, reason, chat.turn_ends)
 
 
 def _reason(message: str) -> str:

@@ -24,6 +24,7 @@ from loraplex.serving.text.tool_rendering import (
     tool_rendering,
     with_tools,
 )
+from loraplex.serving.text.turn_ends import written_ends
 
 MAX_CHARS_PER_TOKEN = 32
 """A generous mean: prose has about 4 characters a token, indented code up to 10."""
@@ -128,6 +129,11 @@ class ChatEncoder:
     def knows_effort(self, *, with_tools: bool) -> bool:
         """Whether the chat template says how much the model is to think."""
         return self._templates[self._template_for(PROBE_TOOLS if with_tools else None)].knows_effort
+
+    @property
+    def turn_ends(self) -> tuple[str, ...]:
+        """The tokens that the templates write behind an answer."""
+        return written_ends(self._templates, self._added)
 
     def _default_format(self, name: str) -> ToolFormat:
         """In which calls of earlier turns are written for a model that makes none."""

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from loraplex.adapters.admission.chat_files import ChatFiles, OwnChat
+from loraplex.adapters.end_tokens import (
+    GENERATION,
+    NAMED_ENDS,
+    TEMPLATE,
+    Claim,
+    EndTokens,
+    Vocabulary,
+    decide,
+)
 from loraplex.adapters.store.files import shown
 from loraplex.serving.text.processor import TextProcessor
 
@@ -25,9 +34,15 @@ class ChatFound:
 
 
 def compare_chat(
-    files: ChatFiles, text: TextProcessor, base_eos_ids: Collection[int], *, own_serves: bool
+    files: ChatFiles,
+    text: TextProcessor,
+    base_eos_ids: Collection[int],
+    *,
+    own_serves: bool,
+    written: Sequence[str] = (),
 ) -> ChatFound:
-    """`own_serves`: this server renders chats with versions' own templates."""
+    """`own_serves`: this server renders chats with versions' own templates. `written`: the tokens that the version's
+    template writes behind an answer."""
     checks: list[Mapping[str, Any]] = []
     templates = {} if _is_equal(files.templates, text.template_sources) else files.templates
     if templates:
@@ -46,16 +61,16 @@ def compare_chat(
             )
     elif files.templates:
         checks.append(_check(TEMPLATE_CHECK, "it is the base's", ok=True))
-    ids, lacking = _eos_ids(files, text)
+    ends = _ends(files, text, written if templates else ())
     checks += [
         _check(
             ENDS_CHECK,
             f"warning: the base's tokenizer lacks {token}, which ends the version's answers; it is ignored",
             ok=False,
         )
-        for token in lacking
+        for token in ends.lacking
     ]
-    ids = tuple(number for number in ids if number not in base_eos_ids)
+    ids = tuple(number for number in ends.ids if number not in base_eos_ids)
     if ids:
         checks.append(_ends_check(text.names(ids), ids, own_serves))
     own = OwnChat(templates, files.special_tokens if templates else {}, ids)
@@ -77,22 +92,17 @@ def _template_check(own_serves: bool) -> Mapping[str, Any]:
     )
 
 
-def _eos_ids(files: ChatFiles, text: TextProcessor) -> tuple[tuple[int, ...], list[str]]:
-    """Those that the base has, and the others as a message names them."""
-    found: dict[int, None] = {}
-    lacking = []
-    for number in files.eos_ids:
-        if number < text.vocab_size:
-            found[number] = None
-        else:
-            lacking.append(f"token {number}")
-    if (token := files.special_tokens.get("eos_token")) is not None:
-        number_of_it = text.token_id(token)
-        if number_of_it is None:
-            lacking.append(shown(token))
-        else:
-            found[number_of_it] = None
-    return tuple(sorted(found)), lacking
+def _ends(files: ChatFiles, text: TextProcessor, written: Sequence[str]) -> EndTokens:
+    """The tokens of the base that end the version's turns by what it brings."""
+    named = [
+        Claim(name, (files.special_tokens[name],)) for name in NAMED_ENDS if name in files.special_tokens
+    ]
+    claims = [Claim(GENERATION, files.eos_ids), *named, Claim(TEMPLATE, tuple(written))]
+    return decide(claims, Vocabulary(text.token_id, lambda number: _name(text, number), ()))
+
+
+def _name(text: TextProcessor, number: int) -> str | None:
+    return text.names([number])[0] if number < text.vocab_size else None
 
 
 def _ends_check(names: Sequence[str], ids: Sequence[int], own_serves: bool) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from loraplex.adapters.admission.chat_files import NAMED_TOKENS, OwnChat
+from loraplex.adapters.end_tokens import added_tokens
 from loraplex.serving.errors import TemplateError, TokenizerUnsupported
 from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import Notation, ReasoningFormat, ToolFormat
@@ -25,6 +26,7 @@ from loraplex.serving.text.chat_template import ChatTemplate, encodable
 from loraplex.serving.text.controls import token_ids_of
 from loraplex.serving.text.detokenize import IncrementalDetokenizer, TextStream, TokenTable, build_token_table
 from loraplex.serving.text.tool_rendering import PROBE_TOOLS, probes, reads_probe
+from loraplex.serving.text.turn_ends import written_ends
 
 _OPENING_TOKENS = 16
 """Tokens at the end of a prompt that are searched for the opening of the reasoning."""
@@ -233,6 +235,20 @@ class TextProcessor:
         """The encoder by a version's templates. Call it where their cost is bounded. Raises TemplateError, and what
         Jinja and Python's compiler raise for what is too large."""
         return self._chat(own.templates, {**self._named_tokens, **own.special_tokens}, "this version's")
+
+
+def base_turn_ends(model_dir: Path) -> tuple[str, ...]:
+    """The tokens that a base model's templates write behind an answer; the tokenizer itself is not loaded. Raises
+    BaseModelInvalid, TokenizerUnsupported."""
+    config = _read_json(model_dir / "tokenizer_config.json")
+    named = _special_tokens(model_dir, config)
+    try:
+        templates = {
+            name: ChatTemplate(source, named) for name, source in _template_sources(model_dir, config).items()
+        }
+    except TemplateError:
+        return ()  # the server says so when it makes the templates its own
+    return written_ends(templates, added_tokens(model_dir))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
