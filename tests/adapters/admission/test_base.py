@@ -58,11 +58,13 @@ def test_ambiguous_sites_and_layers_beyond_the_model_are_left_out(tmp_path: Path
     tensors = base_tensors(TinyBase())
     expert = np.zeros((48, 32), ml_dtypes.bfloat16)
     for i in range(2):
-        tensors[f"model.layers.1.mlp.experts.{i}.gate_proj.weight"] = expert
+        tensors[f"model.layers.0.mlp.experts.{i}.gate_proj.weight"] = expert  # a routed expert's is no site
+    tensors["model.layers.1.mlp.other.gate_proj.weight"] = expert
     tensors["model.layers.2.mlp.up_proj.weight"] = expert
     write_safetensors(tmp_path / "model.safetensors", tensors)
     sites = load_base_spec(tmp_path).sites
     assert len(sites) == 2 * len(ALL_SITES) + 1  # and the head and the embedding
+    assert sites[0, "gate_proj"].module_path == "model.layers.0.mlp.gate_proj"
     assert (1, "gate_proj") not in sites
 
 

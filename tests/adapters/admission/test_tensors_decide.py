@@ -12,6 +12,7 @@ import pytest
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.numerics.upload import Upload
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from support.adapters.admission import ARCH, admit, halves
 from support.adapters.drafts import TinyBase, base_tensors, draft_adapter, write_base, write_safetensors
@@ -143,7 +144,6 @@ def test_tying_is_refused_where_the_head_is_trained_and_tied(tmp_path: Path, tie
 EXPERTS: dict[str, tuple[str, ...]] = {
     "one pair an expert": tuple(f"model.layers.0.mlp.experts.{i}.down_proj" for i in range(2)),
     "stacked": ("model.layers.0.mlp.experts", "model.layers.0.mlp.experts.base_layer"),
-    "the shared expert": (MIXTURE[1],),
 }
 
 
@@ -161,6 +161,23 @@ def test_experts_are_refused_by_name_with_what_is_served_instead(
     assert "q_proj, k_proj, v_proj, o_proj" in error.message
     assert ("and 1 more" in error.message) == (len(EXPERTS[case]) > 1)
     assert push(mixture, tmp_path).targets == ("q_proj", "v_proj")
+
+
+def test_the_shared_expert_of_a_mixture_is_served(tmp_path: Path, mixture: BaseSpec) -> None:
+    """All tokens go through it: its linears are those of the layer."""
+    fields = {"targets": ["q_proj", "v_proj", "up_proj"], "layers_to_transform": [0, 1]}
+    draft = draft_adapter(ARCH, **fields)
+    draft.tensors = {
+        name.replace(".0.mlp.up_proj", ".0.mlp.shared_expert.up_proj"): t for name, t in draft.tensors.items()
+    }
+    files = draft.write(tmp_path)
+    spec = admit(files, mixture)
+    assert spec.targets == ("q_proj", "v_proj", "up_proj")
+    assert set(Upload(files.config, files.tensors, mixture).sites.values()) >= {
+        MIXTURE[1], "model.layers.1.mlp.up_proj",
+    }  # fmt: skip
+    error = refused(mixture, tmp_path / "lacking", target_modules=["q_proj", "v_proj", "up_proj"])
+    assert error.code == "missing_tensor"
 
 
 def test_experts_on_a_base_without_any_are_for_another_model(tmp_path: Path, base: BaseSpec) -> None:

@@ -28,7 +28,7 @@ from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SITES
 
-_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})\.weight")
+_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})")
 _HEAD_NAME = f"{HEAD}.weight"
 _OTHER_TOWERS = re.compile(r"(?:.*\.)?(?:vision_tower|vision_model|audio_tower)\..*")
 """Parts of a multimodal checkpoint that have layers of their own."""
@@ -92,9 +92,9 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     """Read `config.json` and the safetensors headers (one file, or shards with their index) of a checkpoint.
 
     A site is a 2-D tensor "<prefix>layers.<i>.<path>.<leaf>.weight" ([out_features, in_features]) whose leaf is
-    one of LAYER_SITES, with i below num_hidden_layers; or the head: "lm_head.weight", or the embedding where the base
-    ties the head to it; or the embedding itself, "<prefix>embed_tokens.weight" of the language part. Where several
-    tensors of a layer share a leaf (experts), the site is left out: an adapter for it is refused. The fingerprint
+    one of LAYER_SITES, with i below num_hidden_layers (`find_sites`); or the head: "lm_head.weight", or the embedding
+    where the base ties the head to it; or the embedding itself, "<prefix>embed_tokens.weight" of the language part. An
+    adapter for what is no site is refused. The fingerprint
     hashes every weight byte; with `cache_dir` it is kept there, keyed by the files' paths, sizes and times of change.
     `quantise` as in BaseSpec. Raises BaseModelInvalid.
     """
@@ -109,7 +109,8 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
         )
     tensors = locate_tensors(model_dir)
     stored = stored_scheme(config, tensors)
-    sites = _find_sites(_linear_shapes(tensors, stored), num_layers)
+    linears = {name.removesuffix(".weight"): shape for name, shape in _linear_shapes(tensors, stored).items()}
+    sites = find_sites(linears, num_layers)
     if not sites:
         raise BaseModelInvalid(
             f"{model_type} is not served: {model_dir} has none of the linears that adapters change "
@@ -228,6 +229,11 @@ def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
     return located
 
 
+def is_of_expert(name: str) -> bool:
+    """Whether a tensor or module belongs to a routed expert of a mixture. One that all tokens go through is none."""
+    return "experts" in name.split(".")
+
+
 def in_other_tower(name: str) -> bool:
     """Whether a tensor or module belongs to another part of a multimodal checkpoint than the language model."""
     return _OTHER_TOWERS.fullmatch(name) is not None
@@ -293,19 +299,21 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return [(model_dir / name).resolve() for name in sorted(names)]
 
 
-def _find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[tuple[int, str], SiteShape]:
+def find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[tuple[int, str], SiteShape]:
+    """The sites in the layers of a model, of its linears' [out_features, in_features] by path. Routed experts have
+    none, and where a layer has several linears of one leaf, none of them is one. A site has one size: layers in which
+    it has another than in most are left out."""
     found: list[SiteShape] = []
-    for name, (out_features, in_features) in linears.items():
-        match = _SITE_NAME.fullmatch(name)
-        if in_other_tower(name):
-            continue
-        if match and int(match[1]) < num_layers:
-            found.append(
-                SiteShape(int(match[1]), match[2], in_features, out_features, name.removesuffix(".weight"))
-            )
+    for path, (out_features, in_features) in linears.items():
+        match = _SITE_NAME.fullmatch(path)
+        if match and int(match[1]) < num_layers and not in_other_tower(path) and not is_of_expert(path):
+            found.append(SiteShape(int(match[1]), match[2], in_features, out_features, path))
     claims = Counter((site.layer, site.site) for site in found)
-    unique = (site for site in found if claims[site.layer, site.site] == 1)
-    return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}
+    unique = [site for site in found if claims[site.layer, site.site] == 1]
+    sizes = Counter((site.site, site.in_features, site.out_features) for site in unique)
+    usual = {name: size for (name, *size), _ in reversed(sizes.most_common())}
+    kept = (site for site in unique if usual[site.site] == [site.in_features, site.out_features])
+    return {(s.layer, s.site): s for s in sorted(kept, key=lambda s: (s.layer, SITES.index(s.site)))}
 
 
 def _find_head(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[int, str], SiteShape]:

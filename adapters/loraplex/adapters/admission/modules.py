@@ -9,7 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from loraplex.adapters.admission.base_model import BaseTensor, in_other_tower, locate_module_weights
+from loraplex.adapters.admission.base_model import (
+    BaseTensor,
+    in_other_tower,
+    is_of_expert,
+    locate_module_weights,
+)
 from loraplex.adapters.admission.config.patterns import suffixes
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import ModuleNames
@@ -32,7 +37,7 @@ def check_modules(
     if not foreign:
         return
     known = locate_module_weights(base)
-    mixture = any(_in_experts(name) for name in known)
+    mixture = any(is_of_expert(name) for name in known)
     kinds: dict[str | None, list[str]] = {}
     for module in foreign:
         kinds.setdefault(_feature(names.in_base(module), known, mixture), []).append(module)
@@ -140,7 +145,7 @@ def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> No
     others = {
         suffix
         for name in locate_module_weights(base)
-        if not in_other_tower(name) and not _in_experts(name)
+        if not in_other_tower(name) and not is_of_expert(name)
         for suffix in _ends(names.in_file(name).rpartition(".")[0])
     }
     for target in unused:
@@ -152,7 +157,7 @@ def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> No
 
 def _feature(module: str, known: Mapping[str, BaseTensor], mixture: bool) -> str | None:
     """The feature that an unserved module belongs to; None if the base has no such module."""
-    if mixture and _in_experts(module):
+    if mixture and is_of_expert(module):
         return "experts"
     if f"{module}.weight" not in known:
         return None
@@ -176,14 +181,10 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
         )
     if feature in SITES:
         return (
-            f"LoRA on {which} is not served: its layer has several modules called {feature}, and LoRA is served where "
-            "a layer has one"
+            f"LoRA on {which} is not served: {feature} is served where a layer has one module of that name, and where "
+            "it has the size that it has in most layers"
         )
     return f"LoRA on {which} is not served; on this base it is served on {served}"
-
-
-def _in_experts(name: str) -> bool:
-    return any(part == "experts" or part.startswith("shared_expert") for part in name.split("."))
 
 
 def _ends(path: str) -> Iterable[str]:

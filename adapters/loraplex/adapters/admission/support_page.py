@@ -30,8 +30,9 @@ _MODULES = """\
 Fused names (`qkv_proj`, `gate_up_proj`) are those of bases whose checkpoints have them as one linear (Phi-3); on others
 they are refused as `base_mismatch`, as every module is that the base does not have. The names from `dense` on are those
 of bases that run through transformers: Phi and OPT (`dense`, `out_proj`, `fc1`, `fc2`), StarCoder2 (`c_fc`, `c_proj`),
-GPT-NeoX. LoRA on any other module of the base is `unsupported_feature`, with the module's name; on the experts of a
-mixture with `experts`, on the vision or audio part of a multimodal model with `other_towers`.
+GPT-NeoX. A shared expert, which all tokens go through, has sites as a dense layer has. LoRA on any other module of the
+base is `unsupported_feature`, with the module's name; on the routed experts of a mixture with `experts`, on the vision
+or audio part of a multimodal model with `other_towers`.
 """
 
 _KINDS_OF_ADAPTERS = """\

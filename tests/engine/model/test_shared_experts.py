@@ -1,0 +1,90 @@
+"""LoRA on the expert of a mixture that all tokens go through, beside routed experts, which have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.engine.model.sites import find_sites
+from support.adapters.peft_zoo import PeftReference
+from support.adapters.tiny_adapters import save_adapters
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import VOCAB
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+LEAVES = ("gate_proj", "up_proj", "down_proj")
+PROMPT = [number * 7 % VOCAB for number in range(20)]
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("shared_expert", {"num_experts": 4, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]}),
+    "glm4_moe": (
+        "shared_experts",
+        {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+}  # fmt: skip
+"""The name of the shared expert, and the fields of a mixture whose first layer is dense and wider."""
+
+
+def save_mixture(family: str, directory: Path) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "max_position_embeddings": 256,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape, **MIXTURES[family][1]))
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            weight.data.normal_(0, 0.25)
+    model.float().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_admission_and_engine_find_the_linears_of_a_shared_expert(family: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    spec = load_base_spec(save_mixture(family, tmp_path / "base"))
+    in_mlp = {key: shape.module_path for key, shape in spec.sites.items() if ".mlp." in shape.module_path}
+    assert in_mlp == {
+        (layer, leaf): f"model.layers.{layer}.mlp.{MIXTURES[family][0]}.{leaf}"
+        for layer in (1, 2)
+        for leaf in LEAVES
+    }
+    found = find_sites(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), spec.num_layers)
+    assert found.modules.keys() == {key for key in spec.sites if key[1] not in ("lm_head", "embed_tokens")}
+
+
+def test_a_shared_expert_takes_lora_and_answers_as_in_peft(tmp_path: Path) -> None:
+    base = save_mixture("qwen2_moe", tmp_path / "base")
+    targets = ["q_proj", *(f"shared_expert.{leaf}" for leaf in LEAVES)]
+    adapter = save_adapters(base, tmp_path, {"shared": {"r": 4, "lora_alpha": 8, "target_modules": targets}})
+    engine = LocalEngine(
+        base, tmp_path, dtype="float32", kv_cache_memory=8 << 20, adapter_memory=8 << 20, max_model_len=64
+    )
+    try:
+        engine.add("shared", PROMPT, engine.publish(adapter["shared"]), max_tokens=6)
+        engine.add("base", PROMPT, max_tokens=6)
+        engine.run()
+        answers, plain = engine.tokens("shared"), engine.tokens("base")
+    finally:
+        engine.close()
+    logits = PeftReference(base, adapter, torch.float32).logits("shared", PROMPT + answers)
+    assert answers == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    assert answers != plain
