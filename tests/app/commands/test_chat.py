@@ -62,6 +62,23 @@ def test_the_address_may_have_the_path_of_the_routes(server: RunningServer, path
     assert (result.exit_code, result.stdout) == (0, "one two three four\n")
 
 
+def test_the_port_is_that_of_the_quickstarts_variable(server: RunningServer) -> None:
+    def ask(*address: str, **environment: str) -> tuple[int, str]:
+        arguments = ["chat", "-m", "a", "--api-key", KEY, "hi", *address]
+        done = CliRunner(env={"LORAPLEX_URL": None, **environment}).invoke(create_cli(), arguments)
+        return done.exit_code, done.output
+
+    assert ask(LORAPLEX_PORT=str(server.port))[0] == 0
+    assert ask(LORAPLEX_PORT="9", LORAPLEX_URL=server.url)[0] == 0
+    assert ask("--url", server.url, LORAPLEX_PORT="9")[0] == 0
+    assert "no server answers at http://127.0.0.1:9:" in ask(LORAPLEX_PORT="9")[1]
+    # A container's link to a service of that name.
+    assert "no server answers at http://127.0.0.1:8000:" in ask(LORAPLEX_PORT="tcp://10.0.0.1:80")[1]
+    arguments = ["tenant", "list", "--admin-token", "x"]
+    done = CliRunner(env={"LORAPLEX_ADMIN_PORT": "9"}).invoke(create_cli(), arguments)
+    assert "no server answers at http://127.0.0.1:9:" in done.output
+
+
 def test_json_is_the_servers_own_answer(server: RunningServer) -> None:
     result = chat(server, "Hello", "--json")
     assert json.loads(result.stdout)["choices"][0]["message"]["content"] == "one two three four"

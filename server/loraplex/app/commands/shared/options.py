@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,13 +38,34 @@ LimitChanges = Annotated[list[str] | None, _limit_option(LIMITS, _CHANGES)]
 NewKeyLimits = Annotated[list[str] | None, _limit_option(KEY_LIMITS)]
 KeyLimitChanges = Annotated[list[str] | None, _limit_option(KEY_LIMITS, _CHANGES)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
+
+
+def _data_url(context: typer.Context, url: str) -> str:
+    return _at_port(context, "url", url, "LORAPLEX_PORT", "/v1")
+
+
+def _admin_url(context: typer.Context, url: str) -> str:
+    return _at_port(context, "admin_url", url, "LORAPLEX_ADMIN_PORT", "/admin/v1")
+
+
+def _at_port(context: typer.Context, name: str, url: str, variable: str, path: str) -> str:
+    """The address that was given, without the path of the routes, which a client's base URL has and the commands add
+    themselves. The default has the port that this variable gives the server, too."""
+    source, port = context.get_parameter_source(name), os.environ.get(variable, "")
+    if (
+        source is not None and source.name == "DEFAULT" and port.isdecimal()
+    ):  # a container's link has a URL there
+        url = f"{url.rpartition(':')[0]}:{port}"
+    return url.rstrip("/").removesuffix(path)
+
+
 UrlOption = Annotated[
     str,
     typer.Option(
         "--url",
         envvar="LORAPLEX_URL",
-        help="The data plane, with or without /v1",
-        callback=lambda url: _without_path(url, "/v1"),
+        help="The data plane, with or without /v1; the default's port follows LORAPLEX_PORT",
+        callback=_data_url,
     ),
 ]
 _API_KEY = typer.Option("--api-key", envvar="LORAPLEX_API_KEY", help="A tenant's key", show_default=False)
@@ -61,8 +83,8 @@ _SHARED: dict[str, tuple[Any, Any]] = {
             typer.Option(
                 "--admin-url",
                 envvar="LORAPLEX_ADMIN_URL",
-                help="The admin plane",
-                callback=lambda url: _without_path(url, "/admin/v1"),
+                help="The admin plane; the default's port follows LORAPLEX_ADMIN_PORT",
+                callback=_admin_url,
             ),
         ],
         DEFAULT_ADMIN_URL,
@@ -149,11 +171,6 @@ def _is_option(ctx: typer.Context, name: str) -> bool:
     """Whether the command line gives it, not the environment."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def _without_path(url: str, path: str) -> str:
-    """A client's base URL has the path of the routes, which the commands add themselves."""
-    return url.rstrip("/").removesuffix(path)
 
 
 def split_version(given: str) -> tuple[str, str | None]:
