@@ -12,12 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import warnings
 from pathlib import Path
-
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 NOT_COUNTED = -100
 """The label of a token that the loss leaves out."""
@@ -36,8 +32,10 @@ def encode(tokenizer, question: str, answer: str) -> tuple[list[int], list[int]]
     return prompt + reply, [NOT_COUNTED] * len(prompt) + reply
 
 
-def collate(examples: list[tuple[list[int], list[int]]], pad: int) -> dict[str, torch.Tensor]:
-    """One batch, filled up to its longest example."""
+def collate(examples: list[tuple[list[int], list[int]]], pad: int) -> dict:
+    """One batch of tensors, filled up to its longest example."""
+    import torch
+
     width = max(len(ids) for ids, _ in examples)
     rows = [(ids, labels, width - len(ids)) for ids, labels in examples]
     return {
@@ -48,6 +46,16 @@ def collate(examples: list[tuple[list[int], list[int]]], pad: int) -> dict[str, 
 
 
 def train(base: Path, pairs: list[tuple[str, str]], out: Path, steps: int) -> None:
+    print("loading PyTorch, PEFT and the model", flush=True)
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from tqdm import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning
+    )  # PEFT asks transformers by names that it will rename
     torch.manual_seed(0)
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -64,7 +72,8 @@ def train(base: Path, pairs: list[tuple[str, str]], out: Path, steps: int) -> No
     # Without such instructions torch takes a minute for a step in bfloat16.
     is_fast = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
     begin = time.monotonic()
-    for step in range(steps):
+    bar = tqdm(range(steps), desc="training", unit="step", disable=None)  # none where stderr is no terminal
+    for step in bar:
         picked = torch.randperm(len(examples))[:4].tolist()
         batch = collate([examples[i] for i in picked], tokenizer.pad_token_id)
         with torch.autocast("cpu", torch.bfloat16, enabled=is_fast):
@@ -72,7 +81,8 @@ def train(base: Path, pairs: list[tuple[str, str]], out: Path, steps: int) -> No
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 5 == 0 or step == steps - 1:
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+        if bar.disable and (step % 5 == 0 or step == steps - 1):
             print(f"step {step:2d} of {steps}: loss {loss.item():.3f}", flush=True)
     model.save_pretrained(out)
     print(f"trained in {time.monotonic() - begin:.0f} s, saved in {out}")

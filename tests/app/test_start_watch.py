@@ -85,3 +85,4 @@ def test_at_a_terminal_the_seconds_are_shown(start: Start) -> None:
     start.console = Console(file=io.StringIO(), force_terminal=True, width=200)
     lines = start.wait(*[COMPILING] * 500, "ready")
     assert sum(COMPILING in line for line in lines if "so far" in line) == 0
+    assert "━" in "".join(lines), "a bar that moves"

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from loraplex.adapters.errors import LoraplexError
 
@@ -52,34 +53,45 @@ def await_ready(
 
 
 class _Shown:
-    """The stage that goes on: a spinner with its seconds at a terminal; elsewhere a line now and then."""
+    """The stage that goes on: a bar with its seconds at a terminal, which moves while nobody knows how long it takes;
+    elsewhere a line now and then."""
 
     def __init__(self, console: Console, clock: Callable[[], float]) -> None:
         self._console = console
         self._clock = clock
-        self._status = console.status("    the server's process starts") if console.is_terminal else None
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            columns = (
+                TextColumn("   "),
+                BarColumn(20),
+                TextColumn("{task.description}"),
+                TimeElapsedColumn(),
+            )
+            self._bar = Progress(*columns, console=console, transient=True)
+            self._bar.add_task("the server's process starts", total=None)
         self._reason = ""
         self._began = self._said = clock()
 
     def __enter__(self) -> _Shown:
-        if self._status is not None:
-            self._status.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._status is not None:
-            self._status.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def stage(self, reason: str) -> None:
         now = self._clock()
         if reason != self._reason:
             self._reason, self._began, self._said = reason, now, now
             self._line(reason)
-        elif self._status is None and now - self._said >= REMINDER_S:
+            if self._bar is not None:
+                [task] = self._bar.task_ids
+                self._bar.reset(task, total=None, description=escape(reason))
+        elif self._bar is None and now - self._said >= REMINDER_S:
             self._said = now
             self._line(f"{reason}: {now - self._began:.0f} s so far")
-        if self._status is not None:
-            self._status.update(f"    {escape(reason)}: {now - self._began:.0f} s")
 
     def _line(self, text: str) -> None:
         self._console.print(f"    {escape(text)}", highlight=False, soft_wrap=True)

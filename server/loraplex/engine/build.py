@@ -119,6 +119,7 @@ def build_engine(
     config = replace(config, max_num_seqs=most_sequences(config.max_num_seqs, place.type))
 
     def build(kernels: Kernels) -> BuiltEngine:
+        on_stage("reading the model")
         return _build(config, Device(kernels, executor, memory, recorder), wake, on_stage, wrap_model)
 
     try:
@@ -162,6 +163,7 @@ def _build(
         codes=config.quantise != "none" or base.stored != "",
         kv_codes=loaded.kv_dtype is torch.int8,
     )
+    on_stage("preparing the memory and the first step")
     transport = _transport(config, base, loaded, host, wake)
     heartbeat = StepHeartbeat()
     ends = _end_tokens(config)
@@ -181,6 +183,7 @@ def _build(
         eos_ids=eos_ids,
         wrap_model=wrap_model,
     )
+    on_stage("measuring how long steps take")
     speculation, no_speculation = _speculation(config, lookahead, device, parts)
     core = EngineCore(
         SchedulerConfig(

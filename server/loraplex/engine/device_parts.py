@@ -301,7 +301,6 @@ def compile_kernels(
         executor.submit(lambda: compilation.run(dtype, codes=codes, kv_codes=kv_codes)).result()
     except Exception as error:  # of any kind: what is compiled depends on the processor
         raise CompilationFailed(describe_failure(kernels.backend, error)) from error
-    on_stage("loading")
 
 
 def _warn_of_memory(pools: Mapping[str, int], free: int | None) -> None:

@@ -84,7 +84,7 @@ class EngineServer:
         self._sending = memoryview(b"")
         self._sends = threading.Lock()
         self._starting = True
-        self._stage = "loading"
+        self._stage = "loading libraries"
         self._started_at = self._next_beat = time.monotonic()
         self._status: int | None = None
         self._thread = threading.Thread(target=self._step_thread, name="step", daemon=True)
