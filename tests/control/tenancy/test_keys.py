@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import select, update
 
 from loraplex.control.db.tables import ApiKey, Base
 from loraplex.control.errors import (
@@ -332,13 +333,19 @@ def test_a_revoked_key_does_not_come_back(plane: ControlPlane) -> None:
             plane.keys.rotate("acme", info.id, grace_seconds=grace)
 
 
-def test_keys_are_listed_by_pages_without_gaps(plane: ControlPlane) -> None:
-    made = sorted(plane.keys.create("acme")[0].id for _ in range(7))
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_keys_are_listed_by_pages_without_gaps(plane: ControlPlane, newest_first: bool) -> None:
+    made = [plane.keys.create("acme")[0].id for _ in range(7)]
+    with plane.database.write() as session:  # two of one moment
+        at = session.scalars(select(ApiKey.created_at).where(ApiKey.id == made[3])).one()
+        session.execute(update(ApiKey).where(ApiKey.id == made[4]).values(created_at=at))
+    made[3:5] = sorted(made[3:5])
+    made = made[::-1] if newest_first else sorted(made)
     plane.keys.create("rival")
     seen: list[str] = []
     cursor = None
     while True:
-        page = plane.keys.list("acme", limit=3, cursor=cursor)
+        page = plane.keys.list("acme", limit=3, cursor=cursor, newest_first=newest_first)
         assert len(page.items) <= 3
         seen += [info.id for info in page.items]
         cursor = page.next_cursor
@@ -352,10 +359,18 @@ def test_a_cursor_that_no_list_gave_is_refused_whatever_the_database_takes(
     plane: ControlPlane, after: str
 ) -> None:
     cursor = base64.urlsafe_b64encode(after.encode("utf-8", "surrogatepass")).decode()
-    calls: list[Any] = [plane.tenants.list, functools.partial(plane.keys.list, "acme")]
+    keys = functools.partial(plane.keys.list, "acme")
+    calls: list[Any] = [plane.tenants.list, keys, functools.partial(keys, newest_first=True)]
     for call in calls:
         with pytest.raises(InvalidCursor):
             call(cursor=cursor)
+
+
+def test_a_cursor_of_another_tenants_key_is_refused(plane: ControlPlane) -> None:
+    for key_id in ("nobodys", plane.keys.create("rival")[0].id):
+        cursor = base64.urlsafe_b64encode(key_id.encode()).decode()
+        with pytest.raises(InvalidCursor):
+            plane.keys.list("acme", cursor=cursor, newest_first=True)
 
 
 def test_two_keys_are_never_alike(plane: ControlPlane) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+from loraplex.adapters.contents.kinds import identify
+from loraplex.adapters.contents.places import foreign_weights, weights_kind
 from support.adapters.drafts import make_adapter
 from support.console.browser import PATIENCE_MS, Screen
 from support.http.admin_plane import ARCH
@@ -111,6 +113,47 @@ def test_what_is_wrong_with_dropped_files_is_said(upload: Screen, folder: Path, 
     assert set(upload.page.evaluate("kept")) == {True}, (
         "a drop beside the zone would open the file in place of the page"
     )
+
+
+NAMES = (
+    "adapter_model.bin",
+    "last.PT",
+    "model.ckpt",
+    "adapters.npz",
+    "adapter.gguf",
+    "adapter_model.safetensors.index.json",
+)
+TORCH_ZIP = b"PK\x03\x04" + bytes(22) + struct.pack("<HH", 16, 0) + b"archive/data.pkl"
+"""How torch.save's files begin."""
+
+
+def test_foreign_weights_are_refused_in_the_words_of_the_command_line(
+    upload: Screen, folder: Path, tmp_path: Path
+) -> None:
+    config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    for name in NAMES:
+        found = tmp_path / name
+        found.write_bytes(b"x")
+        (folder / "training_args.bin").write_bytes(b"x")
+        kind = weights_kind(name)
+        assert kind is not None
+        for dropped in ((config, folder / "training_args.bin", found), (found,)):
+            drop(upload, *dropped)
+            expect(upload["chosen"]).to_contain_text(foreign_weights(name, kind).message)
+            expect(upload["upload-send"]).to_be_disabled()
+    drop(upload, config, tensors, tmp_path / "adapter_model.bin")
+    expect(upload["chosen"]).to_contain_text("Not sent: adapter_model.bin")
+    for start in (
+        b"\x80\x02}q\x00.",
+        TORCH_ZIP,
+        TORCH_ZIP.replace(b"e/data.pkl", b"weight.npy"),
+        b"GGUF" + bytes(20),
+    ):
+        tensors.write_bytes(start)
+        drop(upload, config, tensors)
+        expect(upload["chosen"]).to_contain_text(
+            f"adapter_model.safetensors is {identify(start, len(start))}"
+        )
 
 
 def test_the_progress_of_a_long_upload(upload: Screen, folder: Path) -> None:

@@ -30,7 +30,7 @@ expect.set_options(timeout=PATIENCE_MS)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
     with whole_server(tmp_path_factory.mktemp("server")) as running:
-        for tenant in ("canary", "refused", "conflict", "many", "seen"):
+        for tenant in ("canary", "refused", "conflict", "many", "seen", "shadow", "typing", "double"):
             running.plane.make_tenant(tenant)
         yield running
 
@@ -39,10 +39,31 @@ def release_url(server: WholeServer, tenant: str) -> str:
     return f"{server.admin_url}/admin/v1/tenants/{tenant}/adapters/support/release"
 
 
-def weights(server: WholeServer, tenant: str) -> dict[str, int]:
+def release_of(server: WholeServer, tenant: str) -> dict[str, Any]:
     answer = server.http.get(release_url(server, tenant), headers=bearer(ADMIN_TOKEN))
     assert answer.status_code == 200, answer.text
-    return {target["version"]: target["weight"] for target in answer.json()["targets"]}
+    return dict(answer.json())
+
+
+def weights(server: WholeServer, tenant: str) -> dict[str, int]:
+    return {target["version"]: target["weight"] for target in release_of(server, tenant)["targets"]}
+
+
+def put(server: WholeServer, tenant: str, shares: dict[str, int], **more: Any) -> None:
+    body = {"targets": [{"version": name, "weight": weight} for name, weight in shares.items()], **more}
+    answer = server.http.put(release_url(server, tenant), json=body, headers=bearer(ADMIN_TOKEN))
+    assert answer.status_code == 200, answer.text
+
+
+def release_page(server: WholeServer, screen: Screen, tenant: str, rest: str = "", seeds: int = 2) -> Screen:
+    """The release page of a tenant's adapter `support`. It has some versions, and v1 takes the traffic."""
+    for seed in range(1, seeds + 1):
+        server.plane.make_adapter("support", tenant, seed=seed)
+    put(server, tenant, {"v1": 100})
+    secret = server.plane.make_key(tenant, "adapters:read", "adapters:write")
+    screen.sign_in(server.admin_url, secret, f"tenants/{tenant}/adapters/support/release{rest}")
+    screen["release-save"].wait_for()
+    return screen
 
 
 def test_upload_canary_and_rollback_in_eight_clicks(
@@ -114,10 +135,117 @@ def test_a_release_that_changed_meanwhile_is_shown_and_can_be_saved_over(
 def release_elsewhere(server: WholeServer, route: Any) -> None:
     """Just before the console's first PUT, another client releases."""
     if route.request.method == "PUT" and weights(server, "conflict") == {"v1": 100}:
-        url = release_url(server, "conflict")
-        body = {"targets": [{"version": "v1", "weight": 50}, {"version": "v2", "weight": 50}]}
-        assert server.http.put(url, json=body, headers=bearer(ADMIN_TOKEN)).status_code == 200
+        put(server, "conflict", {"v1": 50, "v2": 50})
     route.continue_()
+
+
+def test_a_shadow_is_set_shown_and_ended(server: WholeServer, screen: Screen) -> None:
+    page = release_page(server, screen, "shadow", seeds=3)
+    page["release-shadow"].select_option("v2")
+    page["shadow-share"].fill("25")
+    page["shadow-texts"].check()
+    page["release-save"].click()
+    expect(page["released-shadow"]).to_contain_text("v2 answers 25% of the requests too")
+    expect(page["released-shadow"]).to_contain_text("Prompts and answers are kept.")
+    assert release_of(server, "shadow")["shadow"] == {"version": "v2", "sample": 0.25, "keep_texts": True}
+    # A canary of another version leaves it, and ends beside it.
+    page["add-version"].select_option("v3")
+    page["add-canary"].click()
+    page["release-save"].click()
+    expect(page["released"]).to_have_text("v1 90%, v3 10%")
+    expect(page["released-shadow"]).to_be_visible()
+    page.page.get_by_label("Remove v3").click()
+    page["release-save"].click()
+    expect(page["released"]).to_have_text("v1 100%")
+    expect(page["release-row"].first).to_contain_text("v1 100%, shadow v2 of 25%")
+    # Its own canary ends it.
+    page["shadow-canary"].click()
+    expect(page["shadow-ends"]).to_be_visible()
+    page["release-save"].click()
+    expect(page["released"]).to_have_text("v1 90%, v2 10%")
+    found = release_of(server, "shadow")
+    assert found["shadow"] is None
+    assert weights(server, "shadow") == {"v1": 90, "v2": 10}
+    # One click ends another one, and leaves weights that are no whole percents.
+    put(server, "shadow", {"v1": 999, "v3": 1}, shadow={"version": "v2", "sample": 0.001})
+    expect(page["released-shadow"]).to_contain_text("No texts are kept.")
+    page["release-shadow-end"].click()
+    expect(page["released-shadow"]).to_have_count(0)
+    assert release_of(server, "shadow")["shadow"] is None
+    assert weights(server, "shadow") == {"v1": 999, "v3": 1}
+
+
+def test_a_draft_is_kept_from_the_first_key(server: WholeServer, screen: Screen) -> None:
+    """Neither a reading of the release nor another's change takes away what is being typed."""
+    page = release_page(server, screen, "typing", "/v2")
+    share = page.page.get_by_label("Percent of v2")
+    other = page.page.get_by_label("Percent of v1")
+    share.select_text()
+    share.press("Delete")
+    for typed in ("", "3"):
+        share.press_sequentially(typed)
+        with page.page.expect_response("**/release/comparison"):
+            pass
+        expect(share).to_have_value(typed)
+    expect(other).to_have_value("97")
+    put(server, "typing", {"v1": 50, "v2": 50})
+    page["conflict"].wait_for()
+    share.press_sequentially("0")
+    expect(share).to_have_value("30")
+    expect(other).to_have_value("70")
+    page["conflict-take"].click()
+    expect(share).to_have_value("50")
+
+
+def test_a_save_without_a_change_makes_no_revision(server: WholeServer, screen: Screen) -> None:
+    page = release_page(server, screen, "typing")
+    put(server, "typing", {"v1": 997, "v2": 3}, sticky="user")
+    expect(page["released"]).to_have_text("v1 100%, v2 0%")
+    before = release_of(server, "typing")["revision"]
+    page["release-save"].click()
+    expect(page["release-note"]).to_have_text(
+        f"Nothing is changed: revision {before} of typing/support stays in force."
+    )
+    assert release_of(server, "typing")["revision"] == before
+    page["release-sticky"].select_option("key")
+    page["release-save"].click()
+    expect(page["release-note"]).to_contain_text(f"Revision {before + 1} of typing/support is in force.")
+    assert weights(server, "typing") == {"v1": 997, "v2": 3}, "what nobody changed is not rounded"
+
+
+def test_sliders_are_off_beside_a_schedule(server: WholeServer, screen: Screen) -> None:
+    page = release_page(server, screen, "typing", "/v2")
+    sliders = page.page.get_by_role("slider")
+    page["release-schedule"].check()
+    expect(page.page.get_by_label("Percent of v2")).to_have_value("1")
+    for slider in sliders.all():
+        expect(slider).to_be_disabled()
+    page["release-schedule"].uncheck()
+    expect(page.page.get_by_label("Percent of v2")).to_have_value("10")
+    expect(sliders.first).to_be_enabled()
+    page["release-schedule"].check()
+    page["release-save"].click()
+    expect(page["release-pause"]).to_be_visible()
+    expect(sliders.first).to_be_disabled()
+    page["release-by-hand"].click()
+    expect(sliders.first).to_be_enabled()
+    page["release-save"].click()
+    expect(page["release-pause"]).to_have_count(0)
+    assert release_of(server, "typing")["schedule"] is None
+
+
+def test_two_quick_clicks_are_one_change(server: WholeServer, screen: Screen) -> None:
+    page = release_page(server, screen, "double", "/v2")
+    began = release_of(server, "double")["revision"]
+    page["release-save"].dblclick()
+    expect(page["released"]).to_have_text("v1 90%, v2 10%")
+    put(server, "double", {"v1": 50, "v2": 50})
+    expect(page["released"]).to_have_text("v1 50%, v2 50%")
+    page["release-rollback"].dblclick()
+    expect(page["released"]).to_have_text("v1 90%, v2 10%")
+    page.page.wait_for_load_state("networkidle")
+    assert release_of(server, "double")["revision"] == began + 3
+    expect(page["error"]).to_have_count(0)
 
 
 def test_an_adapter_is_found_among_many_and_pinned(server: WholeServer, screen: Screen) -> None:

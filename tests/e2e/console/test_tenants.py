@@ -92,6 +92,7 @@ def test_a_key_is_made_used_and_revoked(server: WholeServer, admin: Screen, brow
     admin["key-secret-done"].click()
     assert secret not in admin.page.content()
     row.get_by_test_id("key-revoke").click()
+    expect(row).to_contain_text(f"Revoking the key ci <b> ({secret.split('_')[1]}) of acme")
     row.get_by_test_id("key-keep").click()
     expect(row).to_contain_text("valid")
     row.get_by_test_id("key-revoke").click()
@@ -115,6 +116,95 @@ def test_a_rotated_key_shows_its_new_secret(server: WholeServer, admin: Screen) 
     assert second.split("_")[1] == first.split("_")[1]
     for secret in (first, second):
         assert server.http.get(f"{server.data_url}/v1/models", headers=bearer(secret)).status_code == 200
+
+
+def test_the_newest_key_comes_first_with_its_limits(server: WholeServer, admin: Screen) -> None:
+    limits = {"requests_per_minute": 1200, "token_budget": 5000, "budget_period": "day"}
+    for name in ("older", "newer"):
+        server.plane.services.keys.create("acme", name=name, limits=limits if name == "newer" else None)
+    rows = admin["key-row"]
+    expect(rows.first).to_contain_text("newer", timeout=30_000)  # the list is read every 15 seconds
+    expect(rows.nth(1)).to_contain_text("older")
+    expect(rows.first).to_contain_text("Requests per minute: 1,200")
+    expect(rows.first).to_contain_text("Tokens of this day: 0 of 5,000")
+
+
+PLACES = {
+    "": "Tenant rival",
+    "/adapters": "Adapters of rival",
+    "/adapters?search=sup": "Adapters of rival",
+    "/adapters/support": "Adapter rival/support",
+    "/adapters/support/release": "Release of rival/support",
+    "/adapters/support/upload": "Upload a version of rival/support",
+    "/upload": "Upload an adapter for rival",
+    "/playground/support@v1": "Playground of rival",
+}
+"""What each address below a tenant's is headed by."""
+
+
+@pytest.mark.parametrize("port", ["admin", "data"])
+def test_every_address_heading_and_title_names_the_tenant_and_stays(
+    server: WholeServer, screen: Screen, port: str
+) -> None:
+    """After a reload, and from a link, the console asks for the secret and shows the same page of the same tenant."""
+    server.plane.make_adapter("support", "rival", seed=7)
+    key = server.plane.make_key("rival", "usage:read", "adapters:read", "adapters:write", "inference")
+    secret = ADMIN_TOKEN if port == "admin" else key
+    root = f"{server.admin_url}/" if port == "admin" else f"{server.data_url}/console"
+    heading = screen.page.get_by_role("heading", level=1)
+    for rest, title in PLACES.items():
+        screen.page.goto("about:blank")
+        screen.sign_in(root, secret, f"tenants/rival{rest}")
+        expect(heading).to_have_text(title)
+        expect(screen.page).to_have_title(f"{title} · Loraplex")
+        assert screen.page.url == f"{root}#/tenants/rival{rest}"
+    screen.page.reload()
+    expect(screen["secret"]).to_be_visible()
+    assert screen.page.title() == "Loraplex"
+
+
+def test_a_short_address_becomes_the_tenants(server: WholeServer, screen: Screen) -> None:
+    """As older consoles had them. Which tenant an operator means is asked where the page is of one adapter."""
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "adapters/support/release")
+    expect(screen["empty"]).to_have_text("This address names no tenant: choose one.")
+    screen["tenant"].fill("acme")
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Release of acme/support")
+    # Another tenant's adapter of this name is not one click away.
+    screen["tenant"].fill("rival")
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Adapters of rival")
+    expect(screen["tenant"]).to_be_focused()
+    screen.page.go_back()
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Release of acme/support")
+    expect(screen["tenant"]).to_have_value("acme")
+    screen.page.go_forward()
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Adapters of rival")
+    screen["nav-tenants"].click()
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Tenant rival")
+
+
+def test_a_link_to_another_tenants_page_says_so(server: WholeServer, screen: Screen) -> None:
+    key = server.plane.make_key("acme", "adapters:read", "adapters:write")
+    screen.sign_in(f"{server.data_url}/console", key, "tenants/rival/adapters/support/release")
+    expect(screen["error"]).to_contain_text("of the tenant rival, and this key of acme")
+    assert screen["release-rollback"].count() == 0
+    assert not any("/tenants/rival/" in url.replace("#/", "") for url in screen.urls), (
+        "nothing of it is asked for"
+    )
+    screen["own-page"].click()
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Adapters of acme")
+
+
+def test_what_is_not_there_is_said_with_a_way_on(server: WholeServer, admin: Screen) -> None:
+    for place in ("adapters/none", "adapters/none/release"):
+        admin.go(f"tenants/acme/{place}")
+        expect(admin["error"]).to_contain_text("This is not there.")
+    admin["all-adapters"].click()
+    expect(admin["adapter-row"].first).to_be_visible()
+    admin.go("tenants/nobody")
+    expect(admin["error"]).to_have_count(1)
+    expect(admin["error"]).to_contain_text("This is not there.")
+    admin["tenant"].fill("rival")
+    expect(admin["tenant-name"]).to_contain_text("rival")
 
 
 def test_totals_are_those_of_the_api(server: WholeServer, admin: Screen) -> None:
@@ -157,7 +247,7 @@ def test_a_tenants_key_sees_its_tenant_alone(server: WholeServer, screen: Screen
 
 def test_a_narrow_key_begins_where_it_may_and_says_what_it_has(server: WholeServer, screen: Screen) -> None:
     screen.sign_in(f"{server.data_url}/console", server.plane.make_key("acme", "inference"))
-    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Playground")
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Playground of acme")
     screen["nav-tenants"].click()
     expect(screen["own-scopes"]).to_contain_text("inference")
 

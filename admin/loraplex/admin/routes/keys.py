@@ -9,8 +9,15 @@ from fastapi import APIRouter, Query, Response
 
 from loraplex.admin.framework.dependencies import Audited, KeyId, Operator, Services, TenantId
 from loraplex.admin.framework.route import AdminRoute
-from loraplex.admin.schemas.fields import PageQuery
-from loraplex.admin.schemas.keys import Key, KeyChange, KeyCreate, KeyPage, KeyRotate, KeyWithSecret
+from loraplex.admin.schemas.keys import (
+    Key,
+    KeyChange,
+    KeyCreate,
+    KeyPage,
+    KeyQuery,
+    KeyRotate,
+    KeyWithSecret,
+)
 
 router = APIRouter(prefix="/tenants/{tenant}/keys", route_class=AdminRoute)
 
@@ -40,10 +47,12 @@ async def create_key(
 
 @router.get("")
 async def list_keys(
-    _: Operator, tenant: TenantId, query: Annotated[PageQuery, Query()], services: Services
+    _: Operator, tenant: TenantId, query: Annotated[KeyQuery, Query()], services: Services
 ) -> KeyPage:
     """List keys, without their secrets."""
-    list_page = partial(services.keys.list, limit=query.limit, cursor=query.cursor)
+    list_page = partial(
+        services.keys.list, limit=query.limit, cursor=query.cursor, newest_first=query.order == "newest"
+    )
     page = await services.database.run(list_page, tenant)
     return KeyPage(data=[Key.of(row) for row in page.items], next_cursor=page.next_cursor)
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from loraplex.admin.schemas.fields import GivenTime, Label, PlainText, RequestBody, ResponseBody, Timestamp
+from loraplex.admin.schemas.fields import (
+    GivenTime,
+    Label,
+    PageQuery,
+    PlainText,
+    RequestBody,
+    ResponseBody,
+    Timestamp,
+)
 from loraplex.admin.schemas.limits import BudgetState, KeyLimits, Limits, NewKeyLimits
 from loraplex.control.tenancy.keys import MAX_GRACE_S, MAX_MODELS
 from loraplex.control.types import KeyState, Scope
@@ -60,6 +68,12 @@ class Key(ResponseBody):
 
 class KeyWithSecret(Key):
     secret: str
+
+
+class KeyQuery(PageQuery):
+    """`order`: by id, or those that were made last first. A cursor goes on in the order that gave it."""
+
+    order: Literal["id", "newest"] = "id"
 
 
 class KeyPage(ResponseBody):

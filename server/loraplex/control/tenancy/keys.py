@@ -66,16 +66,28 @@ class Keys:
             return key_infos(session, [row])[0], secret.text
 
     def list(
-        self, tenant_id: str, *, limit: int = rules.DEFAULT_PAGE, cursor: str | None = None
+        self,
+        tenant_id: str,
+        *,
+        limit: int = rules.DEFAULT_PAGE,
+        cursor: str | None = None,
+        newest_first: bool = False,
     ) -> Page[KeyInfo]:
-        """List keys by id, revoked ones too."""
+        """List keys by id, or those that were made last first; revoked ones too."""
         after = rules.read_cursor(cursor)
-        query = select(ApiKey).where(ApiKey.tenant_id == tenant_id).order_by(ApiKey.id)
+        order = (ApiKey.created_at.desc(), ApiKey.id.desc()) if newest_first else (ApiKey.id,)
+        query = select(ApiKey).where(ApiKey.tenant_id == tenant_id).order_by(*order)
         query = query.limit(rules.check_page_limit(limit) + 1)
-        if after is not None:
-            query = query.where(ApiKey.id > after)
         with self._database.read() as session:
             require_tenant(session, tenant_id)
+            if after is not None and newest_first:
+                last = session.get(ApiKey, after)
+                if last is None or last.tenant_id != tenant_id:
+                    raise rules.InvalidCursor("The cursor is not one that this list gave.", param="cursor")
+                made, same = last.created_at, ApiKey.created_at == last.created_at
+                query = query.where((ApiKey.created_at < made) | (same & (ApiKey.id < after)))
+            elif after is not None:
+                query = query.where(ApiKey.id > after)
             infos = key_infos(session, session.scalars(query).all())
             return rules.make_page(infos, limit, lambda info: info.id, lambda info: info)
 

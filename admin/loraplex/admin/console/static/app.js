@@ -1,12 +1,11 @@
-/** The console: sign-in, menu, and the page of `location.hash`. */
+/** The console: sign-in, menu, and the page of the address. */
 import { ApiError, offline } from "./lib/api.js";
-import { html, render, signal, useEffect, useState } from "./lib/html.js";
-import { caller, endedBy, isOperator, mayCall, onDataPort, setTheme, signIn, signOut, theme } from "./lib/store.js";
-import { ErrorBox, Field, Loading } from "./lib/ui.js";
-import { pageAt, pages } from "./pages/index.js";
-
-const hash = signal(location.hash);
-window.addEventListener("hashchange", () => (hash.value = location.hash));
+import { html, render, useEffect, useState } from "./lib/html.js";
+import { place } from "./lib/place.js";
+import { caller, endedBy, isOperator, mayCall, onDataPort, setTheme, signIn, signOut, tenant, theme } from "./lib/store.js";
+import { TenantPicker } from "./lib/tenant_picker.js";
+import { ErrorBox, Field, Loading, Page } from "./lib/ui.js";
+import { forTenant, menuPart, ofTenant, pageAt, pages } from "./pages/index.js";
 
 const NOT_LOADED = "The page could not be loaded. If the server was upgraded meanwhile, reload the console and sign in.";
 
@@ -53,12 +52,12 @@ function SignIn() {
 }
 
 function Menu() {
-  const found = pageAt(hash.value)?.page;
-  const at = found?.under ?? found?.at.split("/")[0];
+  const found = pageAt(place.value)?.page;
+  const part = found ? menuPart(found) : place.value.split("/")[0];
   return html`<nav class="menu" aria-label="Pages">
     ${pages.filter((page) => page.nav && isFor(page)).map(
-      (page) => html`<a href=${`#/${page.at}`} data-testid=${page.testid}
-        aria-current=${page.at === at ? "page" : undefined}>${page.nav}</a>`,
+      (page) => html`<a href=${`#/${addressOf(page)}`} data-testid=${page.testid}
+        aria-current=${menuPart(page) === part ? "page" : undefined}>${page.nav}</a>`,
     )}
   </nav>`;
 }
@@ -78,8 +77,13 @@ function Account() {
   </div>`;
 }
 
+/** The place of a page of the menu. @param {import("./pages/index.js").PageEntry} page */
+function addressOf(page) {
+  return (tenant.value && ofTenant(menuPart(page), tenant.value)) || menuPart(page);
+}
+
 function CurrentPage() {
-  const found = pageAt(hash.value);
+  const found = pageAt(place.value);
   const [module, setModule] = useState(/** @type {any} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
   const [tries, setTries] = useState(0);
@@ -97,17 +101,24 @@ function CurrentPage() {
   }, [at, tries]);
   if (error) return html`<${ErrorBox} error=${error} retry=${() => setTries(tries + 1)} />`;
   if (!module || module.at !== at) return html`<${Loading} />`;
-  return html`<${module.show} key=${hash.value} ...${found?.params} />`;
+  return html`<${module.show} key=${found?.page.keeps ? at : place.value} ...${found?.params} />`;
 }
 
 function App() {
+  const signedIn = caller.value !== null;
   const inMenu = pages.filter((page) => page.nav && isFor(page));
   const first = inMenu.find((page) => !page.scope || mayCall(page.scope)) ?? inMenu[0];
-  const isKnown = pageAt(hash.value) !== null;
-  const signedIn = caller.value !== null;
+  const found = pageAt(place.value);
+  const named = found?.params.tenant ?? "";
+  // An address without a tenant: of the menu, or of an older console.
+  const full = tenant.value ? ofTenant(place.value, tenant.value) : null;
+  const isKnown = found !== null || ofTenant(place.value, "any") !== null;
   useEffect(() => {
-    if (signedIn && !isKnown && first) location.replace(`#/${first.at}`);
-  }, [signedIn, isKnown]);
+    if (!signedIn) document.title = "Loraplex";
+    else if (full) location.replace(`#/${full}`);
+    else if (!isKnown && first) location.replace(`#/${addressOf(first)}`);
+    else if (named && isOperator.value) tenant.value = named;
+  }, [signedIn, full, isKnown, named]);
   if (!signedIn) return html`<${SignIn} />`;
   return html`<a class="skip" href="#main" onClick=${skip}>Skip to the page</a>
     <header class="top">
@@ -117,16 +128,39 @@ function App() {
     </header>
     ${offline.value && html`<p class="offline" role="status" data-testid="offline">
       The server does not answer. It is tried again.</p>`}
-    <main id="main" tabindex="-1">${content(pageAt(hash.value)?.page)}</main>`;
+    <main id="main" tabindex="-1">
+      ${isKnown && (named || !found) && html`<${TenantPicker} tenant=${named} isAsked=${place.value.includes("/")} onPick=${showTenant} />`}
+      ${!full && found && content(found)}
+    </main>`;
 }
 
-/** @param {import("./pages/index.js").PageEntry | undefined} page */
-function content(page) {
-  if (!page) return null;
+/** @param {string} id @param {boolean} [isFirst] Nobody chose it: Back passes over it. */
+function showTenant(id, isFirst = false) {
+  const address = `#/${forTenant(place.value, id)}`;
+  if (isFirst) location.replace(address);
+  else location.hash = address;
+}
+
+/** @param {{ page: import("./pages/index.js").PageEntry, params: Record<string, string> }} found */
+function content({ page, params }) {
   if (!isFor(page)) {
     return html`<p class="error" role="alert" data-testid="error">This page needs the admin token, on the admin port.</p>`;
   }
+  if (params.tenant && !isOperator.value && params.tenant !== caller.value?.tenant) return html`<${OfAnother} tenant=${params.tenant} />`;
   return html`<${CurrentPage} />`;
+}
+
+/** An address of one tenant, and a key of another. @param {{ tenant: string }} props */
+function OfAnother({ tenant: other }) {
+  const own = caller.value?.tenant ?? "";
+  return html`<${Page} title=${`A page of ${other}`}>
+    <p class="error" role="alert" data-testid="error">This address is of the tenant ${other}, and this key of ${own}. Sign in with a key
+      of ${other} to see it.</p>
+    <p class="actions">
+      <button type="button" onClick=${() => signOut()}>Sign in again</button>
+      <a class="button" data-testid="own-page" href=${`#/${forTenant(place.value, own)}`}>The same page of ${own}</a>
+    </p>
+  <//>`;
 }
 
 /** The hash names a page, so the browser's own jump cannot be used. @param {Event} event */
@@ -136,8 +170,8 @@ function skip(event) {
 }
 
 setTheme("auto");
-const place = document.getElementById("app");
-if (place) {
-  place.replaceChildren();
-  render(html`<${App} />`, place);
+const root = document.getElementById("app");
+if (root) {
+  root.replaceChildren();
+  render(html`<${App} />`, root);
 }

@@ -3,7 +3,9 @@
 /**
  * @typedef {{version: string, weight: number}} Target
  * @typedef {{percent: number, minutes: number}} Step
- * @typedef {{targets: Target[], sticky: string, isGuarded: boolean, guard: any, steps: Step[], shadow: any}} Draft
+ * @typedef {{version: string, sample: number, keep_texts: boolean}} Shadow
+ * @typedef {{targets: Target[], sticky: string, isGuarded: boolean, guard: any, steps: Step[], shadow: Shadow | null,
+ *   isByHand: boolean}} Draft `isByHand`: the schedule that runs is to end.
  */
 
 /** @param {string} version */
@@ -25,6 +27,7 @@ export function draftOf(release, candidate) {
     guard: release.guard,
     steps: [],
     shadow: release.shadow,
+    isByHand: false,
   };
   return candidate === null ? draft : withVersion(draft, candidate, 10);
 }
@@ -63,6 +66,7 @@ export function setShare(targets, version, percent) {
 }
 
 /**
+ * A version of the draft gets traffic. It ends as a shadow: a shadow is a version without traffic.
  * @param {Draft} draft
  * @param {string} version
  * @param {number} percent
@@ -71,7 +75,8 @@ export function setShare(targets, version, percent) {
 export function withVersion(draft, version, percent) {
   const known = draft.targets.some((one) => one.version === version);
   const targets = known ? draft.targets : [...draft.targets, { version, weight: 0 }];
-  return { ...draft, targets: setShare(targets, version, percent) };
+  const shadow = draft.shadow?.version === version ? null : draft.shadow;
+  return { ...draft, shadow, targets: setShare(targets, version, percent) };
 }
 
 /**
@@ -84,12 +89,24 @@ export function withoutVersion(draft, version) {
 }
 
 /**
- * The body of `PUT …/release`.
+ * The shares while a draft is in force: beside a schedule, those of its first step.
  * @param {Draft} draft
  */
-export function bodyOf(draft) {
+export function firstShares({ targets, steps }) {
+  if (targets.length < 2 || steps.length === 0) return targets;
+  const newest = targets.reduce((one, other) => (numberOf(other.version) > numberOf(one.version) ? other : one));
+  return setShare(targets, newest.version, steps[0].percent);
+}
+
+/**
+ * The body of `PUT …/release`. Weights that the draft did not change stay as they are in `release`, also between two percents.
+ * @param {Draft} draft
+ * @param {any} release
+ */
+export function bodyOf(draft, release) {
+  const isKept = isEqual(draft.targets, shares(release.targets));
   /** @type {Record<string, any>} */
-  const body = { targets: draft.targets, sticky: draft.sticky };
+  const body = { targets: isKept ? release.targets : draft.targets, sticky: draft.sticky };
   if (draft.isGuarded && draft.targets.length > 1) body.guard = draft.guard || {};
   if (draft.steps.length > 0 && draft.targets.length > 1) {
     body.schedule = draft.steps.map((step) => ({
@@ -100,3 +117,12 @@ export function bodyOf(draft) {
   if (draft.shadow) body.shadow = draft.shadow;
   return body;
 }
+
+/** Whether a draft would change nothing of the release that it began with. @param {Draft} draft @param {any} release */
+export const isUnchanged = (draft, release) => !draft.isByHand && isEqual(bodyOf(draft, release), bodyOf(draftOf(release, null), release));
+
+/** Whether a schedule or guard runs, which each new release ends. @param {any} release */
+export const isWatched = ({ run }) => run?.status === "running" || run?.status === "paused";
+
+/** @param {any} one @param {any} other */
+const isEqual = (one, other) => JSON.stringify(one) === JSON.stringify(other);

@@ -1,5 +1,5 @@
-/** What the pages share: who is signed in, the chosen tenant, the theme. */
-import { api, ApiError, onSecretRefused, path, setSecret } from "./api.js";
+/** What the pages share: who is signed in, the tenant that was shown last, the theme. */
+import { api, ApiError, onSecretRefused, setSecret } from "./api.js";
 import { computed, signal } from "./html.js";
 
 /**
@@ -18,7 +18,7 @@ export const isOperator = computed(() => caller.value?.kind === "admin");
 /** Whether the data plane is on this page's port, so that a prompt can be sent. */
 export const onDataPort = /\/console$/.test(new URL(document.baseURI).pathname);
 
-/** The tenant that the pages show: a key's own, or the operator's choice. */
+/** The tenant that the menu leads to: a key's own, or the one that the operator looked at last. */
 export const tenant = signal("");
 
 /** @param {string} scope */
@@ -61,7 +61,7 @@ onSecretRefused.current = (/** @type {ApiError} */ error) => {
 
 /** The ids of the tenants that the caller may choose, at most 2,000. @param {AbortSignal} [signal] */
 export async function tenantIds(signal) {
-  if (!isOperator.value) return tenant.value ? [tenant.value] : [];
+  if (!isOperator.value) return [tenant.value];
   return (await api.list("tenants", {}, { signal })).map((row) => row.id);
 }
 
@@ -73,9 +73,4 @@ export const theme = signal(/** @type {Theme} */ ("auto"));
 export function setTheme(chosen) {
   theme.value = chosen;
   document.documentElement.dataset.theme = chosen;
-}
-
-/** Path of a tenant's object below /admin/v1/. @param {string} rest Escaped already. */
-export function ofTenant(rest) {
-  return path`tenants/${tenant.value}` + rest;
 }

@@ -1,16 +1,23 @@
 /** The parts that pages are made of. A value is text, whatever it holds. */
-import { html, useEffect, useId, useRef } from "./html.js";
+import { html, useEffect, useId, useRef, useState } from "./html.js";
 import { dateTime, fullDateTime, num } from "./format.js";
 
 export * from "./format.js";
 
 /**
- * A page: its heading takes the focus when it comes, so that a screen reader reads it.
- * @param {{ title: any, actions?: any, children?: any }} props
+ * A page: its heading, which names the tenant, is the document's title, and takes the focus when it comes, so that a screen reader
+ * reads it.
+ * @param {{ title: string, actions?: any, children?: any }} props
  */
 export function Page({ title, actions, children }) {
   const heading = useRef(/** @type {HTMLElement | null} */ (null));
-  useEffect(() => heading.current?.focus({ preventScroll: true }), []);
+  useEffect(() => {
+    // Not from the middle of typing.
+    if (!document.activeElement?.matches("input")) heading.current?.focus({ preventScroll: true });
+  }, []);
+  useEffect(() => {
+    document.title = `${title} · Loraplex`;
+  }, [title]);
   return html`<header class="page-head">
       <h1 tabindex="-1" ref=${heading}>${title}</h1>
       <div class="actions">${actions}</div>
@@ -129,37 +136,40 @@ function titleOf(error) {
   if (error.code === "database_unavailable") return "The database is away.";
   if (error.code === "engine_restarting") return "The engine is starting.";
   if (error.status === 401) return "The secret is not valid.";
+  if (error.status === 404) return "This is not there.";
   if (error.status === 412) return "Someone else changed this meanwhile.";
   return "This did not work.";
 }
 
 /**
  * The state of a poll around what it read: loading, an error, or the content, with the error above it if it is old.
- * @param {{ poll: { data: any, error: any, loading: boolean, reload: () => void }, children: (data: any) => any }} props
+ * @param {{ poll: { data: any, error: any, loading: boolean, reload: () => void }, onward?: any, children: (data: any) => any }} props
+ * `onward`: where to go from what is not there.
  */
-export function Loaded({ poll, children }) {
+export function Loaded({ poll, onward, children }) {
   if (poll.data === null) {
-    return poll.error ? html`<${ErrorBox} error=${poll.error} retry=${poll.reload} />` : html`<${Loading} />`;
+    if (!poll.error) return html`<${Loading} />`;
+    return html`<${ErrorBox} error=${poll.error} retry=${poll.reload} />${poll.error.status === 404 && onward}`;
   }
   return html`${poll.error && html`<${ErrorBox} error=${poll.error} retry=${poll.reload} />`}
     <div class=${poll.error ? "stale" : ""}>${children(poll.data)}</div>`;
 }
 
 /**
- * A modal dialog: the browser keeps the focus in it, and Escape closes it.
- * @param {{ title: string, onClose: () => void, children?: any }} props
+ * A number as it is typed: what is in the field stays there until it is left, whatever else changes. Each key tells a number within
+ * the bounds: an empty field the one before.
+ * @param {{ value: number, onNumber: (value: number) => void, label?: string, min?: number, max?: number, step?: number | "any",
+ *   disabled?: boolean, testid?: string }} props
  */
-export function Dialog({ title, onClose, children }) {
-  const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
-  const id = useId();
-  useEffect(() => {
-    dialog.current?.showModal();
-    return () => dialog.current?.close();
-  }, []);
-  return html`<dialog ref=${dialog} aria-labelledby=${id} onClose=${onClose}>
-    <h2 id=${id}>${title}</h2>
-    ${children}
-  </dialog>`;
+export function NumberInput({ value, onNumber, label, min, max, step = 1, disabled, testid }) {
+  const [typed, setTyped] = useState(/** @type {string | null} */ (null));
+  /** @param {any} event */
+  function onInput({ target: { value: text, valueAsNumber: given } }) {
+    setTyped(text);
+    onNumber(Number.isNaN(given) ? value : Math.max(min ?? given, Math.min(max ?? given, given)));
+  }
+  return html`<input type="number" min=${min} max=${max} step=${step} value=${typed ?? value} disabled=${disabled} aria-label=${label}
+    data-testid=${testid} onInput=${onInput} onBlur=${() => setTyped(null)} />`;
 }
 
 /** A labelled control: `children` is one input. @param {{ label: any, hint?: any, children?: any }} props */

@@ -1,5 +1,6 @@
 /** An adapter's files: what is wrong with them before they are sent, and the sending, with progress. */
 import { ApiError, errorOf, headers, urlOf } from "./api.js";
+import { foreignKind, foreignWeights } from "./foreign.js";
 
 export const CONFIG = "adapter_config.json";
 export const TENSORS = "adapter_model.safetensors";
@@ -7,6 +8,7 @@ const CHAT_FILES = ["chat_template.jinja", "tokenizer_config.json", "special_tok
 /** Parts of the form beside the two files, as docs/admin.md names them. */
 const OTHER_TENSORS = "adapters.safetensors";
 const MAX_CONFIG_BYTES = 1 << 20;
+const START_BYTES = 512;
 
 /**
  * @typedef {{files: Map<string, File>, faults: string[], leftOut: string[]}} Chosen `leftOut`: names of files that are not sent.
@@ -57,10 +59,11 @@ export async function choose(dropped, caps) {
   const files = new Map();
   const faults = [];
   const leftOut = [];
+  const foreign = foreignWeights(dropped.map(({ file }) => file.name));
   for (const { file, isOfFolder } of dropped) {
     const isPart = [CONFIG, TENSORS, OTHER_TENSORS, ...CHAT_FILES].includes(file.name);
     const part = isPart ? file.name : isArchive(file.name) && !isOfFolder ? "archive" : null;
-    if (part === null && isOfFolder) leftOut.push(file.name);
+    if (part === null && (isOfFolder || foreignWeights([file.name]))) leftOut.push(file.name);
     else if (part === null) faults.push(`${file.name} is no part of an adapter.`);
     else if (files.has(part)) faults.push(`There is more than one ${part}: drop the files of one adapter.`);
     else files.set(part, file);
@@ -69,7 +72,7 @@ export async function choose(dropped, caps) {
     if (files.size > 1) faults.push("An archive comes without other files.");
   } else {
     if (!files.has(CONFIG)) faults.push(`${CONFIG} is missing.`);
-    if (!files.has(TENSORS) && !files.has(OTHER_TENSORS)) faults.push(`${TENSORS} is missing.`);
+    if (!files.has(TENSORS) && !files.has(OTHER_TENSORS)) faults.push(foreign || `${TENSORS} is missing.`);
   }
   const bytes = [...files.values()].reduce((sum, file) => sum + file.size, 0);
   if (caps.maxBytes !== null && bytes > caps.maxBytes) {
@@ -78,7 +81,7 @@ export async function choose(dropped, caps) {
   const config = files.get(CONFIG);
   if (config) faults.push(...(await configFaults(config, caps)));
   const tensors = files.get(TENSORS);
-  if (tensors && !(await isSafetensors(tensors))) faults.push(`${TENSORS} does not begin as safetensors do.`);
+  if (tensors) faults.push(...(await tensorsFaults(tensors)));
   return { files, faults, leftOut };
 }
 
@@ -107,13 +110,16 @@ async function configFaults(config, caps) {
 }
 
 /**
- * Whether the file begins as safetensors do: eight bytes with the header's length, then the header, which is JSON.
+ * Safetensors begin with eight bytes of the header's length, then the header, which is JSON.
  * @param {File} file
  */
-async function isSafetensors(file) {
-  const head = new DataView(await file.slice(0, 9).arrayBuffer());
-  if (head.byteLength < 9) return false;
-  return head.getBigUint64(0, true) <= BigInt(file.size - 8) && head.getUint8(8) === 0x7b;
+async function tensorsFaults(file) {
+  const start = await file.slice(0, START_BYTES).arrayBuffer();
+  const head = new DataView(start);
+  const isSafetensors = start.byteLength > 8 && head.getBigUint64(0, true) <= BigInt(file.size - 8) && head.getUint8(8) === 0x7b;
+  if (isSafetensors) return [];
+  const kind = foreignKind(String.fromCharCode(...new Uint8Array(start)));
+  return [kind ? `${TENSORS} is ${kind}` : `${TENSORS} does not begin as safetensors do.`];
 }
 
 /**

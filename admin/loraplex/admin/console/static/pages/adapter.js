@@ -2,7 +2,7 @@
 import { api, ApiError, path, urlOf } from "../lib/api.js";
 import { html, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
-import { isOperator, mayCall, ofTenant } from "../lib/store.js";
+import { isOperator, mayCall } from "../lib/store.js";
 import { Badge, bytes, Empty, ErrorBox, Loaded, Page, seconds, Section, Table, Time } from "../lib/ui.js";
 import { Released, adapterHref } from "./adapters.js";
 import { Report } from "./report.js";
@@ -16,11 +16,11 @@ const REVOKE_MS = 60_000;
 /** @type {Record<string, "good" | "busy" | "bad" | "off">} */
 const KINDS = { ready: "good", validating: "busy", rejected: "bad", corrupt: "bad", incompatible: "off", deleted: "off" };
 
-/** @param {{ name: string }} props */
-export default function Adapter({ name }) {
+/** @param {{ tenant: string, name: string }} props */
+export default function Adapter({ tenant, name }) {
   const [shown, setShown] = useState(/** @type {string | null} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
-  const poll = usePoll((signal) => read(name, signal), [name], EVERY_MS);
+  const poll = usePoll((signal) => read(tenant, name, signal), [tenant, name], EVERY_MS);
 
   /** @param {() => Promise<any>} act */
   async function run(act) {
@@ -33,33 +33,39 @@ export default function Adapter({ name }) {
     poll.reload();
   }
 
-  return html`<${Page} title=${name} actions=${html`<${Links} name=${name} />`}>
+  return html`<${Page} title=${`Adapter ${tenant}/${name}`} actions=${html`<${Links} tenant=${tenant} name=${name} />`}>
     ${error && html`<${ErrorBox} error=${error} />`}
-    <${Loaded} poll=${poll}>
+    <${Loaded} poll=${poll} onward=${html`<${AllAdapters} tenant=${tenant} />`}>
       ${(/** @type {any} */ found) => html`
         <p>Traffic: <${Released} release=${found.adapter.release} /></p>
-        <${Versions} name=${name} versions=${found.versions} cache=${found.cache} run=${run} onReport=${setShown} />
+        <${Versions} tenant=${tenant} name=${name} versions=${found.versions} cache=${found.cache} run=${run} onReport=${setShown} />
         <${Reported} version=${chosen(found.versions, shown)} />
       `}
     <//>
   <//>`;
 }
 
-/** @param {string} name @param {AbortSignal} signal */
-async function read(name, signal) {
+/** A way on from an adapter that is not there. @param {{ tenant: string }} props */
+export const AllAdapters = ({ tenant }) =>
+  html`<p><a href=${"#/" + path`tenants/${tenant}/adapters`} data-testid="all-adapters">All adapters of ${tenant}</a></p>`;
+
+/** @param {string} tenant @param {string} name @param {AbortSignal} signal */
+async function read(tenant, name, signal) {
   const options = { signal };
   const [adapter, versions, cache] = await Promise.all([
-    api.get(ofTenant(path`/adapters/${name}`), {}, options),
-    api.list(ofTenant(path`/adapters/${name}/versions`), {}, { signal, most: MAX_VERSIONS }),
-    isOperator.value ? residency(name, signal) : Promise.resolve(null),
+    api.get(path`tenants/${tenant}/adapters/${name}`, {}, options),
+    api.list(path`tenants/${tenant}/adapters/${name}/versions`, {}, { signal, most: MAX_VERSIONS }),
+    isOperator.value ? residency(tenant, name, signal) : Promise.resolve(null),
   ]);
   return { adapter, versions: versions.reverse(), cache };
 }
 
-/** Rows of the cache by version; none while the engine is away. @param {string} name @param {AbortSignal} signal */
-async function residency(name, signal) {
+/**
+ * Rows of the cache by version; none while the engine is away.
+ * @param {string} tenant @param {string} name @param {AbortSignal} signal
+ */
+async function residency(tenant, name, signal) {
   try {
-    const tenant = ofTenant("").split("/")[1];
     const rows = await api.list("cache", { tenant, adapter: name }, { signal, most: MAX_VERSIONS });
     return new Map(rows.map((row) => [row.version, row]));
   } catch {
@@ -72,19 +78,20 @@ function chosen(versions, shown) {
   return versions.find((one) => one.version === shown) ?? versions.find((one) => one.state !== "deleted") ?? null;
 }
 
-/** @param {{ name: string }} props */
-function Links({ name }) {
+/** @param {{ tenant: string, name: string }} props */
+function Links({ tenant, name }) {
+  const here = adapterHref(tenant, name);
   const write = mayCall("adapters:write");
-  return html`<a class="button" data-testid="nav-release" href="${adapterHref(name)}/release">Release</a>
-    ${write && html`<a class="button" href="${adapterHref(name)}/upload">Upload a version</a>`}
-    <a class="button" href=${"#" + path`/playground/${name}`}>Playground</a>`;
+  return html`<a class="button" data-testid="nav-release" href="${here}/release">Release</a>
+    ${write && html`<a class="button" href="${here}/upload">Upload a version</a>`}
+    <a class="button" href=${"#/" + path`tenants/${tenant}/playground/${name}`}>Playground</a>`;
 }
 
 /**
- * @param {{ name: string, versions: any[], cache: Map<string, any> | null, run: (act: () => Promise<any>) => Promise<void>,
+ * @param {{ tenant: string, name: string, versions: any[], cache: Map<string, any> | null, run: (act: () => Promise<any>) => Promise<void>,
  *   onReport: (version: string) => void }} props
  */
-function Versions({ name, versions, cache, run, onReport }) {
+function Versions({ tenant, name, versions, cache, run, onReport }) {
   const of = (/** @type {any} */ row) => cache?.get(row.version);
   const columns = [
     { title: "Version", cell: (/** @type {any} */ row) => html`<button type="button" class="link" onClick=${() => onReport(row.version)}>${row.version}</button>` },
@@ -98,7 +105,7 @@ function Versions({ name, versions, cache, run, onReport }) {
         ]
       : []),
     { title: "Created", cell: (/** @type {any} */ row) => html`<${Time} at=${row.created_at} />` },
-    { title: "", cell: (/** @type {any} */ row) => html`<${Actions} name=${name} version=${row} run=${run} />` },
+    { title: "", cell: (/** @type {any} */ row) => html`<${Actions} tenant=${tenant} name=${name} version=${row} run=${run} />` },
   ];
   return html`<${Section} title="Versions" note=${cache ? "" : "Where a version is in memory: only operators see it."}>
     <${Table} caption="Versions" columns=${columns} rows=${versions} keyOf=${(/** @type {any} */ row) => row.version}
@@ -124,10 +131,10 @@ function loadSeconds(row) {
   return html`<span title=${stages.map(([stage, value]) => `${stage} ${seconds(value)}`).join(", ")}>${seconds(all)}</span>`;
 }
 
-/** @param {{ name: string, version: any, run: (act: () => Promise<any>) => Promise<void> }} props */
-function Actions({ name, version, run }) {
+/** @param {{ tenant: string, name: string, version: any, run: (act: () => Promise<any>) => Promise<void> }} props */
+function Actions({ tenant, name, version, run }) {
   const [isLoading, setLoading] = useState(false);
-  const where = ofTenant(path`/adapters/${name}/versions/${version.version}`);
+  const where = path`tenants/${tenant}/adapters/${name}/versions/${version.version}`;
   const isLiving = !["deleted", "rejected"].includes(version.state);
   if (!isLiving) return null;
   const of = `${name}@${version.version}`;

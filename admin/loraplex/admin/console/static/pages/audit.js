@@ -1,14 +1,16 @@
 /** Audit: who changed what, and whether the log is whole. For operators. */
 import { api } from "../lib/api.js";
 import { html, useState } from "../lib/html.js";
+import { query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
 
 const ROWS = 50;
+const FILTERS = ["tenant", "actor", "action", "outcome"];
 const OUTCOMES = /** @type {Record<string, string>} */ ({ done: "good", refused: "busy", failed: "bad" });
 
 export default function Audit() {
-  const [chosen, setChosen] = useState(/** @type {Record<string, string>} */ ({}));
+  const chosen = Object.fromEntries(FILTERS.map((name) => [name, query.value[name] ?? ""]));
   const [cursor, setCursor] = useState(/** @type {string | null} */ (null));
   const poll = usePoll(
     (signal) => api.get("audit", { limit: ROWS, cursor, ...chosen }, { signal }),
@@ -18,12 +20,12 @@ export default function Audit() {
   /** @param {string} name @param {string} value */
   function choose(name, value) {
     setCursor(null);
-    setChosen({ ...chosen, [name]: value.trim() });
+    setQuery(name, value.trim());
   }
 
   /** @param {string} name @param {string} label @param {string} hint */
   const filter = (name, label, hint) => html`<${ui.Field} label=${label}>
-    <input data-testid=${`audit-${name}`} placeholder=${hint} maxlength="64" spellcheck=${false} autocomplete="off"
+    <input data-testid=${`audit-${name}`} placeholder=${hint} value=${chosen[name]} maxlength="64" spellcheck=${false} autocomplete="off"
       onChange=${(/** @type {any} */ event) => choose(name, event.target.value)} />
   <//>`;
 
@@ -33,7 +35,7 @@ export default function Audit() {
       ${filter("tenant", "Tenant", "all")} ${filter("actor", "Actor", "admin, local or a key's id")}
       ${filter("action", "Action", "key.create")}
       <${ui.Field} label="Outcome">
-        <select data-testid="audit-outcome" onChange=${(/** @type {any} */ event) => choose("outcome", event.target.value)}>
+        <select data-testid="audit-outcome" value=${chosen.outcome} onChange=${(/** @type {any} */ event) => choose("outcome", event.target.value)}>
           <option value="">all</option>
           ${Object.keys(OUTCOMES).map((name) => html`<option value=${name}>${name}</option>`)}
         </select>

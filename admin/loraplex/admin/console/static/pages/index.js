@@ -2,33 +2,38 @@
  * The pages by their place after `#/`. A part that begins with `:` is a parameter, which the page gets by its name.
  *
  * @typedef {{ at: string, load: () => Promise<{ default: (params: any) => any }>, nav?: string, testid?: string,
- *   who?: "operator", scope?: string, under?: string }} PageEntry
- * `nav`: its name in the menu; `who`: whose menu has it (all by default); `scope`: what a key needs for it; `under`: the page of the menu that it belongs to, if
- * that is not the first part of its place.
+ *   who?: "operator", scope?: string, under?: string, keeps?: boolean }} PageEntry
+ * `nav`: its name in the menu; `who`: whose menu has it (all by default); `scope`: what a key needs for it; `under`: the page of
+ * the menu that it belongs to, if that is not the part after the tenant; `keeps`: what was entered stays for another tenant.
  */
+import { path } from "../lib/api.js";
 
 /** @type {PageEntry[]} */
 export const pages = [
   { at: "now", nav: "Now", testid: "nav-now", who: "operator", load: () => import("./now.js") },
-  { at: "tenants", nav: "Tenant", testid: "nav-tenants", scope: "usage:read", load: () => import("./tenant.js") },
-  { at: "adapters", nav: "Adapters", testid: "nav-adapters", scope: "adapters:read", load: () => import("./adapters.js") },
-  { at: "adapters/:name", load: () => import("./adapter.js") },
-  { at: "adapters/:name/upload", load: () => import("./upload.js") },
-  { at: "adapters/:name/release", load: () => import("./release.js") },
-  { at: "adapters/:name/release/:candidate", load: () => import("./release.js") },
-  { at: "upload", under: "adapters", load: () => import("./upload.js") },
-  { at: "playground", nav: "Playground", testid: "nav-playground", scope: "inference", load: () => import("./playground.js") },
-  { at: "playground/:adapter", load: () => import("./playground.js") },
+  { at: "tenants/:tenant", nav: "Tenant", testid: "nav-tenants", scope: "usage:read", load: () => import("./tenant.js") },
+  { at: "tenants/:tenant/adapters", nav: "Adapters", testid: "nav-adapters", scope: "adapters:read", load: () => import("./adapters.js") },
+  { at: "tenants/:tenant/adapters/:name", load: () => import("./adapter.js") },
+  { at: "tenants/:tenant/adapters/:name/upload", load: () => import("./upload.js") },
+  { at: "tenants/:tenant/adapters/:name/release", load: () => import("./release.js") },
+  { at: "tenants/:tenant/adapters/:name/release/:candidate", load: () => import("./release.js") },
+  { at: "tenants/:tenant/upload", under: "adapters", keeps: true, load: () => import("./upload.js") },
+  { at: "tenants/:tenant/playground", nav: "Playground", testid: "nav-playground", scope: "inference", load: () => import("./playground.js") },
+  { at: "tenants/:tenant/playground/:adapter", load: () => import("./playground.js") },
+  { at: "playground", load: () => import("./playground.js") },
   { at: "audit", nav: "Audit", testid: "nav-audit", who: "operator", load: () => import("./audit.js") },
 ];
 
+/** The part of a place that names its page of the menu: the one after the tenant, if there is one. @param {PageEntry} page */
+export const menuPart = ({ at, under }) => under ?? at.split("/")[2] ?? at.split("/")[0];
+
 /**
  * The page of a place with its parameters.
- * @param {string} hash As `location.hash`.
+ * @param {string} place After `#/`.
  * @returns {{ page: PageEntry, params: Record<string, string> } | null}
  */
-export function pageAt(hash) {
-  const given = hash.replace(/^#\/?/, "").split("/").map(decode);
+export function pageAt(place) {
+  const given = place.split("/").map(decode);
   for (const page of pages) {
     const parts = page.at.split("/");
     if (parts.length !== given.length) continue;
@@ -42,6 +47,26 @@ export function pageAt(hash) {
     if (fits) return { page, params };
   }
   return null;
+}
+
+/**
+ * A tenant's place from one that names no tenant, such as `adapters/support`; null where that is no page.
+ * @param {string} place @param {string} tenant
+ */
+export function ofTenant(place, tenant) {
+  const found = path`tenants/${tenant}` + (place === "tenants" ? "" : `/${place}`);
+  return pageAt(found) && found;
+}
+
+/**
+ * The place for another tenant: of what only the one has, such as an adapter, the list that it is in.
+ * @param {string} place @param {string} tenant
+ */
+export function forTenant(place, tenant) {
+  const parts = pageAt(place)?.page.at.split("/").slice(2);
+  if (!parts) return ofTenant(place, tenant) ?? "";
+  const until = parts.findIndex((part) => part.startsWith(":"));
+  return [path`tenants/${tenant}`, ...(until < 0 ? parts : parts.slice(0, until))].join("/");
 }
 
 /** @param {string} part */

@@ -1,6 +1,7 @@
 /** A tenant's keys: create, rotate, revoke. For operators. */
 import { api, path } from "../lib/api.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { limitLines } from "../lib/limits.js";
 import { usePoll } from "../lib/poll.js";
 import { LEAVING } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
@@ -18,7 +19,7 @@ export function Keys({ id }) {
   const [made, setMade] = useState(/** @type {any} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
   const poll = usePoll(
-    (signal) => api.get(path`tenants/${id}/keys`, { limit: ROWS, cursor }, { signal }),
+    (signal) => api.get(path`tenants/${id}/keys`, { order: "newest", limit: ROWS, cursor }, { signal }),
     [id, cursor],
     EVERY_MS,
   );
@@ -47,22 +48,24 @@ export function Keys({ id }) {
     ${made && html`<${Secret} made=${made} onDone=${() => setMade(null)} />`}
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
       <${ui.Table} caption="Keys" rows=${page.data} keyOf=${(/** @type {any} */ row) => row.id} testid="key-row"
-        empty="There is no key yet." columns=${columns(rotate, revoke)} />
+        empty="There is no key yet." columns=${columns(id, rotate, revoke)} />
       <${ui.Pager} what="keys" first=${cursor === null} next=${page.next_cursor}
         onFirst=${() => setCursor(null)} onNext=${() => setCursor(page.next_cursor)} />`}<//>
   <//>`;
 }
 
-/** @param {(key: string) => void} rotate @param {(key: string) => void} revoke */
-function columns(rotate, revoke) {
+/** @param {string} tenant @param {(key: string) => void} rotate @param {(key: string) => void} revoke */
+function columns(tenant, rotate, revoke) {
   return [
     { title: "Key", cell: (/** @type {any} */ row) => html`${row.name ?? "–"} <code>${row.id}</code>` },
     { title: "State", cell: (/** @type {any} */ row) => html`<${ui.Badge} kind=${STATES[row.state]}>${row.state}<//>` },
     { title: "Scopes", cell: (/** @type {any} */ row) => row.scopes.join(", ") },
     { title: "Models", cell: (/** @type {any} */ row) => (row.models ? row.models.join(", ") : "all") },
+    { title: "Limits", cell: (/** @type {any} */ row) => limitLines(row).map((line) => html`<div>${line}</div>`) },
+    { title: "Created", cell: (/** @type {any} */ row) => html`<${ui.Time} at=${row.created_at} />` },
     { title: "Last used", cell: (/** @type {any} */ row) => html`<${ui.Time} at=${row.last_used_at} />` },
     { title: "Ends", cell: (/** @type {any} */ row) => html`<${ui.Time} at=${row.revoked_at ?? row.expires_at} />` },
-    { title: "Change", cell: (/** @type {any} */ row) => html`<${Change} row=${row} rotate=${rotate} revoke=${revoke} />` },
+    { title: "Change", cell: (/** @type {any} */ row) => html`<${Change} tenant=${tenant} row=${row} rotate=${rotate} revoke=${revoke} />` },
   ];
 }
 
@@ -111,8 +114,8 @@ function Secret({ made, onDone }) {
   </div>`;
 }
 
-/** @param {{ row: any, rotate: (key: string) => void, revoke: (key: string) => void }} props */
-function Change({ row, rotate, revoke }) {
+/** @param {{ tenant: string, row: any, rotate: (key: string) => void, revoke: (key: string) => void }} props */
+function Change({ tenant, row, rotate, revoke }) {
   const [leaving, setLeaving] = useState(false);
   const timer = useRef(0);
   const pending = useRef(/** @type {null | (() => void)} */ (null));
@@ -144,7 +147,10 @@ function Change({ row, rotate, revoke }) {
   }
 
   const label = row.name ?? row.id;
-  if (leaving) return html`<span role="status">Revoking… </span><button type="button" data-testid="key-keep" onClick=${undo}>Keep it</button>`;
+  if (leaving) {
+    return html`<span role="status">Revoking the key ${label} (<code>${row.id}</code>) of ${tenant}… </span>
+      <button type="button" data-testid="key-keep" onClick=${undo}>Keep it</button>`;
+  }
   return html`<div class="actions">
     <button type="button" data-testid="key-rotate" aria-label=${`Rotate ${label}`} title="A new secret; the old one works for an hour more."
       onClick=${() => rotate(row.id)}>Rotate</button>

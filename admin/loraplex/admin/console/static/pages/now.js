@@ -1,9 +1,9 @@
 /** Now: what the engine does at this moment, for operators. */
-import { api } from "../lib/api.js";
+import { api, path } from "../lib/api.js";
 import { Chart } from "../lib/chart.js";
 import { html, useRef, useState } from "../lib/html.js";
+import { query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
-import { tenant } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
 import { adapterHref } from "./adapters.js";
 
@@ -120,7 +120,7 @@ function Batch({ rows }) {
   return html`<${ui.Table} caption="The batch by tenant" rows=${rows} keyOf=${(/** @type {any} */ row) => row.id}
     testid="batch-row" empty="No request runs or waits."
     columns=${[
-      { title: "Tenant", cell: (/** @type {any} */ row) => row.id },
+      { title: "Tenant", cell: (/** @type {any} */ row) => html`<a href=${"#/" + path`tenants/${row.id}`}>${row.id}</a>` },
       { title: "Running", number: true, cell: (/** @type {any} */ row) => ui.num(row.running) },
       { title: "Waiting", number: true, cell: (/** @type {any} */ row) => ui.num(row.waiting) },
       { title: "Share", number: true, cell: (/** @type {any} */ row) => ui.percent(row.share) },
@@ -149,15 +149,16 @@ function Replicas({ cluster }) {
 /** Every version as a tile, by where it is. */
 function Adapters() {
   const [cursor, setCursor] = useState(/** @type {string | null} */ (null));
-  const [of, setOf] = useState({ tenant: "", adapter: "" });
-  const poll = usePoll((signal) => api.get("cache", { limit: TILES, cursor, ...of }, { signal }), [cursor, of], EVERY_MS);
+  const { tenant = "", adapter = "" } = query.value;
+  const of = { tenant, adapter };
+  const poll = usePoll((signal) => api.get("cache", { limit: TILES, cursor, ...of }, { signal }), [cursor, tenant, adapter], EVERY_MS);
 
   /** @param {"tenant" | "adapter"} name @param {string} label */
   const filter = (name, label) => html`<${ui.Field} label=${label}>
-    <input data-testid=${`cache-${name}`} placeholder="all" spellcheck=${false} autocomplete="off"
+    <input data-testid=${`cache-${name}`} placeholder="all" value=${of[name]} spellcheck=${false} autocomplete="off"
       onChange=${(/** @type {any} */ event) => {
         setCursor(null);
-        setOf({ ...of, [name]: event.target.value.trim() });
+        setQuery(name, event.target.value.trim());
       }} />
   <//>`;
 
@@ -186,7 +187,7 @@ function AdapterTile({ row }) {
     row.last_used_seconds_ago !== null && `used ${ago(row.last_used_seconds_ago)}`,
   ];
   return html`<li class=${fastest} data-testid="adapter-tile" data-residency=${fastest}>
-    <a href=${adapterHref(row.name)} onClick=${() => (tenant.value = row.tenant_id)}>${row.name}@${row.version}</a>
+    <a href=${adapterHref(row.tenant_id, row.name)}>${row.name}@${row.version}</a>
     <div class="note">${row.tenant_id} · ${ui.bytes(row.disk_bytes)}</div>
     <div>${words.filter(Boolean).join(", ")}</div>
     ${row.error && html`<div class="note">${row.error}</div>`}

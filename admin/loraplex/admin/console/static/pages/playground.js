@@ -1,9 +1,10 @@
 /** Playground: the base and versions of an adapter side by side, with one seed. Only on the data port. */
 import { api, urlOf } from "../lib/api.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { place } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import { caller, isOperator, mayCall, onDataPort } from "../lib/store.js";
-import { ErrorBox, Field, Page, Section } from "../lib/ui.js";
+import { ErrorBox, Field, NumberInput, Page, Section } from "../lib/ui.js";
 import { events, piece } from "../lib/stream.js";
 
 const MAX_COLUMNS = 4;
@@ -17,8 +18,9 @@ const MODELS_LISTED = 200;
 /** @type {Answer} */
 const NOTHING = { text: "", status: "", error: null, adapter: "", state: "", firstMs: null, usage: null };
 
-/** @param {{ adapter?: string }} props Compared with the base; without it, the base alone. */
-export default function Playground({ adapter = "" }) {
+/** @param {{ tenant?: string, adapter?: string }} props `adapter`: compared with the base; without it, the base alone. */
+export default function Playground({ tenant = "", adapter = "" }) {
+  const title = tenant ? `Playground of ${tenant}` : "Playground";
   const base = caller.value?.base.name ?? "";
   const [models, setModels] = useState(adapter ? [base, adapter] : [base]);
   const [answers, setAnswers] = useState(models.map(() => NOTHING));
@@ -29,7 +31,7 @@ export default function Playground({ adapter = "" }) {
   const stop = useRef(/** @type {AbortController | null} */ (null));
   const known = usePoll((signal) => (canAsk() ? api.get("/v1/models", {}, { signal }) : Promise.resolve(null)), []);
   useEffect(() => () => stop.current?.abort(), []);
-  if (!canAsk()) return html`<${Elsewhere} />`;
+  if (!canAsk()) return html`<${Elsewhere} title=${title} at=${tenant && `#/${place.value}`} />`;
 
   /** @param {number} place @param {Partial<Answer>} changed */
   const change = (place, changed) =>
@@ -52,7 +54,7 @@ export default function Playground({ adapter = "" }) {
     setAnswers(next.map((model, place) => (model === models[place] ? answers[place] : NOTHING)));
   }
 
-  return html`<${Page} title="Playground">
+  return html`<${Page} title=${title}>
     <form class="ask" onSubmit=${onSend}>
       <${Prompt} ask=${ask} onChange=${setAsk} />
       <p class="actions">
@@ -133,20 +135,19 @@ function bodyOf(model, ask) {
 /** @param {{ ask: Ask, onChange: (ask: Ask) => void }} props */
 function Prompt({ ask, onChange }) {
   /** @param {keyof Ask} field */
-  const set = (field) => (/** @type {any} */ event) => {
-    const { type, value } = event.target;
-    onChange({ ...ask, [field]: type === "number" ? Number(value) : value });
-  };
+  const set = (field) => (/** @type {any} */ event) => onChange({ ...ask, [field]: event.target.value });
+  /** @param {keyof Ask} field */
+  const setNumber = (field) => (/** @type {number} */ value) => onChange({ ...ask, [field]: value });
   return html`<${Field} label="Prompt">
       <textarea data-testid="play-prompt" rows="3" value=${ask.prompt} onInput=${set("prompt")}></textarea>
     <//>
     <div class="form">
       <${Field} label="System prompt"><input value=${ask.system} onInput=${set("system")} /><//>
-      <${Field} label="Seed"><input type="number" step="1" value=${ask.seed} onInput=${set("seed")} /><//>
+      <${Field} label="Seed"><${NumberInput} value=${ask.seed} onNumber=${setNumber("seed")} /><//>
       <${Field} label="Temperature">
-        <input type="number" min="0" max="2" step="0.1" value=${ask.temperature} onInput=${set("temperature")} />
+        <${NumberInput} min=${0} max=${2} step=${0.1} value=${ask.temperature} onNumber=${setNumber("temperature")} />
       <//>
-      <${Field} label="Most tokens"><input type="number" min="1" step="1" value=${ask.maxTokens} onInput=${set("maxTokens")} /><//>
+      <${Field} label="Most tokens"><${NumberInput} min=${1} value=${ask.maxTokens} onNumber=${setNumber("maxTokens")} /><//>
     </div>`;
 }
 
@@ -212,16 +213,16 @@ function Code({ model, ask }) {
   <//>`;
 }
 
-/** What to do where no prompt can be sent. */
-function Elsewhere() {
+/** What to do where no prompt can be sent. @param {{ title: string, at: string }} props */
+function Elsewhere({ title, at }) {
   const told = caller.value?.data_url ?? "";
-  const there = /^https?:/.test(told) ? `${told}/console` : "";
+  const there = /^https?:/.test(told) ? `${told}/console${at}` : "";
   if (onDataPort) {
-    return html`<${Page} title="Playground">
+    return html`<${Page} title=${title}>
       <p class="error" data-testid="play-elsewhere">This key lacks the scope inference. Sign in with one that has it.</p>
     <//>`;
   }
-  return html`<${Page} title="Playground">
+  return html`<${Page} title=${title}>
     <p data-testid="play-elsewhere">Prompts go to the data port, so the playground is in the console there${there ? ":" : ", at /console."}
       ${there && html` <a href=${there} target="_blank" rel="noreferrer">${there}</a>.`}</p>
     <p>Sign in there with a tenant's key that has the scope inference. The admin token sends no prompts.</p>

@@ -1,10 +1,11 @@
 /** A release: which versions take the traffic, how they compare, and what was released before. */
 import { api, path } from "../lib/api.js";
-import { html, useEffect, useState } from "../lib/html.js";
+import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
-import { mayCall, ofTenant } from "../lib/store.js";
-import { Empty, ErrorBox, Loaded, Loading, Page, Section, Table, Time } from "../lib/ui.js";
-import { draftOf, numberOf } from "../lib/release_plan.js";
+import { mayCall } from "../lib/store.js";
+import { Empty, ErrorBox, Loaded, Loading, Page, percent, Section, Table, Time } from "../lib/ui.js";
+import { bodyOf, draftOf, isUnchanged, isWatched, numberOf } from "../lib/release_plan.js";
+import { AllAdapters } from "./adapter.js";
 import { adapterHref, Released, RunBadge } from "./adapters.js";
 import { Arms, Guard, Shadow } from "./release_arms.js";
 import { Editor } from "./release_editor.js";
@@ -14,15 +15,16 @@ const ROWS = 20;
 
 /** @typedef {{ body: any, etag: string | null }} Read */
 
-/** @param {{ name: string, candidate?: string }} props `candidate`: a version that the draft begins with. */
-export default function Release({ name, candidate = "" }) {
-  const where = ofTenant(path`/adapters/${name}/release`);
-  const live = usePoll((signal) => read(name, signal), [name], EVERY_MS);
+/** @param {{ tenant: string, name: string, candidate?: string }} props `candidate`: a version that the draft begins with. */
+export default function Release({ tenant, name, candidate = "" }) {
+  const adapter = path`tenants/${tenant}/adapters/${name}`;
+  const live = usePoll((signal) => read(adapter, signal), [adapter], EVERY_MS);
   const [based, setBased] = useState(/** @type {Read | null} */ (null));
   const [draft, setDraft] = useState(/** @type {any} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
   const [note, setNote] = useState("");
   const [isBusy, setBusy] = useState(false);
+  const sending = useRef(false);
   const [isTouched, setTouched] = useState(candidate !== "");
 
   /** What is in force becomes the draft. @param {Read} found @param {string} [added] */
@@ -44,36 +46,48 @@ export default function Release({ name, candidate = "" }) {
    * @param {"PUT" | "POST"} method @param {string} rest @param {any} body @param {string | null | undefined} seen Its ETag.
    */
   async function change(method, rest, body, seen) {
+    // The second click of two comes before the button is off.
+    if (sending.current) return;
+    sending.current = true;
     setBusy(true);
     setNote("");
     try {
-      const { body: found, etag } = await api.send(method, where + rest, body, { etag: seen });
+      const { body: found, etag } = await api.send(method, `${adapter}/release${rest}`, body, { etag: seen });
       take({ body: found, etag });
-      setNote(saidOf(found));
+      setNote(saidOf(tenant, found));
     } catch (refused) {
       setError(refused);
     }
+    sending.current = false;
     setBusy(false);
     live.reload();
+  }
+
+  /** A revision that changes nothing would be one step more for each rollback. @param {Read} began */
+  function save(began) {
+    if (isUnchanged(draft, began.body)) {
+      setTouched(false);
+      setNote(`Nothing is changed: revision ${began.body.revision} of ${tenant}/${name} stays in force.`);
+    } else change("PUT", "", bodyOf(draft, began.body), began.etag);
   }
 
   const newest = live.data?.release;
   // An answer to a change may be newer than the last reading.
   const inForce = /** @type {Read} */ (based && newest && isNewer(based, newest) ? based : newest);
   const isStale = isTouched && based !== null && inForce && isNewer(inForce, based);
-  return html`<${Page} title=${`Release of ${name}`} actions=${html`<a class="button" href=${adapterHref(name)}>Adapter</a>`}>
-    <${Loaded} poll=${live}>
+  return html`<${Page} title=${`Release of ${tenant}/${name}`} actions=${html`<a class="button" href=${adapterHref(tenant, name)}>Adapter</a>`}>
+    <${Loaded} poll=${live} onward=${html`<${AllAdapters} tenant=${tenant} />`}>
       ${(/** @type {any} */ found) => html`
         ${isStale && html`<${Conflict} live=${inForce} based=${based} onTake=${() => take(inForce)}
           onKeep=${() => (setBased(inForce), setError(null))} />`}
         ${error && !(isStale && error.status === 412) && html`<${ErrorBox} error=${error} />`}
-        <p role="status" class="note">${note}</p>
-        <${Now} release=${inForce.body} isBusy=${isBusy} isFirst=${found.history.length < 2}
-          act=${(/** @type {string} */ rest, /** @type {any} */ body) => change("POST", rest, body, inForce.etag)} />
+        <p role="status" class="note" data-testid="release-note">${note}</p>
+        <${Now} tenant=${tenant} release=${inForce.body} isBusy=${isBusy} isFirst=${found.history.length < 2}
+          act=${(/** @type {string} */ rest, /** @type {any} */ body) => change(rest ? "POST" : "PUT", rest, body, inForce.etag)} />
         ${draft && based
           ? html`<${Editor} draft=${draft} release=${based.body} versions=${found.versions} isBusy=${isBusy || isStale}
               onChange=${(/** @type {any} */ next) => (setTouched(true), setDraft(next))}
-              onSave=${(/** @type {any} */ body) => change("PUT", "", body, based.etag)} />`
+              onSave=${() => save(based)} />`
           : html`<${Loading} />`}
         <${Arms} found=${found.comparison} />
         <${Guard} guard=${found.comparison.guard} run=${inForce.body.run} isGiven=${inForce.body.guard !== null} />
@@ -87,24 +101,23 @@ export default function Release({ name, candidate = "" }) {
 /** @param {Read} one @param {Read} other */
 const isNewer = (one, other) => one.body.revision > other.body.revision;
 
-/** @param {string} name @param {AbortSignal} signal */
-async function read(name, signal) {
-  const of = (/** @type {string} */ rest) => ofTenant(path`/adapters/${name}` + rest);
+/** @param {string} adapter Its path. @param {AbortSignal} signal */
+async function read(adapter, signal) {
   const options = { signal };
   const [release, comparison, history, versions] = await Promise.all([
-    api.read(of("/release"), {}, options),
-    api.get(of("/release/comparison"), {}, options),
-    api.get(of("/release/history"), { limit: ROWS }, options),
-    api.list(of("/versions"), {}, options),
+    api.read(`${adapter}/release`, {}, options),
+    api.get(`${adapter}/release/comparison`, {}, options),
+    api.get(`${adapter}/release/history`, { limit: ROWS }, options),
+    api.list(`${adapter}/versions`, {}, options),
   ]);
   const ready = versions.filter((one) => one.state === "ready").map((one) => one.version);
   return { release, comparison, history: history.data, versions: ready.sort((a, b) => numberOf(b) - numberOf(a)) };
 }
 
-/** @param {any} found */
-function saidOf(found) {
+/** @param {string} tenant @param {any} found */
+function saidOf(tenant, found) {
   const skipped = (found.skipped ?? []).map((/** @type {any} */ one) => ` Revision ${one.revision} was skipped: ${one.reason}.`);
-  return `Revision ${found.revision} is in force.${skipped.join("")}`;
+  return `Revision ${found.revision} of ${tenant}/${found.name} is in force.${skipped.join("")}`;
 }
 
 /**
@@ -127,31 +140,53 @@ function Conflict({ live, based, onTake, onKeep }) {
 
 /**
  * What is in force, and the changes of one button.
- * @param {{ release: any, isBusy: boolean, isFirst: boolean, act: (rest: string, body?: any) => void }} props `isFirst`: none was
- *   in force before.
+ * @param {{ tenant: string, release: any, isBusy: boolean, isFirst: boolean, act: (rest: string, body?: any) => void }} props
+ *   `isFirst`: none was in force before; `act` without `rest` puts a release.
  */
-function Now({ release, isBusy, isFirst, act }) {
-  const { run, targets, schedule } = release;
+function Now({ tenant, release, isBusy, isFirst, act }) {
+  const { run, targets, schedule, shadow } = release;
   const may = mayCall("adapters:write");
+  const of = `${tenant}/${release.name}`;
   const newest = [...targets].sort((a, b) => numberOf(b.version) - numberOf(a.version))[0];
-  const button = (/** @type {string} */ name, /** @type {string} */ text, /** @type {any} */ body) =>
-    html`<button type="button" data-testid="release-${name}" disabled=${isBusy} onClick=${() => act(`/${name}`, body)}>${text}</button>`;
+  /** @param {string} name @param {string} text @param {string} rest @param {any} [body] */
+  const button = (name, text, rest, body) => html`<button type="button" data-testid="release-${name}" disabled=${isBusy}
+    onClick=${(/** @type {MouseEvent} */ event) => isOneClick(event) && act(rest, body)}>${text}</button>`;
   return html`<${Section} title="In force" note=${html`Revision ${release.revision} since <${Time} at=${release.created_at} />.`}>
-    <p data-testid="released"><${Released} release=${release} /></p>
+    <p data-testid="released"><${Released} release=${{ ...release, shadow: null }} /></p>
+    ${shadow &&
+    html`<p data-testid="released-shadow">Shadow: ${shadow.version} answers ${percent(shadow.sample)} of the requests too, and nobody gets
+      its answers. ${shadow.keep_texts ? "Prompts and answers are kept." : "No texts are kept."}</p>`}
     ${run?.reason && html`<p class="bad">${run.reason}</p>`}
     ${schedule && html`<${Steps} schedule=${schedule} run=${run} />`}
     ${may &&
     html`<p class="actions">
       <button type="button" class="danger" data-testid="release-rollback" disabled=${isBusy || isFirst}
-        title=${isFirst ? "There is no release before this one." : "To the release before."} onClick=${() => act("/rollback")}>
-        Roll back
+        title=${isFirst ? "There is no release before this one." : "To the release before."}
+        onClick=${(/** @type {MouseEvent} */ event) => isOneClick(event) && act("/rollback")}>
+        Roll back ${of}
       </button>
-      ${targets.length > 1 && button("promote", `Promote ${newest.version}`, { version: newest.version })}
-      ${run?.status === "running" && button("pause", "Pause", undefined)}
-      ${run?.status === "paused" && button("resume", "Resume", undefined)}
+      ${targets.length > 1 && button("promote", `Promote ${newest.version} of ${of}`, "/promote", { version: newest.version })}
+      ${run?.status === "running" && button("pause", "Pause", "/pause")}
+      ${run?.status === "paused" && button("resume", "Resume", "/resume")}
+      ${shadow && button("shadow-end", `End the shadow ${shadow.version}${alsoEnds(release)}`, "", withoutShadow(release))}
+      ${shadow &&
+      html`<a class="button" data-testid="shadow-canary" href="${adapterHref(tenant, release.name)}/release/${shadow.version}">
+        Release ${shadow.version} to a tenth, which ends the shadow</a>`}
     </p>`}
   <//>`;
 }
+
+/** Whether a click is not the second of a double click, which came when the first had changed what the button does. @param {MouseEvent} event */
+const isOneClick = (event) => event.detail < 2;
+
+/** @param {any} release */
+function alsoEnds(release) {
+  if (!isWatched(release)) return "";
+  return release.schedule ? " and the schedule" : "; the guard begins anew";
+}
+
+/** The same release without its shadow. @param {any} release */
+const withoutShadow = (release) => bodyOf({ ...draftOf(release, null), shadow: null }, release);
 
 /** @param {{ schedule: any[], run: any }} props */
 function Steps({ schedule, run }) {

@@ -1,9 +1,9 @@
 /** Tenant: limits and what is used of them, usage by day and adapter, keys. */
 import { api, path } from "../lib/api.js";
 import { html } from "../lib/html.js";
+import { budgetName, LIMITS, limitShown } from "../lib/limits.js";
 import { usePoll } from "../lib/poll.js";
-import { caller, isOperator, mayCall, tenant } from "../lib/store.js";
-import { NoTenant, TenantPicker } from "../lib/tenant_picker.js";
+import { caller, isOperator, mayCall } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
 import { Keys } from "./keys.js";
 import { Usage } from "./usage.js";
@@ -11,30 +11,16 @@ import { Usage } from "./usage.js";
 const EVERY_MS = 5000;
 /** Adapters are counted one by one, so only up to this limit. */
 const COUNTED = 2000;
-const BYTES = ["max_adapter_bytes", "device_bytes_reserved", "device_bytes_max", "host_bytes_max"];
-const NAMES = /** @type {Record<string, string>} */ ({
-  requests_per_minute: "Requests per minute",
-  tokens_per_minute: "Tokens per minute",
-  max_concurrency: "Requests at a time",
-  max_sequences: "Sequences that run and wait",
-  max_output_tokens: "Tokens of one answer",
-  max_adapters: "Adapters",
-  max_adapter_bytes: "Bytes of adapters",
-  device_bytes_reserved: "Device memory, reserved",
-  device_bytes_max: "Device memory",
-  host_bytes_max: "Host memory",
-});
 
-export default function Tenant() {
-  const id = tenant.value;
-  return html`<${ui.Page} title="Tenant" actions=${html`<${TenantPicker} />`}>
-    ${id === ""
-      ? html`<${NoTenant} />`
-      : html`<div key=${id}>
-          <${Limits} id=${id} />
+/** @param {{ tenant: string }} props */
+export default function Tenant({ tenant: id }) {
+  const poll = usePoll((signal) => readLimits(id, signal), [id], EVERY_MS);
+  return html`<${ui.Page} title=${`Tenant ${id}`}>
+    ${poll.data === null && poll.error?.status === 404
+      ? html`<${ui.ErrorBox} error=${poll.error} /><p>Choose another tenant above.</p>`
+      : html`<${Limits} poll=${poll} />
           <${Usage} id=${id} />
-          ${isOperator.value ? html`<${Keys} id=${id} />` : html`<${OwnKey} />`}
-        </div>`}
+          ${isOperator.value ? html`<${Keys} id=${id} />` : html`<${OwnKey} />`}`}
   <//>`;
 }
 
@@ -60,9 +46,8 @@ async function readLimits(id, signal) {
   return { tenant: found, used };
 }
 
-/** @param {{ id: string }} props */
-function Limits({ id }) {
-  const poll = usePoll((signal) => readLimits(id, signal), [id], EVERY_MS);
+/** @param {{ poll: import("../lib/poll.js").Poll<any> }} props */
+function Limits({ poll }) {
   return html`<${ui.Section} title="Limits">
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ { tenant: found, used }) => html`
       <${ui.Tiles}>
@@ -71,7 +56,7 @@ function Limits({ id }) {
         <${ui.Tile} name="Since" value=${html`<${ui.Time} at=${found.created_at} />`} />
       <//>
       <${Budget} budget=${found.budget} />
-      ${Object.keys(NAMES).map((name) => html`<${Limit} key=${name} name=${name} limit=${found.limits[name]} used=${used[name]} />`)}
+      ${Object.keys(LIMITS).map((name) => html`<${Limit} key=${name} name=${name} limit=${found.limits[name]} used=${used[name]} />`)}
       ${Object.values(found.limits).every((value) => value === null) && html`<${ui.Empty}>No limit is set.<//>`}`}<//>
   <//>`;
 }
@@ -79,7 +64,7 @@ function Limits({ id }) {
 /** @param {{ budget: any }} props Of a tenant or a key. */
 export function Budget({ budget }) {
   if (!budget) return null;
-  return html`<${ui.Bar} testid="budget" name=${`Tokens of this ${budget.period === "forever" ? "account" : budget.period}`}
+  return html`<${ui.Bar} testid="budget" name=${budgetName(budget)}
     used=${budget.spent} held=${budget.held} limit=${budget.limit}
     note=${budget.ends_at && html`Begins again on <${ui.Time} at=${budget.ends_at} />.`} />`;
 }
@@ -87,11 +72,11 @@ export function Budget({ budget }) {
 /** A bar where what is used is known, else the limit alone. @param {{ name: string, limit: number | null, used?: number }} props */
 function Limit({ name, limit, used }) {
   if (limit === null) return null;
-  const show = BYTES.includes(name) ? ui.bytes : ui.num;
+  const show = (/** @type {number} */ value) => limitShown(name, value);
   if (used === undefined) {
-    return html`<div class="bar bar-text" data-testid=${name}><span>${NAMES[name]}</span><span>at most ${show(limit)}</span></div>`;
+    return html`<div class="bar bar-text" data-testid=${name}><span>${LIMITS[name]}</span><span>at most ${show(limit)}</span></div>`;
   }
-  return html`<${ui.Bar} testid=${name} name=${NAMES[name]} used=${used} limit=${limit} show=${show} />`;
+  return html`<${ui.Bar} testid=${name} name=${LIMITS[name]} used=${used} limit=${limit} show=${show} />`;
 }
 
 /** A key sees itself; an operator makes keys. */

@@ -2,22 +2,28 @@
 import { ApiError, path } from "../lib/api.js";
 import { bytes } from "../lib/format.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
-import { caller, mayCall, ofTenant, tenant } from "../lib/store.js";
-import { TenantPicker } from "../lib/tenant_picker.js";
+import { caller, mayCall } from "../lib/store.js";
 import { ErrorBox, Field, Page, Section } from "../lib/ui.js";
 import { choose, CONFIG, droppedFiles, send, TENSORS } from "../lib/upload.js";
+import { adapterHref } from "./adapters.js";
 import { Report } from "./report.js";
 
 const NAME = /^[a-z0-9][a-z0-9._-]{0,62}$/;
 
-/** @param {{ name?: string }} props The adapter whose next version it is; else the name is asked. */
-export default function Upload({ name: given = "" }) {
+/** @param {{ tenant: string, name?: string }} props `name`: of the adapter whose next version it is; else it is asked. */
+export default function Upload({ tenant, name: given = "" }) {
   const [name, setName] = useState(given);
   const [chosen, setChosen] = useState(/** @type {import("../lib/upload.js").Chosen | null} */ (null));
   const [sending, setSending] = useState(/** @type {{ sent: number, total: number } | null} */ (null));
   const [made, setMade] = useState(/** @type {any} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
   const stop = useRef(/** @type {AbortController | null} */ (null));
+  useEffect(() => {
+    // What was chosen is for another tenant too; what became of it is not.
+    stop.current?.abort();
+    setMade(null);
+    setError(null);
+  }, [tenant]);
 
   /** @param {Promise<import("../lib/upload.js").Dropped[]>} files */
   async function onFiles(files) {
@@ -42,7 +48,7 @@ export default function Upload({ name: given = "" }) {
     setError(null);
     setSending({ sent: 0, total: 1 });
     try {
-      const where = ofTenant(path`/adapters/${name}/versions`);
+      const where = path`tenants/${tenant}/adapters/${name}/versions`;
       const answer = await send(where, chosen.files, (sent, total) => setSending({ sent, total }), stop.current.signal);
       setMade(answer.body);
       setChosen(null);
@@ -54,12 +60,11 @@ export default function Upload({ name: given = "" }) {
   }
 
   const may = mayCall("adapters:write");
-  const isReady = may && chosen !== null && chosen.faults.length === 0 && NAME.test(name) && tenant.value !== "" && sending === null;
-  return html`<${Page} title=${given ? `Upload a version of ${given}` : "Upload an adapter"}>
+  const isReady = may && chosen !== null && chosen.faults.length === 0 && NAME.test(name) && sending === null;
+  return html`<${Page} title=${given ? `Upload a version of ${tenant}/${given}` : `Upload an adapter for ${tenant}`}>
     ${may ? null : html`<p class="error" role="alert">This key lacks the scope adapters:write.</p>`}
     <form class="upload" onSubmit=${onSubmit}>
       <div class="form">
-        <${TenantPicker} />
         <${Field} label="Adapter" hint=${NAME.test(name) || !name ? "" : "1 to 63 of a-z, 0-9, '.', '_' and '-', a letter or digit first."}>
           <input data-testid="adapter-name" value=${name} readonly=${given !== ""} maxlength="63" spellcheck=${false}
             autocomplete="off" onInput=${(/** @type {any} */ event) => setName(event.target.value)} />
@@ -74,7 +79,7 @@ export default function Upload({ name: given = "" }) {
     </form>
     <div aria-live="polite">${sending ? html`<${Progress} ...${sending} />` : null}</div>
     ${error ? html`<${ErrorBox} error=${error} /><${Refused} problem=${error.body} />` : null}
-    ${made ? html`<${Made} version=${made} />` : null}
+    ${made ? html`<${Made} tenant=${tenant} version=${made} />` : null}
   <//>`;
 }
 
@@ -139,14 +144,14 @@ function Refused({ problem }) {
   return html`<${Section} title="Report"><${Report} report=${problem.report} isRefused=${true} /><//>`;
 }
 
-/** @param {{ version: any }} props */
-function Made({ version }) {
-  const ofAdapter = `#/adapters/${encodeURIComponent(version.name)}`;
+/** @param {{ tenant: string, version: any }} props */
+function Made({ tenant, version }) {
+  const ofAdapter = adapterHref(tenant, version.name);
   const isFirst = version.version === "v1";
   return html`<section class="card" data-testid="uploaded">
     <h2>${version.name}@${version.version} is ${version.state}</h2>
     <p>
-      Rank ${version.rank} on ${version.targets.join(", ")}, ${bytes(version.bytes)}.
+      Of the tenant ${tenant}. Rank ${version.rank} on ${version.targets.join(", ")}, ${bytes(version.bytes)}.
       ${isFirst ? " The first version of a name serves at once." : " It takes no traffic until it is released."}
     </p>
     <p class="actions">
