@@ -1,7 +1,7 @@
 /** The console: sign-in, menu, and the page of the address. */
 import { ApiError, offline } from "./lib/api.js";
 import { html, render, useEffect, useState } from "./lib/html.js";
-import { place } from "./lib/place.js";
+import { place, show } from "./lib/place.js";
 import { caller, endedBy, isOperator, mayCall, onDataPort, setTheme, signIn, signOut, tenant, theme } from "./lib/store.js";
 import { TenantPicker } from "./lib/tenant_picker.js";
 import { ErrorBox, Field, Loading, Page } from "./lib/ui.js";
@@ -115,8 +115,8 @@ function App() {
   const isKnown = found !== null || ofTenant(place.value, "any") !== null;
   useEffect(() => {
     if (!signedIn) document.title = "Loraplex";
-    else if (full) location.replace(`#/${full}`);
-    else if (!isKnown && first) location.replace(`#/${addressOf(first)}`);
+    else if (full) show(full, true);
+    else if (!isKnown && first) show(addressOf(first), true);
     else if (named && isOperator.value) tenant.value = named;
   }, [signedIn, full, isKnown, named]);
   if (!signedIn) return html`<${SignIn} />`;
@@ -129,16 +129,10 @@ function App() {
     ${offline.value && html`<p class="offline" role="status" data-testid="offline">
       The server does not answer. It is tried again.</p>`}
     <main id="main" tabindex="-1">
-      ${isKnown && (named || !found) && html`<${TenantPicker} tenant=${named} isAsked=${place.value.includes("/")} onPick=${showTenant} />`}
+      ${isKnown && (named || !found) && html`<${TenantPicker} tenant=${named} isAsked=${place.value.includes("/")}
+        onPick=${(/** @type {string} */ id, /** @type {boolean} */ isFirst) => show(forTenant(place.value, id), isFirst)} />`}
       ${!full && found && content(found)}
     </main>`;
-}
-
-/** @param {string} id @param {boolean} [isFirst] Nobody chose it: Back passes over it. */
-function showTenant(id, isFirst = false) {
-  const address = `#/${forTenant(place.value, id)}`;
-  if (isFirst) location.replace(address);
-  else location.hash = address;
 }
 
 /** @param {{ page: import("./pages/index.js").PageEntry, params: Record<string, string> }} found */

@@ -13,11 +13,19 @@ export const place = computed(() => hash.value.replace(/^#\/?/, "").split("?")[0
 /** What the page filters by: its values by their names. */
 export const query = computed(() => Object.fromEntries(new URLSearchParams(hash.value.split("?")[1] ?? "")));
 
+/**
+ * To another address, at once: the browser tells of it later.
+ * @param {string} address After `#/`. @param {boolean} [isInPlace] Back passes over the address that was shown.
+ */
+export function show(address, isInPlace = false) {
+  if (isInPlace) history.replaceState(null, "", `#/${address}`);
+  else location.hash = `#/${address}`;
+  hash.value = location.hash;
+}
+
 /** Filter by another value. The address changes in its place: Back leaves the page. @param {string} name @param {string} value */
 export function setQuery(name, value) {
   const all = new URLSearchParams({ ...query.value, [name]: value });
   if (!value) all.delete(name);
-  const [path] = hash.value.split("?");
-  history.replaceState(null, "", all.size ? `${path}?${all}` : path);
-  hash.value = location.hash;
+  show(all.size ? `${place.value}?${all}` : place.value, true);
 }

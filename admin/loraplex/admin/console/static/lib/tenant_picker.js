@@ -1,5 +1,5 @@
 /** The choice of the tenant that a page shows. A key's is its own. */
-import { html, useEffect, useId, useState } from "./html.js";
+import { html, useEffect, useId, useRef, useState } from "./html.js";
 import { usePoll } from "./poll.js";
 import { isOperator, tenantIds } from "./store.js";
 import { Empty, Field, Loaded } from "./ui.js";
@@ -12,32 +12,28 @@ import { Empty, Field, Loaded } from "./ui.js";
 export function TenantPicker({ tenant, isAsked, onPick }) {
   const poll = usePoll(tenantIds, []);
   const ids = poll.data ?? [];
-  const [typed, setTyped] = useState(tenant);
+  /** What is typed, while `of` is the tenant that is shown. */
+  const [typed, setTyped] = useState({ of: tenant, text: tenant });
   const options = useId();
+  const input = useRef(/** @type {HTMLInputElement | null} */ (null));
   useEffect(() => {
-    if (tenant) setTyped(tenant);
-  }, [tenant]);
-  useEffect(() => {
-    if (typed !== tenant && ids.includes(typed)) onPick(typed); // typed before the list was there
-    else if (!tenant && !typed && !isAsked && ids.length) onPick(ids[0], true);
+    const found = input.current;
+    if (!found || !ids.length) return;
+    if (document.activeElement === found) onText(found.value); // typed before the list was there
+    else if (!tenant && !isAsked) onPick(ids[0], true);
   }, [poll.data]);
 
-  /** @param {any} event */
-  function onInput({ target: { value } }) {
-    setTyped(value);
-    if (ids.includes(value)) onPick(value);
-  }
-
-  /** @param {any} event */
-  function onChange({ target }) {
-    const id = target.value.trim();
-    if (id && id !== tenant) onPick(id);
-    else setTyped(tenant);
+  /** @param {string} text @param {boolean} [isWhole] */
+  function onText(text, isWhole = ids.includes(text)) {
+    setTyped({ of: tenant, text: isWhole ? tenant : text });
+    if (isWhole && text && text !== tenant) onPick(text);
   }
 
   return html`<div class="place"><${Field} label="Tenant">
-      <input data-testid="tenant" placeholder=${tenant} list=${options} value=${typed} readonly=${!isOperator.value} autocomplete="off"
-        spellcheck=${false} onFocus=${poll.reload} onInput=${onInput} onChange=${onChange} />
+      <input ref=${input} data-testid="tenant" placeholder=${tenant} list=${options} value=${typed.of === tenant ? typed.text : tenant}
+        readonly=${!isOperator.value} autocomplete="off" spellcheck=${false} onFocus=${poll.reload}
+        onInput=${(/** @type {any} */ event) => onText(event.target.value)}
+        onChange=${(/** @type {any} */ event) => onText(event.target.value.trim(), true)} />
       <datalist id=${options}>${ids.map((id) => html`<option value=${id} />`)}</datalist>
     <//></div>
     ${!tenant && html`<${Loaded} poll=${poll}>${() => html`<${Empty}>${
