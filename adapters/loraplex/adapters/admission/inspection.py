@@ -35,7 +35,7 @@ from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, unwrap, weight_names
 from loraplex.adapters.admission.trained_base import CHECK, compare_bases
-from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site
+from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site, note_magnitude_order
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
 from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice, TokenRows
 from loraplex.adapters.store.files import digest_upload, shown
@@ -204,6 +204,7 @@ def _inspect(
             if has_tied_head(settings, tensors, base):
                 check_tied_head(tensors_path, sites)
             report.done("finite, and of effect")
+            report.warn(note_magnitude_order(tensors_path, sites, base))
     report.end()
     _note_base_name(settings, base, report)
     return AdapterSpec(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapters.admission.base_model import BaseTensor
-from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.spec import SiteWeights, TensorSlice
+from loraplex.adapters.admission.base_model import BaseTensor, BaseWeights, read_text_config
+from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
+from loraplex.adapters.spec import BaseSpec, SiteWeights, TensorSlice
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 
 _STRIP = 4096
+_ROTATED = ("q_proj", "k_proj")
 # The square of the relative norm below which float64 sums cannot tell a product from zero.
 _NOTHING = 1e-14
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -60,6 +62,54 @@ def equals_base(tensors_path: Path, saved: TensorSlice, base: BaseTensor) -> boo
                 iter_rows(tensors_path, saved), iter_rows(base.path, original), strict=True
             )
         )
+
+
+def note_magnitude_order(tensors_path: Path, sites: Iterable[SiteWeights], base: BaseSpec) -> list[str]:
+    """Warn of DoRA's magnitudes that fit the norms of their rows in another order of the rows: rotary embeddings turn
+    pairs of rows, which are neighbours in Llama's own code and in torchtune, and half a head apart in transformers. A
+    conversion that moves the rows of lora_B and not the magnitudes makes such an adapter. One layer tells."""
+    config = read_text_config(Path(base.model_dir))
+    heads = config.get("num_attention_heads")
+    dim = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
+    first = {site.site: site for site in reversed(list(sites)) if site.site in _ROTATED and site.magnitude}
+    for site in first.values():
+        magnitude = (
+            np.abs(read_native(tensors_path, site.magnitude).astype(np.float64)) if site.magnitude else None
+        )
+        if magnitude is None or not dim or dim % 2 or len(magnitude) % dim:
+            continue
+        try:
+            norms = _row_norms(tensors_path, site, BaseWeights(base))
+        except BaseModelInvalid:  # the check of numbers tells
+            continue
+        if not (magnitude.all() and norms.all()):
+            continue
+        pairs = np.arange(len(norms)).reshape(-1, dim // 2, 2).swapaxes(1, 2).ravel()
+        in_order, *others = (
+            float(np.std(np.log(magnitude[order] / norms)))
+            for order in (np.arange(len(norms)), pairs, np.argsort(pairs))
+        )
+        if min(others) < in_order / 2:
+            module = base.sites[site.layer, site.site].module_path
+            return [
+                f"the magnitudes of {module} fit its rows in the order of another implementation (torchtune, Llama's "
+                "own code), not in the order that they have: they were not moved with the rows of lora_B, and the "
+                "adapter computes something else than was trained"
+            ]
+    return []
+
+
+def _row_norms(tensors_path: Path, site: SiteWeights, weights: BaseWeights) -> NDArray[np.float64]:
+    """‖W + scaling·B·A‖ of each row [out_features]."""
+    a = read_native(tensors_path, site.a).astype(np.float64)
+    b = read_native(tensors_path, site.b).astype(np.float64) * site.scaling
+    norms = np.empty(len(b))
+    first = 0
+    for rows in weights.rows(site.layer, site.site, np.dtype(np.float32)):
+        last = first + len(rows)
+        norms[first:last] = np.linalg.norm(rows.astype(np.float64) + b[first:last] @ a, axis=1)
+        first = last
+    return norms
 
 
 def _gram_of_columns(path: Path, tensor: TensorSlice, name: str) -> tuple[NDArray[np.float64], float]:
