@@ -130,7 +130,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("releases.md", "up to {:g} s, {:g} times in all", (deliveries.LONGEST_PAUSE_S, deliveries.MAX_TRIES)),
     ("releases.md", "Of each tenant up to {} events wait", (deliveries.MAX_WAITING,)),
     ("admin.md", "beyond the {} that a tenant has running or paused", (release_runs.MAX_RUNS,)),
-    ("adapters.md", "rows, up to {:,} of each module", (token_indices.MAX_TOKEN_ROWS,)),
+    ("peft-support.md", "rows, up to {:,} of each module", (token_indices.MAX_TOKEN_ROWS,)),
     ("adapters.md", "`support@sha256:<{} or more hex digits>`", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "by at least {} hex digits", (resolver.MIN_DIGEST_CHARS,)),
     ("api.md", "`model` | 1 to {} characters", (bound("model", "maxLength"),)),

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
-from loraplex.adapters.admission.support_page import ADAPTER_KINDS, AdapterKind
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.tensors import read_tensor
 from support.adapters.drafts import ALL_SITES, TinyBase, base_tensors, write_base, write_safetensors
+from tools.support_page import ADAPTER_KINDS, AdapterKind
 
 ARCH = TinyBase(layers=3)
 Tensors = dict[str, torch.Tensor]

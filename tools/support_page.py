@@ -1,11 +1,12 @@
-"""Prints docs/peft-support.md from the tables that decide: `python -m loraplex.adapters.admission.support_page >
-PAGE`."""
+"""Prints the tables of docs/peft-support.md from those that decide: `python -m tools.support_page`. What stands behind
+`END` is written by hand, and stays."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.admission.module_names import DECODERS, HEADS, WRAPPERS
@@ -13,12 +14,14 @@ from loraplex.adapters.admission.peft_support import CONFIG_FIELDS, TENSOR_KINDS
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES
 
+PAGE = Path(__file__).resolve().parents[1] / "docs/peft-support.md"
+END = "<!-- The end of what tools/support_page.py prints. -->\n"
 _INTRODUCTION = """\
 # What of PEFT is served
 
 Printed from the tables that the checks read (`adapters/admission/peft_support.py`), by `python -m
-loraplex.adapters.admission.support_page > docs/peft-support.md`; a test fails where it differs. How to train and push
-is in [adapters.md](adapters.md).
+tools.support_page`; a test fails where they differ. How to train and push is in [adapters.md](adapters.md), and what
+surprises about an upload [behind the tables](#uploads-that-surprise).
 
 Served is LoRA as PEFT (0.18 and later) computes it, y += scaling · B·(A·x), DoRA and aLoRA, each site with its own
 rank, in any mix. LoRA+ and other ways to train that leave nothing in the file need nothing. Everything else is refused
@@ -214,4 +217,4 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 if __name__ == "__main__":
-    print(render(), end="")
+    PAGE.write_text(render() + END + PAGE.read_text("utf-8").partition(END)[2], "utf-8")
