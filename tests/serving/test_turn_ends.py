@@ -38,9 +38,13 @@ TEMPLATES = {
     "text behind it": (LOOP + "{{ m.content }} ###<|end|>{% endfor %}", None),
     "nothing behind it": (LOOP + "{{ m.content }}\n{% endfor %}", None),
     "a marker of calls": (LOOP + "{{ m.content }}</tool_call>{% endfor %}", None),
-    "no answer": ("<|im_end|>", None),
+    "not behind the last answer": (
+        LOOP + "{{ m.content }}{% if not loop.last %}<|im_end|>\n{% endif %}{% endfor %}", "<|im_end|>",
+    ),
+    "a refusal of this talk": ("{{ raise_exception('no') }}<|im_end|>", "<|im_end|>"),
+    "no answer": ("<|end|>", None),
     "a refusal": ("{{ raise_exception('no') }}", None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -48,6 +52,13 @@ def test_the_token_behind_an_answer(name: str) -> None:
     source, end = TEMPLATES[name]
     made = {"default": ChatTemplate(source, {"eos_token": "</s>"})}
     assert written_ends(made, ADDED) == (() if end is None else (end,))
+
+
+def test_known_ends_of_some_turns() -> None:
+    source = LOOP + "{{ m.content }}{{ '<|eom_id|>' if m.tool_calls else '<|eot_id|>' }}{% endfor %}"
+    made = {"default": ChatTemplate(source, {})}
+    assert written_ends(made, (*ADDED, "<|eom_id|>")) == ("<|eot_id|>", "<|eom_id|>")
+    assert written_ends(made, ADDED) == ("<|eot_id|>",)
 
 
 def test_every_template_that_chats_use() -> None:

@@ -12,13 +12,18 @@ from loraplex.serving.text.chat_template import ChatTemplate
 _ANSWER = "Fortythree"
 _TALK = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER})
 
+_KNOWN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>")
+"""Names that no model gives to anything but the end of a turn. A template may write them in some turns alone: Llama
+3.1's ends a call of a built-in tool with "<|eom_id|>"."""
+
 
 def written_ends(templates: Mapping[str, ChatTemplate], added: Collection[str]) -> tuple[str, ...]:
-    """The tokens by the templates that chats use; none of a template that writes text there, or refuses a plain
-    conversation. `added`: the added tokens of the tokenizer."""
+    """The tokens by the templates that chats use: that which stands behind an answer, and known ends that it writes
+    anywhere. `added`: the added tokens of the tokenizer."""
     used = [templates[name] for name in TEMPLATE_NAMES if name in templates] or [*templates.values()][:1]
     ends = (_end(template, added) for template in used)
-    return tuple(dict.fromkeys(end for end in ends if end))
+    written = (end for end in _KNOWN if end in added and any(end in template.literals for template in used))
+    return tuple(dict.fromkeys(end for end in (*ends, *written) if end))
 
 
 def _end(template: ChatTemplate, added: Collection[str]) -> str | None:
