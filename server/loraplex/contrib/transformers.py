@@ -40,6 +40,7 @@ SERVED_VALUES: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),
     "modules_to_save": (["qa_outputs"],),
     "target_parameters": (),
+    "enable_lora": (),
     "layer_replication": (),
     "lora_bias": (),
     "megatron_config": (),

@@ -241,6 +241,7 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
     _idle("peft_version", is_text, (None, "0.18.0", 18)),
     _idle("revision", is_text, (None, "main", 1)),
     _idle("runtime_config", _is_object, (None, {}, "x")),
+    _idle("merge_weights", _is_flag, (True, False, None), "of PEFT 0.2 and before; without effect"),
     _idle("megatron_core", is_text, (None, "megatron.core", 1)),
     _idle("qalora_group_size", _is_number_or_null, (None, 16, "16"), "of effect only with `use_qalora`"),
     _idle("eva_config", _is_object, (None, {"rho": 2.0}, "x"), _OF_INIT),
@@ -261,6 +262,12 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         "has saved the rows of a tied head too, they must equal the embedding's",
     ),
     _neutral("lora_bias", (True,), f"a bias was trained beside each lora_B; it {_REST}"),
+    _neutral(
+        "enable_lora",
+        ([True, False, True],),
+        "of PEFT 0.2 and before: LoRA on parts of a fused linear, whose lora_A and lora_B hold several matrices; to a "
+        "plain LoRA the same tensors are other matrices",
+    ),
     _neutral(
         "layer_replication",
         ([[0, 2], [1, 3]],),
@@ -308,7 +315,7 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
     _idle("monteclora_config", _is_object, (None, {"num_samples": 8}), _IN_TRAINING),
     _idle("velora_config", _is_object, (None, {"num_groups": 64}), _IN_TRAINING),
 )
-"""Every field of PEFT's LoraConfig, and those that it writes beside. Any other one: see the module."""
+"""Every field of LoraConfig in PEFT 0.2 to 0.21, and those that it writes beside. Any other one: see the module."""
 
 UNKNOWN_FIELD = (
     "this server does not know the field, so not what it does to the trained weights; the adapter could compute "
