@@ -271,7 +271,7 @@ def checked_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlan
     ("fields", "param", "said"),
     [
         (
-            {"response_format": by_schema({"properties": {"a": {"items": {"not": {}}}}})},
+            {"response_format": by_schema({"properties": {"a": {"items": {"not": {"const": 1}}}}})},
             "response_format.json_schema.schema.properties.a.items.not",
             "the keyword 'not' is not supported.",
         ),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.output.formats import REASONING_FORMATS, TOOL_FORMATS, OutputFormats
@@ -205,6 +206,38 @@ def test_a_schema_that_cannot_be_followed_is_named(
     assert tooled.engine.requests == []
     # It is looked at only where it must be followed.
     assert ask(tooled, tools=[WEATHER, tool]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("schema", "param", "said"),
+    [
+        ({"type": "string", "format": "x"}, ".properties.a.format", "the format 'x' is not supported"),
+        ({"uniqueItems": True}, ".properties.a.uniqueItems", "the keyword 'uniqueItems' is not supported"),
+        ({"not": {}}, ".properties.a", "no value fits it"),
+        ({"type": "strnig"}, "", "Invalid type: strnig"),
+        ({"pattern": "("}, "", "unclosed group"),
+        ({"multipleOf": 0}, "", "invalid multiple of"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_refusal_of_the_library_names_tool_and_place_and_shows_no_grammar(
+    tooled: DataPlane, schema: dict[str, Any], param: str, said: str, strict: bool
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tools = [
+        WEATHER,
+        {"type": "function", "function": {"name": "g", "parameters": parameters, "strict": strict}},
+        {"type": "function", "function": {"name": "h", "parameters": {"type": "object"}, "strict": True}},
+    ]
+    asked: dict[str, Any] = {"tools": tools, "tool_choice": "auto" if strict else "required"}
+    ask(tooled, **asked)
+    reason = LLMatcher.validate_grammar(tooled.engine.requests[-1].grammar)
+    assert "json_allowed_escapes" in reason  # it shows the grammar
+    tooled.grammars.refuse_with = [GrammarRefused(reason)]
+    error = ask(tooled, **asked).json()["error"]
+    assert error["param"] == f"tools[1].function.parameters{param}"
+    assert error["message"].endswith(f"{said}.")
+    assert "json_" not in error["message"]
 
 
 def test_the_tool_is_named_by_its_place_in_the_request(tooled: DataPlane) -> None:

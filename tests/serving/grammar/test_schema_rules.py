@@ -106,6 +106,31 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
             "properties.a.items.not",
             "the keyword 'not' is not supported",
         ),
+        (
+            {"uniqueItems": False, "items": {"uniqueItems": True}},
+            'Unimplemented keys: ["uniqueItems"]',
+            "items.uniqueItems",
+            "the keyword 'uniqueItems'",
+        ),
+        (
+            {"required": ["a"], "properties": {"a": {"enum": []}}},
+            "Unsatisfiable schema: required property 'a' is unsatisfiable",
+            "properties.a",
+            "no value fits it",
+        ),
+        (
+            {"items": {"minLength": -1}},
+            "Expected integer for 'minLength', got -1",
+            "items.minLength",
+            "integer",
+        ),
+        (
+            {"items": {"$ref": "#/nope"}},
+            "Pointer '/nope' does not exist",
+            "items.$ref",
+            "nothing stands at '/nope'",
+        ),
+        ({"items": {"enum": "x"}}, "enum must be an array", "items.enum", "must be an array"),
         ({"properties": {"not": {}}, "if": {}}, 'Unimplemented keys: ["if"]', "if", "the keyword 'if'"),
         ({"$defs": {"f": {"format": "html"}}}, "Unknown format: html", "$defs.f.format", "the format 'html'"),
         (

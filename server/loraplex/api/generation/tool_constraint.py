@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loraplex.api.errors import ApiError, invalid
@@ -14,7 +14,7 @@ from loraplex.http.text import printable
 from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.grammar.schema_rules import locate
 from loraplex.serving.output.formats import OutputFormats
-from loraplex.serving.output.grammar import ANY_OBJECT, OfferedTool, ToolGrammar, ToolRefused
+from loraplex.serving.output.grammar import ANY_OBJECT, OfferedTool, ToolGrammar, ToolRefused, schema_fault
 from loraplex.serving.text.processor import TextProcessor
 
 MAX_REASON = 400
@@ -23,23 +23,31 @@ MAX_PLACE = 200
 
 @dataclass(frozen=True)
 class ToolConstraint:
-    """One grammar for all of it. `tools` are those whose schemas it has, by their places in the request. `answer` is
-    what answers without calls must follow."""
+    """One grammar for all of it. `tools` are those whose schemas it has, by their places in the request; `places` are
+    those of all tools, in the order of the grammar. `answer` is what answers without calls must follow."""
 
     text: str
     tools: Mapping[int, Tool]
+    places: Sequence[int]
     answer: Constraint | None = None
 
     def refusal(self, error: GrammarRefused) -> ApiError:
-        """The 400 for a grammar that was refused: it names the schema, if that is known."""
-        for index, tool in self.tools.items():
-            named = isinstance(error, ToolRefused) and error.name == tool.function.name
-            place, reason = locate(tool.function.parameters or {}, error.message)
-            if place or named:
-                return _refused(f"tools[{index}].function.parameters", error.path or place, reason)
-        if self.answer is not None and (not self.tools or locate(self.answer.schema or {}, error.message)[0]):
-            return self.answer.refusal(error)
-        return _refused("tools", "", error.message)
+        """The 400 for a grammar that was refused. It names the schema, and shows nothing of the grammar."""
+        fault = schema_fault(self.text, error.message)
+        reason = error.message if fault is None else fault.reason
+        for place, tool in self.tools.items():
+            if isinstance(error, ToolRefused):
+                is_its = error.name == tool.function.name
+            else:
+                is_its = fault is not None and fault.tool is not None and self.places[fault.tool] == place
+            where, why = locate(tool.function.parameters or {}, reason)
+            if is_its or (fault is None and where):
+                return _refused(f"tools[{place}].function.parameters", error.path or where, why)
+        if self.answer is not None and (
+            fault is not None or not self.tools or locate(self.answer.schema or {}, reason)[0]
+        ):
+            return self.answer.refusal(GrammarRefused(reason, error.path))
+        return _refused("tools", "", reason)
 
 
 def tool_constraint(
@@ -77,9 +85,9 @@ def tool_constraint(
         in_reasoning=in_reasoning,
     )
     followed = {place: tool for place, tool in places.items() if choice.called or tool.function.strict}
-    constraint = ToolConstraint("", followed, answer)
+    constraint = ToolConstraint("", followed, tuple(places), answer)
     try:
-        return ToolConstraint(grammar.text(), followed, answer)
+        return replace(constraint, text=grammar.text())
     except GrammarRefused as error:
         raise constraint.refusal(error) from error
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Literal
 from urllib.parse import unquote
 
 from loraplex.serving.errors import GrammarRefused
+from loraplex.serving.grammar.neutral_words import LEFT_OUT, NeutralWords
 from loraplex.serving.grammar.patterns import enforced, is_written
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -40,7 +41,40 @@ _Path = tuple["_Path", str | int] | None
 """From the inside out, because a written one for each of many nested schemas would take the square of their size."""
 
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
-_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.*)")
+_Found = Callable[[Mapping[str, Any], re.Match[str]], bool]
+_FAULTS: tuple[tuple[re.Pattern[str], str, _Found, str], ...] = (
+    (
+        re.compile(r"Unknown format: (.*)"),
+        "format",
+        lambda node, told: node.get("format") == told[1],
+        "the format '{1}' is not supported",
+    ),
+    (
+        re.compile(r"Pointer '(.*)' does not exist"),
+        "$ref",
+        lambda node, told: node.get("$ref") == f"#{told[1]}",
+        "nothing stands at '{1}' of this schema",
+    ),
+    (
+        re.compile(r"Expected (.*) for '(.*)', got (.*)"),
+        "{2}",
+        lambda node, told: told[2] in node and _compact(node[told[2]]) == told[3],
+        "expected {1}",
+    ),
+    (
+        re.compile(r"^(\w+) must be an? (?:object|array)"),
+        "{1}",
+        lambda node, told: told[1] in node and not isinstance(node[told[1]], dict | list),
+        "{0}",
+    ),
+    (
+        re.compile(r"required property '(.*)' is unsatisfiable"),
+        "properties.{1}",
+        lambda node, told: told[1] in node.get("properties", ()) and told[1] in node.get("required", ()),
+        "it is required, and no value fits it",
+    ),
+)
+"""Reasons of llguidance, the keyword that is at fault, whether it is at fault in a node, and the reason in words."""
 
 
 def checked_text(schema: Any) -> str:
@@ -64,25 +98,57 @@ def checked_text(schema: Any) -> str:
         raise GrammarRefused("the keyword 'x-guidance' is not supported", "x-guidance")
     if "draft-03" in str(schema.get("$schema")):
         raise GrammarRefused("JSON Schema is supported from draft 4 on", "$schema")
+    schema, text = _without_neutral_words(schema, text)
     for path, node in _subschemas(schema):
         if not _CHECKED.isdisjoint(node):
             _check_node(path, node)
     return _with_enforced_patterns(text) if "attern" in text else text
 
 
+def _without_neutral_words(schema: Any, text: str) -> tuple[Any, str]:
+    """The schema and its text without words that restrict nothing. What no value fits is written as llguidance takes
+    it."""
+    if all(LEFT_OUT.isdisjoint(node) and None not in node.values() for _, node in _subschemas(schema)):
+        return schema, text
+    copy, judge = json.loads(text), NeutralWords()
+    # From the outside in, and judged before any of it is changed.
+    left_out = [
+        (node, judge.of(node), judge.accepts_none(node))
+        for path, node in _subschemas(copy)
+        if _is_schema(path)
+    ]
+    for node, words, fits_none in left_out:
+        for word in words:
+            del node[word]
+        if fits_none:
+            node.clear()
+            node["allOf"] = [False]
+    return copy, _compact(copy)
+
+
+def _is_schema(path: _Path) -> bool:
+    """Whether a schema stands there: a `$ref` may point at an object of named schemas instead."""
+    return path is None or _HOLDS.get(str(path[1])) != "named"
+
+
 def locate(schema: Any, reason: str) -> tuple[str, str]:
     """Where in the schema llguidance's `reason` to refuse it stands ("" where that is not known), and the reason in
     words for its author."""
     if found := _UNKNOWN_KEYWORDS.search(reason):
-        keywords = _listed(found[1])
-        for path, node in _subschemas(schema):
-            for keyword in keywords:
-                if keyword in node:
-                    return _written((path, keyword)), f"the keyword '{keyword}' is not supported"
-    if found := _UNKNOWN_FORMAT.search(reason):
-        for path, node in _subschemas(schema):
-            if node.get("format") == found[1]:
-                return _written((path, "format")), f"the format '{found[1]}' is not supported"
+        keywords, judge = _listed(found[1]), NeutralWords()
+        places = [
+            (path, word, node) for path, node in _subschemas(schema) for word in keywords if word in node
+        ]
+        places.sort(key=lambda place: judge.is_neutral(place[1], place[2]))  # those were left out
+        if places:
+            path, keyword, _ = places[0]
+            return _written((path, keyword)), f"the keyword '{keyword}' is not supported"
+    for fault, word, is_in, why in _FAULTS:
+        if told := fault.search(reason):
+            for path, node in _subschemas(schema):
+                if is_in(node, told):
+                    words = [told[0], *told.groups()]
+                    return _written((path, word.format(*words))), why.format(*words)
     if "oneOf" in reason:
         where = [path for path, node in _subschemas(schema) if "oneOf" in node]
         why = "'oneOf' is only supported where no value can fit two of its schemas; use 'anyOf'"
@@ -177,7 +243,7 @@ def _with_enforced_patterns(text: str) -> str:
             within: _Path = (path, "patternProperties")
             node["patternProperties"] = {_enforced(key, (within, key)): value for key, value in named.items()}
             changed |= node["patternProperties"].keys() != named.keys()
-    return json.dumps(schema, separators=(",", ":"), ensure_ascii=False) if changed else text
+    return _compact(schema) if changed else text
 
 
 def _enforced(pattern: str, path: _Path) -> str:
@@ -253,6 +319,10 @@ def _written(path: _Path) -> str:
         path, key = path
         keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
     return "".join(reversed(keys)).removeprefix(".")
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _listed(text: str) -> list[str]:

@@ -178,12 +178,36 @@ class ToolGrammar:
         return _quoted(marker) if token is None else f"<[{token}]>"
 
 
+@dataclass(frozen=True, slots=True)
+class SchemaFault:
+    """A schema that llguidance refuses: that of the arguments of `tool`, by its place in the grammar, or of answers."""
+
+    tool: int | None
+    reason: str
+
+
+def schema_fault(text: str, message: str) -> SchemaFault | None:
+    """The fault of a message that has its place as a line of the grammar `text`, and an excerpt. None without one."""
+    told = _FAULT.match(message)
+    if told is None:
+        return None
+    lines = json.loads(text)["grammars"][0]["lark_grammar"].splitlines() if text else []
+    line = lines[int(told[1]) - 1] if 0 < int(told[1]) <= len(lines) else ""
+    rule = _ARGUMENTS.match(line)
+    return SchemaFault(int(rule[1]) if rule else None, told[2].strip())
+
+
+_FAULT = re.compile(
+    r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?:\n +\d+ \| .*)?\Z", re.DOTALL
+)
+_ARGUMENTS = re.compile(r"arguments_(\d+):")
 _ANY = "ANY: /(?s:.*)/"
 
 
 def _object_schema(tool: OfferedTool) -> Mapping[str, Any]:
     assert tool.parameters is not None
-    if tool.parameters.get("type", "object") != "object":
+    kind = tool.parameters.get("type") or "object"
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ToolRefused(tool.name, "the parameters of a function are an object")
     return {**tool.parameters, "type": "object"}
 
