@@ -13,7 +13,7 @@ set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
-"$work/venv/bin/pip" install --quiet --disable-pip-version-check "torch==2.13.0" "transformers==5.23.0" "gguf==0.19.0" numpy accelerate
+"$work/venv/bin/pip" install --quiet --disable-pip-version-check "torch==2.13.0" "transformers==5.23.0" "gguf==0.19.0" numpy accelerate 2>/dev/null
 cat > "$work/probe.py" <<'PY'
 import sys
 from pathlib import Path
@@ -97,4 +97,4 @@ same = all(value == found["plain"] for value in found.values())
 sys.exit(0 if same and left == 0 and abs(right - 0.25) < 1e-6 else 1)
 PY
 mkdir "$work/made"
-"$work/venv/bin/python" "$work/probe.py" "$work/made"
+"$work/venv/bin/python" "$work/probe.py" "$work/made" 2>/dev/null

@@ -88,6 +88,8 @@ def test_the_table_has_every_key_of_the_library() -> None:
         ({"llama.attention.key_length": 8}, "llama.rope.dimension_count is 16, and a head has 8"),
         ({"llama.attention.value_length": 8}, "llama.attention.value_length is 8, and a head has 16"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count is 8, and a head has 16"),
+        ({"llama.attention.sliding_window": "32"}, "its llama.attention.sliding_window is '32', not a finite number"),
+        ({"llama.attention.key_length": 0}, "its llama.attention.key_length is 0, not a number above 0"),
         ({"llama.vocab_size": 7}, "llama.vocab_size is 7, and it has 265 tokens"),
         ({"llama.ssm.state_size": 4}, "llama.ssm.state_size is 4"),
         ({"llama.brand_new": 1}, "have llama.brand_new, which is not known here"),

@@ -123,13 +123,23 @@ def test_rope_factors_are_the_configs(tmp_path: Path) -> None:
     found = ensure_model(str(path))
     assert "rope_freqs.weight" not in (found / "model.gguf.json").read_text()
     assert json.loads((found / "config.json").read_text())["rope_parameters"]["short_factor"] == [2.0] * 8
-    # The model's own config goes before.
-    made = ensure_model(str(write_gguf(tmp_path / "plain.gguf", kinds=Q8)))
+    # The model's own config may say the same in other words, but not that nothing is scaled.
     for name in ("config.json", "tokenizer.json"):
-        shutil.copy(made / name, folder)
-    found = ensure_model(str(folder))
-    assert "rope_freqs.weight" not in (found / "model.gguf.json").read_text()
-    assert json.loads((found / "config.json").read_text())["rope_parameters"]["rope_type"] == "default"
+        shutil.copy(found / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    own = {"rope_type": "linear", "factor": 2.0, "rope_theta": 50_000.0}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": own}))
+    assert json.loads((ensure_model(str(folder)) / "config.json").read_text())["rope_parameters"] == own
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": {"rope_theta": 50_000.0}}))
+    assert "config.json scales no rope, and the file does" in refusal(folder)
+
+
+def test_the_config_of_another_model_is_refused(path: Path) -> None:
+    folder = path.parent
+    config = json.loads((ensure_model(str(path)) / "config.json").read_text())
+    for field, key in (("num_attention_heads", "attention.head_count"), ("num_hidden_layers", "block_count")):
+        (folder / "config.json").write_text(json.dumps(config | {field: 8}))
+        assert f"config.json has {field} 8, and the file's llama.{key} is" in refusal(folder)
 
 
 def test_plan_takes_the_file(path: Path) -> None:

@@ -123,14 +123,10 @@ def model_config(reader: GgufFile, metadata: Metadata) -> dict[str, Any]:
     """The config.json of the model in bfloat16. Raises GgufUnsupported."""
     heads = metadata["llama.attention.head_count"]
     hidden, context = metadata["llama.embedding_length"], metadata["llama.context_length"]
-    head_dim = _head_dim(metadata, hidden // heads)
+    head_dim = head_size(metadata)
     tokens = len(metadata["tokenizer.ggml.tokens"])
     if (size := metadata.get("llama.vocab_size", tokens)) != tokens:
         raise GgufUnsupported(f"its metadata's llama.vocab_size is {size}, and it has {tokens} tokens")
-    try:
-        rope = rope_parameters(metadata, _rope_factors(reader), rotated=head_dim, context=context)
-    except RopeUnsupported as error:
-        raise GgufUnsupported(str(error)) from error
     return {
         "_model_name_or_path": metadata.get("general.name", ""),
         "dtype": "bfloat16",
@@ -143,7 +139,7 @@ def model_config(reader: GgufFile, metadata: Metadata) -> dict[str, Any]:
         "num_hidden_layers": metadata["llama.block_count"],
         "num_key_value_heads": metadata.get("llama.attention.head_count_kv", heads),
         "rms_norm_eps": metadata["llama.attention.layer_norm_rms_epsilon"],
-        "rope_parameters": rope,
+        "rope_parameters": file_rope(reader, metadata),
         "tie_word_embeddings": all(tensor.name != "output.weight" for tensor in reader.tensors),
         "vocab_size": tokens,
         **_family(metadata, context),
@@ -151,8 +147,18 @@ def model_config(reader: GgufFile, metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _head_dim(metadata: Metadata, default: int) -> int:
-    """The size of a head, which is rotated whole. Raises GgufUnsupported."""
+def file_rope(reader: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    """The `rope_parameters` of a file. Raises GgufUnsupported."""
+    rotated, context = head_size(metadata), metadata["llama.context_length"]
+    try:
+        return rope_parameters(metadata, _rope_factors(reader), rotated=rotated, context=context)
+    except RopeUnsupported as error:
+        raise GgufUnsupported(str(error)) from error
+
+
+def head_size(metadata: Metadata) -> int:
+    """The numbers of a head, which is rotated whole. Raises GgufUnsupported."""
+    default = metadata["llama.embedding_length"] // metadata["llama.attention.head_count"]
     size: int = metadata.get("llama.attention.key_length", default)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (other := metadata.get(f"llama.{key}", size)) != size:

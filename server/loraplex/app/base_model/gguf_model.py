@@ -21,13 +21,14 @@ from loraplex.app.base_model.convert import (
     build_tokenizer,
     check_keys,
     convert,
+    file_rope,
     model_config,
     model_weights,
     open_gguf,
     write_json,
     write_tokenizer,
 )
-from loraplex.app.base_model.gguf_file import GgufUnsupported, Metadata, run_limited
+from loraplex.app.base_model.gguf_file import GgufFile, GgufUnsupported, Metadata, run_limited
 from loraplex.app.base_model.source import TOKENIZER_FILES
 
 
@@ -44,6 +45,8 @@ def make_model(gguf: Path, target: Path, folder: Path | None = None) -> None:
         convert(gguf, target)
         return
     own = None if folder is None else _own_config(folder)
+    if own is not None:
+        _check_own(own, reader, metadata)
     check_keys(metadata, model=own is None, tokenizer=not _has_tokenizer(folder))
     weights = model_weights(reader, metadata)
     index = {weight.name: _entry(weight) for weight in weights}
@@ -84,6 +87,33 @@ def _own_config(folder: Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or found.get("model_type") not in ("llama", "mistral"):
         raise GgufUnsupported(f"{path} is not that of a Llama, as the GGUF file beside it is")
     return found
+
+
+_SAME = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+}
+"""Fields of config.json, and the keys that say the same: the codes of a file are read by them."""
+
+
+def _check_own(own: dict[str, Any], reader: GgufFile, metadata: Metadata) -> None:
+    """Raises GgufUnsupported for the config.json of another model than the file's."""
+    for field, key in _SAME.items():
+        theirs = metadata.get(f"llama.{key}")
+        if theirs is not None and own.get(field, theirs) != theirs:
+            raise GgufUnsupported(
+                f"config.json has {field} {shown(own[field])}, and the file's llama.{key} is {shown(theirs)}"
+            )
+    rope = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+    if kind == "default" and file_rope(reader, metadata)["rope_type"] != kind:
+        raise GgufUnsupported(
+            "config.json scales no rope, and the file does (llama.rope.scaling.* or a tensor of factors): give the "
+            "config.json of the model that the file was made of, or the file without it"
+        )
 
 
 def _has_tokenizer(folder: Path | None) -> bool:
