@@ -148,7 +148,9 @@ def test_planted_faults_are_noticed(
         case "zero off by one":
             right_reader = gptq.read_gptq
             monkeypatch.setitem(
-                schemes._READERS, "gptq", lambda config: replace(right_reader(config), zero_shift=0)
+                schemes._READERS,
+                "gptq",
+                lambda config: replace(right_reader(config), zero_shift=0, is_symmetric=False),
             )
         case "nibbles exchanged" if name == "nf4":
             right = np.stack
@@ -235,10 +237,10 @@ def _group(**changes: Any) -> dict[str, Any]:
         ("nf4", "is not an object"),
         (
             {"quant_method": "hqq"},
-            "quantised by 'hqq' is not served: awq, bitsandbytes, compressed-tensors, fp8, gptq",
+            "quantised by 'hqq' is not served: auto-round, awq, bitsandbytes, compressed-tensors, fp8, gptq",
         ),
         ({"quant_method": ["gptq"]}, "is not served"),
-        ({}, "quantised by 'None' is not served"),
+        ({}, "quantised by null is not served"),
         (_changed("compressed int4", format="marlin-24"), "format 'marlin-24' is not served"),
         (_changed("compressed int4", format="float-quantized"), "are not floats of 8 bits"),
         (_changed("compressed int4", rotations=["R1"]), "settings that are not known here.*: rotations"),
@@ -246,12 +248,15 @@ def _group(**changes: Any) -> dict[str, Any]:
             _group(weights=_changed("compressed int4")["config_groups"]["group_0"]["weights"] | {"lut": 1}),
             ": lut",
         ),
-        (_changed("gptq int4", adapter={"rank": 8}), "GPTQ's quantization_config has .*: adapter"),
-        (_changed("awq", smooth=True), "AWQ's quantization_config has .*: smooth"),
+        (
+            _changed("gptq int4", adapter={"rank": 8}),
+            "GPTQ's quantization_config has 'adapter', which changes the weights",
+        ),
+        (_changed("awq", rotate=True), "AWQ's quantization_config has 'rotate', which changes the weights"),
         (_changed("nf4", rotate=1), "bitsandbytes' quantization_config has .*: rotate"),
         (_changed("fp8, blocks", fmt="e5m2"), "fp8 values 'e5m2' are not served"),
         (_changed("fp8, blocks", activation_scheme="odd"), "activation_scheme 'odd'"),
-        (_changed("fp8, blocks", weight_block_size=[0, 128]), r"block size '\[0, 128\]'"),
+        (_changed("fp8, blocks", weight_block_size=[0, 128]), r"block size \[0, 128\]"),
         (_changed("fp8, blocks", weight_block_size="128"), "block size '128'"),
         (_changed("compressed int4", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is not served"),
         (_changed("compressed int4", transform_config={"R1": 1}), "transform_config is not served"),
@@ -266,15 +271,15 @@ def _group(**changes: Any) -> dict[str, Any]:
         (_group(weights={"num_bits": 4, "type": "int", "strategy": "tensor_group"}), "'tensor_group'"),
         (
             _group(weights={"num_bits": 4, "type": "int", "strategy": "group", "group_size": 1}),
-            "group size '1'",
+            "group size 1",
         ),
         (_changed("gptq int4", group_size="128"), "group size '128'"),
-        (_changed("awq", group_size=True), "group size 'True'"),
+        (_changed("awq", group_size=True), "group size true"),
         (_changed("gptq int4", bits=3), "codes of 3 bits"),
         (_changed("gptq int4", checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
         (_changed("gptq int4", pack_dtype="int16"), "pack_dtype"),
-        (_changed("gptq int4", dynamic={"-:a": {}}), "settings by module"),
-        (_changed("awq", version="gemv"), "in version 'gemv'"),
+        (_changed("gptq int4", dynamic={"+:a": {"bits": 8}}), "'\\+:a' 'bits' 8.*settings by module"),
+        (_changed("awq", version="gemv"), "version 'gemv' is not served; served: gemm"),
         (_changed("awq", bits=8), "codes of 8 bits"),
         (_changed("nf4", bnb_4bit_quant_type="fp4"), "type 'fp4'"),
         (_changed("nf4", bnb_4bit_quant_storage="bfloat16"), "not stored as uint8"),

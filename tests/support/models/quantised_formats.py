@@ -196,6 +196,15 @@ def _gptq_format(bits: int, group: int, version: int, *, symmetric: bool = True)
     return _of_grid(config, lambda found: _gptq(found, shift=2 - version), bits, group, symmetric=symmetric)
 
 
+def _smaller_last_group(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """As AutoRound stores 96 inputs in groups of 64: the last group has 32."""
+    inputs = weight.shape[1]
+    found = grid(np.pad(weight, ((0, 0), (0, -inputs % 64))), 4, 64, symmetric=False)
+    made = _gptq(found, shift=1)
+    made |= {"qweight": made["qweight"][: inputs // 8], "g_idx": made["g_idx"][:inputs]}
+    return made, found.dense[:, :inputs]
+
+
 def _scb(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     most = np.abs(weight).max(1).astype(np.float32)
     codes = np.round(weight / most[:, None] * 127).astype(np.int8)
@@ -238,6 +247,9 @@ FORMATS: dict[str, Format] = {
     "compressed int4, zeros": _compressed_format(4, 16, packed=True, symmetric=False),
     "compressed int8 packed": _compressed_format(8, 32, packed=True),
     "gptq int4": _gptq_format(4, 32, 1),
+    "gptq int4, a smaller last group": Format(
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False}, _smaller_last_group
+    ),
     "gptq int4, zeros": _gptq_format(4, 32, 2, symmetric=False),
     "gptq int8, zeros": _gptq_format(8, -1, 2, symmetric=False),
     "awq": _of_grid(
@@ -261,9 +273,11 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def write_quantised(base: Path, out: Path, name: str, *, head: bool = False) -> tuple[Path, Path]:
+def write_quantised(
+    base: Path, out: Path, name: str, *, head: bool = False, left_out: tuple[str, ...] = ()
+) -> tuple[Path, Path]:
     """The checkpoint in `base` as a format stores its layers' linears, with `head` its head too, and in float32 with
-    what they stand for then."""
+    what they stand for then. `left_out`: ends of modules that stay floats."""
     made, dense = out / "quantised", out / "dense"
     for folder in (made, dense):
         folder.mkdir(parents=True)
@@ -272,10 +286,11 @@ def write_quantised(base: Path, out: Path, name: str, *, head: bool = False) -> 
                 shutil.copy(path, folder)
     tensors, stored, exact = load_file(base / "model.safetensors"), {}, {}
     for key, tensor in tensors.items():
-        if not key.endswith("_proj.weight") and not (head and key == "lm_head.weight"):
+        module = key.removesuffix(".weight")
+        is_linear = key.endswith("_proj.weight") or (head and module == "lm_head")
+        if not is_linear or (left_out and module.endswith(left_out)):
             stored[key] = exact[key] = tensor
             continue
-        module = key.removesuffix(".weight")
         written, values = FORMATS[name].write(tensor.float().numpy())
         stored |= {f"{module}.{leaf}": part.contiguous() for leaf, part in written.items()}
         exact[key] = torch.from_numpy(values)

@@ -20,7 +20,7 @@ from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.base_weights.gguf import FILE, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
-from loraplex.adapters.base_weights.schemes import StoredLinears, read_scheme
+from loraplex.adapters.base_weights.schemes import StoredLinears, read_linears
 from loraplex.adapters.base_weights.tensors import QuantisedTensors
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
@@ -356,8 +356,7 @@ def _linear_shapes(
 def stored_scheme(config: Mapping[str, Any], tensors: Mapping[str, BaseTensor]) -> StoredLinears | None:
     """The quantised linears of a checkpoint; None where it has none. `config` is what `text_fields` gives. Raises
     BaseModelInvalid."""
-    scheme = read_scheme(config)
-    return None if scheme is None else StoredLinears(scheme, QuantisedTensors(tensors))
+    return read_linears(config, QuantisedTensors(tensors))
 
 
 def read_text_config(model_dir: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.grouped import Grouped, NotFinite, quantise_int8
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
+from loraplex.adapters.store.files import shown
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 _MOST_STATE_BYTES = 4096
@@ -62,19 +63,30 @@ class BitsAndBytesNf4:
         leaves = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax")
         return tuple(f"{module}.{leaf}" for leaf in (*leaves, "weight.nested_quant_map", _STATE))
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
-        rows, inputs = self.shape(module, tensors)
+    def examine(self, module: str, tensors: QuantisedTensors) -> None:
+        self._settings(module, tensors)
+
+    def _settings(
+        self, module: str, tensors: QuantisedTensors
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The 16 values of codes, and a scale for each block."""
+        count = math.prod(self.shape(module, tensors))
         state = _state(module, tensors)
         block = _number(state, "blocksize", module)
-        count = rows * inputs
         if count % block:
             raise QuantisationUnsupported(f"{module}.weight: {count} codes in blocks of {block}")
+        tensors.check(f"{module}.weight", ("U8",), (count // 2, 1))
         table = tensors.scales(f"{module}.weight.quant_map", (16,))
-        packed = tensors.read(f"{module}.weight", ("U8",), (count // 2, 1)).reshape(-1)
-        values = table[np.stack((packed >> 4, packed & 15), axis=1).reshape(-1, block)]
-        values *= _scales(module, tensors, state, count // block)[:, None]
+        return table, _scales(module, tensors, state, count // block)
+
+    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+        shape = self.shape(module, tensors)
+        table, scales = self._settings(module, tensors)
+        packed = tensors.read(f"{module}.weight", ("U8",), (math.prod(shape) // 2, 1)).reshape(-1)
+        values = table[np.stack((packed >> 4, packed & 15), axis=1).reshape(len(scales), -1)]
+        values *= scales[:, None]
         try:
-            return quantise_int8(values.reshape(rows, inputs))
+            return quantise_int8(values.reshape(shape))
         except NotFinite as error:
             raise QuantisationUnsupported(f"{module}.weight: {error}") from error
 
@@ -98,10 +110,16 @@ class BitsAndBytesInt8:
     def names(self, module: str) -> tuple[str, ...]:
         return tuple(f"{module}.{leaf}" for leaf in ("weight", "SCB", "weight_format"))
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+    def examine(self, module: str, tensors: QuantisedTensors) -> None:
         rows, inputs = self.shape(module, tensors)
         if inputs % 2:
             raise QuantisationUnsupported(f"{module}.weight has {inputs} inputs, an odd number")
+        tensors.check(f"{module}.weight", ("I8",), (rows, inputs))
+        tensors.scales(f"{module}.SCB", (rows,))
+
+    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+        self.examine(module, tensors)
+        rows, inputs = self.shape(module, tensors)
         codes = tensors.read(f"{module}.weight", ("I8",), (rows, inputs))
         scales = tensors.scales(f"{module}.SCB", (rows,)) / np.float32(127)
         return Grouped(codes.astype(np.int8), scales[:, None], None, inputs)
@@ -159,7 +177,7 @@ def read_bitsandbytes(config: Mapping[str, Any]) -> BitsAndBytesNf4 | BitsAndByt
     kind = config.get("bnb_4bit_quant_type")
     if kind != "nf4":
         raise QuantisationUnsupported(
-            f"bitsandbytes' 4-bit type {str(kind)[:20]!a} is not served: nf4 and 8 bits are"
+            f"bitsandbytes' 4-bit type {shown(kind, 20)} is not served: nf4 and 8 bits are"
         )
     if config.get("bnb_4bit_quant_storage", "uint8") not in (None, "uint8"):
         raise QuantisationUnsupported("bitsandbytes' codes are not stored as uint8")

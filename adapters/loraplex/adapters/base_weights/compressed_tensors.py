@@ -23,6 +23,7 @@ from loraplex.adapters.base_weights.tensors import (
     nibbles,
     refuse_unknown,
 )
+from loraplex.adapters.store.files import shown
 
 _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized")
 _FLOATS = "float-quantized"
@@ -74,19 +75,30 @@ class CompressedTensors:
         leaves = (self.suffix, "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
         return tuple(f"{module}.{leaf}" for leaf in leaves)
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+    def examine(self, module: str, tensors: QuantisedTensors) -> None:
+        self._settings(module, tensors)
+
+    def _settings(
+        self, module: str, tensors: QuantisedTensors
+    ) -> tuple[NDArray[np.float32], NDArray[np.int16] | None, int]:
+        """Scales and zeros [N, G], and the inputs of a group."""
         rows, inputs = self.shape(module, tensors)
         groups = tensors.matrix(f"{module}.weight_scale")[1]
         scales = tensors.scales(f"{module}.weight_scale", (rows, groups))
         group = divide(inputs, groups, self.group, f"{module}.weight_scale")
         _check_order(module, tensors, inputs, group)
-        if self.packed:
-            columns = tensors.shape(f"{module}.weight_packed")[1]
-            stored = tensors.read(f"{module}.weight_packed", ("I32",), (rows, columns))
-            codes = nibbles(stored, self.bits)[:, :inputs].astype(np.int16) - (1 << (self.bits - 1))
+        name = f"{module}.{self.suffix}"
+        tensors.check(name, ("I32",) if self.packed else ("I8",), tensors.shape(name))
+        return scales, self._zeros(module, tensors, rows, groups), group
+
+    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+        scales, zeros, group = self._settings(module, tensors)
+        name, inputs = f"{module}.{self.suffix}", self.shape(module, tensors)[1]
+        stored = tensors.read(name, ("I32",) if self.packed else ("I8",), tensors.shape(name))
+        if not self.packed:
+            codes = stored.astype(np.int16)
         else:
-            codes = tensors.read(f"{module}.weight", ("I8",), (rows, inputs)).astype(np.int16)
-        zeros = self._zeros(module, tensors, rows, groups)
+            codes = nibbles(stored, self.bits)[:, :inputs].astype(np.int16) - (1 << (self.bits - 1))
         return from_zeros(codes, scales, zeros, group)
 
     def _zeros(
@@ -135,7 +147,7 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors | Fp
     form = config.get("format")
     if form not in (*_FORMATS, _FLOATS):
         raise QuantisationUnsupported(
-            f"compressed-tensors' format {str(form)[:40]!a} is not served: {', '.join((*_FORMATS, _FLOATS))} are"
+            f"compressed-tensors' format {shown(form, 40)} is not served: {', '.join((*_FORMATS, _FLOATS))} are"
         )
     refuse_unknown("compressed-tensors' quantization_config", config, _FIELDS)
     for field in ("kv_cache_scheme", "transform_config", "sparsity_config"):
@@ -208,11 +220,11 @@ def _codes(weights: Mapping[str, Any], form: str) -> tuple[int, int, bool]:
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     if kind != "int" or bits not in (4, 8) or (form != "pack-quantized" and bits != 8):
         raise QuantisationUnsupported(
-            f"compressed-tensors' weights of {str(bits)[:8]} bits of type {str(kind)[:20]!a} as {form} are not served"
+            f"compressed-tensors' weights of {shown(bits, 20)} bits of type {shown(kind, 20)} as {form} are not served"
         )
     if strategy not in ("channel", "group"):
         raise QuantisationUnsupported(
-            f"compressed-tensors' strategy {str(strategy)[:20]!a} of weights is not served: channel and group are"
+            f"compressed-tensors' strategy {shown(strategy, 20)} of weights is not served: channel and group are"
         )
     group = group_size(weights.get("group_size")) if strategy == "group" else -1
     return int(bits), group, weights.get("symmetric") is False

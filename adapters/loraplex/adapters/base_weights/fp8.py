@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
+from loraplex.adapters.store.files import shown
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _PIECE_VALUES = 1 << 20
@@ -61,6 +62,12 @@ class Fp8:
 
     def names(self, module: str) -> tuple[str, ...]:
         return tuple(f"{module}.{leaf}" for leaf in ("weight", *_SCALES, "input_scale"))
+
+    def examine(self, module: str, tensors: QuantisedTensors) -> None:
+        """All checks of `read` that need no values. Raises QuantisationUnsupported."""
+        rows, inputs = self.shape(module, tensors)
+        self._scales(module, tensors, rows, inputs)
+        tensors.check(f"{module}.weight", ("F8_E4M3",), (rows, inputs))
 
     def read(self, module: str, tensors: QuantisedTensors) -> Floats8 | None:
         """The floats as they are stored; None where blocks of inputs do not divide them evenly. Raises
@@ -111,10 +118,10 @@ def read_fp8(config: Mapping[str, Any]) -> Fp8:
     """Raises QuantisationUnsupported."""
     refuse_unknown("fp8", config, _KNOWN | {"activation_scheme"})
     if config.get("fmt", "e4m3") != "e4m3":
-        raise QuantisationUnsupported(f"fp8 values {str(config['fmt'])[:20]!a} are not served: e4m3 is")
+        raise QuantisationUnsupported(f"fp8 values {shown(config['fmt'], 20)} are not served: e4m3 is")
     if config.get("activation_scheme") not in (None, "dynamic", "static"):
         raise QuantisationUnsupported(
-            f"fp8's activation_scheme {str(config['activation_scheme'])[:20]!a} is not known here"
+            f"fp8's activation_scheme {shown(config['activation_scheme'], 20)} is not known here"
         )
     return Fp8(block_size(config.get("weight_block_size")), config.get("activation_scheme") == "dynamic")
 
@@ -128,5 +135,5 @@ def block_size(value: object) -> tuple[int, int] | None:
         or len(value) != 2
         or not all(type(size) is int and 1 <= size <= 1 << 20 for size in value)
     ):
-        raise QuantisationUnsupported(f"quantization_config has the block size {str(value)[:40]!a}")
+        raise QuantisationUnsupported(f"quantization_config has the block size {shown(value, 40)}")
     return value[0], value[1]

@@ -20,6 +20,7 @@ from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS, KINDS, Bytes
 from loraplex.adapters.base_weights.grouped import Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.spec import TensorSlice
+from loraplex.adapters.store.files import shown
 
 FILE = "model.gguf"
 INDEX = "model.gguf.json"
@@ -54,13 +55,22 @@ class Gguf:
     def names(self, module: str) -> tuple[str, ...]:
         return (f"{module}.weight",)
 
+    def examine(self, module: str, tensors: QuantisedTensors) -> None:
+        rows, _ = self.shape(module, tensors)
+        if (heads := self._heads(module)) is not None and rows % (2 * heads):
+            raise QuantisationUnsupported(f"{module}.weight has {rows} rows, which are not {heads} heads")
+
+    def _heads(self, module: str) -> int | None:
+        """The heads of a module whose rows are interleaved."""
+        return {"q_proj": self.query_heads, "k_proj": self.kv_heads}.get(module.rpartition(".")[2])
+
     def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+        self.examine(module, tensors)
         rows, inputs = self.shape(module, tensors)
         kind = KINDS[tensors.dtype(f"{module}.weight")]
         stored = tensors.blocks(f"{module}.weight", rows * inputs // kind.values, kind.size)
-        heads = {"q_proj": self.query_heads, "k_proj": self.kv_heads}.get(module.rpartition(".")[2])
-        if heads is not None:
-            stored = _halves(stored.reshape(rows, -1), heads, module).reshape(stored.shape)
+        if (heads := self._heads(module)) is not None:
+            stored = _halves(stored.reshape(rows, -1), heads).reshape(stored.shape)
         codes = np.empty((len(stored), kind.values), np.int8)
         scales = np.empty((len(stored), kind.values // kind.group), np.float32)
         offsets = np.empty_like(scales) if kind.has_offsets else None
@@ -91,7 +101,7 @@ def read_gguf(given: Mapping[str, Any], config: Mapping[str, Any]) -> Gguf:
         or not all(isinstance(kind, str) and kind in KINDS for kind in kinds)
     ):
         raise QuantisationUnsupported(
-            f"a GGUF file with weights of {str(kinds)[:80]!a} is not served: {', '.join(KINDS)} are"
+            f"a GGUF file with weights of {shown(kinds, 80)} is not served: {', '.join(KINDS)} are"
         )
     query = config.get("num_attention_heads")
     kv = config.get("num_key_value_heads", query)
@@ -100,10 +110,8 @@ def read_gguf(given: Mapping[str, Any], config: Mapping[str, Any]) -> Gguf:
     return Gguf(f"gguf {' '.join(kinds)}", query, kv)
 
 
-def _halves(rows: Bytes, heads: int, module: str) -> Bytes:
+def _halves(rows: Bytes, heads: int) -> Bytes:
     count = len(rows)
-    if count % (2 * heads):
-        raise QuantisationUnsupported(f"{module}.weight has {count} rows, which are not {heads} heads")
     paired = rows.reshape(heads, count // heads // 2, 2, -1)
     return paired.swapaxes(1, 2).reshape(rows.shape)
 

@@ -13,12 +13,14 @@ from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors,
 from loraplex.adapters.base_weights.fp8 import Floats8, Fp8, read_fp8
 from loraplex.adapters.base_weights.gguf import Gguf, read_gguf
 from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS
-from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_awq, read_gptq
+from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_auto_round, read_awq, read_gptq
 from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
+from loraplex.adapters.store.files import shown
 
 AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Fp8 | Gguf | Gptq
 _READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
@@ -52,6 +54,10 @@ class Scheme(Protocol):
         """The names that tensors of the module may have."""
         ...
 
+    def examine(self, module: str, tensors: QuantisedTensors) -> None:
+        """All checks of `read` that need no codes."""
+        ...
+
     def read(self, module: str, tensors: QuantisedTensors) -> Grouped: ...
 
 
@@ -62,13 +68,14 @@ def read_scheme(config: Mapping[str, Any]) -> AnyScheme | None:
         return None
     if not isinstance(given, dict):
         raise QuantisationUnsupported("quantization_config of config.json is not an object")
-    method = given.get("quant_method")
+    method = given.get("quant_method") or given.get("method")
     if method == "gguf":
         return read_gguf(given, config)
-    reader = _READERS.get(method) if isinstance(method, str) else None
+    name = method.lower().removeprefix("intel/") if isinstance(method, str) else ""
+    reader = _READERS.get(name)
     if reader is None:
         raise QuantisationUnsupported(
-            f"a checkpoint quantised by {str(method)[:40]!a} is not served: {', '.join(_READERS)} are"
+            f"a checkpoint quantised by {shown(method, 40)} is not served: {', '.join(_READERS)} are"
         )
     return reader(given)
 
@@ -98,6 +105,10 @@ class StoredLinears:
             return []
         return [name for name in self.scheme.names(module) if name in self._tensors]
 
+    def examine(self, module: str) -> None:
+        """Checks a module by its tensors, without its codes."""
+        self.scheme.examine(module, self._tensors)
+
     @property
     def are_codes(self) -> bool:
         return not isinstance(self.scheme, Fp8)
@@ -118,6 +129,19 @@ class StoredLinears:
         if isinstance(self.scheme, Fp8):
             return self.scheme.dense_rows(module, self._tensors)
         return self.read(module).dense_rows()
+
+
+def read_linears(config: Mapping[str, Any], tensors: QuantisedTensors) -> StoredLinears | None:
+    """The quantised linears of a checkpoint; None where it has none. Raises QuantisationUnsupported."""
+    scheme = read_scheme(config)
+    if scheme is not None:
+        return StoredLinears(scheme, tensors)
+    if packed := next((name for name in tensors if name.endswith((".qweight", ".weight_packed"))), None):
+        raise QuantisationUnsupported(
+            f"the checkpoint has {shown(packed)}, and config.json no quantization_config that says what its codes "
+            "stand for: put the object of quantize_config.json or quant_config.json there, with its quant_method"
+        )
+    return None
 
 
 def stored_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -145,7 +169,10 @@ def stored_floats(config: Mapping[str, Any]) -> Fp8 | None:
 def stores_head(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint has codes of its head, by its config alone: GPTQ's tools can make them."""
     scheme = read_scheme(config)
-    return isinstance(scheme, Gptq) and config["quantization_config"].get("lm_head") is True
+    if not isinstance(scheme, Gptq | Awq):
+        return False
+    given = config["quantization_config"]
+    return given.get("lm_head") is True or "lm_head" in (given.get("extra_config") or {})
 
 
 def group_of_4_bits(config: Mapping[str, Any]) -> int | None:

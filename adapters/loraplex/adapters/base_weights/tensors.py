@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.adapters.spec import TensorSlice
-from loraplex.adapters.store.files import open_regular, read_into
+from loraplex.adapters.store.files import open_regular, read_into, shown
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -61,7 +61,7 @@ class QuantisedTensors:
         found = self._located.get(name)
         return "" if found is None else found.tensor.dtype
 
-    def read(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+    def check(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Stored:
         """A tensor that must have one of these dtypes, and this shape."""
         found = self._find(name)
         tensor = found.tensor
@@ -69,7 +69,12 @@ class QuantisedTensors:
             raise QuantisationUnsupported(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, not {' or '.join(dtypes)} {list(shape)}"
             )
-        array = np.empty(tensor.shape, _DTYPES[tensor.dtype])
+        return found
+
+    def read(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> NDArray[Any]:
+        """The values of a tensor that `check` lets pass."""
+        found = self.check(name, dtypes, shape)
+        array = np.empty(shape, _DTYPES[found.tensor.dtype])
         self._fill(array, found, name)
         return array
 
@@ -129,7 +134,9 @@ def divide(inputs: int, groups: int, configured: int, name: str) -> int:
 def refuse_unknown(what: str, given: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raises QuantisationUnsupported where an object of a config has a field that is not known here, and is set: it may
     change what the codes stand for."""
-    unknown = sorted(str(name)[:40] for name, value in given.items() if name not in known and value)
+    unknown = sorted(
+        shown(name, 40).strip("'") for name, value in given.items() if name not in known and value
+    )
     if unknown:
         raise QuantisationUnsupported(
             f"{what} has settings that are not known here, and may change the weights: {', '.join(unknown[:5])}"
@@ -141,5 +148,5 @@ def group_size(value: object) -> int:
     if value is None or (type(value) is int and value == -1):
         return -1
     if type(value) is not int or not 2 <= value <= 1 << 20:
-        raise QuantisationUnsupported(f"quantization_config has the group size {str(value)[:20]!a}")
+        raise QuantisationUnsupported(f"quantization_config has the group size {shown(value, 20)}")
     return value

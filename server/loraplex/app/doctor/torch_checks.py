@@ -14,6 +14,8 @@ from typing import Literal
 
 NAMES = ("torch", "device", "kernels", "speculation", "model", "untested")
 """Names of the answers."""
+_SECONDS = 900
+"""Kernels may be compiled meanwhile, and scales are read of every linear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,10 @@ class Answers:
 
 def _ask(questions: Questions) -> dict[str, dict[str, str]]:
     command = [sys.executable, "-m", "loraplex.app.doctor.torch_checks", json.dumps(asdict(questions))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - a module of ours
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)  # noqa: S603 - ours
+    except subprocess.TimeoutExpired:
+        return {name: {"wrong": f"the checks of torch took more than {_SECONDS} s"} for name in NAMES}
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["torch cannot be imported"])[-1]
         return {name: {"wrong": reason} for name in NAMES}
@@ -135,6 +140,7 @@ def _model(questions: Questions) -> str:
         read_model_config,
         serving_dtype,
     )
+    from loraplex.engine.model.outline import examine_tensors
 
     if questions.model_dir is None:
         return ""
@@ -153,7 +159,9 @@ def _model(questions: Questions) -> str:
     attention = examine_attention(
         model_dir, questions.attention, kernels, served, kv_codes=questions.kv_codes
     )
-    return f"{kind}, {attention}, {bits}, {examine_dtype(model_dir, questions.dtype, kernels)}"
+    dtype = examine_dtype(model_dir, questions.dtype, kernels)
+    examine_tensors(model_dir, questions.max_model_len)
+    return f"{kind}, {attention}, {bits}, {dtype}"
 
 
 def _untested(questions: Questions) -> str:

@@ -63,6 +63,18 @@ _HANDLED = frozenset(
 )  # fmt: skip
 
 
+_MOST: Mapping[str, int] = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 24,
+    "vocab_size": 1 << 26,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "max_position_embeddings": 1 << 40,
+}
+
+
 def read_config_json(model_dir: Path) -> tuple[bytes, dict[str, Any]]:
     """The file, and the object in it. Raises ModelUnsupported."""
     path = model_dir / "config.json"
@@ -74,6 +86,16 @@ def read_config_json(model_dir: Path) -> tuple[bytes, dict[str, Any]]:
     if not isinstance(value, dict):
         raise ModelUnsupported(f"{path} is not a JSON object")
     return content, value
+
+
+def check_sizes(fields: Mapping[str, Any]) -> None:
+    """Raises ModelUnsupported for sizes of no model, before anything is made of as many parts."""
+    for name, most in _MOST.items():
+        value = fields.get(name)
+        if value is None or isinstance(value, list):
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise ModelUnsupported(f"the config's {name} is {shown(value)}, not a number from 1 to {most}")
 
 
 def check_fields(config: Any, raw: Mapping[str, Any], handled: frozenset[str]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import embedding
 
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
-from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
+from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.stored_codes import PackedReader
 from loraplex.engine.model.stored_floats import packed_reader
@@ -305,13 +305,7 @@ def load_fused(
     with open_checkpoint(model_dir) as checkpoint:
         codes = packed_reader(checkpoint, ops or torch_ops(device), dtype, quantise=quantise)
         decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention, codes=codes)
-        leftover = [name for name in checkpoint.leftover() if not name.startswith(unread)]
-    if leftover:
-        shown = ", ".join(leftover[:4]) + (", …" if len(leftover) > 4 else "")
-        raise ModelUnsupported(
-            f"the checkpoint in {model_dir} has {len(leftover)} tensors that {spec.model_type} does not know: "
-            f"{shown}"
-        )
+        checkpoint.refuse_leftover(spec.model_type, unread)
     return decoder
 
 
@@ -376,7 +370,9 @@ class DecoderReader:
             return self._ops.pack_weight(embed)
         head = self._tensor("lm_head.weight", *embed.shape)
         # As transformers does: a head saved along with the embedding it is tied to counts where it differs.
-        return self._ops.pack_weight(embed if self._spec.tied and torch.equal(head, embed) else head)
+        if self._spec.tied and not head.is_meta and torch.equal(head, embed):
+            head = embed
+        return self._ops.pack_weight(head)
 
     def _head_names(self) -> dict[str, tuple[int, int]]:
         has_own = self._codes is not None and self._codes.stores("lm_head")

@@ -17,7 +17,7 @@ from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
 from loraplex.engine.model import code_products
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
-from loraplex.engine.model.config_fields import read_config_json
+from loraplex.engine.model.config_fields import check_sizes, read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
 from loraplex.engine.model.fused import attention_needs, load_fused
 from loraplex.engine.model.plans import FusedPlan, KeptPlans
@@ -298,6 +298,7 @@ def _config(model_dir: Path, raw: dict[str, Any]) -> Any:
     obstacle = obstacle_of(fields)
     if obstacle is not None:
         raise ModelUnsupported(f"{obstacle} ({model_dir})")
+    check_sizes(fields)
     try:
         read_scheme(fields)
     except QuantisationUnsupported as error:

@@ -20,6 +20,7 @@ from loraplex.engine.model.code_products import bits_for_int8
 from loraplex.engine.model.family import decoder_spec, is_fused
 from loraplex.engine.model.fused import fused_decoder
 from loraplex.engine.model.loading import model_shape, read_model_config, serving_dtype
+from loraplex.engine.model.weights import ExaminedTensors, open_checkpoint
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.bundle import Kernels
@@ -100,6 +101,19 @@ def outline_model(
     if quantise:
         raise ModelUnsupported(f"--quantise: {config.model_type} runs through transformers; plan without it")
     return _wrapped_outline(config, chosen)
+
+
+def examine_tensors(model_dir: Path, max_model_len: int = 0) -> None:
+    """Compare a checkpoint of the fused families with its config, without reading weights. Raises ModelUnsupported as
+    `load_fused` does."""
+    _, part = read_model_config(model_dir)
+    if not is_fused(part.config.model_type):
+        return
+    spec = decoder_spec(part.config, part.raw, max_model_len)
+    with open_checkpoint(model_dir) as checkpoint:
+        examined = ExaminedTensors(checkpoint)
+        fused_decoder(examined, spec, torch.float32, _META, codes=examined)
+        checkpoint.refuse_leftover(spec.model_type, part.unread)
 
 
 def _packs(kernels: Kernels, dtype: torch.dtype) -> bool:

@@ -56,17 +56,11 @@ class CodeReader:
         return self._tensors.is_codes(module)
 
     def read(self, modules: Mapping[str, tuple[int, int]]) -> Any | None:
-        found = {module: self._codes(module, shape) for module, shape in modules.items()}
-        parts = [part for part in found.values() if part is not None]
-        if not parts:
+        if not self._quantise and not all(map(self._tensors.is_codes, modules)):
+            # A module that a quantising tool has left out makes floats of those that are multiplied with it.
             return None
-        if len(parts) < len(found):
-            plain = next(module for module, part in found.items() if part is None)
-            raise ModelUnsupported(
-                f"{plain} is not quantised, and others that are computed with it are: {', '.join(found)}; serve with "
-                "--quantise int8"
-            )
-        whole = stack(parts)
+        found = {module: self._codes(module, shape) for module, shape in modules.items()}
+        whole = stack(list(found.values()))
         offsets = None if whole.offsets is None else torch.from_numpy(whole.offsets)
         weight = GroupedWeight(
             torch.from_numpy(whole.codes), torch.from_numpy(whole.scales), offsets, whole.group
@@ -76,14 +70,14 @@ class CodeReader:
         except LibraryFailed as error:
             raise ModelUnsupported(f"{', '.join(found)}: {error}") from error
 
-    def _codes(self, module: str, shape: tuple[int, int]) -> Grouped | None:
+    def _codes(self, module: str, shape: tuple[int, int]) -> Grouped:
         found = self._tensors.codes(module)
         if found is not None:
             if found.codes.shape != shape:
-                raise ModelUnsupported(f"{module} has the shape {list(found.codes.shape)}, not {list(shape)}")
+                raise ModelUnsupported(
+                    f"{module}.weight has the shape {list(found.codes.shape)}, not {list(shape)}"
+                )
             return found
-        if not self._quantise:
-            return None
         try:
             return quantise_int8(_as_numpy(self._tensors.read(f"{module}.weight", shape)))
         except NotFinite as error:

@@ -40,7 +40,9 @@ class FloatReader:
             if part is None:
                 return None
             if part.values.shape != shape:
-                raise ModelUnsupported(f"{module} has the shape {list(part.values.shape)}, not {list(shape)}")
+                raise ModelUnsupported(
+                    f"{module}.weight has the shape {list(part.values.shape)}, not {list(shape)}"
+                )
             parts.append(part)
         if len({part.scales.shape[1] for part in parts}) > 1:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,8 @@ from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.errors import ArtifactCorrupt, BaseModelInvalid
 from loraplex.adapters.store.tensors import read_native
 from loraplex.engine.model.base import ModelUnsupported
+
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class TensorSource(Protocol):
@@ -68,12 +70,29 @@ class Checkpoint:
             out[first : first + len(rows)].copy_(torch.from_numpy(rows))
             first += len(rows)
 
+    def examine(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises as reading a tensor or a module's codes would, without reading them."""
+        module = name.removesuffix(".weight")
+        if self._stored is None or module not in self._stored.modules:
+            self._plain(name, shape)
+            return
+        self._taken.update(self._stored.names(module))
+        try:
+            self._check_shape(module, shape)
+            self._stored.examine(module)
+        except QuantisationUnsupported as error:
+            raise ModelUnsupported(error.message) from error
+
+    def _check_shape(self, module: str, shape: tuple[int, ...]) -> None:
+        assert self._stored is not None
+        if (found := self._stored.shape(module)) != shape:
+            raise ModelUnsupported(f"{module}.weight has the shape {list(found)}, not {list(shape)}")
+
     def _dense_rows(self, module: str, shape: tuple[int, ...]) -> Iterator[NDArray[np.float32]]:
         assert self._stored is not None
         self._taken.update(self._stored.names(module))
         try:
-            if (found := self._stored.shape(module)) != shape:
-                raise ModelUnsupported(f"{module}.weight has the shape {list(found)}, not {list(shape)}")
+            self._check_shape(module, shape)
             yield from self._stored.dense_rows(module)
         except QuantisationUnsupported as error:
             raise ModelUnsupported(error.message) from error
@@ -81,19 +100,23 @@ class Checkpoint:
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor as it is stored, on the CPU; for 8-bit floats what they stand for, in float32. Raises
         ModelUnsupported if it is missing, of another shape, or no floating-point tensor."""
-        if name not in self._located:
-            raise ModelUnsupported(f"the checkpoint in {self._dir} lacks {name}")
         module = name.removesuffix(".weight")
         if self.is_floats(module):
             return torch.from_numpy(np.concatenate(list(self._dense_rows(module, shape))))
-        tensor = self._tensor(self._located[name])
-        if tensor.shape != shape:
-            raise ModelUnsupported(f"{name} has the shape {list(tensor.shape)}, not {list(shape)}")
-        if not tensor.dtype.is_floating_point or tensor.element_size() == 1:
-            raise ModelUnsupported(f"{name} is stored as {tensor.dtype}; quantised weights are not supported")
+        return self._tensor(self._plain(name, shape))
+
+    def _plain(self, name: str, shape: tuple[int, ...]) -> BaseTensor:
+        entry = self._located.get(name)
+        if entry is None:
+            raise ModelUnsupported(f"the checkpoint in {self._dir} lacks {name}")
+        if entry.tensor.shape != shape:
+            raise ModelUnsupported(f"{name} has the shape {list(entry.tensor.shape)}, not {list(shape)}")
+        if entry.tensor.dtype not in _FLOATS:
+            raise ModelUnsupported(
+                f"{name} is stored as {entry.tensor.dtype}; quantised weights are not supported"
+            )
         self._taken.add(name)
-        found: torch.Tensor = tensor
-        return found
+        return entry
 
     def _tensor(self, entry: BaseTensor) -> torch.Tensor:
         if entry.path in self._files:
@@ -146,13 +169,52 @@ class Checkpoint:
         except QuantisationUnsupported as error:
             raise ModelUnsupported(error.message) from error
 
-    def leftover(self) -> list[str]:
-        """Tensors that were not read, in order, except the frequencies that old tools saved too."""
-        return sorted(
+    def refuse_leftover(self, model_type: str, unread: tuple[str, ...]) -> None:
+        """Raises ModelUnsupported where tensors were not read, except those whose names begin with one of `unread`,
+        and for what old tools saved too: frequencies, and biases of 0 beside codes."""
+        found = sorted(
             name
             for name in self._located.keys() - self._taken
             if not name.endswith((".rotary_emb.inv_freq", ".attn.masked_bias"))
+            and not name.startswith(unread)
+            and not self._is_empty_bias(name)
         )
+        if found:
+            shown = ", ".join(found[:4]) + (", …" if len(found) > 4 else "")
+            raise ModelUnsupported(
+                f"the checkpoint in {self._dir} has {len(found)} tensors that {model_type} does not know: {shown}"
+            )
+
+    def _is_empty_bias(self, name: str) -> bool:
+        module = name.removesuffix(".bias")
+        if module == name or not (self.is_codes(module) and self._located[name].tensor.dtype in _FLOATS):
+            return False
+        return not self._tensor(self._located[name]).any()
+
+
+class ExaminedTensors:
+    """A checkpoint's tensors, compared with the shapes of a model on the device "meta" and not read: a `TensorSource`,
+    and the reader of linears that are stored as more than floats."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        self._checkpoint.examine(name, tuple(out.shape))
+
+    def stores(self, module: str) -> bool:
+        return self._checkpoint.is_codes(module)
+
+    def read(self, modules: Mapping[str, tuple[int, int]]) -> torch.Tensor | None:
+        if not any(map(self.stores, modules)):
+            return None
+        for module, shape in modules.items():
+            self._checkpoint.examine(f"{module}.weight", shape)
+        rows, inputs = zip(*modules.values(), strict=True)
+        return torch.empty(sum(rows), inputs[0], device="meta")
 
 
 @contextmanager

@@ -1,0 +1,121 @@
+"""The settings of quantization_config: those that decide what codes stand for, and those that only tell how they were
+found."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
+from loraplex.adapters.store.files import shown
+
+CHANGES = (
+    "rotat", "hadamard", "transform", "permut", "codebook", "lut", "spars", "adapter", "lora", "outlier", "super_",
+    "kv_cache",
+)  # fmt: skip
+"""Parts of names of settings that change the weights, or what is computed with them, in any tool."""
+_CHANGES = re.compile(rf"(?:^|_)(?:{'|'.join(CHANGES)})(?!ers_)")
+_FLOAT_BITS = 16
+OF_RULES = {
+    "bits": None,
+    "group_size": None,
+    "sym": None,
+    "zero_point": None,
+    "data_type": "int",
+    "act_bits": 16,
+}
+"""Settings of a rule that change what codes stand for, with their defaults."""
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The settings of a format whose tensors say the rest: any other setting is neutral, unless its name says that it
+    changes the weights."""
+
+    what: str
+    """The format, for messages."""
+    values: Mapping[str, tuple[Any, ...]]
+    """Settings with the values that are served. None: not given."""
+    rules: tuple[str, ...] = ("dynamic", "extra_config")
+    """Settings by module: those are served that leave modules out, or say what is said for all."""
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raises QuantisationUnsupported for a setting that is not served."""
+        for name, value in given.items():
+            served = self.values.get(name)
+            if served is not None and _plain(value) not in served:
+                known = ", ".join(shown(each).strip("'") for each in served if each is not None)
+                raise QuantisationUnsupported(
+                    f"{self.what}'s {name} {shown(value, 40)} is not served; served: {known}"
+                )
+            if name in self.rules:
+                self._check_rules(name, value, given)
+            elif served is None and value and _CHANGES.search(name):
+                raise QuantisationUnsupported(
+                    f"{self.what}'s quantization_config has {shown(name, 40)}, which changes the weights"
+                )
+
+    def _check_rules(self, field: str, rules: object, given: Mapping[str, Any]) -> None:
+        if rules is not None and not isinstance(rules, dict):
+            raise QuantisationUnsupported(f"{self.what}'s {field} is {shown(rules, 40)}, not an object")
+        for name, rule in (rules or {}).items():
+            if name.startswith("-:"):
+                continue
+            if not isinstance(rule, dict):
+                raise QuantisationUnsupported(f"{self.what}'s {field} {shown(name, 60)} is not an object")
+            bits = rule.get("bits")
+            if field == "extra_config" and type(bits) is int and bits >= _FLOAT_BITS:
+                continue
+            for word, value in rule.items():
+                differs = word in OF_RULES and value not in (None, given.get(word, OF_RULES[word]))
+                if differs or (value and _CHANGES.search(word)):
+                    raise QuantisationUnsupported(
+                        f"{self.what}'s {field} gives {shown(name, 60)} {shown(word, 30)} {shown(value, 20)}, another "
+                        "than the other modules: settings by module are not served"
+                    )
+
+
+def _plain(value: object) -> object:
+    """A value as `Words.values` has it: names are written in both cases, and dtypes with torch's name before them."""
+    if isinstance(value, str):
+        return value.lower().removeprefix("torch.")
+    if isinstance(value, bool | int | float):
+        return value
+    return ... if value else None
+
+
+def flag(what: str, name: str, value: object) -> bool | None:
+    """A setting that is true, false or not given. Raises QuantisationUnsupported."""
+    found = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    if (found is None and value is not None) or not isinstance(found, bool | None):
+        raise QuantisationUnsupported(f"{what}'s {name} is {shown(value, 40)}, not true or false")
+    return found
+
+
+_SHARED: Mapping[str, tuple[Any, ...]] = {
+    "pack_dtype": (None, "int32"),
+    "data_type": (None, "int", "int_sym", "int_asym"),
+    "act_bits": (None, 16, 32),
+}
+GPTQ = Words(
+    "GPTQ",
+    {
+        "method": (None, "gptq"),
+        "checkpoint_format": (None, "gptq", "gptq_v2"),
+        "format": (None, "gptq", "gptq_v2"),
+        "is_marlin_format": (None, False),
+        **_SHARED,
+    },
+)
+AWQ = Words(
+    "AWQ",
+    {
+        "method": (None, "awq"),
+        "version": (None, "gemm"),
+        "checkpoint_format": (None, "gemm"),
+        "format": (None, "gemm"),
+        **_SHARED,
+    },
+)
