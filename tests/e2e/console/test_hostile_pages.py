@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import Route, expect
 
+from loraplex.control.types import ReleasePlan, ReleaseTarget, ShadowPlan
 from support.adapters.drafts import make_adapter
 from support.console.browser import PATIENCE_MS, Screen
 from support.http.admin_plane import ADMIN_TOKEN, ARCH
@@ -38,6 +40,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
         running.plane.make_tenant("acme")
         for seed in (1, 2):
             running.plane.make_adapter("support", seed=seed)
+        shadow = ReleasePlan(shadow=ShadowPlan("v2", 0.5, keep_texts=True))
+        running.plane.services.releases.put("acme", "support", [ReleaseTarget("v1", 100)], plan=shadow)
         yield running
 
 
@@ -91,7 +95,30 @@ def test_what_the_server_says_of_a_release_is_text(hostile: Screen) -> None:
     hostile.go("adapters/support/release")
     hostile["release-row"].first.wait_for()
     assert "window.hurt=1" in hostile.page.locator("main").inner_text()
+    for shown in ("released-shadow", "release-shadow", "release-shadow-end", "shadow-canary"):
+        assert "window.hurt=1" in hostile.text(shown), shown
     assert is_harmless(hostile)
+    # The draft of such a version, its note, and what the server says of a change.
+    hostile["shadow-canary"].click()
+    expect(hostile["shadow-ends"]).to_contain_text("window.hurt=1")
+    hostile["release-save"].click()
+    expect(hostile["error"]).to_contain_text("window.hurt=1")
+    assert is_harmless(hostile)
+
+
+@pytest.mark.parametrize(
+    "rest", ["", "/adapters", "/adapters/{0}", "/adapters/{0}/release", "/upload", "/playground/{0}"]
+)
+def test_what_an_address_names_is_text(server: WholeServer, screen: Screen, rest: str) -> None:
+    """In headings, titles, links and the choice of a tenant: anyone can send a link."""
+    name = quote(HURT, safe="")
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, f"tenants/{name}{rest.format(name)}?search={name}")
+    expect(screen.page.get_by_role("heading", level=1)).to_contain_text(HURT)
+    expect(screen["tenant"]).to_have_value(HURT)
+    assert HURT in screen.page.title()
+    links = screen.page.locator("a").evaluate_all("all => all.map(one => one.getAttribute('href'))")
+    assert all(link.startswith(("#", f"{server.data_url}/console#")) for link in links), links
+    assert is_harmless(screen)
 
 
 OPERATOR_PLACES = (("now", "adapter-tile"), ("tenants", "key-row"), ("audit", "audit-row"))
@@ -107,6 +134,10 @@ def test_what_the_server_tells_operators_is_text(server: WholeServer, screen: Sc
         for detail in screen.page.locator("summary").all()[:3]:
             detail.click()
         assert "window.hurt=1" in screen.page.locator("main").inner_text()
+        if place == "tenants":
+            screen["key-revoke"].first.click()
+            expect(screen["key-row"].first).to_contain_text("Revoking the key")
+            screen["key-keep"].click()
         assert is_harmless(screen)
     screen["audit-verify"].click()
     expect(screen["audit-verdict"]).to_contain_text("window.hurt=1")

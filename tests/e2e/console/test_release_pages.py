@@ -303,7 +303,10 @@ def enlarged(route: Any) -> None:
 PLACES = (
     ("adapters", "adapter-row"),
     ("adapters/support", "report"),
-    ("adapters/support/release/v2", "release-row"),
+    ("adapters/support/release", "shadow-share"),
+    ("adapters/support/release/v2", "shadow-ends"),
+    ("adapters/none", "all-adapters"),
+    ("tenants/canary", "own-page"),
     ("upload", "upload"),
     ("playground", "play-elsewhere"),
 )
@@ -316,6 +319,7 @@ def test_axe_finds_nothing_serious_and_phones_show_all(
     need_axe()
     for seed in (1, 2):
         server.plane.make_adapter("support", "seen", seed=seed)  # the same bytes again are no new version
+    put(server, "seen", {"v1": 100}, shadow={"version": "v2", "sample": 0.1})
     screen.page.set_viewport_size({"width": 320, "height": 700})
     screen.sign_in(
         f"{server.admin_url}/", server.plane.make_key("seen", "adapters:read", "adapters:write", "inference")

@@ -54,7 +54,7 @@ export default function Release({ tenant, name, candidate = "" }) {
     try {
       const { body: found, etag } = await api.send(method, `${adapter}/release${rest}`, body, { etag: seen });
       take({ body: found, etag });
-      setNote(saidOf(tenant, found));
+      setNote(saidOf(`${tenant}/${name}`, found));
     } catch (refused) {
       setError(refused);
     }
@@ -82,7 +82,7 @@ export default function Release({ tenant, name, candidate = "" }) {
           onKeep=${() => (setBased(inForce), setError(null))} />`}
         ${error && !(isStale && error.status === 412) && html`<${ErrorBox} error=${error} />`}
         <p role="status" class="note" data-testid="release-note">${note}</p>
-        <${Now} tenant=${tenant} release=${inForce.body} isBusy=${isBusy} isFirst=${found.history.length < 2}
+        <${Now} tenant=${tenant} name=${name} release=${inForce.body} isBusy=${isBusy} isFirst=${found.history.length < 2}
           act=${(/** @type {string} */ rest, /** @type {any} */ body) => change(rest ? "POST" : "PUT", rest, body, inForce.etag)} />
         ${draft && based
           ? html`<${Editor} draft=${draft} release=${based.body} versions=${found.versions} isBusy=${isBusy || isStale}
@@ -114,10 +114,10 @@ async function read(adapter, signal) {
   return { release, comparison, history: history.data, versions: ready.sort((a, b) => numberOf(b) - numberOf(a)) };
 }
 
-/** @param {string} tenant @param {any} found */
-function saidOf(tenant, found) {
+/** @param {string} of @param {any} found */
+function saidOf(of, found) {
   const skipped = (found.skipped ?? []).map((/** @type {any} */ one) => ` Revision ${one.revision} was skipped: ${one.reason}.`);
-  return `Revision ${found.revision} of ${tenant}/${found.name} is in force.${skipped.join("")}`;
+  return `Revision ${found.revision} of ${of} is in force.${skipped.join("")}`;
 }
 
 /**
@@ -140,16 +140,16 @@ function Conflict({ live, based, onTake, onKeep }) {
 
 /**
  * What is in force, and the changes of one button.
- * @param {{ tenant: string, release: any, isBusy: boolean, isFirst: boolean, act: (rest: string, body?: any) => void }} props
- *   `isFirst`: none was in force before; `act` without `rest` puts a release.
+ * @param {{ tenant: string, name: string, release: any, isBusy: boolean, isFirst: boolean,
+ *   act: (rest: string, body?: any) => void }} props `isFirst`: none was in force before; `act` without `rest` puts a release.
  */
-function Now({ tenant, release, isBusy, isFirst, act }) {
+function Now({ tenant, name, release, isBusy, isFirst, act }) {
   const { run, targets, schedule, shadow } = release;
   const may = mayCall("adapters:write");
-  const of = `${tenant}/${release.name}`;
+  const of = `${tenant}/${name}`;
   const newest = [...targets].sort((a, b) => numberOf(b.version) - numberOf(a.version))[0];
-  /** @param {string} name @param {string} text @param {string} rest @param {any} [body] */
-  const button = (name, text, rest, body) => html`<button type="button" data-testid="release-${name}" disabled=${isBusy}
+  /** @param {string} testid @param {string} text @param {string} rest @param {any} [body] */
+  const button = (testid, text, rest, body) => html`<button type="button" data-testid="release-${testid}" disabled=${isBusy}
     onClick=${(/** @type {MouseEvent} */ event) => isOneClick(event) && act(rest, body)}>${text}</button>`;
   return html`<${Section} title="In force" note=${html`Revision ${release.revision} since <${Time} at=${release.created_at} />.`}>
     <p data-testid="released"><${Released} release=${{ ...release, shadow: null }} /></p>
@@ -170,7 +170,7 @@ function Now({ tenant, release, isBusy, isFirst, act }) {
       ${run?.status === "paused" && button("resume", "Resume", "/resume")}
       ${shadow && button("shadow-end", `End the shadow ${shadow.version}${alsoEnds(release)}`, "", withoutShadow(release))}
       ${shadow &&
-      html`<a class="button" data-testid="shadow-canary" href="${adapterHref(tenant, release.name)}/release/${shadow.version}">
+      html`<a class="button" data-testid="shadow-canary" href=${adapterHref(tenant, name) + path`/release/${shadow.version}`}>
         Release ${shadow.version} to a tenth, which ends the shadow</a>`}
     </p>`}
   <//>`;
