@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,7 @@ def test_large_weights_stay_within_what_a_release_may_have(released: ControlPlan
         (GUARD, {"v1": 100, "v2": 0}, "gives nothing to v2, the newest"),
         (ReleasePlan(shadow=ShadowPlan("v9", 0.5)), {"v1": 100}, "no version v9 that is ready"),
         (ReleasePlan(shadow=ShadowPlan("v1", 0.5)), {"v1": 100}, "gives traffic already"),
+        (replace(SCHEDULE, shadow=ShadowPlan("v2", 0.5)), {"v1": 100, "v2": 0}, "gives traffic already"),
         (ReleasePlan(shadow=ShadowPlan("v2", 0.0)), {"v1": 100}, "a share above 0"),
     ],
 )

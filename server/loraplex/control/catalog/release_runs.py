@@ -111,7 +111,10 @@ def _check_shadow(
             f"'{before.name}' has no version {shadow.version[:40]} that is ready; ready: {', '.join(ready) or 'none'}.",
             param="shadow.version",
         )
-    if any(target.version == shadow.version and target.weight for target in targets):
+    given = {target.version for target in targets if target.weight}
+    if plan.schedule is not None:
+        given.add(newest(targets).version)
+    if shadow.version in given:
         raise InvalidValue(
             f"'shadow.version' is {shadow.version}, which 'targets' gives traffic already: a shadow is another one.",
             param="shadow.version",
