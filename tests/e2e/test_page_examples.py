@@ -48,3 +48,17 @@ def test_examples_of_a_page_are_served(name: str, real: Shop, folder: Path) -> N
     for language, text in blocks:
         if language == "python":
             exec(replaced(text, here), dict(names))
+
+
+def test_the_call_that_tools_md_prints_is_what_comes(real: Shop, folder: Path) -> None:
+    page = markdown.read("docs/tools.md")
+    (_, command), *_ = BLOCK.findall(page)
+    printed = re.search(r'"name": ("\w+"), "arguments": ("(?:[^"\\]|\\.)*")', page)
+    assert printed is not None
+    here = {
+        "127.0.0.1:8000": f"127.0.0.1:{real.server.data_port}",
+        '"SmolLM2-135M-Instruct"': f'"{SERVED_NAME}"',
+    }
+    (answered,) = run_steps([Step(command, ())], folder, shell_environment(), here)
+    called = f'"function":{{"name":{printed[1]},"arguments":{printed[2]}}}'
+    assert called in "".join(answered.output), answered

@@ -95,7 +95,7 @@ def test_setting_a_release_that_goes_on_by_itself(shell: Shell) -> None:
         "user",
     )
     made = shell.json(
-        "release", "set", "support", "v1", "v2", "-t", "acme", *plan, "--shadow", "v3:0.1:texts"
+        "release", "set", "support", "v1", "v2", "-t", "acme", *plan, "--shadow", "v3:0.1:keep_texts"
     )
     assert made["guard"] == {
         "metrics": [{"name": "error_rate", "margin": 0.01}, {"name": "ttft", "margin": 0.1}],
@@ -132,7 +132,7 @@ WRONG_PLANS: list[tuple[tuple[str, str], str]] = [
     (("--schedule", "10%:1w"), "write a step as PERCENT:TIME"),
     (("--schedule", "10%:1h,5%:1h"), "weights rise"),
     (("--shadow", "v3"), "VERSION:SHARE"),
-    (("--shadow", "v3:0.1:text"), "VERSION:SHARE:texts"),
+    (("--shadow", "v3:0.1:text"), "VERSION:SAMPLE:keep_texts"),
     (("--shadow", "3:0.1"), "is no version"),
     (("--shadow", "v3:2"), "shadow.sample"),
 ]

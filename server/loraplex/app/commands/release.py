@@ -80,8 +80,8 @@ def set_(
     shadow: Annotated[
         str | None,
         typer.Option(
-            metavar="VERSION:SHARE[:texts]",
-            help="Compare a version on a share of the requests, unseen: v3:0.1",
+            metavar="VERSION:SAMPLE[:keep_texts]",
+            help="Compare a version on a sample of the requests, unseen: v3:0.1",
         ),
     ] = None,
 ) -> None:

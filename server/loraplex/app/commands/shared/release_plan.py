@@ -61,12 +61,14 @@ def parse_schedule(given: str) -> list[dict[str, int]]:
 
 
 def parse_shadow(given: str) -> dict[str, Any]:
-    """A shadow from `v3:0.1`, or `v3:0.1:texts`, which keeps both answers. Raises CommandFailed."""
+    """A shadow from `v3:0.1`, or `v3:0.1:keep_texts`, which keeps both answers; `texts` is its older name. Raises
+    CommandFailed."""
     version, _, rest = given.partition(":")
     sample, colon, texts = rest.partition(":")
-    if not _DECIMAL.fullmatch(sample) or (colon and texts != "texts"):
+    if not _DECIMAL.fullmatch(sample) or (colon and texts not in ("keep_texts", "texts")):
         raise CommandFailed(
-            f"--shadow '{given}': write it as VERSION:SHARE, such as v3:0.1, and VERSION:SHARE:texts to keep the texts."
+            f"--shadow '{given}': write it as VERSION:SAMPLE, such as v3:0.1, and VERSION:SAMPLE:keep_texts to keep "
+            "the texts."
         )
     return {"version": check_version(version), "sample": _number(sample), "keep_texts": bool(colon)}
 
