@@ -31,6 +31,8 @@ CHAT_FILES = (
     "generation_config.json",
 )
 """Sent where a checkpoint has them: how its chats are written, and how its answers end."""
+TOKENIZER_NAME, TOKENIZER_BYTES = "tokenizer.json", 16 << 20
+"""The tokenizer, which is sent too where it is no larger."""
 RETRIED = (408, 429, 502, 503, 504, 507)
 """Statuses after which a push is tried again."""
 SERVED_VALUES: Mapping[str, tuple[object, ...]] = {
@@ -86,6 +88,10 @@ class _Checkpoint:
             for name in CHAT_FILES:
                 with contextlib.suppress(OSError):
                     self.files[name] = stack.enter_context(open(directory / name, "rb"))
+            with contextlib.suppress(OSError):
+                tokenizer = stack.enter_context(open(directory / TOKENIZER_NAME, "rb"))
+                if os.fstat(tokenizer.fileno()).st_size <= TOKENIZER_BYTES:
+                    self.files[TOKENIZER_NAME] = tokenizer
             self._open = stack.pop_all()
 
     def __enter__(self) -> _Checkpoint:

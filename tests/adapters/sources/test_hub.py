@@ -14,7 +14,7 @@ from loraplex.adapters.sources.errors import SourceNotAllowed, SourceNotFound, S
 from loraplex.adapters.sources.hub import copy_from_hub
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.adapters.store.artifact_store import ArtifactStore
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, UPLOAD_FILE_BYTES
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {CONFIG_NAME: b"{}", TENSORS_NAME: b"tensors" * 1000}
@@ -89,7 +89,7 @@ def refused(hub: Hub, tmp_path: Path, kind: type[LoraplexError]) -> str:
 
 def test_both_files_of_the_commit(hub: Hub, tmp_path: Path) -> None:
     assert copy(hub, tmp_path) == FILES
-    assert hub.asked == [f"/org/name/resolve/{COMMIT}/{name}" for name in (*FILES, *CHAT_FILE_BYTES)]
+    assert hub.asked == [f"/org/name/resolve/{COMMIT}/{name}" for name in (*FILES, *UPLOAD_FILE_BYTES)]
 
 
 def test_what_it_has_for_its_chats_comes_too(

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import select
 
 from loraplex.adapters.admission.chat_files import ChatFiles
-from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, TOKENIZER_BYTES, TOKENIZER_NAME
 from loraplex.control.db.tables import AdapterVersion
 from loraplex.control.types import Serving
 from loraplex.serving.text.own_chat import ChatFound, compare_chat
@@ -39,11 +39,18 @@ OWN = {
 
 
 @pytest.fixture
-def plane(tmp_path: Path) -> Iterator[AdminPlane]:
+def seen() -> list[bytes | None]:
+    """The tokenizers that uploads bring to be looked at."""
+    return []
+
+
+@pytest.fixture
+def plane(tmp_path: Path, seen: list[bytes | None]) -> Iterator[AdminPlane]:
     """Its base has the byte tokenizer."""
     text = TextProcessor(write_byte_tokenizer(tmp_path / "base"), max_model_len=4096)
 
     async def examine(tenant_id: str, files: ChatFiles, serving: Serving) -> ChatFound:
+        seen.append(None if files.tokenizer is None else files.tokenizer.read_bytes())
         return compare_chat(files, text, {EOS_ID}, own_serves=False)
 
     made = AdminPlane(tmp_path, examine_chat=examine)
@@ -215,3 +222,35 @@ async def test_what_cannot_be_read_is_refused_by_name(
     assert by_archive.json()["code"] == code
     assert 400 <= by_archive.status_code < 500
     assert plane.leftovers() == []
+
+
+async def test_every_door_brings_the_tokenizer(
+    plane: AdminPlane, admin: httpx.AsyncClient, two: dict[str, bytes], seen: list[bytes | None]
+) -> None:
+    files = {TOKENIZER_NAME: b"{}", **two}
+    folder = plane.root / "shared"
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    made = [await admin.post(VERSIONS, files=form(files))]
+    made += [await admin.post(VERSIONS, files={"archive": make(files)}) for make in MAKERS.values()]
+    made.append(await admin.post(VERSIONS, json={"source": f"file://{folder.resolve()}"}))
+    assert [answer.json()["version"] for answer in made] == ["v1"] * len(made)
+    assert seen == [b"{}"] * len(made)
+    assert plane.leftovers() == []
+
+
+async def test_a_tokenizer_beyond_the_cap_is_left_out(
+    plane: AdminPlane, admin: httpx.AsyncClient, two: dict[str, bytes], seen: list[bytes | None]
+) -> None:
+    folder = plane.root / "shared"
+    folder.mkdir()
+    large = {TOKENIZER_NAME: bytes(TOKENIZER_BYTES + 1), "tokenizer_config.json": b"{}"}
+    for name, data in (two | large).items():
+        (folder / name).write_bytes(data)
+    archives = [data for make in MAKERS.values() if len(data := make(two | large)) < 1 << 20]
+    assert len(archives) > 1  # the others are larger than an upload may be here
+    made = [await admin.post(VERSIONS, files={"archive": data}) for data in archives]
+    made.append(await admin.post(VERSIONS, json={"source": f"file://{folder.resolve()}"}))
+    assert [answer.json().get("version") for answer in made] == ["v1"] * len(made), made[0].text
+    assert seen == [None] * len(made)

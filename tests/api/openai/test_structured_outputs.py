@@ -324,8 +324,8 @@ def test_others_are_answered_while_hostile_schemas_are_checked(
     slow = {"type": "string", "allOf": [{"pattern": f"x{chr(97 + i) * 2}"} for i in range(22)]}
     check, others_answered = ForkProcess.run, asyncio.Event()
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
-        done = await check(process, body, owner=owner)
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+        done = await check(process, body, owner=owner, weight=weight)
         if b"allOf" in body:  # whatever the machine does meanwhile, it takes longer than all of the others
             await others_answered.wait()
         return done

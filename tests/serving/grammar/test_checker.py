@@ -178,9 +178,9 @@ async def test_slow_grammars_of_one_tenant_do_not_hold_up_another(
     begun: list[str] = []
     check = ForkProcess.run
 
-    async def note(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
+    async def note(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
         begun.append(msgspec.msgpack.decode(body, type=Check).text)
-        return await check(process, body, owner=owner)
+        return await check(process, body, owner=owner, weight=weight)
 
     monkeypatch.setattr(ForkProcess, "run", note)
     hostile = [asyncio.create_task(watched.checker.check("hostile", slow(number))) for number in range(4)]

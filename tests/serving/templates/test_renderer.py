@@ -229,8 +229,8 @@ async def test_slow_templates_of_one_tenant_do_not_hold_up_another(
 ) -> None:
     run, other_answered = ForkProcess.run, asyncio.Event()
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
-        done = await run(process, body, owner=owner)
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+        done = await run(process, body, owner=owner, weight=weight)
         if owner.startswith("hostile"):  # however fast the machine is, it takes longer than the other's
             await other_answered.wait()
         return done
@@ -257,12 +257,12 @@ async def test_slow_templates_of_many_tenants_do_not_hold_up_another(
     run, other_answered = ForkProcess.run, asyncio.Event()
     num_begun = 0
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
         nonlocal num_begun
         if owner.startswith("hostile"):
             num_begun += 1
             await other_answered.wait()
-        return await run(process, body, owner=owner)
+        return await run(process, body, owner=owner, weight=weight)
 
     try:
         asks = [made.encode(tenant, slow) for tenant in tenants]
@@ -362,3 +362,34 @@ async def test_a_trial_says_whether_it_is_the_bases_and_keeps_formats(made: Temp
     assert "does not come back" in other.format_reason
     with pytest.raises(TemplateError, match="line 3"):
         await made.try_out("acme", Trial(own(HOSTILE["unclosed"])))
+
+
+async def test_a_versions_tokenizer_is_compared(made: TemplateRenderer, model: Path, tmp_path: Path) -> None:
+    served: dict[str, Any] = json.loads((model / "tokenizer.json").read_text())
+    own = tmp_path / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    extra = served["added_tokens"][0] | {"id": 300, "content": "<|mine|>"}
+    for change, told in (
+        ({}, ""),
+        ({"truncation": cut}, ""),
+        ({"normalizer": {"type": "NFC"}}, "'cafe\\u0301' is"),
+        (
+            {"added_tokens": [*served["added_tokens"], extra]},
+            "1 tokens have no id, or another, by the tokenizer",
+        ),
+        ({"normalizer": {"type": "Nobody"}}, "it is no tokenizer: "),
+    ):
+        own.write_text(json.dumps(served | change))
+        try:
+            found = await made.compare_tokenizer("acme", str(own))
+        except TemplateError as error:
+            found = error.message
+        assert told in found, change
+        assert bool(found) is bool(told), change
+    with pytest.raises(TemplateError, match="the upload has ended"):
+        await made.compare_tokenizer("acme", str(tmp_path / "gone"))
+    own.write_text(json.dumps(served) + " " * (16 << 20))
+    small = renderer(model, memory=4 << 20)
+    with pytest.raises(TemplateError, match="the comparison takes more than 12 MiB of memory"):
+        await small.compare_tokenizer("acme", str(own))
+    await small.close()

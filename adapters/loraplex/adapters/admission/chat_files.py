@@ -14,7 +14,7 @@ from typing import Any
 
 from loraplex.adapters.end_tokens import NAMED_ENDS
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, open_regular, shown
+from loraplex.adapters.store.files import CHAT_FILE_BYTES, TOKENIZER_NAME, open_regular, shown
 
 TEMPLATE_FILE, TOKENIZER_FILE, TOKENS_FILE, GENERATION_FILE = CHAT_FILE_BYTES
 MAX_TEMPLATE_BYTES = CHAT_FILE_BYTES[TEMPLATE_FILE]
@@ -75,18 +75,20 @@ class OwnChat:
 @dataclass(frozen=True, slots=True)
 class ChatFiles:
     """The content of an upload's files. `eos_ids` are those of its generation config; `added`: the tokens that its
-    tokenizer's config lists."""
+    tokenizer's config lists; `tokenizer`: where its tokenizer.json lies."""
 
     templates: Mapping[str, str]
     special_tokens: Mapping[str, str]
     eos_ids: tuple[int, ...]
     added: tuple[str, ...]
+    tokenizer: Path | None = None
 
 
 def read_chat_files(folder: Path) -> ChatFiles | None:
     """None where none of the files is there. Raises AdapterRefused (config_invalid, too_large), OSError."""
     found = {name: data for name in CHAT_FILE_BYTES if (data := _content(folder / name)) is not None}
-    if not found:
+    tokenizer = folder / TOKENIZER_NAME if (folder / TOKENIZER_NAME).is_file() else None
+    if not found and tokenizer is None:
         return None
     config = _object(found, TOKENIZER_FILE)
     tokens = {
@@ -100,6 +102,7 @@ def read_chat_files(folder: Path) -> ChatFiles | None:
         tokens,
         _eos_ids(_object(found, GENERATION_FILE).get("eos_token_id")),
         _added(config.get("added_tokens_decoder")),
+        tokenizer,
     )
 
 

@@ -13,10 +13,11 @@ from loraplex.adapters.contents.places import Contents, Folder, folders_shown, w
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.fault_points import Fault, FaultPoint, no_fault
 from loraplex.adapters.store.files import (
-    CHAT_FILE_BYTES,
     CONFIG_NAME,
     TENSORS_NAME,
     TENSORS_NAMES,
+    TOKENIZER_NAME,
+    UPLOAD_FILE_BYTES,
     create_file,
     shown,
     write_all,
@@ -101,7 +102,7 @@ class MemberSink:
         self._seen.add(parts)
         leaf, folder = parts[-1], parts[:-1]
         is_deeper = folder != self._only and (self._only is not None or len(folder) > 1)
-        if leaf in CHAT_FILE_BYTES:
+        if leaf in UPLOAD_FILE_BYTES:
             return None if is_deeper else self._claim_chat_file(leaf, folder)
         if leaf != CONFIG_NAME and leaf not in TENSORS_NAMES:
             if weights_kind(leaf) is not None:
@@ -131,18 +132,20 @@ class MemberSink:
         self._chat_files[name] = (folder, leaf)
         return name
 
-    def expect(self, name: str, size: int) -> None:
+    def expect(self, name: str, size: int) -> bool:
         """Count the member of that fixed name by its declared size, before any of it is read; the readers never write
-        more.
+        more. False: it is to be skipped.
 
         Raises AdapterRefused("too_large"), and what `reserve` raises.
         """
         if name in self._chat_files:
             _, leaf = self._chat_files[name]
-            if size > CHAT_FILE_BYTES[leaf]:
+            if size > UPLOAD_FILE_BYTES[leaf]:
+                if leaf == TOKENIZER_NAME:
+                    return False
                 raise AdapterRefused(
                     "too_large",
-                    f"the archive's {leaf} has more than {CHAT_FILE_BYTES[leaf]} bytes; leave it out",
+                    f"the archive's {leaf} has more than {UPLOAD_FILE_BYTES[leaf]} bytes; leave it out",
                 )
         self._expected += size
         if self._expected > self._max_bytes:
@@ -150,6 +153,7 @@ class MemberSink:
         if name == TENSORS_NAME:
             self._tensors_size = size
         self._reserve(size)
+        return True
 
     def write(self, name: str, data: bytes | memoryview) -> None:
         """Append to the file of that fixed name. Raises OSError, and AdapterRefused (not_safetensors, too_large) where

@@ -106,10 +106,9 @@ def read_tar(stream: ByteStream, sink: MemberSink) -> None:
 
 def _read_member(stream: ByteStream, sink: MemberSink, name: bytes, size: int) -> None:
     target = sink.claim(name)
-    if target is None:
+    if target is None or not sink.expect(target, size):
         stream.skip(_padded(size))
         return
-    sink.expect(target, size)
     for piece in stream.pieces(size):
         sink.write(target, piece)
     stream.skip(_padded(size) - size)

@@ -54,7 +54,8 @@ def read_zip(file: BinaryIO, sink: MemberSink) -> None:
             last_end = start + entry.compress_size
             if entry.compress_type not in _METHODS:
                 bad_archive(f"{target} is compressed by method {entry.compress_type}; use deflate")
-            sink.expect(target, entry.file_size)
+            if not sink.expect(target, entry.file_size):
+                continue
             try:
                 _unpack(archive, entry, target, sink)
             except _DAMAGED:

@@ -21,12 +21,13 @@ from loraplex.adapters.sources.urls import Source
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import (
-    CHAT_FILE_BYTES,
     CHUNK_BYTES,
     CONFIG_NAME,
     MAX_CONFIG_BYTES,
     TENSORS_NAME,
     TENSORS_NAMES,
+    TOKENIZER_NAME,
+    UPLOAD_FILE_BYTES,
     create_file,
     disk_failures_named,
     shown,
@@ -60,9 +61,13 @@ def copy_folder(
             CONFIG_NAME: folder.open(CONFIG_NAME, MAX_CONFIG_BYTES),
             TENSORS_NAME: folder.open(tensors_name, max_bytes),
         }
-        for name, most in CHAT_FILE_BYTES.items():
+        for name, most in UPLOAD_FILE_BYTES.items():
             with contextlib.suppress(SourceNotFound):
-                opened[name] = folder.open(name, most)
+                try:
+                    opened[name] = folder.open(name, most)
+                except AdapterRefused:
+                    if name != TOKENIZER_NAME:
+                        raise
         total = sum(found.st_size for _, found in opened.values())
         if total > max_bytes:
             raise _too_large("the adapter", max_bytes)

@@ -14,11 +14,13 @@ from loraplex.adapters.sources.errors import SourceNotFound, SourceUnavailable
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import (
-    CHAT_FILE_BYTES,
     CONFIG_NAME,
     MAX_CONFIG_BYTES,
     MLX_TENSORS_NAME,
     TENSORS_NAME,
+    TOKENIZER_BYTES,
+    TOKENIZER_NAME,
+    UPLOAD_FILE_BYTES,
     create_file,
     disk_failures_named,
     write_all,
@@ -28,7 +30,7 @@ DEADLINE_S = 600.0
 """Seconds that all bytes of an adapter may take to come."""
 _PICKLED_NAME = "adapter_model.bin"
 """The name that PEFT gives weights that it pickles."""
-_MOST_BYTES = {CONFIG_NAME: MAX_CONFIG_BYTES, **CHAT_FILE_BYTES}
+_MOST_BYTES = {CONFIG_NAME: MAX_CONFIG_BYTES, **UPLOAD_FILE_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,11 @@ def find_remote(find: Callable[[str], RemoteFile]) -> dict[str, RemoteFile]:
     weights instead, and what `find` raises.
     """
     files = {CONFIG_NAME: find(CONFIG_NAME), TENSORS_NAME: _find_tensors(find)}
-    for name in CHAT_FILE_BYTES:
+    for name in UPLOAD_FILE_BYTES:
         with contextlib.suppress(SourceNotFound):
             files[name] = find(name)
+    if TOKENIZER_NAME in files and files[TOKENIZER_NAME].size > TOKENIZER_BYTES:
+        del files[TOKENIZER_NAME]
     return files
 
 

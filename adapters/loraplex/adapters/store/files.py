@@ -32,6 +32,10 @@ CHAT_FILE_BYTES: Mapping[str, int] = MappingProxyType(
 )
 """Files that a fine-tune may bring beside its two: how its chats are written and how its answers end. By name, the most
 bytes of each."""
+TOKENIZER_NAME, TOKENIZER_BYTES = "tokenizer.json", 16 << 20
+"""A tokenizer beside an adapter: it is compared with the base's, and left out where it is larger."""
+UPLOAD_FILE_BYTES: Mapping[str, int] = MappingProxyType({**CHAT_FILE_BYTES, TOKENIZER_NAME: TOKENIZER_BYTES})
+"""Files that may come beside an adapter's two. By name, the most bytes of each."""
 
 DIGEST_SALT = b"loraplex adapter 1\n"
 """The first bytes of a digest's hash."""

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from fastapi import FastAPI
 
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME, TENSORS_NAMES
+from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, TENSORS_NAMES, UPLOAD_FILE_BYTES
 from loraplex.admin.problem import ANSWERS, MEDIA_TYPE
 from loraplex.admin.uploads.multipart import ARCHIVE_NAME, MAX_SERVING_BYTES, SERVING_NAME
 from loraplex.admin.uploads.serving_field import ALORA
@@ -58,8 +58,8 @@ UPLOAD: dict[str, Any] = {
             "multipart/form-data": {
                 "schema": {
                     "description": f"{CONFIG_NAME} and {TENSORS_NAME}, or one {ARCHIVE_NAME} (.tar, .tar.gz, .zip) "
-                    "with those two. The chat template and the ends of answers that a fine-tune brings may come beside "
-                    "them.",
+                    "with those two. The tokenizer, the chat template and the ends of answers that a fine-tune "
+                    "brings may come beside them.",
                     "oneOf": [
                         {
                             "type": "object",
@@ -71,7 +71,10 @@ UPLOAD: dict[str, Any] = {
                             "additionalProperties": False,
                         }
                         for names, others in (
-                            *(((CONFIG_NAME, tensors), tuple(CHAT_FILE_BYTES)) for tensors in TENSORS_NAMES),
+                            *(
+                                ((CONFIG_NAME, tensors), tuple(UPLOAD_FILE_BYTES))
+                                for tensors in TENSORS_NAMES
+                            ),
                             ((ARCHIVE_NAME,), ()),
                         )
                     ],

@@ -15,11 +15,12 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from loraplex.adapters.contents.places import foreign_weights, weights_kind
 from loraplex.adapters.store.files import (
-    CHAT_FILE_BYTES,
     CONFIG_NAME,
     MAX_CONFIG_BYTES,
     MLX_TENSORS_NAME,
     TENSORS_NAME,
+    TOKENIZER_NAME,
+    UPLOAD_FILE_BYTES,
     shown,
 )
 from loraplex.admin.problem import Problem
@@ -44,13 +45,14 @@ class Part(Enum):
     TOKENIZER_CONFIG = "tokenizer_config.json"
     SPECIAL_TOKENS = "special_tokens_map.json"
     GENERATION_CONFIG = "generation_config.json"
+    TOKENIZER = TOKENIZER_NAME
 
 
 _PARTS = {part.value: part for part in Part} | {MLX_TENSORS_NAME: Part.TENSORS}
 _SMALL = {
     Part.CONFIG: MAX_CONFIG_BYTES,
     Part.SERVING: MAX_SERVING_BYTES,
-    **{Part(name): most for name, most in CHAT_FILE_BYTES.items()},
+    **{Part(name): most for name, most in UPLOAD_FILE_BYTES.items()},
 }
 
 

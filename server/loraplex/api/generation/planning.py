@@ -99,8 +99,7 @@ def make_plan(
     for prompt in prompts:
         if not prompt:
             raise invalid(source, f"'{source}' has no tokens: give at least one.")
-        if isinstance(request, CompletionRequest):
-            _check_ids(source, prompt, vocab_size)
+        _check_ids(source, prompt, vocab_size)
         room = max_model_len - len(prompt)
         if asked is not None and request.ENDS_WITH_CONTEXT:
             asked = max(1, min(asked, room))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from loraplex.adapters.admission.chat_files import ChatFiles, OwnChat
 from loraplex.adapters.errors import AdapterRefused
@@ -13,10 +16,10 @@ from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.db.database import Database
 from loraplex.control.db.read_through import ReadThrough
 from loraplex.control.types import ResolvedModel, Serving
-from loraplex.serving.errors import TemplateError, TextTooLong
+from loraplex.serving.errors import ServingError, TemplateError, TextTooLong
 from loraplex.serving.templates.messages import Conversation, Encoded, Trial
 from loraplex.serving.templates.renderer import TemplateRenderer
-from loraplex.serving.text.own_chat import TEMPLATE_CHECK, ChatFound, compare_chat
+from loraplex.serving.text.own_chat import TEMPLATE_CHECK, TOKENIZER_CHECK, ChatFound, compare_chat
 from loraplex.serving.text.processor import TextProcessor
 
 KEPT_CHATS = 256
@@ -59,6 +62,32 @@ class ChatExaminer:
     async def __call__(self, tenant: str, files: ChatFiles, serving: Serving) -> ChatFound:
         """Raises AdapterRefused for a template that does not compile, and for formats that it does not keep, where it
         renders the version's chats; TemplateTimeSpent and TemplatesUnavailable."""
+        found = await self._examined(tenant, files, serving)
+        if files.tokenizer is None:
+            return found
+        note = await self._tokenizer_note(tenant, files.tokenizer)
+        return replace(found, checks=(*found.checks, note))
+
+    async def _tokenizer_note(self, tenant: str, path: Path) -> Mapping[str, Any]:
+        difference = ""
+        try:
+            if await asyncio.to_thread(_digest, path) != self._text.tokenizer_digest:
+                difference = await self._renderer.compare_tokenizer(tenant, str(path))
+        except ServingError as error:
+            detail = (
+                f"warning: the version's tokenizer.json could not be compared: {error.message.rstrip('.')}"
+            )
+            return {"name": TOKENIZER_CHECK, "ok": False, "detail": detail}
+        if not difference:
+            return {
+                "name": TOKENIZER_CHECK,
+                "ok": True,
+                "detail": "it gives the tokens of the one that serves",
+            }
+        detail = f"warning: another tokenizer serves than the version's own: {difference}"
+        return {"name": TOKENIZER_CHECK, "ok": False, "detail": detail}
+
+    async def _examined(self, tenant: str, files: ChatFiles, serving: Serving) -> ChatFound:
         found = await self._compared(files)
         if found.own is None or not found.own.templates:
             return found
@@ -94,3 +123,7 @@ class ChatExaminer:
         return await asyncio.to_thread(
             compare_chat, files, self._text, self._eos_ids, own_serves=self._own_serves, written=written
         )
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loraplex.adapters.store.files import shown
-from loraplex.serving.text.tokenizer_comparison import compare
+from loraplex.serving.text.tokenizer_comparison import compare, load_tokenizer
 
 FOUND, TOKENIZER = "found.json", "tokenizer.json"
 _MOST_REASON = 200
@@ -39,7 +39,8 @@ def read(model_dir: Path, out: Path) -> Reading:
             str(model_dir), local_files_only=True, trust_remote_code=False
         )
         written: str = read_by.backend_tokenizer.to_str()
-        difference = compare((model_dir / TOKENIZER).read_text("utf-8"), written)
+        as_it_lies = load_tokenizer((model_dir / TOKENIZER).read_text("utf-8"))
+        difference = compare(as_it_lies, load_tokenizer(written))
     except Exception as error:  # a library's, over a stranger's files
         return Reading(
             failure=shown(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", _MOST_REASON)

@@ -31,11 +31,12 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A fork does jobs of one `owner` alone."""
+    """A fork does jobs of one `owner` alone, of one `weight`, which multiplies the CPU time and the memory of a job."""
 
     id: int
     owner: str
     body: bytes
+    weight: int = 1
 
 
 class Done(msgspec.Struct, frozen=True):

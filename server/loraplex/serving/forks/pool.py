@@ -105,8 +105,9 @@ class ForkPool:
         if self.process is not None:
             await self.process.close()
 
-    async def run(self, tenant: str, body: bytes, *, owner: str = "") -> Done:
-        """The job's outcome. A fork never does jobs of two owners. Raises the errors of `PoolWords`."""
+    async def run(self, tenant: str, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+        """The job's outcome. A fork never does jobs of two owners; those of one have one weight. Raises the errors of
+        `PoolWords`."""
         words = self._words
         self._check_spent(tenant)
         if not self._waiting.acquire(tenant, self._limits.max_waiting):
@@ -118,25 +119,25 @@ class ForkPool:
             )
         try:
             async with self._turn_of(tenant):
-                return await self._in_turn(tenant, body, owner)
+                return await self._in_turn(tenant, body, owner, weight)
         except ProcessFailed as error:
             raise words.unavailable(f"{words.process} {error}. Please try again.") from error
         finally:
             self._waiting.release(tenant)
 
-    async def _in_turn(self, tenant: str, body: bytes, owner: str) -> Done:
+    async def _in_turn(self, tenant: str, body: bytes, owner: str, weight: int) -> Done:
         """Tenants that have used much CPU time share half of the turns. Of any other one job runs at a time: it may
         show to be long. So a tenant with short jobs finds a turn, however many others have long ones."""
         async with self._single_of.setdefault(tenant, asyncio.Lock()):
             if self._left(tenant) <= LIGHT_SHARE * self._limits.burst_s:
                 async with self._turns:
-                    return await self._done(tenant, body, owner)
+                    return await self._done(tenant, body, owner, weight)
         async with self._turns_of_heavy, self._turns:
-            return await self._done(tenant, body, owner)
+            return await self._done(tenant, body, owner, weight)
 
-    async def _done(self, tenant: str, body: bytes, owner: str) -> Done:
+    async def _done(self, tenant: str, body: bytes, owner: str, weight: int) -> Done:
         self._check_spent(tenant)
-        done = await (await self._running()).run(body, owner=owner)
+        done = await (await self._running()).run(body, owner=owner, weight=weight)
         self._spent[tenant] = _Spent(self._left(tenant) + done.cpu_s, self._clock())
         return done
 

@@ -76,13 +76,13 @@ class ForkProcess:
         """Jobs that it has."""
         return len(self._waiting)
 
-    async def run(self, body: bytes, *, owner: str = "") -> Done:
+    async def run(self, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
         """Raises ProcessFailed where the process is lost meanwhile."""
         if not self.alive:
             raise ProcessFailed("was lost")
         number = next(self._ids)
         try:
-            job = encode_frame(Job(number, owner, body))
+            job = encode_frame(Job(number, owner, body, weight))
         except FrameTooLarge:
             return Done(number, "too_large")
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()

@@ -138,14 +138,14 @@ class _Forks:
         start = self._start
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where the machine's memory runs out, this is to end first
-        most = self._address_space + start.memory
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
         for left in reversed(range(MAX_JOBS)):
             job = msgspec.msgpack.decode(_read(connection), type=Job)
+            if left == MAX_JOBS - 1:
+                most = self._address_space + start.memory * job.weight
+                resource.setrlimit(resource.RLIMIT_AS, (most, most))
             before = time.process_time()
-            signal.setitimer(
-                signal.ITIMER_PROF, start.cpu_s
-            )  # the signals end it at once: nobody handles them
+            # The signals end it at once: nobody handles them.
+            signal.setitimer(signal.ITIMER_PROF, start.cpu_s * job.weight)
             signal.setitimer(signal.ITIMER_REAL, start.wall_s)
             outcome, body = self._do(job)
             signal.setitimer(signal.ITIMER_PROF, 0)

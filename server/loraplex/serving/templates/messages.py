@@ -34,6 +34,12 @@ class Trial(msgspec.Struct, frozen=True, tag=True):
     reasoning_format: str | None = None
 
 
+class OtherTokenizer(msgspec.Struct, frozen=True, tag=True):
+    """The tokenizer.json that a version brings, to be compared with the one that serves."""
+
+    path: str
+
+
 class Encoded(msgspec.Struct, frozen=True, tag=True):
     """`effort_counts`: the template reads how much the model is to think."""
 
@@ -50,6 +56,12 @@ class Tried(msgspec.Struct, frozen=True, tag=True):
     turn_ends: tuple[str, ...] = ()
 
 
+class Compared(msgspec.Struct, frozen=True, tag=True):
+    """`difference` of two tokenizers in one sentence; "" for none."""
+
+    difference: str
+
+
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """The template, or what it makes of a conversation; `is_length`: it is too long."""
 
@@ -57,5 +69,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     is_length: bool = False
 
 
-Body = Conversation | Trial
-RenderAnswer = Encoded | Tried | Refused
+Body = Conversation | Trial | OtherTokenizer
+RenderAnswer = Encoded | Tried | Compared | Refused

@@ -22,8 +22,10 @@ from loraplex.serving.forks.messages import Done
 from loraplex.serving.forks.pool import ForkPool, PoolLimits, PoolWords, wall_s
 from loraplex.serving.templates.messages import (
     Body,
+    Compared,
     Conversation,
     Encoded,
+    OtherTokenizer,
     Refused,
     RenderAnswer,
     Setup,
@@ -34,6 +36,8 @@ from loraplex.serving.templates.messages import (
 WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.templates.worker")
 TOKEN_S = 2e-5
 """CPU time of a job for each token that the context has: some tokenizers take that for long prompts."""
+TOKENIZER_WEIGHT = 3
+"""A tokenizer of 150,000 tokens takes 1 s and 90 MB."""
 CPU_SHARE = 0.25
 """Part of one core that a tenant's templates may take over time, beside `burst_s`."""
 
@@ -115,14 +119,32 @@ class TemplateRenderer:
         assert isinstance(tried, Tried)
         return tried
 
-    async def _answer(self, tenant: str, body: Body, *, owner: str) -> RenderAnswer:
-        task = asyncio.create_task(self.pool.run(tenant, msgspec.msgpack.encode(body), owner=owner))
+    async def compare_tokenizer(self, tenant: str, path: str) -> str:
+        """How the tokenizer.json at `path` differs from the one that serves; "" where it does not. Raises as
+        `encode`."""
+        job = OtherTokenizer(path)
+        owner, what = f"{tenant} {path}", "the comparison"
+        compared = await self._answer(tenant, job, owner=owner, what=what, weight=TOKENIZER_WEIGHT)
+        assert isinstance(compared, Compared)
+        return compared.difference
+
+    async def _answer(
+        self,
+        tenant: str,
+        body: Body,
+        *,
+        owner: str,
+        what: str = "this version's chat template",
+        weight: int = 1,
+    ) -> RenderAnswer:
+        job = self.pool.run(tenant, msgspec.msgpack.encode(body), owner=owner, weight=weight)
+        task = asyncio.create_task(job)
         self._running.add(task)
         task.add_done_callback(self._ended)
         # A caller that goes away leaves it to its end, so that its tenant's turn ends with the work.
         done = await asyncio.shield(task)
         if done.outcome != "done":
-            raise self._killed(done)
+            raise self._killed(done, what, weight)
         answer: RenderAnswer = msgspec.msgpack.decode(done.body, type=RenderAnswer)
         if isinstance(answer, Refused):
             raise (TextTooLong if answer.is_length else TemplateError)(answer.reason)
@@ -133,13 +155,11 @@ class TemplateRenderer:
         if not task.cancelled():
             task.exception()  # its caller may have gone
 
-    def _killed(self, done: Done) -> ServingError:
+    def _killed(self, done: Done, what: str, weight: int) -> ServingError:
         """A template has nothing to wait for: where it was only time that ran out, the machine was busy."""
         if done.outcome == "timed_out":
-            return TemplatesUnavailable(
-                "The machine is too busy to render this version's chat template. Please try again."
-            )
-        limit = f"{self._limits.memory >> 20} MiB of memory, or of nesting"
+            return TemplatesUnavailable(f"The machine is too busy for {what}. Please try again.")
+        limit = f"{self._limits.memory * weight >> 20} MiB of memory, or of nesting"
         if done.outcome == "too_slow":
-            limit = f"{self._cpu_s:.3g} s of processing time"
-        return TemplateError(f"this version's chat template takes more than {limit}")
+            limit = f"{self._cpu_s * weight:.3g} s of processing time"
+        return TemplateError(f"{what} takes more than {limit}")

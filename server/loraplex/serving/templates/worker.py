@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,8 +18,10 @@ from loraplex.serving.forks.worker import SetupFailed, Work, serve_forks
 from loraplex.serving.output.formats import NO_FORMATS
 from loraplex.serving.templates.messages import (
     Body,
+    Compared,
     Conversation,
     Encoded,
+    OtherTokenizer,
     Refused,
     RenderAnswer,
     Setup,
@@ -66,6 +69,8 @@ class _Renderer:
 
     def _answer(self, job: Body) -> RenderAnswer:
         try:
+            if isinstance(job, OtherTokenizer):
+                return self._compared(job)
             return self._encoded(job) if isinstance(job, Conversation) else self._tried(job)
         except TextTooLong as error:
             return Refused(_reason(error.message), is_length=True)
@@ -96,6 +101,20 @@ class _Renderer:
                 f"long: it has {len(ids)} tokens by this version's chat template. Please shorten it."
             )
         return Encoded(ids, counts)
+
+    def _compared(self, job: OtherTokenizer) -> RenderAnswer:
+        try:
+            difference = self._text.compare_tokenizer(Path(job.path).read_text("utf-8"))
+        except (RecursionError, MemoryError):
+            raise
+        except OSError:
+            return Refused("the upload has ended")
+        except Exception as error:  # the library's, over a stranger's file
+            return Refused(_reason(f"it is no tokenizer: {error}"))
+        told = (
+            "" if difference is None else difference.told("by the tokenizer that serves", "by the version's")
+        )
+        return Compared(encodable(told))
 
     def _tried(self, job: Trial) -> RenderAnswer:
         chat = self._text.own_chat(job.own)

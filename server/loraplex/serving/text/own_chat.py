@@ -19,7 +19,7 @@ from loraplex.adapters.end_tokens import (
 from loraplex.adapters.store.files import shown
 from loraplex.serving.text.processor import TextProcessor
 
-TEMPLATE_CHECK, ENDS_CHECK = "chat template", "ends of answers"
+TEMPLATE_CHECK, ENDS_CHECK, TOKENIZER_CHECK = "chat template", "ends of answers", "tokenizer"
 """Their names in a report."""
 _MAX_NAMED = 4
 _OWN_ALONE = "only on a server that is started with --adapter-templates own"

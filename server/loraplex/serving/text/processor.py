@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer
 
 from loraplex.adapters.admission.chat_files import NAMED_TOKENS, OwnChat
 from loraplex.adapters.end_tokens import added_tokens
@@ -25,6 +24,7 @@ from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN, ChatEncoder,
 from loraplex.serving.text.chat_template import ChatTemplate, encodable
 from loraplex.serving.text.controls import token_ids_of
 from loraplex.serving.text.detokenize import IncrementalDetokenizer, TextStream, TokenTable, build_token_table
+from loraplex.serving.text.tokenizer_comparison import Difference, compare, load_tokenizer
 from loraplex.serving.text.tool_rendering import PROBE_TOOLS, probes, reads_probe
 from loraplex.serving.text.turn_ends import written_ends
 
@@ -62,12 +62,11 @@ class TextProcessor:
         path = Path(model_dir)
         try:
             raw = (path / "tokenizer.json").read_text("utf-8")
-            self._tokenizer: Tokenizer = Tokenizer.from_str(raw)
+            self._tokenizer = load_tokenizer(raw)
             decoder = json.loads(raw).get("decoder")
         except Exception as error:  # the library raises plain Exceptions
             raise TokenizerUnsupported(f"cannot load {path / 'tokenizer.json'}: {error}") from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self.tokenizer_digest = sha256(raw.encode()).hexdigest()
         self._max_chars = max_model_len * MAX_CHARS_PER_TOKEN
         added = self._tokenizer.get_added_tokens_decoder()
         special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -100,6 +99,10 @@ class TextProcessor:
         writes the template himself. Raises TextTooLong."""
         check_length(len(text), self._max_chars)
         return token_ids_of(self._tokenizer, encodable(text), add_special_tokens=add_special_tokens)
+
+    def compare_tokenizer(self, text: str) -> Difference | None:
+        """The difference from the tokenizer of a tokenizer.json. The library raises plain Exceptions."""
+        return compare(self._tokenizer, load_tokenizer(text))
 
     def encode_chat(
         self,

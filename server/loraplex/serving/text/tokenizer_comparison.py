@@ -26,6 +26,10 @@ _MOST_SPECIAL = 4
 _MOST_NAMED = 4
 _MOST_TOKENS = 8
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
+_OF_MODEL = (
+    "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
+    "ignore_merges",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,43 +72,49 @@ class Difference:
         return "; ".join(found)
 
 
-def compare(ours: str, theirs: str) -> Difference | None:
-    """Compare the JSON of two tokenizers; None where they are made of the same parts. The library raises plain
-    Exceptions for what is no tokenizer."""
-    tokenizers = [_load(ours), _load(theirs)]
-    parts = [_parts(tokenizer) for tokenizer in tokenizers]
-    differing = tuple(name for name in parts[0] if parts[0][name] != parts[1][name])
-    known = [tokenizer.get_vocab(with_added_tokens=True) for tokenizer in tokenizers]
-    missing = () if known[0] == known[1] else tuple(t for t, i in known[1].items() if known[0].get(t) != i)
-    if not differing and not missing:
-        return None
-    tried = [*PROBES, *_behind_special(tokenizers[0])]
-    examples = []
-    for text in tried:
-        first, second = (tokenizer.encode(text) for tokenizer in tokenizers)
-        if first.ids != second.ids:
-            examples.append(Example(text, tuple(first.tokens), tuple(second.tokens)))
-    example = min(examples, key=lambda each: len(each.text), default=None)
-    return Difference(missing, differing, len(examples), len(tried), example)
-
-
-def _load(text: str) -> Tokenizer:
+def load_tokenizer(text: str) -> Tokenizer:
+    """The tokenizer of a JSON, which neither cuts nor pads. The library raises plain Exceptions for what is none."""
     tokenizer: Tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
+def compare(ours: Tokenizer, theirs: Tokenizer) -> Difference | None:
+    """None where both know the same tokens and are made of the same parts."""
+    parts = [_parts(tokenizer) for tokenizer in (ours, theirs)]
+    differing = tuple(name for name in parts[0] if parts[0][name] != parts[1][name])
+    known = [tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (ours, theirs)]
+    missing = () if known[0] == known[1] else tuple(t for t, i in known[1].items() if known[0].get(t) != i)
+    if not differing and not missing:
+        return None
+    tried = [*PROBES, *_behind_special(ours)]
+    examples = []
+    for text in tried:
+        first, second = ours.encode(text), theirs.encode(text)
+        if first.ids != second.ids:
+            examples.append(Example(text, tuple(first.tokens), tuple(second.tokens)))
+    example = min(examples, key=lambda each: len(each.text), default=None)
+    return Difference(missing, differing, len(examples), len(tried), example)
+
+
 def _parts(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Parts of a tokenizer beside its vocabulary, as the library writes them."""
-    written: dict[str, Any] = json.loads(tokenizer.to_str())
-    model = {name: value for name, value in written["model"].items() if name not in ("vocab", "type")}
+    """Parts of a tokenizer beside its vocabulary."""
+    added = tokenizer.get_added_tokens_decoder().values()
     return {
-        **{name: _effective(written.get(name)) for name in _PARTS},
-        "post_processor": _added_around(written.get("post_processor")),
-        "model": _effective(model),
-        "added_tokens": {token["content"]: token for token in written["added_tokens"]},
+        **{name: _effective(_written(getattr(tokenizer, name))) for name in _PARTS},
+        "post_processor": _added_around(_written(tokenizer.post_processor)),
+        "model": {name: getattr(tokenizer.model, name, None) or None for name in _OF_MODEL},
+        "added_tokens": {
+            each.content: (each.special, each.normalized, each.lstrip, each.rstrip, each.single_word)
+            for each in added
+        },
     }
+
+
+def _written(part: Any) -> Any:
+    """A part as the library writes it into a file."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _effective(part: Any) -> Any:

@@ -11,7 +11,14 @@ from typing import IO
 from loraplex.adapters.contents.kinds import START_BYTES, identify, identify_config
 from loraplex.adapters.contents.places import Contents, Folder, folders_shown
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.store.files import CHAT_FILE_BYTES, CONFIG_NAME, TENSORS_NAME, TENSORS_NAMES
+from loraplex.adapters.store.files import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    TENSORS_NAMES,
+    TOKENIZER_BYTES,
+    TOKENIZER_NAME,
+    UPLOAD_FILE_BYTES,
+)
 from loraplex.app.commands.shared.errors import CommandFailed
 
 _WANTED = f"DIR must hold {CONFIG_NAME} and {TENSORS_NAME}, as PEFT's save_pretrained writes them."
@@ -26,9 +33,12 @@ def open_adapter(directory: Path, stack: contextlib.ExitStack) -> tuple[Path, di
         name: _open(folder / own_name, stack)
         for name, own_name in ((CONFIG_NAME, CONFIG_NAME), (TENSORS_NAME, tensors_name))
     }
-    for name in CHAT_FILE_BYTES:
+    for name in UPLOAD_FILE_BYTES:
         with contextlib.suppress(CommandFailed):
             files[name] = _open(folder / name, stack)
+    tokenizer = files.get(TOKENIZER_NAME)
+    if tokenizer is not None and os.fstat(tokenizer.fileno()).st_size > TOKENIZER_BYTES:
+        del files[TOKENIZER_NAME]
     for name, look in ((CONFIG_NAME, identify_config), (TENSORS_NAME, identify)):
         file = files[name]
         kind = look(file.read(START_BYTES), os.fstat(file.fileno()).st_size)
