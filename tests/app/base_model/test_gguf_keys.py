@@ -107,6 +107,7 @@ def test_the_table_has_every_key_of_the_library() -> None:
         ({"tokenizer.ggml.remove_extra_whitespaces": True}, "tokenizer.ggml.remove_extra_whitespaces is true"),
         (BOS | {"tokenizer.ggml.bos_token_id": None}, "have no tokenizer.ggml.bos_token_id"),
         ({"tokenizer.ggml.brand_new": 1}, "have tokenizer.ggml.brand_new, which is not known here"),
+        ({"tokenizer.ggml.token_type": [2] * 265}, "its tokenizer.ggml.token_type has 2: tokens of these types"),
         ({"split.count": 3}, "split.count is 3"),
         ({"general.type": "adapter"}, "general.type is 'adapter'"),
     ],
@@ -296,6 +297,24 @@ def test_what_is_added_to_a_text(tmp_path: Path) -> None:
     text = TextProcessor(made(tmp_path, metadata=BOS), max_model_len=CONTEXT)
     assert text.encode("the") == [1, *text.encode("the", add_special_tokens=False)]
     assert text_build(made_again(tmp_path)) != text_build(tmp_path / "model")
+
+
+def test_tokens_that_a_user_added_are_whole_words(tmp_path: Path) -> None:
+    """A token that is not special is found in a text all the same, and is part of an answer's."""
+    types = [
+        4,
+        3,
+        3,
+        *[1] * 258,
+        5,
+        *[1] * 3,
+    ]  # "<|endoftext|>" is one; the word behind the alphabet is unused
+    path = made(tmp_path, metadata={"tokenizer.ggml.token_type": types})
+    text = TextProcessor(path, max_model_len=CONTEXT)
+    ids = text.encode("the<|endoftext|>the", add_special_tokens=False)
+    assert ids == [*text.encode("the"), 0, *text.encode("the")]
+    assert text.control_id("<|endoftext|>") is None
+    assert text.decode(ids) == "the<|endoftext|>the"
 
 
 def made_again(tmp_path: Path) -> Path:

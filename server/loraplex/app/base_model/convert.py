@@ -203,8 +203,16 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types: list[int] = metadata["tokenizer.ggml.token_type"]
-    if unknown := set(types) - {TokenType.NORMAL, TokenType.CONTROL}:
-        raise GgufUnsupported(f"tokens of type {', '.join(map(str, sorted(unknown)))} are not converted")
+    if unknown := set(types) - {
+        TokenType.NORMAL,
+        TokenType.UNUSED,
+        TokenType.CONTROL,
+        TokenType.USER_DEFINED,
+    }:
+        kinds = ", ".join(map(str, sorted(unknown)))
+        raise GgufUnsupported(
+            f"its tokenizer.ggml.token_type has {kinds}: tokens of these types are not converted"
+        )
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     no_affixes = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
@@ -221,12 +229,12 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
         single=[*first, "$A:0"], pair=[*first, "$A:0", *first, "$B:1"], special_tokens=begins
     )
     ends = {number for name in _ENDS if (number := _token_id(metadata, name)) is not None}
-    control = [
-        token
+    added = [
+        AddedToken(token, normalized=False, special=kind == TokenType.CONTROL or number in ends)
         for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind == TokenType.CONTROL or number in ends
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED) or number in ends
     ]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    tokenizer.add_tokens(added)
     return tokenizer
 
 
