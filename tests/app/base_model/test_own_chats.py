@@ -8,9 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from loraplex.adapters.admission.chat_files import ChatFiles
 from loraplex.app.base_model.own_chats import ChatExaminer
 from loraplex.control.types import Serving
+from loraplex.serving.errors import ServingError, TemplateError
 from loraplex.serving.templates.messages import Trial, Tried
 from loraplex.serving.text.processor import TextProcessor
 from support.models.byte_tokenizer import EOS_ID, write_byte_tokenizer
@@ -55,3 +58,38 @@ async def test_a_turn_ends_at_the_token_that_the_versions_template_writes(tmp_pa
         assert found.own is not None
         assert found.own.eos_ids == (text.token_id("<|im_end|>"),)
         assert "'<|im_end|>' (260) too" in found.checks[-1]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("", "it gives the tokens of the one that serves"),
+        ("'2026' is …", "warning: another tokenizer serves than the version's own: '2026' is …"),
+        (TemplateError("it is no tokenizer: x."), "could not be compared: it is no tokenizer: x"),
+    ],
+)
+async def test_the_report_tells_of_the_versions_tokenizer(
+    answer: str | ServingError, words: str, tmp_path: Path
+) -> None:
+    async def compare_tokenizer(tenant: str, path: str) -> str:
+        if isinstance(answer, ServingError):
+            raise answer
+        return answer
+
+    own = tmp_path / "tokenizer.json"
+    own.write_text("{}")
+    text = TextProcessor(write_byte_tokenizer(tmp_path / "base"), max_model_len=64)
+    renderer: Any = SimpleNamespace(compare_tokenizer=compare_tokenizer)
+    examine = ChatExaminer(text, (), renderer, own_serves=False)
+    (check,) = (await examine("acme", ChatFiles({}, {}, (), (), own), Serving(None, None))).checks
+    assert check["name"] == "tokenizer"
+    assert words in cast("str", check["detail"])
+    assert check["ok"] is not cast("str", check["detail"]).startswith("warning: ")
+
+
+async def test_equal_bytes_are_compared_by_their_digest(tmp_path: Path) -> None:
+    text = TextProcessor(write_byte_tokenizer(tmp_path), max_model_len=64)
+    examine = ChatExaminer(text, (), cast("Any", None), own_serves=False)
+    files = ChatFiles({}, {}, (), (), tmp_path / "tokenizer.json")
+    (check,) = (await examine("acme", files, Serving(None, None))).checks
+    assert (check["name"], check["ok"]) == ("tokenizer", True)
