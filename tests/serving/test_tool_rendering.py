@@ -111,6 +111,11 @@ def test_the_format_of_a_template(tmp_path: Path, template: str, detected: str |
         (HERMES + "{{ '' if true else '<think></think>' }}", "think_tags"),
         (HERMES + "{{ '' if true else '[THINK]' }}{{ '' if true else '[/THINK]' }}", "think_brackets"),
         (HERMES + "{{ '' if true else '<think></think>[THINK][/THINK]' }}", None),
+        (HERMES[:-11] + "<think>\n{% endif %}", "think_tags"),
+        (HERMES[:-11] + "{{ '<thi' + 'nk>' }}{% endif %}", "think_tags"),
+        (HERMES[:-11] + "[THINK]{% endif %}", "think_brackets"),
+        (HERMES[:-11] + "<think>{% endif %}{{ '' if true else '</think>[THINK][/THINK]' }}", "think_tags"),
+        (HERMES + "{{ '' if true else '<think>' }}", None),
     ],
 )
 def test_the_reasoning_of_a_template(tmp_path: Path, template: str, detected: str | None) -> None:

@@ -22,6 +22,8 @@ MAX_TEMPLATE_BYTES = CHAT_FILE_BYTES[TEMPLATE_FILE]
 NAMED_TOKENS = ("bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", *NAMED_ENDS)
 TEMPLATE_NAMES = ("default", "tool_use")
 """The templates that chats use, of those that a tokenizer may have."""
+MORE_TEMPLATES = "additional_chat_templates"
+"""The folder that save_pretrained writes templates into whose name is not "default"."""
 MAX_EOS_IDS = 64
 MAX_TOKEN_CHARS = 256
 _MAX_DIGITS = 18
@@ -165,19 +167,28 @@ def _templates(found: Mapping[str, bytes], config: _Json) -> dict[str, str]:
 def _listed(value: Any, where: str) -> dict[str, str]:
     if value is None:
         return {}
-    if isinstance(value, str):
-        return {"default": value}
-    by_name = {
-        item["name"]: item["template"]
-        for item in (value if isinstance(value, list) else ())
-        if isinstance(item, dict)
-        and isinstance(item.get("name"), str)
-        and isinstance(item.get("template"), str)
-    }
+    by_name = used_templates(named_templates(value))
     if not by_name:
         raise _invalid(where, "it is neither a template nor a list of them by name")
+    return by_name
+
+
+def named_templates(value: object) -> dict[str, str]:
+    """Templates by name, of a `chat_template` in a tokenizer's config: one, a list of them, or an object."""
+    if isinstance(value, str):
+        return {"default": value}
+    listed = value if isinstance(value, list) else []
+    pairs = [(item.get("name"), item.get("template")) for item in listed if isinstance(item, dict)]
+    pairs += value.items() if isinstance(value, dict) else ()
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+
+
+def used_templates(by_name: Mapping[str, str]) -> dict[str, str]:
+    """Those that chats use. Without a default one, the first serves."""
     chosen = {name: by_name[name] for name in TEMPLATE_NAMES if name in by_name}
-    return chosen if "default" in chosen else {"default": next(iter(by_name.values())), **chosen}
+    if by_name and "default" not in chosen:
+        chosen["default"] = next(iter(by_name.values()))
+    return chosen
 
 
 def _eos_ids(value: Any) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.admission.chat_files import MORE_TEMPLATES
 from loraplex.adapters.base_weights.gguf import FILE, INDEX, PLAIN, tensor_bytes
 from loraplex.adapters.base_weights.gguf_blocks import KINDS
 from loraplex.adapters.store.files import shown
@@ -126,6 +127,8 @@ def _write_texts(gguf: Path, metadata: Metadata, folder: Path | None, target: Pa
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 shutil.copy(folder / name, target / name)
+        if (folder / MORE_TEMPLATES).is_dir():
+            shutil.copytree(folder / MORE_TEMPLATES, target / MORE_TEMPLATES)
         return
     try:
         tokenizer = build_tokenizer(metadata)

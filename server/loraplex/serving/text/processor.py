@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.admission.chat_files import NAMED_TOKENS, OwnChat
+from loraplex.adapters.admission.chat_files import NAMED_TOKENS, OwnChat, named_templates, used_templates
 from loraplex.adapters.end_tokens import added_tokens
 from loraplex.serving.errors import TemplateError, TokenizerUnsupported
 from loraplex.serving.output.format_parser import FormatParser
@@ -24,6 +24,7 @@ from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN, ChatEncoder,
 from loraplex.serving.text.chat_template import ChatTemplate, encodable
 from loraplex.serving.text.controls import token_ids_of
 from loraplex.serving.text.detokenize import IncrementalDetokenizer, TextStream, TokenTable, build_token_table
+from loraplex.serving.text.text_build import template_files
 from loraplex.serving.text.tokenizer_comparison import Difference, compare, load_tokenizer
 from loraplex.serving.text.tool_rendering import PROBE_TOOLS, probes, reads_probe
 from loraplex.serving.text.turn_ends import written_ends
@@ -277,17 +278,9 @@ def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name, from the first place that has one, in the order of transformers."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return {"default": file.read_text("utf-8")}
-    value = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(value, str):
-        return {"default": value}
-    if isinstance(value, list):
-        return {
-            str(item["name"]): str(item["template"])
-            for item in value
-            if isinstance(item, Mapping) and "name" in item and "template" in item
-        }
-    return {}
+    """Templates by name that chats use, from the first place that has a default one, in the order of transformers."""
+    files = {name: file.read_text("utf-8") for name, file in template_files(path).items()}
+    if "default" not in files:
+        value = _read_json(path / "chat_template.json").get("chat_template") or config.get("chat_template")
+        files = named_templates(value) | files
+    return used_templates(files)

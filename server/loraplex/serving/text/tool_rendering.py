@@ -87,12 +87,12 @@ def detect_tool_format(template: ChatTemplate) -> ToolFormat | None:
 
 
 def detect_reasoning_format(template: ChatTemplate) -> ReasoningFormat | None:
-    """The one whose markers the template has."""
-    found = [
-        reasoning
-        for reasoning in REASONING_FORMATS.values()
-        if all(marker in template.literals for marker in reasoning.markers)
-    ]
+    """The one whose markers the template has; of several or none, the one that it opens at the end of a prompt."""
+    known = REASONING_FORMATS.values()
+    found = [one for one in known if all(marker in template.literals for marker in one.markers)]
+    if len(found) != 1:
+        prompt = _rendered(template, [_USER], add_generation_prompt=True).rstrip()
+        found = [one for one in known if prompt.endswith(one.opens)]
     return found[0] if len(found) == 1 else None
 
 
@@ -244,9 +244,12 @@ def _rendered(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = False,
 ) -> str:
     """ "" where the template refuses."""
+    normal = template.normalize_messages(messages)
     try:
-        return template.render(template.normalize_messages(messages), tools, add_generation_prompt=False)
+        return template.render(normal, tools, add_generation_prompt=add_generation_prompt)
     except TemplateError:
         return ""
