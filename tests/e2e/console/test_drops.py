@@ -14,7 +14,7 @@ from loraplex.adapters.contents.kinds import identify
 from loraplex.adapters.contents.places import foreign_weights, weights_kind
 from support.adapters.drafts import make_adapter
 from support.console.browser import PATIENCE_MS, Screen
-from support.http.admin_plane import ARCH
+from support.http.admin_plane import ADMIN_TOKEN, ARCH
 from support.http.whole_server import WholeServer, whole_server
 
 pytestmark = pytest.mark.slow
@@ -113,6 +113,21 @@ def test_what_is_wrong_with_dropped_files_is_said(upload: Screen, folder: Path, 
     assert set(upload.page.evaluate("kept")) == {True}, (
         "a drop beside the zone would open the file in place of the page"
     )
+
+
+def test_chosen_files_stay_for_another_tenant(server: WholeServer, screen: Screen, folder: Path) -> None:
+    server.plane.make_tenant("other")
+    screen.sign_in(server.admin_url, ADMIN_TOKEN, "tenants/acme/upload")
+    screen["adapter-name"].fill("chosen")
+    drop(screen, folder)
+    expect(screen["upload-send"]).to_be_enabled()
+    screen["tenant"].fill("other")
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Upload an adapter for other")
+    screen["upload-send"].click()
+    expect(screen["uploaded"]).to_contain_text("Of the tenant other.")
+    assert server.plane.services.catalog.get_living("other", "chosen", "v1").state == "ready"
+    screen["tenant"].fill("acme")
+    expect(screen["uploaded"]).to_have_count(0)
 
 
 NAMES = (
