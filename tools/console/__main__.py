@@ -30,9 +30,9 @@ READINGS_ON_NOW = 30
 """Points of the chart, which begins when its page is opened."""
 
 BUSY: Sequence[tuple[str, str, str]] = (
-    ("adapters", "adapters", "[data-testid=adapter-row]"),
-    ("release", "adapters/support/release", "[data-testid=guard-verdict]"),
-    ("tenant", "tenants", "[data-testid=key-row]"),
+    ("adapters", "tenants/acme/adapters", "[data-testid=adapter-row]"),
+    ("release", "tenants/acme/adapters/support/release", "[data-testid=guard-verdict]"),
+    ("tenant", "tenants/acme", "[data-testid=key-row]"),
     ("audit", "audit", "[data-testid=audit-row]"),
     ("now", "now", "[data-testid=batch-row]"),
 )
@@ -50,12 +50,6 @@ def go(page: Page, place: str, shown: str) -> None:
     page.evaluate("place => { location.hash = '#/' + place }", place)
     page.locator(shown).first.wait_for()
     page.get_by_test_id("loading").first.wait_for(state="detached")
-
-
-def choose_tenant(page: Page) -> None:
-    go(page, "adapters", "[data-testid=tenant]")
-    page.get_by_test_id("tenant").fill("acme")
-    page.get_by_test_id("adapter-row").first.wait_for()
 
 
 def take(page: Page, name: str, shown: str = "main") -> None:
@@ -79,7 +73,6 @@ def take_busy(page: Page, seeded: Seeded) -> None:
     page.goto(seeded.server.admin_url)
     page.screenshot(path=FOLDER / "sign-in-light-1280.png")
     sign_in(page, seeded.server.admin_url, seeded.server.admin_token)
-    choose_tenant(page)
     for name, place, shown in BUSY:
         go(page, place, shown)
         if name == "now":
@@ -90,17 +83,16 @@ def take_busy(page: Page, seeded: Seeded) -> None:
 
 def take_real(page: Page, seeded: Seeded) -> None:
     sign_in(page, seeded.server.admin_url, seeded.server.admin_token)
-    choose_tenant(page)
-    go(page, "adapters/support", "[data-testid=report]")
+    go(page, "tenants/acme/adapters/support", "[data-testid=report]")
     take(page, "adapter")
-    go(page, "upload", "[data-testid=upload]")
+    go(page, "tenants/acme/upload", "[data-testid=upload]")
     page.get_by_test_id("adapter-name").fill("answers-in-json")
     page.get_by_test_id("upload").set_input_files(sorted((EXAMPLE_ADAPTERS / "json").glob("adapter_*")))
     page.get_by_test_id("upload-send").click()
     page.get_by_test_id("uploaded").wait_for()
     take(page, "upload")
     sign_in(page, f"{seeded.server.data_url}/console", seeded.keys["acme"])
-    go(page, "playground/support@v1", "[data-testid=play-prompt]")
+    go(page, "tenants/acme/playground/support@v1", "[data-testid=play-prompt]")
     page.get_by_test_id("play-add").click()
     page.get_by_test_id("play-model").nth(2).fill("support@v2")
     page.get_by_label("Most tokens").fill("40")
