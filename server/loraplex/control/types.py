@@ -103,7 +103,6 @@ class ResolvedModel:
     request names it, or asks for the base. `caller` is what the release is sticky by, None if by nothing. `shadow` is
     the release's shadow version, if it has one that is ready."""
 
-    requested: str
     adapter: AdapterRef | None
     serving: Serving = AS_THE_BASE
     release: ReleaseInfo | None = None

@@ -108,7 +108,7 @@ class FakeResolver:
     async def resolve(self, caller: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
         self.users.append(user)
         if model == BASE:
-            return ResolvedModel(model, None)
+            return ResolvedModel(None)
         name, _, version = model.removeprefix(f"{BASE}:").partition("@v")
         versions = self.adapters.get((caller.tenant_id or "", name), {})
         found = versions.get(int(version) if version.isdigit() else max(versions, default=0))
@@ -118,7 +118,6 @@ class FakeResolver:
             raise Refused("model_not_allowed", "This key may not use this model.")
         release = None if version else self.releases.get(name)
         return ResolvedModel(
-            model,
             found,
             Serving(*self.formats.get(name, (None, None)), alora=self.alora.get(name)),
             release,

@@ -33,7 +33,7 @@ def released(tenant: str = "acme", **plan: Any) -> ReleaseInfo:
 
 
 def model(tenant: str = "acme", adapter: AdapterRef = LIVE, **plan: Any) -> ResolvedModel:
-    return ResolvedModel("pirate", adapter, release=released(tenant, **plan), shadow=SHADOW)
+    return ResolvedModel(adapter, release=released(tenant, **plan), shadow=SHADOW)
 
 
 def asked(name: str = "r", **changes: Any) -> EngineRequest:

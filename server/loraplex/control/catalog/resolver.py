@@ -99,7 +99,7 @@ class Resolver:
         """
         if model == self._served_name:
             self._check_allowed(principal, model, model)
-            return ResolvedModel(model, None)
+            return ResolvedModel(None)
         spelled = model.removeprefix(self._served_name + ":")
         name, _, selector = spelled.partition("@")
         adapter = await self._adapter(principal.tenant_id, name)
@@ -118,7 +118,7 @@ class Resolver:
                 retry_after_s=_CHECK_RETRY_S if version.state == "validating" else _OTHER_RETRY_S,
             )
         shadow = None if release is None else _shadow(adapter, release, version)
-        return ResolvedModel(model, version.ref, version.serving, release, caller, shadow)
+        return ResolvedModel(version.ref, version.serving, release, caller, shadow)
 
     async def list_models(self, principal: Principal) -> list[ModelCard]:
         """The models of this key: the base, then the released adapters by name."""
