@@ -152,6 +152,24 @@ def train_beside(model: Any) -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
 
 
+def test_the_way_to_merge_rank_stabilised_adapters_that_the_docs_give(
+    tmp_path: Path, base_dir: Path, base: BaseSpec
+) -> None:
+    model = trained(base_dir, True, use_rslora=True, r=16)
+    train_beside(model)
+    one = inspect_adapter(*saved(model, tmp_path / "one"), base, max_rank=16)
+    model.add_weighted_adapter(["default"], [1.0], "merged", combination_type="cat")
+    found = {}
+    for stabilised in (True, False):
+        model.peft_config["merged"].use_rslora = stabilised
+        saved(model, tmp_path / str(stabilised), selected_adapters=["merged"])
+        folder = tmp_path / str(stabilised) / "merged"
+        files = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+        found[stabilised] = inspect_adapter(*files, base, max_rank=16).report["norm"]["total"]
+    assert found[True] / one.report["norm"]["total"] == pytest.approx(4.0)  # as PEFT would load it
+    assert found[False] == pytest.approx(one.report["norm"]["total"])
+
+
 NOT_CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
     "DoRA": ({"use_dora": True}, "DoRA's magnitudes"),
     "trained tokens": ({"trainable_token_indices": [1, 2]}, "rows of trained tokens"),
