@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from loraplex.lifecycle.release_guard.evidence import fewest_numbers
 from loraplex.lifecycle.release_guard.rules import METRICS, Rules
+from support.releases.oracle import fewest_numbers
 from support.releases.traffic import Fault, Traffic
 from support.releases.verdicts import Found, breaches
 

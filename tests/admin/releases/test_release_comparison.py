@@ -12,9 +12,10 @@ from sqlalchemy import insert
 
 from loraplex.control.db.release_tables import ReleaseRun, ShadowCount
 from loraplex.control.db.tables import Usage
+from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import Guard
 from loraplex.lifecycle.release_guard.rules import parse_rules
-from loraplex.lifecycle.release_guard.window import Arms, RunningArm
+from loraplex.lifecycle.release_guard.window import RunningArm
 from support.control.usage import ended
 from support.http.admin_plane import AdminPlane, admin_client, assert_problem
 from support.releases.traffic import ended as outcome

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,9 @@ from loraplex.app.output import Output, fields_table
 from loraplex.control.catalog import release_runs
 from loraplex.control.db.release_tables import ShadowCount
 from loraplex.control.db.tables import Usage
+from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import Guard
 from loraplex.lifecycle.release_guard.rules import parse_rules
-from loraplex.lifecycle.release_guard.window import Arms
 from support.control.usage import ended
 from support.releases.traffic import ended as outcome
 from support.servers.shell import Shell, shell_in
@@ -159,6 +160,12 @@ def roll_back(shell: Shell, reason: str) -> None:
         release_runs.roll_back(session, run, reason)
 
 
+def keep(shell: Shell, guard: Guard) -> None:
+    with shell.plane.database.write() as session:
+        (run,) = release_runs.running(session)
+        run.guard_state = guard.to_json()
+
+
 def test_a_rollback_by_the_guard_is_in_history_with_its_reason(shell: Shell) -> None:
     shell.ok("release", "set", "support", "v1=1", "v2=1", "-t", "acme", "--guard", "default")
     roll_back(shell, "guard: ttft of v2")
@@ -179,9 +186,13 @@ def test_the_versions_are_shown_side_by_side(shell: Shell) -> None:
         parse_rules({"metrics": [{"name": "error_rate"}, {"name": "ttft"}]}), Arms(1, 2, 1, 1), since=0.0
     )
     guard.observe([outcome(version=v, key=f"{v}/{n}") for v in (1, 2) for n in range(20)], [], 3.0)
+    keep(shell, guard)
+    told = next(line for line in lines(shell.ok("release", "show", *NAME)) if line[:2] == ["guard", "says"])
+    assert told[2] == "hold,"
+    assert re.search(r"; needs [0-9]+ users more, or --sticky none$", " ".join(told))
+    guard.observe([outcome(version=v, key=f"{v}/{n}") for v in (1, 2) for n in range(20, 70)], [], 4.0)
+    keep(shell, guard)
     with shell.plane.database.write() as session:
-        (run,) = release_runs.running(session)
-        run.guard_state = guard.to_json()
         fields = {"adapter": "support", "first_token_s": 0.5, "total_s": 2.5, "completion_tokens": 21}
         rows = [ended(version=1, **fields), ended(version=1, **fields | {"status": "internal_error"})]
         known = Usage.__table__.columns.keys()

@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 from collections.abc import Iterator
 
 import pytest
 
+from loraplex.lifecycle.release_guard.comparison import Unit
+from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import (
+    FIRST_PART,
     MAX_STATE_BYTES,
+    REPEATS_PART,
     WINDOW_S,
     Guard,
     GuardStateInvalid,
-    window_share,
+    Verdict,
+    later_part,
 )
 from loraplex.lifecycle.release_guard.rules import Rules
-from loraplex.lifecycle.release_guard.window import MAX_KEYS, Arms, RunningArm
+from loraplex.lifecycle.release_guard.window import MAX_KEYS, RunningArm
+from support.releases.few_users import A_A, Few, verdicts
 from support.releases.traffic import CANDIDATE, CONTROL, Fault, Look, Traffic, ended, looks
 from support.releases.verdicts import first_breach
 
@@ -46,14 +53,15 @@ def test_a_version_that_fails_is_a_breach_that_names_the_metric_and_its_bound() 
     assert found.metric == "error_rate"
     assert (found.control, found.candidate, found.bound) == (0.0, 1.0, 0.005)
     assert found.num_candidate < 20
-    assert worse.verdict().e_value >= worse.verdict().threshold == pytest.approx(100 / 0.75)
+    assert worse.verdict().e_value >= worse.verdict().threshold == pytest.approx(100 / FIRST_PART)
     assert feed(worse, control="internal_error", candidate="stop", keys=500, at=50.0) == "breach", "final"
 
 
 def test_few_requests_hold_and_enough_pass() -> None:
-    equal = guard(rules=Rules(min_requests=30))
+    equal = guard(rules=Rules(min_requests=200))
     assert equal.verdict().kind == "hold"
-    assert feed(equal, control="stop", candidate="stop", keys=29) == "hold"
+    assert feed(equal, control="stop", candidate="stop", keys=199) == "hold"
+    assert equal.verdict().advice == "needs 1 requests of the new version more"
     assert feed(equal, control="stop", candidate="stop", keys=1, at=2.0) == "pass"
     alone = guard(rules=Rules(min_requests=0))
     assert alone.observe([ended(version=CANDIDATE, key="b")], [], 5.0).kind == "hold", (
@@ -79,7 +87,10 @@ def test_an_outage_that_begins_between_two_looks_meets_both_versions() -> None:
         for version in (CANDIDATE, CONTROL)
         for number in range(20)
     ]
-    assert to.observe([*before, *failing], [], 9.0).kind == "pass"
+    assert to.observe([*before, *failing], [], 9.0).kind == "hold"
+    errors = next(r for r in to.readings() if r.metric == "error_rate")
+    assert (errors.num_control, errors.num_candidate) == (60, 20)
+    assert errors.e_value < 10
 
 
 def test_a_better_version_is_no_breach() -> None:
@@ -150,7 +161,9 @@ def test_a_version_that_becomes_worse_is_found_by_users_that_were_counted_before
 
 
 def test_the_windows_share_the_allowed_false_alarms() -> None:
-    assert sum(window_share(index) for index in range(100_000)) == pytest.approx(1.0, abs=1e-5)
+    assert FIRST_PART + REPEATS_PART + sum(later_part(index) for index in range(1, 100_000)) == pytest.approx(
+        1.0, abs=1e-5
+    )
 
 
 def fed(traffic: Traffic, fault: Fault, seconds: int) -> Iterator[Look]:
@@ -211,7 +224,7 @@ def test_a_state_of_another_form_is_refused_with_what_to_do(change: dict[str, ob
 
 def test_sums_that_no_numbers_have_are_refused() -> None:
     state = json.loads(guard().to_json())
-    state["whole"]["comparisons"][0]["evidence"]["control_sum"] = -50.0
+    state["whole"]["groups"]["comparisons"][0]["evidence"]["control_sum"] = -50.0
     with pytest.raises(GuardStateInvalid, match="sums out of range"):
         Guard.from_json(json.dumps(state).encode())
 
@@ -229,6 +242,89 @@ def test_times_that_are_no_times_are_passed_over() -> None:
             ended(version=CANDIDATE, key=f"b{number}"), first_token_s=float("nan"), inter_token_s=-1.0
         )
         assert guard().observe([strange, ended(version=CONTROL, key=f"a{number}")], [], 9.0).kind == "hold"
+
+
+def found_of(few: Few, runs: int) -> tuple[list[Verdict], list[int]]:
+    """The last verdicts, and the candidate's answers until each breach."""
+    runs_of = [verdicts(few, seed) for seed in range(runs)]
+    return [one for one, _ in runs_of], [answers for one, answers in runs_of if one.kind == "breach"]
+
+
+def test_eighteen_sticky_users_are_enough_for_a_version_that_never_ends_by_itself() -> None:
+    """However the hash splits them between the versions, it never passes, and nearly all splits find it."""
+    last, answers = found_of(Few(18, rounds=7, kind="steady", cut=1.0), 30)
+    assert len(answers) >= 27
+    assert max(answers) <= 60
+    assert {one.kind for one in last} <= {"breach", "hold"}
+    breach = next(
+        one.breach for one in last if one.breach is not None and one.breach.metric == "length_share"
+    )
+    shown = (
+        f"length_share: 100 % cut at their limit ({breach.num_candidate} users); the control's 0 % allows 5 %"
+    )
+    assert breach.shown == shown
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_where_each_request_draws_its_version_requests_are_counted(share: float) -> None:
+    few = Few(18, rounds=60, unit="request", share=share, kind="steady", cut=1.0)
+    last, answers = found_of(few, 10)
+    assert len(answers) == 10
+    assert max(answers) <= 100
+    assert last[0].breach is not None
+    assert " requests); " in last[0].breach.shown
+
+
+def test_half_of_the_answers_of_few_users_are_found_by_what_they_send_after_their_first_request() -> None:
+    _, answers = found_of(Few(40, rounds=6, kind="steady", cut=0.5), 10)
+    assert len(answers) >= 9
+
+
+def test_one_user_tells_nothing_and_what_would_is_said() -> None:
+    """A tenant's backend that sends no `user` is one: all of it is on one version."""
+    for seed in range(4):
+        verdict, _ = verdicts(Few(1, rounds=200, kind="steady", cut=1.0), seed)
+        assert verdict.kind == "hold"
+        assert re.fullmatch(r"needs [0-9]+ users more, or --sticky none", verdict.advice or "")
+
+
+def test_a_guard_passes_with_as_many_users_as_it_says() -> None:
+    to = guard(rules=Rules(min_requests=0))
+    feed(to, control="stop", candidate="stop", keys=10)
+    needs = int(re.findall(r"needs ([0-9]+) users more", to.verdict().advice or "")[0])
+    assert feed(to, control="stop", candidate="stop", keys=10 + needs // 2 - 1) == "hold"
+    assert feed(to, control="stop", candidate="stop", keys=10 + needs // 2 + 1) == "pass"
+
+
+def test_a_metric_that_looks_worse_is_no_pass_whatever_its_weight() -> None:
+    alone = Guard(Rules({"length_share": 0.05}, min_requests=0), HALVES, since=0.0)
+    beside = guard(rules=Rules(max_false_alarm=1e-6, min_requests=0))
+    for number in range(100):
+        pair = [
+            ended(version=CONTROL, key=f"a{number}"),
+            ended(version=CANDIDATE, key=f"b{number}", status="length"),
+        ]
+        beside.observe(pair, [], 20.0)
+        if alone.observe(pair, [], 20.0).kind == "breach":
+            break
+    assert alone.verdict().kind == "breach"
+    assert beside.verdict().kind == "hold"
+    assert beside.verdict().advice == "length_share looks worse: waits for more evidence"
+
+
+@pytest.mark.parametrize("unit", ["user", "request"])
+def test_few_users_who_differ_are_no_breach(unit: Unit) -> None:
+    """Each has all answers cut, or none; see `bench.release_guard_few` for many runs."""
+    for users in (2, 5, 18):
+        last, _ = found_of(Few(users, 90 // users, unit, kind="always or never"), 25)
+        assert [one for one in last if one.kind == "breach"] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("few", A_A, ids=str)
+def test_the_same_version_is_called_worse_in_one_of_a_hundred_runs_at_most(few: Few) -> None:
+    _, answers = found_of(few, 1000)
+    assert len(answers) <= 10
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from loraplex.control.catalog.schedule_state import ScheduleState, begin, pause, resume
 from loraplex.control.errors import Conflict, InvalidValue
-from loraplex.lifecycle.release_guard.guard import Verdict
+from loraplex.lifecycle.release_guard.groups import Arms
+from loraplex.lifecycle.release_guard.guard import FIRST_PART, Verdict
 from loraplex.lifecycle.release_guard.rules import Rules
 from loraplex.lifecycle.release_guard.schedule import (
     Schedule,
@@ -20,7 +21,6 @@ from loraplex.lifecycle.release_guard.schedule import (
     guard_of,
     parse_schedule,
 )
-from loraplex.lifecycle.release_guard.window import Arms
 from support.releases.traffic import ended
 
 ISSUE = [
@@ -178,4 +178,4 @@ def test_the_steps_share_the_allowed_false_alarms() -> None:
     guard = guard_of(
         Rules(max_false_alarm=0.03), Arms(1, 2, 99.0, 1.0), since=0.0, num_steps=3, persisted=None
     )
-    assert guard.verdict().threshold == pytest.approx(1 / 0.01 / 0.75)
+    assert guard.verdict().threshold == pytest.approx(1 / 0.01 / FIRST_PART)

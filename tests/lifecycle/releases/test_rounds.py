@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -26,6 +27,8 @@ from support.releases.watched import GUARD, STEPS, Watched
 BY_TIME = ReleasePlan(schedule=STEPS)
 GUARDED = ReleasePlan(guard=GUARD)
 BOTH = ReleasePlan(guard=GUARD, schedule=STEPS)
+ENOUGH = 100
+"""Users of each arm with which a guard passes a step."""
 
 
 @pytest.fixture
@@ -49,20 +52,33 @@ def test_a_schedule_without_a_guard_advances_by_time_alone(watched: Watched) -> 
 
 
 def test_a_guard_holds_a_step_until_it_has_seen_enough_and_counts_each_request_once(watched: Watched) -> None:
-    watched.put(BOTH, v1=100, v2=0)
+    watched.put(ReleasePlan(guard={"min_requests": ENOUGH + 1}, schedule=STEPS), v1=100, v2=0)
     server = watched.server()
     watched.round(server, after=61)
-    watched.ended(1, 8)
-    watched.ended(2, 4)
+    watched.ended(1, ENOUGH)
+    watched.ended(2, ENOUGH)
     assert watched.round(server) == []
     assert watched.stored()["outcomes"] == []
-    assert watched.stored()["counted"] == [4]
+    assert watched.stored()["counted"] == [ENOUGH]
     for _ in range(5):
-        assert watched.round(server) == []  # four are no more for being looked at again
+        assert watched.round(server) == []  # as many are no more for being looked at again
     watched.ended(1, 8)
     watched.ended(2, 1)
     assert [change.event for change in watched.round(server)] == ["release_step"]
     assert watched.stored()["counted"] == [0], "the next step begins without evidence"
+
+
+def test_requests_of_too_few_users_pass_no_step_however_many_they_are(watched: Watched) -> None:
+    """A schedule does not promote what the guard could not have found."""
+    watched.put(BOTH, sticky="user", v1=100, v2=0)
+    server = watched.server()
+    for _ in range(30):
+        watched.ended(1, 9, users=9)
+        watched.ended(2, 9, users=9)
+        assert watched.round(server, after=10) == []
+    assert watched.stored()["counted"] == [270]
+    assert watched.verdict().kind == "hold"
+    assert re.fullmatch(r"needs [0-9]+ users more, or --sticky none", watched.verdict().advice or "")
 
 
 def test_a_breach_rolls_back_by_itself_and_says_why(watched: Watched) -> None:
@@ -78,8 +94,8 @@ def test_a_breach_rolls_back_by_itself_and_says_why(watched: Watched) -> None:
     info = watched.release()
     assert (watched.weights(), info.actor, info.origin) == ({"v1": 100}, "guard", "rollback")
     assert info.reason is not None
-    assert info.reason.startswith("guard: error_rate is 1 of ")
-    assert "the control's 0 allows 0.005" in info.reason
+    assert info.reason.startswith("guard: error_rate: 100 % ended with an error (")
+    assert "the control's 0 % allows 0.5 %" in info.reason
     assert info.run.status == "rolled_back"
     stored = watched.stored()
     assert stored["audit"][-1] == ("guard", "release.rolled_back")
@@ -125,8 +141,8 @@ def test_answers_that_never_end_are_found_by_fresh_rows_of_running_requests(
 def test_a_pause_stops_everything_and_a_resume_begins_the_step_again(watched: Watched) -> None:
     watched.put(BOTH, v1=100, v2=0)
     server = watched.server()
-    watched.ended(1, 8)
-    watched.ended(2, 8)
+    watched.ended(1, ENOUGH)
+    watched.ended(2, ENOUGH)
     watched.round(server)
     watched.plane.releases.pause("acme", "pirate")
     watched.ended(2, 60, status="internal_error")
@@ -135,11 +151,11 @@ def test_a_pause_stops_everything_and_a_resume_begins_the_step_again(watched: Wa
     assert watched.stored()["outcomes"] == []
     resumed = watched.plane.releases.resume("acme", "pirate")
     watched.began, watched.seconds = resumed.run.since, 0.0
-    watched.ended(1, 8)
-    watched.ended(2, 8)
+    watched.ended(1, ENOUGH)
+    watched.ended(2, ENOUGH)
     assert watched.round(server, after=59) == []
-    watched.ended(1, 8)
-    watched.ended(2, 8)
+    watched.ended(1, ENOUGH)
+    watched.ended(2, ENOUGH)
     assert [change.event for change in watched.round(server, after=2)] == ["release_step"]
 
 
@@ -266,8 +282,8 @@ class Killer:
 def _step(watched: Watched) -> None:
     watched.put(BOTH, v1=100, v2=0)
     watched.seconds = 61.0
-    watched.ended(1, 8)
-    watched.ended(2, 8)
+    watched.ended(1, ENOUGH)
+    watched.ended(2, ENOUGH)
 
 
 def _promotion(watched: Watched) -> None:
@@ -275,8 +291,8 @@ def _promotion(watched: Watched) -> None:
     watched.round(watched.server("before"))
     watched.end_lease()
     watched.seconds = 130.0
-    watched.ended(1, 8)
-    watched.ended(2, 8)
+    watched.ended(1, ENOUGH)
+    watched.ended(2, ENOUGH)
 
 
 def _rollback(watched: Watched) -> None:
@@ -330,7 +346,9 @@ def test_a_leader_that_dies_at_any_statement_leaves_all_or_nothing(
     added = {name: rows[len(before[name]) :] for name, rows in found.items()}
     assert found["outcomes"] == []
     # A step begins without evidence; the guard of a release that has ended stays to be looked at.
-    assert found["counted"] == [{"release.step": 0, "release.rolled_back": 60}.get(action or "", 8)]
+    assert found["counted"] == [
+        {"release.step": 0, "release.rolled_back": 60}.get(action or "", ENOUGH if action else 8)
+    ]
     assert added["audit"] == ([] if action is None else [("guard", action)])
     assert len(added["revisions"]) == (action is not None)
     is_told = action in ("release.promoted", "release.rolled_back")

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-EFFECTS = np.array([0.04, 0.12, 0.3, 0.6, 0.95])
-WEIGHTS = np.array([60, 30, 20, 15, 12]) / 137
+EFFECTS = np.array([0.05, 0.15, 0.35, 0.65, 0.98])
+WEIGHTS = np.array([42, 12, 6, 6, 34]) / 100
 
 
 def log_evidence(
-    control: NDArray[np.float64], candidate: NDArray[np.float64], *, margin: float, prior: float
+    numbers: NDArray[np.float64], arms: NDArray[np.bool_], *, margin: float, prior: float
 ) -> NDArray[np.float64]:
-    """The logarithm after each block. Numbers: [runs, blocks, numbers of the arm]; evidence: [runs, blocks]."""
-    num_a, num_b = control.shape[2], candidate.shape[2]
-    before = np.cumsum(control.sum(axis=2), axis=1) - control.sum(axis=2)
-    counted = np.arange(control.shape[1]) * num_a
-    estimate = ((before + 4 * prior) / (counted + 4))[..., None]
-    distance = EFFECTS * np.maximum(0.0, 1 - estimate - margin)
-    a0 = estimate + distance * num_b / (num_a + num_b)
-    b0 = a0 + margin
-    bet = (estimate + margin + distance - b0) / (b0 * (1 - b0))
-    bet = np.minimum(bet, np.minimum(0.99 / b0, 0.99 * num_a / (num_b * (1 - a0))))
-    of_b = np.log(1 + bet[..., None] * (candidate[:, :, None, :] - b0[..., None])).sum(axis=-1)
-    of_a = np.log(1 - (bet * num_b / num_a)[..., None] * (control[:, :, None, :] - a0[..., None])).sum(
-        axis=-1
-    )
-    wealth = np.cumsum(of_a + of_b, axis=1)
-    largest = wealth.max(axis=2, keepdims=True)
-    return (largest + np.log((WEIGHTS * np.exp(wealth - largest)).sum(axis=2, keepdims=True)))[..., 0]
+    """The logarithm after each group, of a rate. Numbers, and whether they are the candidate's: [runs, groups, units of
+    a group]; evidence: [runs, groups]."""
+    runs, num_groups, num_units = numbers.shape
+    wealth = np.zeros((runs, len(EFFECTS)))
+    total, count = np.full(runs, 4 * prior), np.full(runs, 4.0)
+    found = np.empty((runs, num_groups))
+    for group in range(num_groups):
+        left = arms[:, group].sum(axis=1)
+        for unit in range(num_units):
+            number, own = numbers[:, group, unit, None], arms[:, group, unit]
+            chance = (left / (num_units - unit))[:, None]
+            a = (total / count)[:, None]
+            b = a + margin + EFFECTS * np.maximum(0, 1 - a - margin)
+            a0 = chance * (b - margin) + (1 - chance) * a
+            b0 = a0 + margin
+            with np.errstate(divide="ignore", invalid="ignore"):
+                odds = chance / (1 - chance)
+                bet = (1 - chance) * (b - a - margin) / (b0 * (1 - b0))
+                bet = np.minimum(bet, np.minimum(0.99 / b0, 0.99 / (odds * (1 - a0))))
+                gain = np.where(own[:, None], bet * (number - b0), bet * odds * (a0 - number))
+            wealth += np.log1p(np.where((chance > 0) & (chance < 1), gain, 0.0))
+            total += np.where(own, 0.0, number[:, 0])
+            count += ~own
+            left = left - own
+        found[:, group] = np.log((WEIGHTS * np.exp(np.minimum(wealth, 600))).sum(axis=1))
+    return found
+
+
+def fewest_numbers(control: float, candidate: float, margin: float, log_threshold: float) -> float:
+    """The bound on a test that knows the control's mean: how many Bernoulli numbers of the candidate it needs in the
+    mean until its evidence reaches the threshold, log(threshold) / KL (Wald). Infinite within the margin."""
+    null = control + margin
+    if candidate <= null:
+        return math.inf
+    kl = candidate * math.log(candidate / null)
+    if candidate < 1:
+        kl += (1 - candidate) * math.log((1 - candidate) / (1 - null))
+    return log_threshold / kl

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loraplex.control.usage.outcome import Outcome
+from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import Guard
 from loraplex.lifecycle.release_guard.rules import Rules
-from loraplex.lifecycle.release_guard.window import Arms
 from support.releases.traffic import CANDIDATE, CONTROL, Fault, Look, Traffic, looks
 
 

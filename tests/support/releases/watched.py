@@ -21,8 +21,9 @@ from loraplex.control.db.release_tables import (
 )
 from loraplex.control.db.tables import AuditRow, Release
 from loraplex.control.leases import NEVER
-from loraplex.control.types import ReleaseInfo, ReleasePlan, ReleaseTarget
-from loraplex.lifecycle.release_guard.guard import Guard
+from loraplex.control.types import ReleaseInfo, ReleasePlan, ReleaseTarget, Sticky
+from loraplex.control.usage.outcome import key_hash
+from loraplex.lifecycle.release_guard.guard import Guard, Verdict
 from loraplex.lifecycle.releases.look import Change
 from loraplex.lifecycle.releases.rounds import Rounds
 from support.control.plane import ControlPlane
@@ -41,9 +42,9 @@ class Watched:
     began: float = 0.0
     _numbers: Any = field(default_factory=itertools.count)
 
-    def put(self, plan: ReleasePlan, **weights: int) -> ReleaseInfo:
+    def put(self, plan: ReleasePlan, *, sticky: Sticky = "none", **weights: int) -> ReleaseInfo:
         targets = [ReleaseTarget(version, weight) for version, weight in weights.items()]
-        info = self.plane.releases.put("acme", "pirate", targets, plan=plan)
+        info = self.plane.releases.put("acme", "pirate", targets, sticky=sticky, plan=plan)
         assert info.run is not None
         self.began, self.seconds = info.run.since, 0.0
         return info
@@ -62,18 +63,27 @@ class Watched:
         self.changes += found
         return found
 
-    def ended(self, version: int, count: int, *, status: str = "stop", total_s: float = 0.5) -> None:
-        """Requests of as many users that have just ended."""
+    def ended(
+        self,
+        version: int,
+        count: int,
+        *,
+        status: str = "stop",
+        total_s: float = 0.5,
+        users: int | None = None,
+    ) -> None:
+        """Requests that have just ended, of as many users; or of the same `users` each time."""
         with self.plane.database.write() as session:
-            for _ in range(count):
+            for index in range(count):
                 number = next(self._numbers)
+                user = number if users is None else version * users + index % users
                 session.add(
                     ReleaseOutcome(
                         id=f"r{number}",
                         tenant_id="acme",
                         name="pirate",
                         version=version,
-                        key_hash=number * 0x9E3779B97F4A7C15 % 2**63,
+                        key_hash=key_hash(f"user-{user}") % 2**63,
                         started_at=self.now() - min(total_s, self.seconds),
                         ended_at=self.now(),
                         status=status,
@@ -85,7 +95,7 @@ class Watched:
 
     def running(self, version: int, began: Iterable[float], *, age_s: float = 0.0) -> None:
         """A server's row of running requests of other users, of seconds in which they began, as old as `age_s`."""
-        oldest = [[next(self._numbers) * 0x9E3779B97F4A7C15 % 2**63, self.began + at] for at in began]
+        oldest = [[key_hash(f"user-{next(self._numbers)}") % 2**63, self.began + at] for at in began]
         at = datetime.fromtimestamp(self.now() - age_s, UTC)
         with self.plane.database.write() as session:
             session.merge(
@@ -99,6 +109,11 @@ class Watched:
                     at=at,
                 )
             )
+
+    def verdict(self) -> Verdict:
+        """Of the guard as it was kept."""
+        with self.plane.database.read() as session:
+            return Guard.from_json(session.scalars(select(ReleaseRun.guard_state)).one()).verdict()
 
     def release(self) -> ReleaseInfo:
         return self.plane.releases.get("acme", "pirate")

@@ -59,6 +59,8 @@ def _guard(guard: Guard) -> shown.GuardState:
     return shown.GuardState(
         verdict=verdict.kind,
         breach=None if verdict.breach is None else verdict.breach.metric,
+        advice=verdict.advice,
+        unit=guard.unit,
         since=datetime.fromtimestamp(guard.since, UTC),
         evidence=verdict.e_value,
         threshold=verdict.threshold,
@@ -80,6 +82,7 @@ def _reading(reading: Reading) -> shown.GuardReading:
         share=reading.share,
         control_users=reading.num_control,
         candidate_users=reading.num_candidate,
+        needs=reading.needs,
     )
 
 

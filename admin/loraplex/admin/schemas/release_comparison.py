@@ -48,7 +48,9 @@ class ComparedArm(ResponseBody):
 class GuardReading(ResponseBody):
     """One metric of the guard. `control` and `candidate` are shares of a rate, else medians; null without a number, and
     where most answers have not ended (`unended`). `allowed`: the largest value of the candidate that is not worse.
-    `evidence` that it is worse grows from 1; `share` is its weight in the sum. A user counts once."""
+    `evidence` that it is worse grows from 1; `share` is its weight in the mean. A user counts once; with `sticky: none`
+    each request is a unit of its own. `needs`: units of both versions that are missing until a gross fault of this
+    metric would have been found."""
 
     name: MetricName
     margin: float
@@ -60,14 +62,18 @@ class GuardReading(ResponseBody):
     share: float
     control_users: int
     candidate_users: int
+    needs: int
 
 
 class GuardState(ResponseBody):
-    """The guard since it began, at `since`. `hold`: too few requests to say. `pass`: enough, none worse so far.
-    `breach`: the candidate is worse in `breach`, since the evidence reached the threshold."""
+    """The guard since it began, at `since`. `hold`: it could not yet have found what it looks for, and `advice` says
+    what is missing. `pass`: it could have, and no metric is worse so far. `breach`: the candidate is worse in `breach`,
+    since the evidence reached the threshold. `unit` is what draws its version by chance, and what is counted."""
 
     verdict: Literal["hold", "pass", "breach"]
     breach: MetricName | None
+    advice: str | None
+    unit: Literal["user", "key", "request"]
     since: Timestamp
     evidence: float
     threshold: float

@@ -1,8 +1,8 @@
-"""One metric of two arms within one window: the numbers that wait for their block, and the evidence of those before.
+"""One metric of two arms: what is shown of its numbers, and the evidence that the candidate's are larger.
 
-A rate's numbers are used as they are. Of any other metric, a number becomes its rank among the control's last numbers,
-and the candidate's are divided by 1 + margin before: a sequential test of stochastic order, whatever the distribution.
-Its null hypothesis: for every x, the candidate exceeds (1 + margin) x no more often than the control exceeds x.
+A rate's numbers are used as they are. Of any other metric, a number becomes its rank within the group, the candidate's
+after a division by 1 + margin: a test of stochastic order, whatever the distribution. Ranks below a quarter are 0 and
+those above three quarters 1, which finds more where users are few.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -17,110 +18,107 @@ from loraplex.lifecycle.release_guard.evidence import Evidence
 from loraplex.lifecycle.release_guard.rules import METRICS, MetricName
 
 MAX_RECENT = 64
-"""Numbers of an arm that are kept, to rank by and to show medians of."""
+"""Numbers of an arm that are kept, to show medians of."""
 OVERDUE = 1e300
 """The length of an answer that has not ended: longer than any. JSON has no infinity."""
-MAX_WAITING = 64
-"""Numbers of the candidate that wait for those of the control."""
+Unit = Literal["user", "key", "request"]
 _MAX_LOG = 700.0
 """Keeps an e-value finite."""
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """A metric as it stands. `candidate` and `control`: shares of a rate, else medians of the last numbers, infinite
-    where most answers have not ended, None without a number. `bound`: what the control and the margin allow. Counts
-    are of keys. `e_value` is the metric's own; `share` its weight in the sum."""
+    """A metric as it stands."""
 
     metric: MetricName
     e_value: float
+    """The metric's own evidence."""
     share: float
+    """Its weight in the mean over the metrics."""
     margin: float
     candidate: float | None
+    """The share of a rate, else the median of the last numbers: infinite where most answers have not ended, None
+    without a number."""
     control: float | None
     bound: float | None
+    """The largest value of the candidate that is not worse."""
     num_candidate: int
+    """Units that were counted."""
     num_control: int
+    needs: int
+    """Units of both arms that are missing until the metric could have shown what the guard looks for."""
+    unit: Unit
 
     @property
     def shown(self) -> str:
         """The reading in one line."""
-        candidate, control, bound = map(_shown, (self.candidate, self.control, self.bound))
-        return f"{self.metric} is {candidate} of {self.num_candidate} users; the control's {control} allows {bound}"
+        metric = METRICS[self.metric]
+        candidate, control, bound = map(metric.shown, (self.candidate, self.control, self.bound))
+        counted = f"{self.num_candidate} {self.unit}{'' if self.num_candidate == 1 else 's'}"
+        said = f"{self.metric}: {candidate} {metric.of} ({counted})"
+        return f"{said}; the control's {control} allows {bound}"
+
+
+class Tally(msgspec.Struct, forbid_unknown_fields=True):
+    """The numbers of an arm, to be shown."""
+
+    count: int = 0
+    total: float = 0.0
+    recent: list[float] = []
+
+    def add(self, number: float) -> None:
+        self.count += 1
+        self.total += min(number, 1.0)  # of a rate; of others it is not asked for
+        self.recent.append(number)
+        del self.recent[:-MAX_RECENT]
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    @property
+    def median(self) -> float | None:
+        if not self.recent:
+            return None
+        middle = sorted(self.recent)[len(self.recent) // 2]
+        return math.inf if middle >= OVERDUE / 100 else middle
 
 
 class Comparison(msgspec.Struct, forbid_unknown_fields=True):
-    """`num_control` and `num_candidate` are the sizes of a block. Between looks, the control's last numbers wait for
-    one block, and up to `MAX_WAITING` of the candidate's."""
+    """A metric, its evidence, and the numbers that came so far."""
 
     metric: MetricName
     evidence: Evidence
-    num_control: int
-    num_candidate: int
-    waiting_control: list[float] = []
-    waiting_candidate: list[float] = []
-    recent_control: list[float] = []
-    recent_candidate: list[float] = []
+    control: Tally = msgspec.field(default_factory=Tally)
+    candidate: Tally = msgspec.field(default_factory=Tally)
 
     @classmethod
-    def start(cls, metric: MetricName, margin: float, num_control: int, num_candidate: int) -> Comparison:
+    def start(cls, metric: MetricName, margin: float) -> Comparison:
         known = METRICS[metric]
         # The margin of a rank is in the division already.
-        evidence = Evidence(margin if known.is_rate else 0.0, known.prior)
-        return cls(metric, evidence, num_control, num_candidate)
+        return cls(metric, Evidence(margin, known.prior) if known.is_rate else Evidence(0.0, None))
 
-    def add(self, number: float, *, is_candidate: bool) -> None:
-        """Take one key's number of this metric, for the next `settle`."""
-        (self.waiting_candidate if is_candidate else self.waiting_control).append(number)
+    def count(self, number: float, *, is_candidate: bool) -> None:
+        """Take one unit's number, to be shown."""
+        (self.candidate if is_candidate else self.control).add(number)
 
-    def settle(self, margin: float) -> None:
-        """Compare what was added since the last look, in as many blocks as there are. A block has the candidate's
-        numbers in their order, and those of the control that came last: an outage must not set its first numbers of
-        one arm against the other's from before. So of a look both arms are added first."""
-        num_a, num_b = self.num_control, self.num_candidate
-        # Half a block of the control will do: a candidate's number that waits would be found late.
-        least = max(1, num_a // 2)
-        blocks = min(len(self.waiting_control) // least, len(self.waiting_candidate) // num_b)
-        size = min(num_a, len(self.waiting_control) // max(1, blocks))
-        control = self.waiting_control[len(self.waiting_control) - blocks * size :]
-        for block in range(blocks):
-            self._compare(
-                control[block * size : (block + 1) * size],
-                self.waiting_candidate[block * num_b : (block + 1) * num_b],
-                margin,
-            )
-        if blocks:
-            self.waiting_control.clear()
-        del self.waiting_control[:-num_a]
-        del self.waiting_candidate[: blocks * num_b]
-        del self.waiting_candidate[:-MAX_WAITING]
-
-    def _compare(self, control: Sequence[float], candidate: Sequence[float], margin: float) -> None:
-        if METRICS[self.metric].is_rate:
-            self.evidence.add(control, candidate)
-        else:
-            # Earlier numbers alone, so that a rank does not depend on the block that it is for.
-            earlier = sorted(self.recent_control)
-            self.evidence.add(
-                [_rank(number, earlier) for number in control],
-                [_rank(number / (1 + margin), earlier) for number in candidate],
-            )
-        for recent, numbers in ((self.recent_control, control), (self.recent_candidate, candidate)):
-            recent.extend(numbers)
-            del recent[:-MAX_RECENT]
+    def compare(self, group: Sequence[tuple[float, bool]], margin: float) -> None:
+        """Add a group's numbers to the evidence; the second of a pair says whether it is the candidate's. Their order
+        must not depend on the arms."""
+        if not METRICS[self.metric].is_rate:
+            group = _ranks([(number / (1 + margin) if own else number, own) for number, own in group])
+        self.evidence.add(group)
 
     @property
     def e_value(self) -> float:
         return math.exp(min(self.evidence.log_e_value, _MAX_LOG))
 
-    def reading(self, margin: float, share: float) -> Reading:
-        """The metric as it stands. `share`: its weight in the sum."""
-        evidence = self.evidence
+    def reading(self, margin: float, share: float, needs: int, unit: Unit) -> Reading:
+        """The metric as it stands. `share`: its weight in the mean."""
         if METRICS[self.metric].is_rate:
-            control = _mean(evidence.control_sum, evidence.control_count)
-            candidate = _mean(evidence.candidate_sum, evidence.candidate_count)
+            control, candidate = self.control.mean, self.candidate.mean
             bound = None if control is None else control + margin
         else:
-            control, candidate = _median(self.recent_control), _median(self.recent_candidate)
+            control, candidate = self.control.median, self.candidate.median
             bound = None if control is None else control * (1 + margin)
         return Reading(
             self.metric,
@@ -130,32 +128,18 @@ class Comparison(msgspec.Struct, forbid_unknown_fields=True):
             candidate,
             control,
             bound,
-            evidence.candidate_count,
-            evidence.control_count,
+            self.candidate.count,
+            self.control.count,
+            needs,
+            unit,
         )
 
 
-def _rank(number: float, earlier: Sequence[float]) -> float:
-    """Share of the sorted numbers below this one, equal ones counted half; 0.5 among none."""
-    if number >= OVERDUE / 100:
-        return 1.0
-    if not earlier:
-        return 0.5
-    return (bisect_left(earlier, number) + bisect_right(earlier, number)) / (2 * len(earlier))
-
-
-def _shown(number: float | None) -> str:
-    if number is None:
-        return "unknown"
-    return "without end" if math.isinf(number) else f"{number:.3g}"
-
-
-def _mean(total: float, count: int) -> float | None:
-    return total / count if count else None
-
-
-def _median(numbers: Sequence[float]) -> float | None:
-    if not numbers:
-        return None
-    middle = sorted(numbers)[len(numbers) // 2]
-    return math.inf if middle >= OVERDUE else middle
+def _ranks(group: Sequence[tuple[float, bool]]) -> list[tuple[float, bool]]:
+    """Each number's rank in the group from 0 to 1, equal ones at their middle, twice as far from 1/2 and cut off."""
+    ordered = sorted(number for number, _ in group)
+    found = []
+    for number, is_candidate in group:
+        rank = (bisect_left(ordered, number) + bisect_right(ordered, number)) / (2 * len(ordered))
+        found.append((min(1.0, max(0.0, 2 * rank - 0.5)), is_candidate))
+    return found

@@ -18,21 +18,31 @@ MAX_MIN_REQUESTS = 1_000_000
 
 class Metric(NamedTuple):
     """How a metric is compared. Of a rate the margin is added to the control's share; of any other, a margin of 0.1
-    allows numbers 10 % larger. `parts`: its part of the allowed false alarms. `prior`: of `Evidence`."""
+    allows numbers 10 % larger. `of` says what a value of it is of; `parts`: its weight among the metrics; `prior`
+    is of `Evidence`."""
 
     is_rate: bool
-    parts: int
     default_margin: float
     max_margin: float
-    prior: float
+    of: str
+    parts: int = 1
+    prior: float | None = None
+
+    def shown(self, value: float | None) -> str:
+        """A value for people."""
+        if value is None:
+            return "unknown"
+        if math.isinf(value):
+            return "no end"
+        return f"{100 * value:.3g} %" if self.is_rate else f"{value:.3g}"
 
 
 METRICS: Mapping[MetricName, Metric] = {
-    "error_rate": Metric(is_rate=True, parts=4, default_margin=0.005, max_margin=0.5, prior=0.01),
-    "ttft": Metric(is_rate=False, parts=1, default_margin=0.1, max_margin=10.0, prior=0.5),
-    "itl": Metric(is_rate=False, parts=1, default_margin=0.1, max_margin=10.0, prior=0.5),
-    "output_length": Metric(is_rate=False, parts=1, default_margin=0.2, max_margin=10.0, prior=0.5),
-    "length_share": Metric(is_rate=True, parts=1, default_margin=0.05, max_margin=0.5, prior=0.05),
+    "error_rate": Metric(True, 0.005, 0.5, "ended with an error", parts=3, prior=0.01),
+    "ttft": Metric(False, 0.1, 10.0, "seconds to the first token, median"),
+    "itl": Metric(False, 0.1, 10.0, "seconds between tokens, median"),
+    "output_length": Metric(False, 0.2, 10.0, "tokens, median"),
+    "length_share": Metric(True, 0.05, 0.5, "cut at their limit", prior=0.02),
 }
 
 
@@ -49,7 +59,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_requests: int = 20
 
     def share(self, name: MetricName) -> float:
-        """The metric's part of the allowed false alarms; those of all metrics add up to 1."""
+        """The metric's weight in the mean of the evidence; those of all metrics add up to 1."""
         return METRICS[name].parts / sum(METRICS[other].parts for other in self.margins)
 
     def split(self, num_runs: int) -> Rules:

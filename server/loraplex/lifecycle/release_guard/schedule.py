@@ -12,9 +12,9 @@ import msgspec
 from loraplex.adapters.store.files import shown
 from loraplex.control.catalog.schedule_state import ScheduleState
 from loraplex.control.errors import InvalidValue
+from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import Guard, GuardStateInvalid, Verdict
 from loraplex.lifecycle.release_guard.rules import Rules
-from loraplex.lifecycle.release_guard.window import Arms
 
 ALL = 100
 """Percent of the traffic."""

@@ -1,8 +1,8 @@
-"""One window of a guard: each sticky key gives one number to each metric, whatever it sends.
+"""One window of a guard: each unit gives one number to each metric, whatever it sends.
 
-The number is that of the key's first request which began in the window and has ended, or is overdue. A user of a
-thousand requests counts as much as one of a single request, and keys are assigned independently of each other, which
-the test needs.
+The number is that of the unit's first request which began in the window and has ended, or is overdue. A user of a
+thousand requests counts as much as one of a single request: one draw of an arm is one piece of evidence. Where each
+request draws its arm, each is a unit.
 
 **Requests that do not end** are censored observations. One that runs for more than twice the time in which three of
 four requests of the control ended is overdue: it counts as an answer that is longer than all others, and as one that
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import msgspec
 
 from loraplex.control.usage.outcome import Outcome
-from loraplex.lifecycle.release_guard.comparison import MAX_RECENT, OVERDUE, Comparison, Reading
-from loraplex.lifecycle.release_guard.evidence import EFFECTS, MAX_BLOCK, block_sizes
+from loraplex.lifecycle.release_guard.comparison import MAX_RECENT, OVERDUE
+from loraplex.lifecycle.release_guard.groups import Arms, Groups, GroupsState, Row
 from loraplex.lifecycle.release_guard.rules import MetricName, Rules
 
 MAX_KEYS = 8192
-"""Keys that are counted in a window; more bring no more evidence."""
+"""Units that are counted in a window; more bring no more evidence."""
 MAX_OLDEST = 64
 """Oldest running requests of an arm that a row of one server names."""
 _OVERDUE_FACTOR = 2.0
@@ -42,59 +42,34 @@ class RunningArm:
     oldest: tuple[tuple[int, float], ...]
 
 
-class Arms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The two versions, with their weights, above 0."""
-
-    control: int
-    candidate: int
-    control_weight: float
-    candidate_weight: float
-
-    def has(self, version: int) -> bool:
-        return version in (self.control, self.candidate)
-
-    @property
-    def control_sample(self) -> float:
-        """The part of the control's keys that counts. A block has no use for more; twice as many as its weights ask
-        for, since keys are not requests."""
-        num_control, num_candidate = block_sizes(self.control_weight, self.candidate_weight)
-        return min(1.0, 2.0 * num_control / num_candidate * self.candidate_weight / self.control_weight)
-
-
 class WindowState(msgspec.Struct, forbid_unknown_fields=True):
     """A window's state as JSON. `seen`: the low 32 bits of each counted key's hash. `durations`: of the control's last
     requests, in seconds."""
 
     begins_at: float
-    comparisons: list[Comparison]
+    groups: GroupsState
     seen: bytes = b""
     durations: list[float] = []
     control_ended: int = 0
 
 
 class Window:
-    """Requests that began from `begins_at` on, in seconds since the epoch."""
+    """Requests that began from `begins_at` on, in seconds since the epoch. `part` is its part of the allowed false
+    alarms."""
 
-    def __init__(self, rules: Rules, arms: Arms, state: WindowState) -> None:
-        self._rules = rules
+    def __init__(self, rules: Rules, arms: Arms, state: WindowState, part: float) -> None:
         self._arms = arms
-        self._control_sample = arms.control_sample
         self._state = state
+        self.groups = Groups(rules, arms, state.groups, part)
         seen = state.seen
         self._seen = {
             int.from_bytes(seen[at : at + _KEY_BYTES], "big") for at in range(0, len(seen), _KEY_BYTES)
         }
 
     @classmethod
-    def start(cls, rules: Rules, arms: Arms, begins_at: float) -> Window:
+    def start(cls, rules: Rules, arms: Arms, begins_at: float, part: float) -> Window:
         """A window without evidence."""
-        sizes = block_sizes(arms.control_weight, arms.candidate_weight)
-        comparisons = [Comparison.start(metric, margin, *sizes) for metric, margin in rules.margins.items()]
-        return cls(rules, arms, WindowState(begins_at, comparisons))
-
-    @property
-    def begins_at(self) -> float:
-        return self._state.begins_at
+        return cls(rules, arms, WindowState(begins_at, GroupsState.start(rules)), part)
 
     def state(self) -> WindowState:
         seen = b"".join(key.to_bytes(_KEY_BYTES, "big") for key in sorted(self._seen))
@@ -106,31 +81,11 @@ class Window:
         overdue_s = self._overdue_s(control_running)
         for outcome in outcomes:
             # What began before would be long answers of the control alone, where its weight has just changed.
-            if outcome.started_at >= self.begins_at:
+            if outcome.started_at >= self._state.begins_at:
                 self._ended(outcome, overdue_s)
         for row in running:
             self._still_running(row, now, overdue_s)
-        for comparison in self._state.comparisons:
-            comparison.settle(self._rules.margins[comparison.metric])
-
-    @property
-    def e_value(self) -> float:
-        """The weighted mean of the metrics' evidence."""
-        share = self._rules.share
-        return math.fsum(share(of.metric) * of.e_value for of in self._state.comparisons)
-
-    @property
-    def num_candidate(self) -> int:
-        """Keys of the candidate that were compared, in the metric that has most."""
-        return max(of.evidence.candidate_count for of in self._state.comparisons)
-
-    def readings(self) -> list[Reading]:
-        """The metrics as they stand."""
-        rules = self._rules
-        return [
-            comparison.reading(rules.margins[comparison.metric], rules.share(comparison.metric))
-            for comparison in self._state.comparisons
-        ]
+        self.groups.settle()
 
     def _ended(self, outcome: Outcome, overdue_s: float) -> None:
         state = self._state
@@ -139,10 +94,10 @@ class Window:
         state.control_ended += not is_candidate
         if not self._is_new(outcome.key_hash, is_candidate=is_candidate):
             return
-        numbers = _OVERDUE_NUMBERS if total_s >= overdue_s else _numbers(outcome)
+        numbers = _OVERDUE_NUMBERS if total_s >= overdue_s else numbers_of(outcome)
         if not numbers:
             return
-        self._add(outcome.key_hash, numbers, is_candidate=is_candidate)
+        self._add(outcome.key_hash, numbers, outcome.ended_at, is_candidate=is_candidate)
         if not is_candidate:
             state.durations.append(total_s)
             del state.durations[:-MAX_RECENT]
@@ -150,9 +105,9 @@ class Window:
     def _still_running(self, row: RunningArm, now: float, overdue_s: float) -> None:
         is_candidate = row.version == self._arms.candidate
         for key_hash, started_at in row.oldest[:MAX_OLDEST]:
-            is_overdue = started_at >= self.begins_at and now - started_at >= overdue_s
+            is_overdue = started_at >= self._state.begins_at and now - started_at >= overdue_s
             if is_overdue and self._is_new(key_hash, is_candidate=is_candidate):
-                self._add(key_hash, _OVERDUE_NUMBERS, is_candidate=is_candidate)
+                self._add(key_hash, _OVERDUE_NUMBERS, now, is_candidate=is_candidate)
 
     def _overdue_s(self, control_running: int) -> float:
         """Age at which a request is overdue; infinite until so much of the control has ended that its third quartile
@@ -166,20 +121,18 @@ class Window:
         """Whether the key would count: its first number in this window. Of a large control, a part of the keys does."""
         if (key_hash & _KEY_MASK) in self._seen or len(self._seen) >= MAX_KEYS:
             return False
-        return is_candidate or (key_hash >> 32) / 2**32 < self._control_sample
+        return is_candidate or (key_hash >> 32) / 2**32 < self._arms.control_sample
 
-    def _add(self, key_hash: int, numbers: dict[MetricName, float], *, is_candidate: bool) -> None:
-        self._seen.add(key_hash & _KEY_MASK)
-        for comparison in self._state.comparisons:
-            number = numbers.get(comparison.metric)
-            if number is not None:
-                comparison.add(number, is_candidate=is_candidate)
+    def _add(self, key_hash: int, numbers: dict[MetricName, float], at: float, *, is_candidate: bool) -> None:
+        key = key_hash & _KEY_MASK
+        self._seen.add(key)
+        self.groups.add(Row(key, is_candidate, at, numbers))
 
 
 _OVERDUE_NUMBERS: dict[MetricName, float] = {"output_length": OVERDUE, "length_share": 1.0}
 
 
-def _numbers(outcome: Outcome) -> dict[MetricName, float]:
+def numbers_of(outcome: Outcome) -> dict[MetricName, float]:
     """A request's number for each metric that its end says something of."""
     failed, cut = outcome.failed, outcome.cut_at_length
     found: dict[MetricName, float | None] = {
@@ -196,23 +149,8 @@ def _time(seconds: float | None) -> float | None:
     return seconds if seconds is not None and math.isfinite(seconds) and seconds >= 0 else None
 
 
-def problem_of(state: WindowState, rules: Rules) -> str | None:
+def problem_of(state: WindowState) -> str | None:
     """Say what is wrong with a window's state whose types are right; None if nothing is."""
-    if [comparison.metric for comparison in state.comparisons] != list(rules.margins):
-        return "its metrics are not those of its rules"
     if len(state.seen) % _KEY_BYTES or len(state.seen) > _KEY_BYTES * MAX_KEYS:
         return "its keys are out of range"
-    for comparison in state.comparisons:
-        evidence = comparison.evidence
-        if len(evidence.log_wealth) != len(EFFECTS):
-            return f"{comparison.metric} has evidence of another form"
-        if not (
-            0 <= evidence.control_sum <= evidence.control_count
-            and 0 <= evidence.candidate_sum <= evidence.candidate_count
-            and evidence.margin >= 0
-            and 0 < evidence.prior < 1
-        ):
-            return f"{comparison.metric} has sums out of range"
-        if not (1 <= comparison.num_control <= MAX_BLOCK and 1 <= comparison.num_candidate <= MAX_BLOCK):
-            return f"{comparison.metric} has blocks out of range"
     return None

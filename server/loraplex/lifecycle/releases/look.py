@@ -16,10 +16,12 @@ from loraplex.control.catalog.schedule_state import ScheduleState
 from loraplex.control.db.release_tables import ReleaseRun, RunningArmRow
 from loraplex.control.types import ReleaseInfo
 from loraplex.control.usage.outcome_inbox import read_outcomes, remove_outcomes
+from loraplex.lifecycle.release_guard.comparison import Unit
+from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import Guard, Verdict
 from loraplex.lifecycle.release_guard.rules import MetricName, parse_rules
 from loraplex.lifecycle.release_guard.schedule import advance, guard_of, parse_schedule
-from loraplex.lifecycle.release_guard.window import Arms, RunningArm
+from loraplex.lifecycle.release_guard.window import RunningArm
 
 MAX_OUTCOMES = 2000
 """Outcomes that one look counts; the next one takes the next."""
@@ -83,7 +85,8 @@ def _guard(release: ReleaseInfo, run: ReleaseRun) -> Guard | None:
     if release.plan.guard is None:
         return None
     weights = {target.version: float(target.weight) for target in release.targets}
-    arms = Arms(run.control, run.candidate, weights[f"v{run.control}"], weights[f"v{run.candidate}"])
+    unit: Unit = "request" if release.sticky == "none" else release.sticky
+    arms = Arms(run.control, run.candidate, weights[f"v{run.control}"], weights[f"v{run.candidate}"], unit)
     return guard_of(
         parse_rules(dict(release.plan.guard)),
         arms,

@@ -128,7 +128,7 @@ def _arms(arms: list[Json]) -> Table:
 
 
 def _guard(guard: Json) -> list[Table]:
-    columns = ["guard's metric", "control", "candidate", "allowed", "evidence", "users"]
+    columns = ["guard's metric", "control", "candidate", "allowed", "evidence", f"{guard['unit']}s"]
     rows = (
         [
             metric["name"],
@@ -145,7 +145,8 @@ def _guard(guard: Json) -> list[Table]:
 
 def _verdict_text(guard: Json) -> str:
     metric = f" in {guard['breach']}" if guard["breach"] else ""
-    return f"{guard['verdict']}{metric}, evidence {guard['evidence']:.3g} of {guard['threshold']:.4g}"
+    said = f"{guard['verdict']}{metric}, evidence {guard['evidence']:.3g} of {guard['threshold']:.4g}"
+    return f"{said}; {guard['advice']}" if guard["advice"] else said
 
 
 def _shadow_fields(shadow: Json) -> Json:

@@ -57,8 +57,8 @@ export function Guard({ guard, run, isGiven }) {
     return html`<${Section} title="Guard"><${Empty}>${text}<//><//>`;
   }
   const said = {
-    pass: "Enough requests, and none of its metrics is worse.",
-    hold: "Too few requests to say.",
+    pass: "A gross fault would have been found, and no metric is worse.",
+    hold: `No verdict yet: ${guard.advice}.`,
     breach: `The candidate is worse in ${guard.breach}.`,
   }[/** @type {string} */ (guard.verdict)];
   const columns = [
@@ -67,7 +67,7 @@ export function Guard({ guard, run, isGiven }) {
     { title: "Candidate", number: true, cell: (/** @type {any} */ row) => reading(row, "candidate") },
     { title: "Allowed", number: true, cell: (/** @type {any} */ row) => shown(row.name, row.allowed) },
     { title: "Evidence", number: true, cell: (/** @type {any} */ row) => figure(row.evidence) },
-    { title: "Users", number: true, cell: (/** @type {any} */ row) => `${num(row.control_users)} + ${num(row.candidate_users)}` },
+    { title: { user: "Users", key: "Keys", request: "Requests" }[/** @type {string} */ (guard.unit)], number: true, cell: (/** @type {any} */ row) => `${num(row.control_users)} + ${num(row.candidate_users)}` },
   ];
   return html`<${Section} title="Guard" note=${run?.reason ?? ""}>
     <p data-testid="guard-verdict">
