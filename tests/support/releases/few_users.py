@@ -84,7 +84,7 @@ def verdicts(few: Few, seed: int, *, as_requests: bool = False) -> tuple[Verdict
 
 def needed(few: Few, seed: int, metric: MetricName, rules: Rules) -> tuple[int, bool]:
     """Users until the guard of one metric may pass, and whether a gross fault was found by then: half of the answers
-    cut, or numbers of which nine in ten comparisons are larger."""
+    cut, or numbers that are larger in nine of ten comparisons."""
     rng = np.random.default_rng(seed)
     arms = Arms(CONTROL, CANDIDATE, 1 - few.share, few.share)
     equal, worse = Guard(rules, arms, since=0.0), Guard(rules, arms, since=0.0)

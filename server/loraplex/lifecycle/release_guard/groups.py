@@ -105,7 +105,7 @@ class Groups:
             self.state.waiting = waiting = waiting[-MAX_WAITING:]
             if not self._is_enough(waiting):
                 return
-        # Who ended first may depend on the arm; the hash does not.
+        # The order of the ends may depend on the arms; the hash does not.
         waiting = sorted(self._together(waiting), key=lambda row: row.key)
         size = math.ceil(len(waiting) / math.ceil(len(waiting) / MOST))
         for first in range(0, len(waiting), size):

@@ -1,7 +1,7 @@
 """How many units a guard needs until it would have found a gross fault, in four of five runs.
 
-What it looks for: of a rate, `EFFECT` more than the margin allows; of any other metric, numbers of which nine in ten
-comparisons with the control's, after the margin, are larger. Both constants are fitted to simulations
+What it looks for: of a rate, `EFFECT` more than the margin allows; of any other metric, numbers that are
+larger than the control's, after the margin, in nine of ten comparisons. Both constants are fitted to simulations
 (`bench.release_guard_few --part needs`), over arms of 2 to 50 % and controls that fail in up to 10 %.
 """
 

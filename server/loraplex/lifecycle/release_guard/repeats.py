@@ -1,4 +1,4 @@
-"""What users give beyond their first request, where they are few.
+"""Requests of users beyond their first one, where users are few.
 
 The means over a user's first `NUM_REQUESTS` are one number to each metric: still one of each user, since a user has one
 arm, but a number that tells more. They are compared as first requests are, with a part of the allowed false alarms of
