@@ -365,7 +365,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     (
         "admin.md",
         "`chat_template.jinja` ({:g} KiB at most), `tokenizer_config.json` ({:g} MiB), `special_tokens_map.json` "
-        "({:g} KiB) and `generation_config.json` ({:g} KiB)",
+        "({:g} KiB), `generation_config.json` ({:g} KiB) and `additional_chat_templates/tool_use.jinja` ({:g} KiB)",
         tuple(most / (MIB if most >= MIB else KIB) for most in CHAT_FILE_BYTES.values()),
     ),
     ("usage.md", "# the last {} days", (DEFAULT_PERIOD.days,)),

@@ -29,6 +29,7 @@ CHAT_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
+    "additional_chat_templates/tool_use.jinja",
 )
 """Sent where a checkpoint has them: how its chats are written, and how its answers end."""
 TOKENIZER_NAME, TOKENIZER_BYTES = "tokenizer.json", 16 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -51,7 +52,8 @@ class Place:
             if fault is not None:
                 staging.fault = fault
             copy_folder(source, staging, max_bytes=MAX_BYTES, reserve=self.reserved.append)
-            return {path.name: path.read_bytes() for path in staging.directory.iterdir()}
+            found = (path for path in staging.directory.rglob("*") if path.is_file())
+            return {str(path.relative_to(staging.directory)): path.read_bytes() for path in found}
 
     def refused(self, folder: str = "run", kind: type[LoraplexError] = SourceNotFound) -> str:
         descriptors = len(os.listdir("/proc/self/fd"))
@@ -106,6 +108,20 @@ def test_the_folder_s_own_adapter_is_found_among_many_files(place: Place) -> Non
 def test_weights_of_another_format_are_named(place: Place, name: str, words: str) -> None:
     (place.root / "run" / TENSORS_NAME).rename(place.root / "run" / name)
     assert words in place.refused("run", AdapterRefused)
+
+
+def test_a_template_in_a_folder_of_its_own(place: Place) -> None:
+    name = "additional_chat_templates/tool_use.jinja"
+    folder = (place.root / "run" / name).parent
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_bytes(b"{{ tools }}")
+    (folder / "rag.jinja").write_bytes(b"other")
+    assert place.copy() == {CONFIG_NAME: b"{}", TENSORS_NAME: b"tensors", name: b"{{ tools }}"}
+    assert place.reserved == [len(b"{}tensors{{ tools }}")]
+    shutil.rmtree(folder)
+    (place.secret / "tool_use.jinja").write_bytes(SECRET)
+    folder.symlink_to("../../secret")
+    place.refused("run", SourceNotAllowed)
 
 
 def test_a_folder_below_that_is_a_link_out_is_not_entered(place: Place) -> None:

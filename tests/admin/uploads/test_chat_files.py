@@ -124,6 +124,31 @@ async def test_what_says_nothing_makes_no_other_version(
     assert (again.status_code, again.json().get("version")) == (200, plain["version"]), again.text
 
 
+async def test_a_template_for_tools_beside_the_default(
+    admin: httpx.AsyncClient, two: dict[str, bytes]
+) -> None:
+    """As save_pretrained writes them: as parts, in an archive, and as a list in the config they are one version."""
+    tools = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    files = {
+        "chat_template.jinja": TEMPLATE.encode(),
+        "additional_chat_templates/tool_use.jinja": tools.encode(),
+    }
+    listed = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": tools}]
+    config = {"tokenizer_config.json": json.dumps({"chat_template": listed}).encode()}
+    first = await admin.post(VERSIONS, files=form(two | files))
+    assert first.status_code == 201, first.text
+    packed = {f"run/{name}": data for name, data in (two | files).items()}
+    packed["run/additional_chat_templates/rag.jinja"] = b"{% broken"
+    again = [
+        await admin.post(VERSIONS, files={"archive": ("a.tar", make_tar(packed))}),
+        await admin.post(VERSIONS, files=form(two | config)),
+    ]
+    assert [answer.status_code for answer in again] == [200, 200], [answer.text for answer in again]
+    assert {answer.json()["version"] for answer in again} == {first.json()["version"]}
+    other = await admin.post(VERSIONS, files=form(two | {"chat_template.jinja": TEMPLATE.encode()}))
+    assert other.json()["version"] != first.json()["version"]
+
+
 async def test_equal_weights_with_another_template_are_another_version(
     admin: httpx.AsyncClient, two: dict[str, bytes]
 ) -> None:

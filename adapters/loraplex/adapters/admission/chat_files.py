@@ -16,7 +16,7 @@ from loraplex.adapters.end_tokens import NAMED_ENDS
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.files import CHAT_FILE_BYTES, TOKENIZER_NAME, open_regular, shown
 
-TEMPLATE_FILE, TOKENIZER_FILE, TOKENS_FILE, GENERATION_FILE = CHAT_FILE_BYTES
+TEMPLATE_FILE, TOKENIZER_FILE, TOKENS_FILE, GENERATION_FILE, TOOL_TEMPLATE_FILE = CHAT_FILE_BYTES
 MAX_TEMPLATE_BYTES = CHAT_FILE_BYTES[TEMPLATE_FILE]
 """The largest size of a version's templates together."""
 NAMED_TOKENS = ("bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", *NAMED_ENDS)
@@ -88,7 +88,7 @@ class ChatFiles:
 
 def read_chat_files(folder: Path) -> ChatFiles | None:
     """None where none of the files is there. Raises AdapterRefused (config_invalid, too_large), OSError."""
-    found = {name: data for name in CHAT_FILE_BYTES if (data := _content(folder / name)) is not None}
+    found = {name: data for name in CHAT_FILE_BYTES if (data := _content(folder, name)) is not None}
     tokenizer = folder / TOKENIZER_NAME if (folder / TOKENIZER_NAME).is_file() else None
     if not found and tokenizer is None:
         return None
@@ -108,15 +108,15 @@ def read_chat_files(folder: Path) -> ChatFiles | None:
     )
 
 
-def _content(path: Path) -> bytes | None:
-    most = CHAT_FILE_BYTES[path.name]
+def _content(folder: Path, name: str) -> bytes | None:
+    most = CHAT_FILE_BYTES[name]
     try:
-        with open_regular(path) as file:
+        with open_regular(folder / name) as file:
             data = b"".join(iter(lambda: file.read(most + 1), b""))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     if len(data) > most:
-        raise AdapterRefused("too_large", f"{path.name} has more than {most} bytes; leave it out.")
+        raise AdapterRefused("too_large", f"{name} has more than {most} bytes; leave it out.")
     return data
 
 
@@ -140,16 +140,14 @@ def _number(digits: str) -> int | float:
 
 
 def _templates(found: Mapping[str, bytes], config: _Json) -> dict[str, str]:
-    """Templates by the names that chats use, from the first place that has any, in the order of transformers."""
-    if TEMPLATE_FILE in found:
-        try:
-            given = {"default": found[TEMPLATE_FILE].decode("utf-8")}
-        except UnicodeDecodeError as error:
-            raise _invalid(TEMPLATE_FILE, f"it is not UTF-8 (byte {error.start})") from None
-        where = TEMPLATE_FILE
-    else:
+    """Templates by the names that chats use, from the first place that has a default one, in the order of
+    transformers."""
+    files = {"default": TEMPLATE_FILE, "tool_use": TOOL_TEMPLATE_FILE}
+    given = {name: _text(found[file], file) for name, file in files.items() if file in found}
+    where = TEMPLATE_FILE
+    if "default" not in given:
         where = f"{TOKENIZER_FILE}: chat_template"
-        given = _listed(config.get("chat_template"), where)
+        given = _listed(config.get("chat_template"), where) | given
     given = {name: text for name, text in given.items() if text.strip()}
     if "default" not in given:  # an empty one is none
         return {}
@@ -162,6 +160,13 @@ def _templates(found: Mapping[str, bytes], config: _Json) -> dict[str, str]:
             f"{where} has more than {MAX_TEMPLATE_BYTES} bytes; leave it out, and the base's template serves.",
         )
     return given
+
+
+def _text(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _invalid(where, f"it is not UTF-8 (byte {error.start})") from None
 
 
 def _listed(value: Any, where: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from loraplex.adapters.store.files import (
     TOKENIZER_NAME,
     UPLOAD_FILE_BYTES,
     create_file,
+    place_in,
     shown,
     write_all,
 )
@@ -101,6 +102,8 @@ class MemberSink:
             bad_archive(f"the entry {shown('/'.join(parts))} comes twice or has no name")
         self._seen.add(parts)
         leaf, folder = parts[-1], parts[:-1]
+        if "/".join(parts[-2:]) in UPLOAD_FILE_BYTES:
+            leaf, folder = "/".join(parts[-2:]), parts[:-2]
         is_deeper = folder != self._only and (self._only is not None or len(folder) > 1)
         if leaf in UPLOAD_FILE_BYTES:
             return None if is_deeper else self._claim_chat_file(leaf, folder)
@@ -128,7 +131,7 @@ class MemberSink:
         """Claim a chat file; it counts if it lies beside the adapter's two files, which may come later."""
         if self._folder not in (None, folder) or len(self._chat_files) == MAX_CHAT_FILES:
             return None
-        name = f"{len(self._chat_files)}-{leaf}"
+        name = f"{len(self._chat_files)}-{leaf.replace('/', '-')}"
         self._chat_files[name] = (folder, leaf)
         return name
 
@@ -203,7 +206,7 @@ class MemberSink:
         for name, (folder, leaf) in self._chat_files.items():
             path = self._dest / name
             if name in self._files and folder == self._folder:
-                path.rename(self._dest / leaf)
+                path.rename(place_in(self._dest, leaf))
             else:
                 path.unlink(missing_ok=True)
 

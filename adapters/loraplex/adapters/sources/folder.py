@@ -30,6 +30,7 @@ from loraplex.adapters.store.files import (
     UPLOAD_FILE_BYTES,
     create_file,
     disk_failures_named,
+    place_in,
     shown,
     write_all,
 )
@@ -77,8 +78,8 @@ def copy_folder(
 
 
 def _copy(file: int, found: os.stat_result, name: str, staging: Staging) -> None:
-    target = staging.directory / name
     with disk_failures_named():
+        target = place_in(staging.directory, name)
         staging.fault(FaultPoint.RECEIVE_CREATE, target)
         into = create_file(target)
     left = found.st_size
@@ -151,7 +152,7 @@ class _AdapterFolder:
         AdapterRefused (too_large) too."""
         parts = (*self._source.parts, *self._below, name)
         with self._failures_named("file", parts):
-            file = self._walk(self._way.copy(), [name], to_file=True)
+            file = self._walk(self._way.copy(), name.split("/")[::-1], to_file=True)
             found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             raise SourceNotFound(f"In the source, {_written(parts)} is not a regular file.")

@@ -23,6 +23,7 @@ from loraplex.adapters.store.files import (
     UPLOAD_FILE_BYTES,
     create_file,
     disk_failures_named,
+    place_in,
     write_all,
 )
 
@@ -100,8 +101,8 @@ def check_size(name: str, size: int, max_bytes: int) -> None:
 
 
 def _write(name: str, file: RemoteFile, staging: Staging, until: float) -> None:
-    target = staging.directory / name
     with disk_failures_named():
+        target = place_in(staging.directory, name)
         staging.fault(FaultPoint.RECEIVE_CREATE, target)
         into = create_file(target)
     left = file.size

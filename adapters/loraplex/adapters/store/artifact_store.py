@@ -255,7 +255,7 @@ class ArtifactStore:
         for entry in staging.directory.iterdir():
             if entry.name not in _FILES:
                 self.fault(FaultPoint.DROP_LEFTOVER, entry)
-                entry.unlink()
+                _drop(entry)
 
     def _flush_files(self, staging: Staging) -> None:
         for name in _FILES:
@@ -308,6 +308,14 @@ def _flush(path: Path) -> None:
         os.close(fd)
 
 
+def _drop(entry: Path) -> None:
+    """Remove a file, or a folder with what lies in it (OSError)."""
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
+
+
 def _remove(folder: Path, step: FaultPoint, fault: Fault) -> None:
     """A folder of plain files and what lies in it, as far as that is possible."""
     try:
@@ -317,10 +325,7 @@ def _remove(folder: Path, step: FaultPoint, fault: Fault) -> None:
     for entry in entries:
         with contextlib.suppress(OSError):
             fault(step, entry)
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+            _drop(entry)
     with contextlib.suppress(OSError):
         fault(step, folder)
         folder.rmdir()

@@ -28,6 +28,7 @@ CHAT_FILE_BYTES: Mapping[str, int] = MappingProxyType(
         "tokenizer_config.json": 4 << 20,
         "special_tokens_map.json": 256 << 10,
         "generation_config.json": 64 << 10,
+        "additional_chat_templates/tool_use.jinja": 128 << 10,
     }
 )
 """Files that a fine-tune may bring beside its two: how its chats are written and how its answers end. By name, the most
@@ -108,6 +109,14 @@ def create_file(path: Path) -> BinaryIO:
     return open(
         path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
     )
+
+
+def place_in(folder: Path, name: str) -> Path:
+    """The path of a file of that name, with the folder within `folder` that it lies in (OSError)."""
+    path = folder / name
+    if path.parent != folder:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    return path
 
 
 def make_private(path: Path) -> None:

@@ -45,6 +45,7 @@ class Part(Enum):
     TOKENIZER_CONFIG = "tokenizer_config.json"
     SPECIAL_TOKENS = "special_tokens_map.json"
     GENERATION_CONFIG = "generation_config.json"
+    TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
     TOKENIZER = TOKENIZER_NAME
 
 

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
-from loraplex.adapters.store.files import create_file, disk_failures_named, write_all
+from loraplex.adapters.store.files import create_file, disk_failures_named, place_in, write_all
 from loraplex.adapters.store.interface import Store
 from loraplex.admin.problem import Problem
 from loraplex.admin.uploads.multipart import Part, UploadParser, too_large
@@ -97,8 +97,8 @@ class _Writer:
     """Collects pieces and writes them in a worker thread, `BUFFER_BYTES` at a time."""
 
     def __init__(self, staging: Staging, threads: anyio.CapacityLimiter) -> None:
-        self._paths = {part: staging.directory / part.value for part in Part}
-        self._paths[Part.ARCHIVE] = staging.archive_path
+        self._directory = staging.directory
+        self._names = {part: part.value for part in Part} | {Part.ARCHIVE: staging.archive_path.name}
         self._fault = staging.fault
         self._threads = threads
         self._files: dict[Part, BinaryIO] = {}
@@ -128,15 +128,15 @@ class _Writer:
         with disk_failures_named():
             for part, data in pending:
                 file = self._file(part)
-                self._fault(FaultPoint.RECEIVE_WRITE, self._paths[part])
+                self._fault(FaultPoint.RECEIVE_WRITE, self._directory / self._names[part])
                 write_all(file, memoryview(data))
             for part in parts:
                 self._file(part)
 
     def _file(self, part: Part) -> BinaryIO:
         if part not in self._files:
-            self._fault(FaultPoint.RECEIVE_CREATE, self._paths[part])
-            self._files[part] = create_file(self._paths[part])
+            self._fault(FaultPoint.RECEIVE_CREATE, self._directory / self._names[part])
+            self._files[part] = create_file(place_in(self._directory, self._names[part]))
         return self._files[part]
 
     async def close(self) -> None:
