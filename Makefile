@@ -16,7 +16,7 @@ ARGS ?=
 OUT ?= build/gpu
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --rerun-failed
 
-.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak drill gpu gpu-site gpu-wheels fmt clean clients outside dashboards console
+.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak drill gpu gpu-site gpu-wheels fmt clean clients makers outside dashboards console
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -105,6 +105,12 @@ $(STAMP)-dev: $(STAMP)
 
 # Clients that others wrote, and the transformers of a GPU machine, each in a place of its own; the tests that need them are skipped without.
 clients: $(foreach client,langchain litellm litellm_proxy node openai_agents pydantic_ai instructor guidellm lm_eval vllm_tests codex claude_code llm_comply transformers_gpu trl,$(CLIENTS)/$(client)/.installed)
+
+# The newest release of each tool that quantises, some gigabytes: `make soak ARGS=tests/makers` runs their own writers.
+MAKERS := $(foreach maker,auto_round gptqmodel llmcompressor transformers,$(CLIENTS)/maker_$(maker))
+makers:
+	rm -rf $(MAKERS)
+	$(MAKE) $(MAKERS:%=%/.installed)
 
 # guidellm, lm-eval and vLLM's own entrypoint tests against a real server: docs/compatibility.md.
 outside: $(STAMP)-dev clients
