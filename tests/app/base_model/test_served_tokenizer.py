@@ -92,3 +92,11 @@ def test_files_that_transformers_cannot_read_serve_as_they_lie(tmp_path: Path) -
 
 def test_every_class_has_its_example() -> None:
     assert EXAMPLES.keys() == CLASSES.keys() - {"PreTrainedTokenizerFast"}
+
+
+@pytest.mark.slow
+def test_the_quickstarts_base_is_read_as_its_adapters_were_trained(
+    real_model_dir: Path, tmp_path: Path
+) -> None:
+    found = serve_tokenizer(real_model_dir, "transformers", tmp_path)
+    assert (found.model_dir, found.warning) == (real_model_dir, "")
