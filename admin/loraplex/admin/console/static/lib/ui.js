@@ -172,6 +172,17 @@ export function NumberInput({ value, onNumber, label, min, max, step = 1, disabl
     data-testid=${testid} onInput=${onInput} onBlur=${() => setTyped(null)} />`;
 }
 
+/**
+ * A text to filter by, which holds with Enter or when the field is left. Until then it stays as it is typed.
+ * @param {{ value: string, onText: (text: string) => void, placeholder: string, testid: string }} props
+ */
+export function FilterInput({ value, onText, placeholder, testid }) {
+  const [typed, setTyped] = useState(/** @type {string | null} */ (null));
+  return html`<input data-testid=${testid} placeholder=${placeholder} value=${typed ?? value} maxlength="64" spellcheck=${false}
+    autocomplete="off" onInput=${(/** @type {any} */ event) => setTyped(event.target.value)}
+    onChange=${(/** @type {any} */ event) => (setTyped(null), onText(event.target.value.trim()))} />`;
+}
+
 /** A labelled control: `children` is one input. @param {{ label: any, hint?: any, children?: any }} props */
 export const Field = ({ label, hint, children }) =>
   html`<label class="field"><span>${label}</span>${children}${hint && html`<small class="note">${hint}</small>`}</label>`;

@@ -20,13 +20,13 @@ export default function Audit() {
   /** @param {string} name @param {string} value */
   function choose(name, value) {
     setCursor(null);
-    setQuery(name, value.trim());
+    setQuery(name, value);
   }
 
   /** @param {string} name @param {string} label @param {string} hint */
   const filter = (name, label, hint) => html`<${ui.Field} label=${label}>
-    <input data-testid=${`audit-${name}`} placeholder=${hint} value=${chosen[name]} maxlength="64" spellcheck=${false} autocomplete="off"
-      onChange=${(/** @type {any} */ event) => choose(name, event.target.value)} />
+    <${ui.FilterInput} testid=${`audit-${name}`} placeholder=${hint} value=${chosen[name]}
+      onText=${(/** @type {string} */ text) => choose(name, text)} />
   <//>`;
 
   return html`<${ui.Page} title="Audit" actions=${html`<button type="button" onClick=${poll.reload}>Reload</button>`}>

@@ -155,11 +155,8 @@ function Adapters() {
 
   /** @param {"tenant" | "adapter"} name @param {string} label */
   const filter = (name, label) => html`<${ui.Field} label=${label}>
-    <input data-testid=${`cache-${name}`} placeholder="all" value=${of[name]} spellcheck=${false} autocomplete="off"
-      onChange=${(/** @type {any} */ event) => {
-        setCursor(null);
-        setQuery(name, event.target.value.trim());
-      }} />
+    <${ui.FilterInput} testid=${`cache-${name}`} placeholder="all" value=${of[name]}
+      onText=${(/** @type {string} */ text) => (setCursor(null), setQuery(name, text))} />
   <//>`;
 
   return html`<${ui.Section} title="Adapters" note="Each version by its fastest memory: device, host, disk.">
