@@ -37,7 +37,6 @@ REFUSED = {
     "llmcompressor": {
         "NVFP4A16": "format 'nvfp4-pack-quantized' is not served",
         "MXFP4A16": "format 'mxfp4-pack-quantized' is not served",
-        "FP8": "one scale for several rows",
     },
     "transformers": {
         "fp4": "4-bit type 'fp4' is not served",
@@ -49,6 +48,9 @@ REFUSED = {
 """Kinds that are refused, with words of the refusal; all others are served."""
 LEAST = {"auto_round": 10, "gptqmodel": 9, "llmcompressor": 8, "transformers": 4}
 """Kinds that each writer must have written, so that a changed interface is noticed."""
+_LEAST_NEAR = 0.8
+"""Cosine of the logits and the model's own. Codes of 4 bits over small random layers give 0.85, those of 8 bits 0.999;
+codes read in another order give about 0."""
 PROMPT = [*range(70, 100), 257, 10, 33]
 
 
@@ -97,7 +99,7 @@ def test_what_a_maker_writes_is_served_or_refused_in_one_sentence(
         else:
             run.step({0: len(PROMPT)})
             near = torch.cosine_similarity(run.result(0).flatten(), expected.flatten(), dim=0).item()
-            is_right, found = words is None and near > 0.95, f"served, and {near:.3f} near"
+            is_right, found = words is None and near > _LEAST_NEAR, f"served, and {near:.3f} near"
         print(f"{maker}, {name}: {found}")
         if not is_right:
             wrong[name] = found

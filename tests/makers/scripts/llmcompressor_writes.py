@@ -17,7 +17,6 @@ for scheme in (
     "FP8_BLOCK",
     "NVFP4A16",
     "MXFP4A16",
-    "FP8",
 ):
     try:
         model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
