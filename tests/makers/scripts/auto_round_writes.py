@@ -26,7 +26,7 @@ KINDS = {
         "auto_round",
         {"layer_config": {"model.layers.0.self_attn.q_proj": {"bits": 16}}},
     ),
-    "compressed-tensors": ("llm_compressor", {"scheme": "W8A8"}),
+    "compressed-tensors": ("llm_compressor", {"scheme": "W8A16"}),
 }
 for name, (form, options) in KINDS.items():
     model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
