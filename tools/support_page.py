@@ -56,7 +56,7 @@ _NAMES = """\
 A module may go by any of these names, with the same result, whichever of them the base's own checkpoint has. The same
 holds for whole paths in `target_modules`, `exclude_modules`, `rank_pattern` and `alpha_pattern`. A file that uses two
 names for the layers, or for the head, is refused as `unexpected_tensor`. Words that wrappers put into names are left
-out: WRAPPERS; and `module.` and further `base_model.model.` at the beginning.
+out: WRAPPERS; and `module.` before `base_model.model.`.
 """
 
 _DTYPES = """\

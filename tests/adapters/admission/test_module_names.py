@@ -217,17 +217,13 @@ WRAPPED: dict[str, tuple[str, str]] = {
     "a compiled model": ("base_model.model._orig_mod.model.layers.{}.{}", "_orig_mod.model.layers.{}.{}"),
     "compiled layers": ("base_model.model.model.layers.{}._orig_mod.{}", "model.layers.{}._orig_mod.{}"),
     "a compiled model of PEFT": ("_orig_mod.base_model.model.model.layers.{}.{}", "model.layers.{}.{}"),
-    "a model of DataParallel": ("module.base_model.model.model.layers.{}.{}", "module.model.layers.{}.{}"),
-    "a model of DataParallel inside": ("base_model.model.module.model.layers.{}.{}", "module.model.layers.{}.{}"),
+    "a model of DataParallel": ("module.base_model.model.model.layers.{}.{}", "model.layers.{}.{}"),
     "a sharded model": (
         "base_model.model._fsdp_wrapped_module.model.layers.{}._fsdp_wrapped_module.{}", "model.layers.{}.{}",
     ),
     "checkpointed layers": (
         "base_model.model.model.layers.{}._checkpoint_wrapped_module.{}",
         "model.layers.{}._checkpoint_wrapped_module.{}",
-    ),
-    "PEFT twice": (
-        "base_model.model.base_model.model.model.layers.{}.{}", "base_model.model.model.layers.{}.{}",
     ),
     "all at once": (
         "_orig_mod.module.base_model.model._orig_mod.model.layers.{}._fsdp_wrapped_module._orig_mod.{}",

@@ -42,8 +42,8 @@ WRAPPERS: tuple[tuple[str, str], ...] = (
 _WRAPPER = re.compile(rf"(?<![^.])(?:{'|'.join(word for word, _ in WRAPPERS)})\\?\.")
 PREFIX = "base_model.model."
 """The prefix that PEFT gives the path of a module."""
-_OUTSIDE = re.compile(r"(?:module\\?\.)*(?:base_model\\?\.model\\?\.(?:module\\?\.)*)*")
-"""The prefixes of PEFT and of DataParallel: both may be there more than once."""
+_BEFORE = re.compile(r"(?:module\.)+(?=base_model\.model\.)")
+"""The prefix of DataParallel, before PEFT's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +84,14 @@ class ModuleNames:
 
 def without_wrappers(name: str) -> str:
     """The path of a module, or an expression for paths, in the model that was wrapped."""
-    return _OUTSIDE.sub("", _WRAPPER.sub("", name), count=1)
+    return _WRAPPER.sub("", name)
 
 
 def tensor_without_wrappers(name: str) -> str:
-    """The name that PEFT gives a tensor where nothing wraps the model; its own where PEFT's prefix is not there."""
+    """The name that PEFT gives a tensor where nothing wraps the model."""
     bare = _WRAPPER.sub("", name)
-    outside = _OUTSIDE.match(bare)
-    end = outside.end() if outside else 0
-    return PREFIX + bare[end:] if PREFIX in bare[:end] else name
+    before = _BEFORE.match(bare)
+    return bare[before.end() :] if before else bare
 
 
 def names_of(modules: Iterable[str], base: BaseSpec) -> ModuleNames:

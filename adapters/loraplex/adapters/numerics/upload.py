@@ -24,7 +24,7 @@ from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMi
 from loraplex.adapters.numerics.probes import EMBEDDING_ROWS, HEAD_ROWS
 from loraplex.adapters.spec import BaseSpec
 
-_BEFORE = re.compile(r"^(?:(?:base_model\\?\.model|module)\\?\.)*")
+_PREFIX = re.compile(r"^(?:module\.)*base_model\.model\.")
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _DTYPES: dict[str, Any] = {
     "F64": "<f8",
@@ -227,7 +227,7 @@ def _object(raw: bytes, path: Path) -> dict[str, Any]:
 def _purpose(name: str) -> tuple[str, str | None]:
     """ "base_model.model.<module>.lora_A[.<adapter>].weight" → module and "a". None for a copy of a weight of the
     base."""
-    parts = _unwrapped(name).split(".")
+    parts = _PREFIX.sub("", _unwrapped(name)).split(".")
     for at in range(len(parts) - 1, max(-1, len(parts) - 4), -1):
         if parts[at] in _KINDS:
             return ".".join(parts[:at]), _KINDS[parts[at]]
@@ -238,7 +238,7 @@ def _unwrapped(path: str) -> str:
     """A path, or an expression for paths, without the words that compiled and sharded models put into it."""
     for word in _WRAPPERS:
         path = path.replace(f"{word}\\.", "").replace(f"{word}.", "")
-    return _BEFORE.sub("", path, count=1)
+    return path
 
 
 def _outside(module: str) -> list[str]:
