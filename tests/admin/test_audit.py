@@ -283,6 +283,17 @@ class TestChangeRateLimit:
             clock.advance(20)
             assert [(await one.post(path)).status_code for _ in range(2)] == [404, 429]
 
+    async def test_a_schedule_is_charged_its_steps(self, plane: AdminPlane, clock: FakeClock) -> None:
+        steps = [{"weight": weight, "for_seconds": 1} for weight in (10, 20, 30)]
+        body: dict[str, Any] = {"targets": [{"version": "v1", "weight": 1}, {"version": "v2", "weight": 1}]}
+        async with admin_client(plane.app, plane.make_key("acme")) as one:
+            whole = await one.put(f"{ADAPTER}/release", json=body | {"schedule": steps})
+            assert (whole.status_code, whole.json()["code"]) == (429, "rate_limit_exceeded")
+            clock.advance(60)
+            some = await one.put(f"{ADAPTER}/release", json=body | {"schedule": steps[:2]})
+            assert some.status_code == 404, "no such adapter: three changes were charged"
+            assert (await one.put(f"{ADAPTER}/release", json=body)).status_code == 429
+
 
 async def test_the_log_is_verified_over_http(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
     plane.make_tenant()

@@ -25,9 +25,9 @@ class ChangeRateLimit:
         self._windows: dict[str, RateWindow] = {}
         self._sweep_at = SWEEP_FROM
 
-    def charge_change(self, tenant_id: str) -> None:
-        """Counts one change of this tenant. Raises Problem (429)."""
-        now, cost = self._clock(), PERIOD_S / self._max_changes
+    def charge_change(self, tenant_id: str, count: int = 1) -> None:
+        """Counts `count` changes of this tenant, all or none. Raises Problem (429)."""
+        now, cost = self._clock(), count * PERIOD_S / self._max_changes
         window = self._windows.setdefault(tenant_id, RateWindow())
         wait = window.wait(cost, now)
         if wait:

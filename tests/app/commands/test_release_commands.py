@@ -265,3 +265,7 @@ class TestWatching:
         _, _, after = printed.partition("first")
         assert "second" in after
         assert "\x1b[2K" in after  # the line that was there is erased
+
+
+def test_weights_that_are_half_given_are_refused(shell: Shell) -> None:
+    assert "'v2' has no weight and others have one" in shell.fails("release", "set", *NAME, "v1=90", "v2")

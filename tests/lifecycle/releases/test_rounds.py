@@ -409,20 +409,6 @@ def test_a_look_asks_no_cache_to_read_a_release_again_that_did_not_change(watche
     assert not database.changed_since("adapter:acme/pirate", seen)
 
 
-def test_a_tenant_with_many_watched_releases_does_not_keep_others_waiting(watched: Watched) -> None:
-    watched.put(GUARDED, v1=50, v2=50)
-    plane = watched.plane
-    plane.tenants.create("zeta", weight=1.0)
-    for tenant, name in (("acme", "another"), ("acme", "more"), ("zeta", "only")):
-        for seed in (1, 2):
-            plane.add(tenant, name, seed)
-        plane.releases.put(tenant, name, [ReleaseTarget("v1", 1), ReleaseTarget("v2", 1)], plan=GUARDED)
-    server = watched.server()
-    watched.round(server)
-    order = [(each.tenant_id, each.name) for each in server.watched]
-    assert order == [("acme", "another"), ("zeta", "only"), ("acme", "more"), ("acme", "pirate")]
-
-
 def test_rows_of_running_requests_from_a_time_to_come_are_no_evidence(watched: Watched) -> None:
     watched.put(GUARDED, v1=50, v2=50)
     server = watched.server()
@@ -436,3 +422,14 @@ def test_rows_of_running_requests_from_a_time_to_come_are_no_evidence(watched: W
     assert watched.changes == []
     with watched.plane.database.read() as session:
         assert session.scalars(select(RunningArmRow)).all() == []
+
+
+def test_a_rollback_by_hand_of_what_was_promoted_keeps_what_the_guard_saw(watched: Watched) -> None:
+    _promotion(watched)
+    watched.round(watched.server("after"), after=0.0)
+    assert watched.weights() == {"v2": 100}
+    watched.plane.releases.rollback("acme", "pirate")
+    run = watched.release().run
+    assert run is not None
+    assert (run.status, watched.weights()) == ("rolled_back", {"v1": 100})
+    assert watched.verdict().num_requests == ENOUGH

@@ -63,12 +63,15 @@ async def put_release(
     response: Response,
 ) -> Release:
     """Share an adapter's traffic among versions, from the next request on."""
+    plan = parse_plan(body)
+    if by.kind == "key" and plan.schedule:
+        services.change_limit.charge_change(tenant, len(plan.schedule))  # each step is a change too
     targets = tuple(ReleaseTarget(target.version, target.weight) for target in body.targets)
     put = partial(
         services.releases.put,
         targets=targets,
         sticky=body.sticky,
-        plan=parse_plan(body),
+        plan=plan,
         if_revision=if_match,
         by=by,
     )

@@ -246,7 +246,9 @@ class Shadows:
         if sums is not None:
             sums.add(values)
             if texts is not None and self._num_texts < MOST_TEXTS_HELD:
-                sums.add_texts(*texts, text)
+                sums.add_texts(
+                    *texts, text if len(tokens) <= len(sample.tokens) else self._text_of(sample, tokens)
+                )
         return "exact" if place is None else "different"
 
     async def _generate(self, sample: _Sample) -> tuple[tuple[int, ...], str]:
@@ -304,6 +306,11 @@ class Shadows:
 
     def _submit(self, request: EngineRequest) -> RequestStream:
         return self._engine.submit(request)[0]
+
+    def _text_of(self, sample: _Sample, tokens: tuple[int, ...]) -> str:
+        """The shadow's text, of as many tokens as the caller's answer has: more would be an answer that nobody pays."""
+        text = self._text.stream(sample.stops)
+        return text.push(tokens[: len(sample.tokens)]).text + text.finish().text
 
     def _texts(self, sample: _Sample) -> tuple[str, str]:
         """The beginnings of the prompt and of the caller's answer. A token that has a text has a byte at least."""

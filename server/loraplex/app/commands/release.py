@@ -25,7 +25,7 @@ from loraplex.app.commands.shared.release_view import (
     targets_text,
     watch,
 )
-from loraplex.app.commands.shared.values import check_version, parse_target
+from loraplex.app.commands.shared.values import check_version, parse_targets
 from loraplex.app.output import Output
 
 WATCH_S = 1.0
@@ -87,7 +87,7 @@ def set_(
 ) -> None:
     if "=" in name:
         raise CommandFailed(f"'{name}' is no name: write NAME first, then VERSION=WEIGHT, such as v1=90.")
-    body: dict[str, Any] = {"targets": [parse_target(item) for item in targets]}
+    body: dict[str, Any] = {"targets": parse_targets(targets)}
     if sticky is not None:
         body["sticky"] = sticky
     if guard is not None:

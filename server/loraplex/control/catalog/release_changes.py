@@ -86,7 +86,9 @@ def add_release(
 def _end_run(session: Session, run: ReleaseRun, row: Release) -> None:
     served = [target["version"] for target in row.targets if target["weight"]]
     status: RunStatus | None = None
-    if run.status in ("running", "paused"):
+    if row.origin == "rollback" and run.status != "rolled_back" and run.revision == row.revision - 1:
+        status = "rolled_back"  # also of a promoted one: what its guard saw is asked for now
+    elif run.status in ("running", "paused"):
         if row.origin == "rollback":
             status = "rolled_back"
         elif served == [f"v{run.candidate}"]:

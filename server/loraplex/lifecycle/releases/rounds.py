@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import structlog
-from sqlalchemy import select
+from sqlalchemy import and_, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import LoraplexError
@@ -17,6 +18,7 @@ from loraplex.control import leases
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import ReleaseOutcome, ReleaseRun, RunningArmRow, WebhookDelivery
+from loraplex.control.db.tables import Release
 from loraplex.control.errors import DatabaseBusy, DatabaseUnavailable
 from loraplex.control.leases import LeaseLost, Term
 from loraplex.control.usage.outcome_inbox import remove_unwatched
@@ -29,6 +31,9 @@ LEASE_S = 5.0
 RENEW_S = 1.0
 IDLE_LOOK_S = 5.0
 """Time between looks at a guarded release while no request of it runs or ends: a look costs milliseconds."""
+MAX_LOOKS = 32
+"""Looks at releases of one tenant in a round, which keep other tenants waiting: each of the 256 that a tenant may have
+is looked at in one of eight rounds."""
 TELL_AGAIN_S = 60.0
 """Time after which it is logged again that a release cannot be looked at."""
 log = structlog.get_logger("loraplex")
@@ -48,6 +53,11 @@ def _by_turns(watched: Sequence[Watched]) -> list[Watched]:
     tenants = itertools.groupby(watched, key=lambda each: each.tenant_id)
     turns = itertools.zip_longest(*(list(own) for _, own in tenants))
     return [each for turn in turns for each in turn if each is not None]
+
+
+def _is_over(step: int, since: float, schedule: Sequence[Mapping[str, int]] | None, now: float) -> bool:
+    """Whether the step of a schedule has lasted its time."""
+    return schedule is not None and step < len(schedule) and now - since >= schedule[step]["for_seconds"]
 
 
 class Rounds:
@@ -110,8 +120,13 @@ class Rounds:
     def _read(self) -> dict[Watched, float] | None:
         """Releases to look at, with the time of the reading; None where nothing is watched or waits."""
         of = ReleaseRun
-        query = select(of.tenant_id, of.name, of.revision, of.status, of.guard_state.is_(None)).where(
-            of.status.in_(("running", "paused"))
+        plan = and_(
+            Release.tenant_id == of.tenant_id, Release.name == of.name, Release.revision == of.revision
+        )
+        query = (
+            select(of.tenant_id, of.name, of.revision, of.status, of.step, of.since, Release.schedule)
+            .join(Release, plan, isouter=True)
+            .where(of.status.in_(("running", "paused")))
         )
         with self._database.read() as session:
             rows = session.execute(query.order_by(of.tenant_id, of.name)).all()
@@ -120,25 +135,35 @@ class Rounds:
             self._looked = {each: at for each, at in self._looked.items() if each in known}
             self._told = {each: at for each, at in self._told.items() if each in known}
             if self.watched:
-                by_time = {Watched(*row[:4]) for row in rows if row[4]}
-                return self._due(session, by_time)
+                now = self._now(session)
+                by_time = {
+                    Watched(*row[:4]) for row in rows if _is_over(row.step, row.since, row.schedule, now)
+                }
+                return self._due(session, by_time, now)
             rest = (ReleaseOutcome, RunningArmRow, *((WebhookDelivery,) if self._announces else ()))
             is_left = any(session.scalars(select(table).limit(1)).first() is not None for table in rest)
             return {} if is_left else None
 
-    def _due(self, session: Session, by_time: Collection[Watched]) -> dict[Watched, float]:
-        """Releases with new evidence, those `by_time`, which have none, and those not looked at for `IDLE_LOOK_S`."""
-        now = self._now(session)
+    def _due(self, session: Session, by_time: Collection[Watched], now: float) -> dict[Watched, float]:
+        """Releases with new evidence, those `by_time`, whose step is over, and those not looked at for `IDLE_LOOK_S`;
+        of each tenant those that have waited longest, at most `MAX_LOOKS`."""
         news: set[tuple[str, str]] = set()
         for table in (ReleaseOutcome, RunningArmRow):
             news.update(session.execute(select(table.tenant_id, table.name).distinct()).tuples())
-        return {
-            each: now
+        due = [
+            each
             for each in self.watched
             if each in by_time
             or (each.tenant_id, each.name) in news
             or not 0 <= now - self._looked.get(each, -math.inf) < IDLE_LOOK_S
-        }
+        ]
+        looks: Counter[str] = Counter()
+        chosen = set()
+        for each in sorted(due, key=lambda each: self._looked.get(each, -math.inf)):
+            looks[each.tenant_id] += 1
+            if looks[each.tenant_id] <= MAX_LOOKS:
+                chosen.add(each)
+        return {each: now for each in self.watched if each in chosen}
 
     def _renew(self, *, at_once: bool = False) -> None:
         if at_once or self._clock() - self._renewed >= RENEW_S:

@@ -88,6 +88,17 @@ def check_version(given: str) -> str:
     return given
 
 
+def parse_targets(given: list[str]) -> list[dict[str, Any]]:
+    """A release's targets, all of them with a weight or none. Raises CommandFailed."""
+    targets = [parse_target(item) for item in given]
+    bare = [item for item in given if "=" not in item]
+    if bare and len(bare) < len(given):
+        raise CommandFailed(
+            f"'{bare[0]}' has no weight and others have one: write {bare[0]}=WEIGHT, or give no version a weight."
+        )
+    return targets
+
+
 def parse_target(given: str) -> dict[str, Any]:
     """A release's target from `v1=90`; without a weight it is 1. Raises CommandFailed."""
     version, equals, weight = given.partition("=")
