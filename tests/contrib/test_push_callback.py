@@ -195,7 +195,7 @@ class TestBeforeATraining:
             model = model_of()
             setattr(model.peft_config["default"], field.name, value)
             said = self.refused(server, CALLER, model)
-            assert f"{field.name} = {value!r} is not served" in said
+            assert f"{field.name} = {json.dumps(value)} is not served" in said
         for value in field.accepted if field.name in SERVED_VALUES else ():
             model = model_of()
             setattr(model.peft_config["default"], field.name, value)

@@ -9,6 +9,7 @@ This file needs transformers and httpx. It may be copied to a machine where Lora
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import threading
@@ -358,7 +359,8 @@ def _misfit(model: Any, base: dict[str, Any]) -> str | None:
             value = getattr(found, name, None)
             if value and value not in served:
                 value = getattr(value, "value", value)  # of an enumeration
-                return f"{name} = {value!r} is not served, and each checkpoint would be refused: train without it"
+                written = json.dumps(value, default=str)
+                return f"{name} = {written} is not served, and each checkpoint would be refused: train without it"
     ranks = [getattr(found, "r", 0) for found in adapters]
     if ranks and max(ranks) > base["max_adapter_rank"]:
         return f"rank {max(ranks)} is above the server's {base['max_adapter_rank']} (--max-adapter-rank)"

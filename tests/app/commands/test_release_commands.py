@@ -132,7 +132,7 @@ WRONG_PLANS: list[tuple[tuple[str, str], str]] = [
     (("--schedule", "10%"), "write a step as PERCENT:TIME"),
     (("--schedule", "10%:1w"), "write a step as PERCENT:TIME"),
     (("--schedule", "10%:1h,5%:1h"), "weights rise"),
-    (("--shadow", "v3"), "VERSION:SHARE"),
+    (("--shadow", "v3"), "VERSION:SAMPLE"),
     (("--shadow", "v3:0.1:text"), "VERSION:SAMPLE:keep_texts"),
     (("--shadow", "3:0.1"), "is no version"),
     (("--shadow", "v3:2"), "shadow.sample"),

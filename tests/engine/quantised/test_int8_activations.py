@@ -27,7 +27,14 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = torch.device("cpu")
 MADE_FOR_THEM = ("compressed int8, a scale a row", "compressed int8 in groups, zeros")
 """Formats of 8 bits whose config says that activations have 8 bits too."""
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 16,
+    "attention_bias": True,
+}
+"""Outputs are whole blocks of 32, so that no processor's packing fills any up."""
 MEMORY = {"kv_cache_memory": 8 << 20, "adapter_memory": 8 << 20, "adapter_cpu_memory": 8 << 20}
 
 

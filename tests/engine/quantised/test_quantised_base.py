@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from support.adapters.peft_zoo import PeftReference, cut_model, make_zoo
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
-from support.models.gguf import MIXES, convert_with_transformers, write_gguf
+from support.models.gguf import CONTROL, MERGES, MIXES, convert_with_transformers, write_gguf
 from support.models.loading import load_model
 from support.models.quantised import dequantised
 from support.models.quantised_formats import FORMATS, write_quantised
@@ -126,7 +127,8 @@ def test_checkpoints_of_other_tools_equal_peft_over_what_their_codes_stand_for(
     name: str, tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
-    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | sizes)
+    # Outputs are whole blocks of 32, so that no processor's packing fills any up.
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | sizes | {"vocab_size": 160})
     made, dense = write_quantised(base, tmp_path, name)
     if not FORMATS[name].exact:
         dense = dequantised(dense, tmp_path / "as codes", head=False)
@@ -189,7 +191,18 @@ def test_a_gguf_file_equals_peft_over_what_its_blocks_stand_for(
     mix: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LORAPLEX_MODEL_CACHE", str(tmp_path / "cache"))
-    path = write_gguf(tmp_path / "tiny.gguf", tied=tied, kinds=MIXES[mix], hidden=256, inner=512)
+    # 288 tokens are whole blocks of 32 outputs, so that no processor's packing fills any up.
+    more = islice(
+        (f"{a} {b}" for a, b in product("ABCDEF", repeat=2)), 288 - 256 - len(CONTROL) - len(MERGES)
+    )
+    path = write_gguf(
+        tmp_path / "tiny.gguf",
+        tied=tied,
+        kinds=MIXES[mix],
+        hidden=256,
+        inner=512,
+        merges=(*MERGES, *more),
+    )
     made, dense = ensure_model(str(path)), tmp_path / "dense"
     convert_with_transformers(path, dense, "float32")
     adapters = save_adapters(dense, tmp_path, CHOSEN)
