@@ -207,10 +207,10 @@ class TestBeforeATraining:
 
         model = model_of()
         for given, told in (
-            ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head']"),
+            ({"modules_to_save": ["lm_head"]}, 'modules_to_save = ["lm_head"]'),
             ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
-            ({"task_type": "SEQ_CLS"}, "task_type = 'SEQ_CLS'"),
-            ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+            ({"task_type": "SEQ_CLS"}, 'task_type = "SEQ_CLS"'),
+            ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa"'),
         ):
             model.peft_config["default"] = LoraConfig(target_modules=["q_proj"], **given)
             assert told in self.refused(server, CALLER, model)
