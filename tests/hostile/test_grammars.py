@@ -172,8 +172,8 @@ def test_client_that_goes_away_leaves_nothing_behind(
     assert isinstance(checker, GrammarChecker)
     check, all_left = ForkProcess.run, asyncio.Event()
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
-        done = await check(process, body, owner=owner)
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+        done = await check(process, body, owner=owner, weight=weight)
         if b"left " in body:  # a busy machine may hold up the client for longer than the check takes
             await all_left.wait()
         return done

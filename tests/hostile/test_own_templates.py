@@ -189,8 +189,8 @@ def test_a_neighbours_chats_are_served_meanwhile(own: Server, monkeypatch: pytes
     own.push("alpaca", tenant="rival", **{"chat_template.jinja": ALPACA.encode()})
     run, answered = ForkProcess.run, threading.Event()
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "") -> Done:
-        done = await run(process, body, owner=owner)
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+        done = await run(process, body, owner=owner, weight=weight)
         while owner.startswith("acme") and not answered.is_set():  # however fast the machine is
             await asyncio.sleep(0.01)
         return done

@@ -378,7 +378,7 @@ def test_characters_split_over_tokens_are_their_bytes(real: Shop, truth: Truth, 
 
 
 def test_equivalent_roles_parts_and_lengths_give_equal_answers(real: Shop) -> None:
-    """`developer` is `system`, parts of text are the text, both names of the length are one."""
+    """`developer` is `system`, parts of text are its lines, both names of the length are one."""
     client = real.openai()
 
     def said(system: str, content: Any, **length: int) -> tuple[str | None, int]:
@@ -386,10 +386,11 @@ def test_equivalent_roles_parts_and_lengths_give_equal_answers(real: Shop) -> No
         answer = client.chat.completions.create(model="pirate", messages=messages, temperature=0, **length)  # type: ignore[call-overload]
         return answer.choices[0].message.content, answer.usage.prompt_tokens
 
-    parts = [{"type": "text", "text": "What do you "}, {"type": "text", "text": "think of the sea?"}]
+    question = "Hello.\nWhat do you think of the sea?"
+    parts = [{"type": "text", "text": line} for line in question.split("\n")]
     answers = {
-        said("system", QUESTION, max_tokens=6),
+        said("system", question, max_tokens=6),
         said("developer", parts, max_completion_tokens=6),
-        said("developer", QUESTION, max_tokens=6, max_completion_tokens=6),
+        said("developer", question, max_tokens=6, max_completion_tokens=6),
     }
     assert len(answers) == 1

@@ -106,9 +106,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 def create_file(path: Path) -> BinaryIO:
     """Create a file that must not exist yet, mode 0600, unbuffered; never follows a link (OSError)."""
-    return open(
-        path, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)
-    )
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    return os.fdopen(fd, "wb", buffering=0)
 
 
 def place_in(folder: Path, name: str) -> Path:
@@ -137,7 +136,7 @@ def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
         while view:
             view = view[file.write(view) :]
     except OSError as error:
-        error.filename = error.filename or str(file.name)
+        error.filename = error.filename or os.readlink(f"/proc/self/fd/{file.fileno()}")
         raise
 
 
