@@ -87,8 +87,12 @@ def test_a_large_body_is_checked_beside_the_event_loop(
     with running_data_plane(tmp_path / "model", max_body=16 << 20) as plane:
         loop_thread = plane.on_loop(threading.get_ident)
         for num_messages in (1, 30):
-            parts = [{"type": "text", "text": ""}] * 1024
-            body = {"model": BASE, "messages": [{"role": "user", "content": parts}] * num_messages}
+            # The model's own parts are joined as it wrote them: the prompt stays short.
+            turns = [{"role": "assistant", "content": [{"type": "text", "text": ""}] * 1024}] * num_messages
+            body = {
+                "model": BASE,
+                "messages": [{"role": "user", "content": "hi"}, *turns, {"role": "user", "content": "hi"}],
+            }
             plane.http.post(f"{plane.url}/v1/chat/completions", json=body, headers=KEY).raise_for_status()
         assert [thread == loop_thread for thread in checked_in] == [True, False]
 

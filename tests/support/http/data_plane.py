@@ -43,7 +43,7 @@ from loraplex.control.types import (
 from loraplex.control.usage.journal import JournalFull
 from loraplex.control.usage.records import Accepted, Ended
 from loraplex.serving.text.processor import TextProcessor
-from support.engine.fake_engine import FakeEngineClient
+from support.engine.fake_engine import VOCAB_SIZE, FakeEngineClient, fake_engine_info
 from support.http.api_server import RunningServer, serve_app
 from support.models.byte_tokenizer import write_byte_tokenizer
 
@@ -313,13 +313,16 @@ def running_data_plane(
     directory: Path, *, extra_routes: Any = (), loop_factory: Any = None, **changes: Any
 ) -> Iterator[DataPlane]:
     """`directory` takes the tokenizer's files; `changes` are fields of ApiServices."""
-    engine = FakeEngineClient()
+    text = changes.pop("text", None)
+    text = text or TextProcessor(write_byte_tokenizer(directory), max_model_len=MAX_MODEL_LEN)
+    # A model has rows for all tokens of its tokenizer.
+    engine = FakeEngineClient(fake_engine_info(vocab_size=max(VOCAB_SIZE, text.vocab_size)))
     metrics = Metrics(BASE)
     drain = changes.pop("drain", None) or Drain()
     services = ApiServices(
         **{
             "engine": engine,
-            "text": TextProcessor(write_byte_tokenizer(directory), max_model_len=MAX_MODEL_LEN),
+            "text": text,
             "grammars": FakeGrammars(),
             "authenticator": FakeAuthenticator(),
             "resolver": FakeResolver(),

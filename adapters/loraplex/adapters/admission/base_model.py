@@ -344,7 +344,11 @@ def _linear_shapes(
     tensors: Mapping[str, BaseTensor], stored: StoredLinears | None
 ) -> dict[str, tuple[int, int]]:
     """[out_features, in_features] of each matrix "….weight", as stored or as codes."""
-    codes = {} if stored is None else {f"{module}.weight": stored.shape(module) for module in stored.modules}
+    codes = (
+        {}
+        if stored is None
+        else {f"{module}.weight": stored.shape(module) for module in sorted(stored.modules)}
+    )
     plain = {
         name: (entry.tensor.shape[0], entry.tensor.shape[1])
         for name, entry in tensors.items()

@@ -53,7 +53,7 @@ def served_model(settings: Settings, progress: Callable[[str], None]) -> Path:
         ensure_model(settings.model, progress), settings.tokenizer, settings.data_dir.resolve()
     )
     if found.warning:
-        structlog.get_logger("loraplex").warning("tokenizer_differs", detail=found.warning)
+        structlog.get_logger("loraplex").warning("tokenizer_differs", reason=found.warning)
     return found.model_dir
 
 
