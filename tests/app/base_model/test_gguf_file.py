@@ -48,13 +48,18 @@ def header(fields: bytes = b"", count: int = 1, tensors: int = 0, version: int =
     return b"GGUF" + struct.pack("<IQQ", version, tensors, count) + fields
 
 
+def place(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
 def tensor(name: str = "a", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0) -> bytes:
-    return (
-        header(count=0, tensors=1)
-        + text(name)
-        + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
-        + bytes(64)
-    )
+    return header(count=0, tensors=1) + place(name, shape, kind, offset) + bytes(64)
+
+
+def beside(*offsets: int) -> bytes:
+    """Tensors of 64 bytes, a, b, …, that begin at these places of the data."""
+    places = [place("abc"[index], (16,), 0, offset) for index, offset in enumerate(offsets)]
+    return header(count=0, tensors=len(places)) + b"".join(places) + bytes(512)
 
 
 KEY = text("k")
@@ -78,6 +83,8 @@ DAMAGED = {
     "half a block": (tensor(shape=(33,), kind=8), "no blocks of 32"),
     "an offset beyond the end": (tensor(offset=1 << 62), "ends at byte"),
     "a kind without a name": (tensor(kind=9999), "the unknown type 9999"),
+    "a tensor in another's bytes": (beside(0, 32), "the tensor 'b' begins inside 'a'"),
+    "tensors in the same bytes": (beside(64, 128, 64), "the tensor 'c' begins inside 'a'"),
     "a name in control characters": (tensor(name="a\x1b[2J\nb", offset=1 << 40), r"the tensor 'a\\x1b\[2J\\nb'"),
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ little-endian.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import resource
@@ -228,7 +229,12 @@ class GgufFile:
         if len({name for name, *_ in stored}) < count:
             _refuse("it has a tensor twice")
         first = -(-self._at // alignment) * alignment
-        return [self._tensor(name, shape, kind, first + offset) for name, shape, kind, offset in stored]
+        found = [self._tensor(name, shape, kind, first + offset) for name, shape, kind, offset in stored]
+        by_place = sorted(found, key=lambda tensor: tensor.data_offset)
+        for before, after in itertools.pairwise(by_place):
+            if after.data_offset < before.data_offset + before.n_bytes:
+                _refuse(f"the tensor {shown(after.name)} begins inside {shown(before.name)}")
+        return found
 
     def _shape(self) -> tuple[int, ...]:
         (count,) = self._unpack("I")
