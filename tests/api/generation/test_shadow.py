@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from loraplex.api.generation import shadow
 from loraplex.api.generation.shadow import first_difference, is_comparable, is_sampled
 from loraplex.engine.types import SamplingParams
+from loraplex.serving.text.detokenize import TextDelta, TextStream
 from loraplex.serving.text.processor import TextProcessor
 from support.engine import fake_engine
 from support.engine.fake_engine import Reply, fake_row
@@ -128,6 +130,23 @@ def test_another_answer_is_counted_with_the_place_of_its_first_difference(bench:
     assert (bench.store["exact"], bench.store["diverged_at"], bench.store["shadow_tokens"]) == (0, 1, 6)
     ((_, *texts),) = bench.store.sums[KEY].texts
     assert texts == ["say ok", "ok", "oh"], "no more tokens than the caller paid for"
+
+
+def test_texts_that_are_kept_are_made_beside_the_event_loop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of thousands of tokens would keep every stream waiting."""
+    made: list[tuple[tuple[int, ...], bool]] = []
+    push = TextStream.push
+
+    def counted(self: TextStream, tokens: Sequence[int], **more: Any) -> TextDelta:
+        made.append((tuple(tokens), threading.current_thread() is threading.main_thread()))
+        return push(self, tokens, **more)
+
+    monkeypatch.setattr(TextStream, "push", counted)
+    bench.engine.script(Reply(text="oh, no", eos=False))
+    played(bench, lambda: bench.offer(keep_texts=True))
+    assert [(tokens, False) for tokens in (PROMPT, ANSWER, tuple(b"oh"))] == made[-3:]
 
 
 def test_a_stop_string_ends_the_shadow_where_it_ends_the_answer(bench: Bench) -> None:

@@ -241,14 +241,14 @@ class Shadows:
         values["live_logprob"] = own
         values["shadow_logprob"] = own if same else await self._score(sample, sample.adapter, "shadow")
         values["scored"] = len(sample.tokens)
-        texts = await asyncio.to_thread(self._texts, sample) if sample.keep_texts else None
+        texts = None
+        if sample.keep_texts:
+            texts = await asyncio.to_thread(self._texts, sample, tokens, text)
         sums = self._sums_of(sample.key)
         if sums is not None:
             sums.add(values)
             if texts is not None and self._num_texts < MOST_TEXTS_HELD:
-                sums.add_texts(
-                    *texts, text if len(tokens) <= len(sample.tokens) else self._text_of(sample, tokens)
-                )
+                sums.add_texts(*texts)
         return "exact" if place is None else "different"
 
     async def _generate(self, sample: _Sample) -> tuple[tuple[int, ...], str]:
@@ -307,18 +307,19 @@ class Shadows:
     def _submit(self, request: EngineRequest) -> RequestStream:
         return self._engine.submit(request)[0]
 
-    def _text_of(self, sample: _Sample, tokens: tuple[int, ...]) -> str:
-        """The shadow's text, of as many tokens as the caller's answer has: more would be an answer that nobody pays."""
-        text = self._text.stream(sample.stops)
-        return text.push(tokens[: len(sample.tokens)]).text + text.finish().text
-
-    def _texts(self, sample: _Sample) -> tuple[str, str]:
-        """The beginnings of the prompt and of the caller's answer. A token that has a text has a byte at least."""
-        prompt, answer = self._text.stream(), self._text.stream(sample.stops)
+    def _texts(self, sample: _Sample, tokens: tuple[int, ...], text: str) -> tuple[str, str, str]:
+        """The beginnings of the prompt, of the caller's answer and of the shadow's, which is of no more tokens than the
+        caller's: more would be an answer that nobody pays. A token that has a text has a byte at least."""
+        most = len(sample.tokens)
         return (
-            prompt.push(sample.live.prompt_ids[:TEXT_BYTES]).text + prompt.finish().text,
-            answer.push(sample.tokens[:TEXT_BYTES]).text + answer.finish().text,
+            self._text_of(sample.live.prompt_ids, ()),
+            self._text_of(sample.tokens, sample.stops),
+            text if len(tokens) <= most else self._text_of(tokens[:most], sample.stops),
         )
+
+    def _text_of(self, tokens: tuple[int, ...], stops: tuple[str, ...]) -> str:
+        text = self._text.stream(stops)
+        return text.push(tokens[:TEXT_BYTES]).text + text.finish().text
 
     def _sums_of(self, key: ShadowKey) -> ShadowSums | None:
         if key not in self._sums and len(self._sums) >= MOST_KEYS:
