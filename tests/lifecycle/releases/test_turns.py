@@ -45,6 +45,30 @@ def test_a_schedule_without_a_guard_is_looked_at_when_its_step_is_due(
     assert len(looks) < 15
 
 
+def test_a_step_that_its_guard_holds_is_looked_at_like_one_that_goes_on(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time is over, and without new requests a look finds nothing new."""
+    watched.put(ReleasePlan(guard=GUARD, schedule=STEPS), v1=100, v2=0)
+    server, looks = watched.server(), looked_at(monkeypatch)
+    watched.round(server, after=61.0)
+    for _ in range(20):
+        assert watched.round(server) == []
+    assert len(looks) == 5
+
+
+def test_a_paused_release_is_looked_at_rarely(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is over, and servers still write what runs."""
+    watched.put(BY_TIME, v1=100, v2=0)
+    watched.plane.releases.pause("acme", "pirate")
+    server, looks = watched.server(), looked_at(monkeypatch)
+    watched.round(server, after=61.0)
+    for _ in range(20):
+        watched.running(2, [1.0])
+        assert watched.round(server) == []
+    assert len(looks) == 5
+
+
 def test_many_releases_of_one_tenant_do_not_delay_a_neighbour(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import structlog
@@ -55,9 +55,10 @@ def _by_turns(watched: Sequence[Watched]) -> list[Watched]:
     return [each for turn in turns for each in turn if each is not None]
 
 
-def _is_over(step: int, since: float, schedule: Sequence[Mapping[str, int]] | None, now: float) -> bool:
-    """Whether the step of a schedule has lasted its time."""
-    return schedule is not None and step < len(schedule) and now - since >= schedule[step]["for_seconds"]
+def _end_of(step: int, since: float, schedule: Sequence[Mapping[str, int]] | None) -> float:
+    """When the step of a schedule has lasted its time; infinite without one."""
+    is_step = schedule is not None and step < len(schedule)
+    return since + schedule[step]["for_seconds"] if is_step else math.inf
 
 
 class Rounds:
@@ -136,27 +137,25 @@ class Rounds:
             self._told = {each: at for each, at in self._told.items() if each in known}
             if self.watched:
                 now = self._now(session)
-                by_time = {
-                    Watched(*row[:4]) for row in rows if _is_over(row.step, row.since, row.schedule, now)
-                }
-                return self._due(session, by_time, now)
+                ends = {Watched(*row[:4]): _end_of(row.step, row.since, row.schedule) for row in rows}
+                return self._due(session, ends, now)
             rest = (ReleaseOutcome, RunningArmRow, *((WebhookDelivery,) if self._announces else ()))
             is_left = any(session.scalars(select(table).limit(1)).first() is not None for table in rest)
             return {} if is_left else None
 
-    def _due(self, session: Session, by_time: Collection[Watched], now: float) -> dict[Watched, float]:
-        """Releases with new evidence, those `by_time`, whose step is over, and those not looked at for `IDLE_LOOK_S`;
-        of each tenant those that have waited longest, at most `MAX_LOOKS`."""
+    def _due(self, session: Session, ends: Mapping[Watched, float], now: float) -> dict[Watched, float]:
+        """Running releases with new evidence, or whose step has ended since their last look, and all that were not
+        looked at for `IDLE_LOOK_S`; of each tenant those that have waited longest, at most `MAX_LOOKS`. `ends`: when
+        each one's step ends."""
         news: set[tuple[str, str]] = set()
         for table in (ReleaseOutcome, RunningArmRow):
             news.update(session.execute(select(table.tenant_id, table.name).distinct()).tuples())
-        due = [
-            each
-            for each in self.watched
-            if each in by_time
-            or (each.tenant_id, each.name) in news
-            or not 0 <= now - self._looked.get(each, -math.inf) < IDLE_LOOK_S
-        ]
+        due = []
+        for each in self.watched:
+            looked = self._looked.get(each, -math.inf)
+            has_news = (each.tenant_id, each.name) in news or looked < ends[each] <= now
+            if (each.status == "running" and has_news) or not 0 <= now - looked < IDLE_LOOK_S:
+                due.append(each)
         looks: Counter[str] = Counter()
         chosen = set()
         for each in sorted(due, key=lambda each: self._looked.get(each, -math.inf)):
