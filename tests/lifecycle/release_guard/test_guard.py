@@ -22,6 +22,7 @@ from loraplex.lifecycle.release_guard.guard import (
     Verdict,
     later_part,
 )
+from loraplex.lifecycle.release_guard.repeats import MAX_USERS, NUM_REQUESTS
 from loraplex.lifecycle.release_guard.rules import Rules
 from loraplex.lifecycle.release_guard.window import MAX_KEYS, RunningArm
 from support.releases.few_users import A_A, Few, verdicts
@@ -192,6 +193,29 @@ def test_the_state_is_bounded() -> None:
     assert Guard.from_json(written).to_json() == written
 
 
+def test_the_largest_state_leaves_room_below_its_limit() -> None:
+    """Above it each look would begin without evidence. All keys, numbers with all digits, users that wait."""
+    rng, since = random.Random(7), 1.7e9
+    to = Guard(Rules(), HALVES, since=since)
+
+    def look(version: int | None, key: str, count: int, began: float) -> None:
+        found = []
+        for number in range(count):
+            of = 1 + number % 2 if version is None else version
+            one = ended(version=of, key=f"{key}{number}", started_at=began + rng.random())
+            tiny = {"first_token_s": rng.random() / 1e150, "inter_token_s": rng.random() / 1e150}
+            found.append(dataclasses.replace(one, ended_at=one.ended_at + rng.random(), **tiny))
+        to.observe(found, [], began + 20)
+
+    for began in (since, since + WINDOW_S):
+        for _ in range((NUM_REQUESTS - 1) // 2):
+            look(None, "p", MAX_USERS, began + 1)
+        look(CANDIDATE, "k", MAX_KEYS, began + 1)
+    written = to.to_json()
+    assert 160 << 10 < len(written) < 0.75 * MAX_STATE_BYTES
+    assert Guard.from_json(written).to_json() == written
+
+
 def test_a_breach_is_kept_with_the_state() -> None:
     worse = guard()
     feed(worse, control="stop", candidate="internal_error", keys=40)
@@ -294,6 +318,31 @@ def test_a_guard_passes_with_as_many_users_as_it_says() -> None:
     needs = int(re.findall(r"needs ([0-9]+) users more", to.verdict().advice or "")[0])
     assert feed(to, control="stop", candidate="stop", keys=10 + needs // 2 - 1) == "hold"
     assert feed(to, control="stop", candidate="stop", keys=10 + needs // 2 + 1) == "pass"
+
+
+@pytest.mark.parametrize("unit", ["user", "request"])
+def test_a_metric_of_one_answer_in_hundreds_is_not_waited_for(unit: Unit) -> None:
+    """Answers of one token have no time between tokens; one of the control's has two tokens."""
+    to = guard(Arms(CONTROL, CANDIDATE, 50.0, 50.0, unit))
+    for number in range(200):
+        pair = [ended(version=version, key=f"{version}-{number}") for version in (CONTROL, CANDIDATE)]
+        times = [None, None] if number else [0.036, None]
+        to.observe(
+            [dataclasses.replace(one, inter_token_s=itl) for one, itl in zip(pair, times, strict=True)],
+            [],
+            9.0,
+        )
+    assert to.verdict().advice is None
+    assert to.verdict().kind == "pass"
+
+
+def test_a_metric_of_one_answer_in_five_is_waited_for() -> None:
+    to = guard()
+    for number in range(100):
+        pair = [ended(version=version, key=f"{version}-{number}") for version in (CONTROL, CANDIDATE)]
+        itl = None if number % 5 else 0.036
+        to.observe([dataclasses.replace(one, inter_token_s=itl) for one in pair], [], 9.0)
+    assert re.fullmatch(r"needs [0-9]+ users more, or --sticky none", to.verdict().advice or "")
 
 
 def test_a_metric_that_looks_worse_is_no_pass_whatever_its_weight() -> None:

@@ -25,6 +25,8 @@ TOGETHER_S = 2.0
 arm's first numbers in it against the other's from before."""
 _SMALLER_ARM = 3.2
 """Units of the smaller arm that a group is to have in the mean, up to `MOST` of both."""
+_SPARSE = 10
+"""A metric is not waited for where only one in this many of an arm's units has a number of it, or fewer."""
 _MOST_CONTROL = 16
 """Units of the control for one of the candidate; more would add little."""
 
@@ -155,10 +157,12 @@ class Groups:
         control, candidate = of.control.count, of.candidate.count
         allowed = (of.control.mean or 0.0) + self._rules.margins[of.metric]
         is_rate = METRICS[of.metric].is_rate
-        if not control or (is_rate and allowed + EFFECT > 1):
-            # Nothing to compare with, or no room to become so much worse, if enough units of any metric show that.
-            control = max(metric.control.count for metric in metrics)
-            candidate = max(metric.candidate.count for metric in metrics)
+        most_control = max(metric.control.count for metric in metrics)
+        most_candidate = max(metric.candidate.count for metric in metrics)
+        is_sparse = control <= most_control / _SPARSE or candidate <= most_candidate / _SPARSE
+        if is_sparse or (is_rate and allowed + EFFECT > 1):
+            # Little to compare with, or no room to become so much worse, if enough units of any metric show that.
+            control, candidate = most_control, most_candidate
         elif is_rate:
             wanted = units_of_rate(allowed, allowed + EFFECT, chance, log_threshold)
         have = min(candidate / chance, control / (1 - chance))

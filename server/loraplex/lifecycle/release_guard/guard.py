@@ -29,7 +29,7 @@ from loraplex.lifecycle.release_guard.rules import Rules
 from loraplex.lifecycle.release_guard.window import RunningArm, Window, WindowState
 
 WINDOW_S = 600.0
-MAX_STATE_BYTES = 192 << 10
+MAX_STATE_BYTES = 256 << 10
 FIRST_PART, REPEATS_PART, LATER_PART = 0.7, 0.22, 0.08
 SUSPICIOUS = 20.0
 """Evidence of one metric, by itself, from which on nothing passes."""

@@ -4,9 +4,11 @@ The number is that of the unit's first request which began in the window and has
 thousand requests counts as much as one of a single request: one draw of an arm is one piece of evidence. Where each
 request draws its arm, each is a unit.
 
-**Requests that do not end** are censored observations. One that runs for more than twice the time in which three of
-four requests of the control ended is overdue: it counts as an answer that is longer than all others, and as one that
-would end at its limit of tokens. Both arms are treated so.
+**Requests that do not end** are censored observations. One that still runs after more than twice the time in which
+three of four requests of the control ended is overdue: it counts as an answer that is longer than all others, and as
+one that would end at its limit of tokens. Both arms are treated so, and the candidate's time is longer by as much as
+the margins of its lengths and times allow; where one of these is not watched, nothing is overdue. A request that has
+ended counts as it ended, however long it took.
 """
 
 from __future__ import annotations
@@ -23,11 +25,12 @@ from loraplex.lifecycle.release_guard.groups import Arms, Groups, GroupsState, R
 from loraplex.lifecycle.release_guard.rules import MetricName, Rules
 
 MAX_KEYS = 8192
-"""Units that are counted in a window; more bring no more evidence."""
+"""Units that are counted in a window. Above 13 a second, a fault that begins later waits for the next ten minutes."""
 MAX_OLDEST = 64
 """Oldest running requests of an arm that a row of one server names."""
 _OVERDUE_FACTOR = 2.0
 _MIN_DURATIONS = 16
+_BOUND_TIME: tuple[MetricName, ...] = ("output_length", "ttft", "itl")
 _KEY_BYTES = 4
 _KEY_MASK = 2**32 - 1
 
@@ -60,6 +63,7 @@ class Window:
     def __init__(self, rules: Rules, arms: Arms, state: WindowState, part: float) -> None:
         self._arms = arms
         self._state = state
+        self._allowance = _allowance(rules)
         self.groups = Groups(rules, arms, state.groups, part)
         seen = state.seen
         self._seen = {
@@ -82,38 +86,40 @@ class Window:
         for outcome in outcomes:
             # What began before would be long answers of the control alone, where its weight has just changed.
             if outcome.started_at >= self._state.begins_at:
-                self._ended(outcome, overdue_s)
+                self._ended(outcome)
         for row in running:
             self._still_running(row, now, overdue_s)
         self.groups.settle()
 
-    def _ended(self, outcome: Outcome, overdue_s: float) -> None:
+    def _ended(self, outcome: Outcome) -> None:
         state = self._state
         is_candidate = outcome.version == self._arms.candidate
-        total_s = outcome.ended_at - outcome.started_at
         state.control_ended += not is_candidate
         if not self._is_new(outcome.key_hash, is_candidate=is_candidate):
             return
-        numbers = _OVERDUE_NUMBERS if total_s >= overdue_s else numbers_of(outcome)
+        numbers = numbers_of(outcome)
         if not numbers:
             return
         self._add(outcome.key_hash, numbers, outcome.ended_at, is_candidate=is_candidate)
         if not is_candidate:
-            state.durations.append(total_s)
+            state.durations.append(outcome.ended_at - outcome.started_at)
             del state.durations[:-MAX_RECENT]
 
     def _still_running(self, row: RunningArm, now: float, overdue_s: float) -> None:
         is_candidate = row.version == self._arms.candidate
+        if is_candidate:
+            overdue_s *= self._allowance
         for key_hash, started_at in row.oldest[:MAX_OLDEST]:
             is_overdue = started_at >= self._state.begins_at and now - started_at >= overdue_s
             if is_overdue and self._is_new(key_hash, is_candidate=is_candidate):
                 self._add(key_hash, _OVERDUE_NUMBERS, now, is_candidate=is_candidate)
 
     def _overdue_s(self, control_running: int) -> float:
-        """Age at which a request is overdue; infinite until so much of the control has ended that its third quartile
-        is known whatever becomes of those that run."""
+        """Age at which a request of the control is overdue; infinite until so much of the control has ended that its
+        third quartile is known whatever becomes of those that run."""
         state = self._state
-        if len(state.durations) < _MIN_DURATIONS or state.control_ended < 3 * control_running:
+        is_known = len(state.durations) >= _MIN_DURATIONS and state.control_ended >= 3 * control_running
+        if not is_known or math.isinf(self._allowance):
             return math.inf
         return _OVERDUE_FACTOR * sorted(state.durations)[len(state.durations) * 3 // 4]
 
@@ -130,6 +136,13 @@ class Window:
 
 
 _OVERDUE_NUMBERS: dict[MetricName, float] = {"output_length": OVERDUE, "length_share": 1.0}
+
+
+def _allowance(rules: Rules) -> float:
+    """How many times as long a candidate's request may run that is within its margins; infinite where they bound no
+    time."""
+    length, ttft, itl = (rules.margins.get(name, math.inf) for name in _BOUND_TIME)
+    return (1 + length) * (1 + max(ttft, itl))
 
 
 def numbers_of(outcome: Outcome) -> dict[MetricName, float]:

@@ -57,8 +57,9 @@ def _by_turns(watched: Sequence[Watched]) -> list[Watched]:
 
 def _end_of(step: int, since: float, schedule: Sequence[Mapping[str, int]] | None) -> float:
     """When the step of a schedule has lasted its time; infinite without one."""
-    is_step = schedule is not None and step < len(schedule)
-    return since + schedule[step]["for_seconds"] if is_step else math.inf
+    if schedule is None or step >= len(schedule):
+        return math.inf
+    return since + schedule[step]["for_seconds"]
 
 
 class Rounds:
