@@ -45,6 +45,7 @@ from loraplex.http import body, context
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.lifecycle import tenant_terms
+from loraplex.lifecycle.release_guard import repeats, window
 from loraplex.lifecycle.releases import deliveries, rounds, webhook
 from loraplex.serving.cluster import failover, hello, members, tcp
 from loraplex.serving.cluster.relay import DialPolicy
@@ -125,6 +126,9 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("adapters.md", "The last {} of a name are kept", (release_changes.MAX_REVISIONS,)),
     ("releases.md", "another one leads within {:g} seconds", (rounds.LEASE_S,)),
     ("releases.md", "or every {:g} s while no request", (rounds.IDLE_LOOK_S,)),
+    ("releases.md", "A round looks at {} releases of one tenant", (rounds.MAX_LOOKS,)),
+    ("releases.md", "A window counts {:,} units", (window.MAX_KEYS,)),
+    ("releases.md", "once {} users gave five requests", (repeats.MAX_USERS,)),
     ("releases.md", "Any answer with 2xx within {:g} s takes the event", (webhook.TIMEOUT_S,)),
     ("releases.md", "sent again, after {:g} s at first", (deliveries.FIRST_PAUSE_S,)),
     ("releases.md", "up to {:g} s, {:g} times in all", (deliveries.LONGEST_PAUSE_S, deliveries.MAX_TRIES)),
@@ -239,6 +243,9 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("fairness.md", "costs half a percent more for each of its ranks", (CHARGES.per_rank == 0.005,)),
     ("fairness.md", "three quarters of a unit for each", (CHARGES.load_per_rank == 0.75,)),
     ("fairness.md", "a block is kept free for each running request", (block_needs._GROWTH == 1,)),
+    ("limits.md", "Per tenant: {} [releases]", (release_runs.MAX_RUNS,)),
+    ("limits.md", "{} looks in a round", (rounds.MAX_LOOKS,)),
+    ("limits.md", "n + 1 of its {} changes a minute", (change_rate_limit.MAX_CHANGES,)),
     ("limits.md", "For concurrency it is {:g}", (limiter.PLACE_RETRY_S,)),
     ("limits.md", "at most an eighth of what is left", (budget_store.SPARE_PART == 8,)),
     ("limits.md", "`Retry-After` of {:g}.", (budgets.HELD_RETRY_S,)),

@@ -3,7 +3,9 @@
 Numbers are in [0, 1], one of each user. The arm of a user was drawn by chance, whatever the user asks for: a hash of
 the key. That draw is all that the test relies on: users may differ as they like, and what meets both arms, such as an
 outage, is no evidence. With x0 and x1 for a user's number under control and candidate, the null hypothesis is
-x1 <= x0 + margin in expectation, of each user.
+x1 <= x0 + margin in expectation, of each user. This holds where both versions' answers end at about the same time: of a
+version whose answers take several times as long, failures arrive before its other answers, and `error_rate` alone may
+call it worse more often.
 
 Users come in groups. How many of a group are the candidate's tells nothing, since a slow version's numbers come later.
 Given those counts each order of the arms is as likely as another. So the group's users are taken one by one, in an
