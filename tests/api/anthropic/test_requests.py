@@ -329,3 +329,13 @@ def test_many_references_take_linear_time() -> None:
     began = time.process_time()
     request.offer()
     assert time.process_time() - began < 0.5
+
+
+@pytest.mark.parametrize("kind", [["text"], [], {}])
+def test_a_type_that_is_no_text_is_refused_in_earlier_blocks(kind: Any) -> None:
+    behind = [{"role": "assistant", "content": "x"}, HI]
+    block = {"type": kind, "text": "x"}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
+    for content, field in (([block], "content[0].type"), ([result], "content[0].content[0].type")):
+        messages = [{"role": "user", "content": content}, *behind]
+        assert refused(messages=messages).param == f"messages[0].{field}"

@@ -199,3 +199,12 @@ def test_many_calls_without_results_take_linear_time() -> None:
     messages = told(HI, *turns, answer_of_words(), HI)
     assert time.process_time() - began < 3
     assert len({message["tool_call_id"] for message in messages if message["role"] == "tool"}) == 100
+
+
+@pytest.mark.parametrize("kind", [["text"], [], {}, {"a": 1}, 3, True])
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_a_type_that_is_no_text_is_refused_by_name(role: str, kind: Any) -> None:
+    turn = {"role": role, "content": [{"type": kind, "text": "x"}]}
+    with pytest.raises(ApiError) as caught:
+        told(HI, turn, answer_of_words(), HI)
+    assert (caught.value.status, caught.value.param) == (400, "messages[1].content[0]")

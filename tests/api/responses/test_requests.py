@@ -341,3 +341,16 @@ def test_a_changed_seal_is_not_ours() -> None:
     assert refused(input=[item]).param == "input[0].encrypted_content"
     given = [{**item, "encrypted_content": sealed}, {"role": "user", "content": "x"}]
     assert chat(input=given)["messages"][0]["reasoning"] == "Hm. ünïcode"
+
+
+@pytest.mark.parametrize("kind", [["message"], [], {}])
+def test_a_type_that_is_no_text_is_refused_in_earlier_items(kind: Any) -> None:
+    behind = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
+    part = {"type": kind, "text": "x"}
+    for item, field in (
+        ({"type": kind, "role": "user", "content": "a"}, "input[0].type"),
+        ({"role": "user", "content": [part]}, "input[0].content[0].type"),
+        ({"type": "reasoning", "summary": [part]}, "input[0].summary[0].type"),
+        ({"type": "function_call_output", "call_id": "c", "output": [part]}, "input[0].output[0].type"),
+    ):
+        assert refused(input=[item, *behind]).param == field

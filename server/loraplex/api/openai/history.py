@@ -126,7 +126,10 @@ def held_text(part: object, depth: int = _MAX_DEPTH) -> str | None:
 
 
 def text_part(part: object, kind: str = "text") -> object:
-    """A part of a past content as one of this kind, if it holds text; else as it is."""
+    """A part of a past content as one of this kind, if it holds text; else as it is, and as it is where its type is no
+    text, which the checks refuse."""
+    if isinstance(part, dict) and not isinstance(part.get("type"), str | None):
+        return part
     if isinstance(part, dict) and "text" in part and part["text"] is None:
         part = {**part, "text": ""}
     text = held_text(part)
@@ -192,7 +195,8 @@ def _answer(turn: Json, ids: CallIds) -> Json:
     content, thoughts = turn.get("content"), None
     said = _joined([turn.get("refusal"), turn.get("audio")])
     if isinstance(content, list):
-        thinks = [isinstance(part, dict) and part.get("type") in _THOUGHTS for part in content]
+        kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+        thinks = [isinstance(kind, str) and kind in _THOUGHTS for kind in kinds]
         thoughts = _joined([part for part, does in zip(content, thinks, strict=True) if does])
         content = ["" if does else part for part, does in zip(content, thinks, strict=True)]
         content = [text_part(part) for part in ([*content, said] if said else content)]

@@ -48,6 +48,8 @@ def _current(item: Json, ids: CallIds) -> Json:
 
 def _past(item: Json, ids: CallIds) -> Json:
     kind = item.get("type", "message")
+    if not isinstance(kind, str):
+        return item
     if kind in _CALLS:
         return {
             "type": "function_call",
