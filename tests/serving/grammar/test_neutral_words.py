@@ -148,7 +148,6 @@ def test_a_choice_that_nothing_fits() -> None:
         "required",
         "items",
         "additionalProperties",
-        "enum",
         "format",
         "pattern",
         "minLength",
@@ -158,6 +157,38 @@ def test_a_choice_that_nothing_fits() -> None:
 def test_a_null_asks_for_nothing(word: str) -> None:
     """Libraries write the words that they leave out as null."""
     assert not refusal({"type": "object", word: None, "description": None})
+
+
+def test_a_null_that_says_what_is_allowed_is_refused() -> None:
+    """YAML reads `type: null` so, and what was meant would be lost."""
+    for word in ("type", "enum", "$ref"):
+        with pytest.raises(GrammarRefused, match="is null: give it a value") as caught:
+            builders.json_schema({"properties": {"a": {"anyOf": [{word: None}]}}})
+        assert caught.value.path == f"properties.a.anyOf[0].{word}"
+
+
+@pytest.mark.parametrize("word", ["const", "enum"])
+@pytest.mark.parametrize("part", [{"format": "text", "a": None, "x": 1}, {"not": {}, "x": 1}, {"not": None}])
+def test_a_value_that_a_reference_names_stays_as_it_is(word: str, part: dict[str, Any]) -> None:
+    value = [{"inner": part}]
+    schema = builders.json_schema({word: value, "properties": {"a": {"$ref": f"#/{word}/0/inner"}}})
+    assert f'"{word}":{json.dumps(value, separators=(",", ":"))}' in schema
+
+
+def test_a_pattern_in_a_value_that_a_reference_names_is_refused() -> None:
+    part = {"const": {"pattern": "[^a]"}, "items": {"$ref": "#/const"}}
+    with pytest.raises(GrammarRefused, match="cannot be enforced there") as caught:
+        builders.json_schema(part)
+    assert caught.value.path == "const"
+    assert not refusal(part | {"const": {"pattern": "a"}})
+
+
+def test_many_dependencies_take_linear_time() -> None:
+    names = [f"k{number:04}" for number in range(1900)]
+    schema = {"required": names, "dependentRequired": {name: [names[0]] for name in names}}
+    began = time.process_time()
+    assert NeutralWords().of(schema) == ["dependentRequired"]
+    assert time.process_time() - began < 0.2
 
 
 def test_a_null_constant_is_one() -> None:

@@ -159,6 +159,15 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
             "items.maxProperties",
             "'maxProperties' is only supported where",
         ),
+        (
+            {
+                "$defs": {"x": {"properties": None}, "y": {"properties": {"a": 1}, "required": 7}},
+                "anyOf": [{"required": ["a"], "properties": {"a": False}}],
+            },
+            "required property 'a' is unsatisfiable",
+            "anyOf[0].properties.a",
+            "no value fits it",
+        ),
         ({"type": "foo"}, "Invalid type: foo", "", "Invalid type: foo"),
         ({}, "Unimplemented keys: [broken", "", "Unimplemented keys"),
     ],

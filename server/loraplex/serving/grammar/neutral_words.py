@@ -82,10 +82,9 @@ class NeutralWords:
         )
 
     def _dependencies(self, value: Any, node: _Node) -> bool:
+        required = _required(node)
         return isinstance(value, dict) and all(
-            set(map(repr, needed)) <= _required(node)
-            if isinstance(needed, list)
-            else self.accepts_all(needed)
+            set(map(repr, needed)) <= required if isinstance(needed, list) else self.accepts_all(needed)
             for needed in value.values()
         )
 

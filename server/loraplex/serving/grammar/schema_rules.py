@@ -35,6 +35,8 @@ _HOLDS: Mapping[str, Literal["one", "named", "one or listed"]] = {
 """How a keyword's value holds other schemas."""
 _NUMBERS = ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _WITHOUT_NUMBERS = frozenset((str, bool, type(None)))
+_NEVER_NULL = ("type", "enum", "$ref")
+"""Words without which a schema takes what its author did not mean: YAML reads `type: null` as no name of a type."""
 _CHECKED = frozenset((*_NUMBERS, "minProperties", "$ref"))
 
 _Path = tuple["_Path", str | int] | None
@@ -70,7 +72,9 @@ _FAULTS: tuple[tuple[re.Pattern[str], str, _Found, str], ...] = (
     (
         re.compile(r"required property '(.*)' is unsatisfiable"),
         "properties.{1}",
-        lambda node, told: told[1] in node.get("properties", ()) and told[1] in node.get("required", ()),
+        lambda node, told: (
+            _holds(node, "properties", dict, told[1]) and _holds(node, "required", list, told[1])
+        ),
         "it is required, and no value fits it",
     ),
 )
@@ -111,12 +115,17 @@ def _without_neutral_words(schema: Any, text: str) -> tuple[Any, str]:
     if all(LEFT_OUT.isdisjoint(node) and None not in node.values() for _, node in _subschemas(schema)):
         return schema, text
     copy, judge = json.loads(text), NeutralWords()
+    values = _in_values(copy)
     # From the outside in, and judged before any of it is changed.
-    left_out = [
-        (node, judge.of(node), judge.accepts_none(node))
-        for path, node in _subschemas(copy)
-        if _is_schema(path)
+    schemas = [
+        (path, node) for path, node in _subschemas(copy) if _is_schema(path) and id(node) not in values
     ]
+    for path, node in schemas:
+        for word in _NEVER_NULL:
+            if node.get(word, "") is None:
+                why = f"'{word}' is null: give it a value, or leave it out"
+                raise GrammarRefused(why, _written((path, word)))
+    left_out = [(node, judge.of(node), judge.accepts_none(node)) for _, node in schemas]
     for node, words, fits_none in left_out:
         for word in words:
             del node[word]
@@ -124,6 +133,23 @@ def _without_neutral_words(schema: Any, text: str) -> tuple[Any, str]:
             node.clear()
             node["allOf"] = [False]
     return copy, _compact(copy)
+
+
+def _in_values(schema: Any) -> set[int]:
+    """The ids of what stands in values of `const` and `enum`. A `$ref` may name it, and it must stay as it is."""
+    found: set[int] = set()
+    for path, node in _subschemas(schema):
+        open_ = [node[word] for word in ("const", "enum") if word in node and _is_schema(path)]
+        while open_:
+            item = open_.pop()
+            if isinstance(item, dict | list) and id(item) not in found:
+                found.add(id(item))
+                open_ += _items(item)
+    return found
+
+
+def _holds(node: Mapping[str, Any], word: str, kind: type[dict[Any, Any] | list[Any]], name: str) -> bool:
+    return isinstance(given := node.get(word), kind) and name in given
 
 
 def _is_schema(path: _Path) -> bool:
@@ -234,15 +260,19 @@ def _is_read_exactly(number: float) -> bool:
 def _with_enforced_patterns(text: str) -> str:
     schema = json.loads(text)
     changed = False
+    values = _in_values(schema)
     for path, node in list(_subschemas(schema)):
-        pattern, named = node.get("pattern"), node.get("patternProperties")
+        before, pattern, named = dict(node), node.get("pattern"), node.get("patternProperties")
         if isinstance(pattern, str):
             node["pattern"] = _enforced(pattern, (path, "pattern"))
-            changed |= node["pattern"] != pattern
         if isinstance(named, dict):
             within: _Path = (path, "patternProperties")
             node["patternProperties"] = {_enforced(key, (within, key)): value for key, value in named.items()}
-            changed |= node["patternProperties"].keys() != named.keys()
+        if node != before:
+            if id(node) in values:
+                why = "a '$ref' names this part of a value, and its pattern cannot be enforced there"
+                raise GrammarRefused(why, _written(path))
+            changed = True
     return _compact(schema) if changed else text
 
 
