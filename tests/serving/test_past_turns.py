@@ -9,7 +9,9 @@ import pytest
 
 from loraplex.serving.errors import TemplateError
 from loraplex.serving.output.formats import TOOL_FORMATS
+from loraplex.serving.text.past_turns import simpler
 from loraplex.serving.text.processor import TextProcessor
+from loraplex.serving.text.tool_rendering import ToolRendering
 from support.models.byte_tokenizer import byte_decode, write_byte_tokenizer
 
 USER = {"role": "user", "content": "Go."}
@@ -57,8 +59,9 @@ def words(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content}
 
 
-def prompt(path: Path, template: str, *messages: dict[str, Any]) -> str:
-    text = TextProcessor(write_byte_tokenizer(path, chat_template=template), max_model_len=4096)
+def prompt(path: Path, template: str, *messages: dict[str, Any], max_model_len: int = 4096) -> str:
+    folder = write_byte_tokenizer(path, chat_template=template)
+    text = TextProcessor(folder, max_model_len=max_model_len)
     return byte_decode(text.encode_chat(messages, tool_format=TOOL_FORMATS["hermes"]))
 
 
@@ -124,3 +127,44 @@ def test_the_current_turn_is_refused_in_the_templates_words(
 ) -> None:
     with pytest.raises(TemplateError, match="must alternate"):
         prompt(tmp_path, ALTERNATES, USER, words("a"), *behind)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("depth", [190, 500, 5000])
+def test_deep_arguments_of_an_earlier_call_are_told(tmp_path: Path, template: str, depth: int) -> None:
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    turns = [USER, called(call(arguments)), result("Not run."), words("Well."), USER]
+    told = prompt(tmp_path, template, *turns, max_model_len=1 << 16)
+    assert arguments in told.replace(": ", ":")
+
+
+def test_past_results_in_words_leave_the_current_turn_as_it_is(tmp_path: Path) -> None:
+    refuses_a = TURNS.replace(
+        "CHECK",
+        "{% if m.role == 'tool' and m.content == 'a' %}{{ raise_exception('old result') }}{% endif %}",
+    )
+    turns = [USER, called(call("{}")), result("a"), words("b"), USER]
+    current = [called(call("{}")), result("c"), result("d"), USER]
+    told = prompt(tmp_path, refuses_a, *turns, *current)
+    assert told.endswith("\ntool\nc\ntool\nd\nuser\nGo.\nassistant\n")
+    with pytest.raises(TemplateError, match="old result"):
+        prompt(tmp_path, refuses_a, *turns, called(call("{}")), result("a"))
+
+
+@pytest.mark.parametrize(
+    ("turns", "ways"),
+    [
+        ([USER], 0),
+        ([USER, words("a"), USER, USER], 0),
+        ([USER, words("a"), words("b"), USER], 1),
+        ([USER, called(call("{}", "abcdefghi")), result("c", "abcdefghi")], 1),
+        ([USER, called(call("{}", "abcdefghi")), result("c", "abcdefghi"), words("a"), USER], 2),
+        ([USER, called(call("{}")), result("c"), words("a"), words("b"), USER], 4),
+    ],
+)
+def test_no_way_is_tried_twice(turns: list[dict[str, Any]], ways: int) -> None:
+    """Each costs the template's time, and a hostile one takes all of it."""
+    shown = ToolRendering("object", lists_tools=True, shows_results=True, takes_system=True)
+    assert len(list(simpler(turns, shown))) == ways
+    if not any(message.get("tool_calls") for message in turns):
+        assert len(list(simpler(turns, None))) == ways

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from loraplex.serving.text.tool_rendering import Message, ToolRendering
+from loraplex.serving.text.tool_rendering import Message, ToolRendering, past_end
 
 ID_LENGTH = 9
 _ID = re.compile(rf"[A-Za-z0-9]{{{ID_LENGTH}}}")
@@ -24,19 +24,21 @@ _JOINTS = {"system": "\n\n", "user": "\n\n", "assistant": "\n"}
 def simpler(
     messages: Sequence[Message], rendering: ToolRendering | None
 ) -> Iterator[tuple[Sequence[Message], ToolRendering | None]]:
-    """Messages and rendering to try, from the nearest to what was given. The last way tells of calls and results in
-    words."""
+    """Messages and rendering to try, from the nearest to what was given, without those that say the same. The last way
+    tells of earlier calls and results in words."""
     short = [_with_short_ids(message) for message in messages]
-    if short != messages:
-        yield short, rendering
-    written = None if rendering is None else replace(rendering, calls="written")
-    if written is not None and written != rendering:
-        yield messages, written
     joined = _joined(short)
-    if len(joined) < len(short):
-        yield joined, rendering
-    if written is not None:
-        yield joined, replace(written, shows_results=False)
+    written = in_words = rendering
+    if rendering is not None:
+        if any(message.get("tool_calls") for message in messages):
+            written = replace(rendering, calls="written")
+        has_results = any(message["role"] == "tool" for message in messages[: past_end(messages)])
+        in_words = replace(written or rendering, past_in_words=has_results and rendering.shows_results)
+    tried = [(list(messages), rendering)]
+    for way in ((short, rendering), (tried[0][0], written), (joined, rendering), (joined, in_words)):
+        if way not in tried:
+            tried.append(way)
+            yield way
 
 
 def _with_short_ids(message: Message) -> Message:
@@ -58,8 +60,7 @@ def _short(label: str) -> str:
 
 def _joined(messages: Sequence[Message]) -> list[Message]:
     """Neighbours of one role in earlier turns as one message. A turn that calls is followed by results alone."""
-    answers = [place for place, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
-    end = answers[-1] + 1 if answers else 0
+    end = past_end(messages)
     runs: list[list[Message]] = []
     for place, message in enumerate(messages):
         last = runs[-1][-1] if runs else None

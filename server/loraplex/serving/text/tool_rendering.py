@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-import msgspec
+from pydantic_core import from_json
 
 from loraplex.serving.errors import TemplateError
 from loraplex.serving.output.format_parser import FormatParser
@@ -57,12 +57,22 @@ _MARKERS = [
 
 @dataclass(frozen=True, slots=True)
 class ToolRendering:
-    """A template's own work for one format: list tools, show results, take a system message."""
+    """A template's own work for one format: list tools, show results, take a system message. `past_in_words`: the
+    results of earlier turns are written for it, though it shows them."""
 
     calls: Calls
     lists_tools: bool
     shows_results: bool
     takes_system: bool
+    past_in_words: bool = False
+
+
+def past_end(messages: Sequence[Message]) -> int:
+    """The place behind the earlier turns: behind the model's last words that something follows."""
+    answers = (
+        place for place in range(len(messages) - 1, 0, -1) if messages[place - 1]["role"] == "assistant"
+    )
+    return next(answers, 0)
 
 
 def native_formats(template: ChatTemplate) -> dict[ToolFormatName, Calls]:
@@ -143,7 +153,9 @@ def with_tools(
     notation = written_notation(tool_format, tokens)
     told: list[Message] = []
     names: dict[str, str] = {}
-    for message in messages if rendering.shows_results else _with_written_results(messages):
+    written = past_end(messages) if rendering.past_in_words else 0
+    written = written if rendering.shows_results else len(messages)
+    for message in (*_with_written_results(messages[:written]), *messages[written:]):
         calls = message.get("tool_calls") or ()
         names |= {call["id"]: call["function"]["name"] for call in calls}
         if calls and (rendering.calls == "written" or (rendering.calls == "object" and _has_text(calls))):
@@ -175,8 +187,9 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any] | None:
     function = call["function"]
     arguments: str = function["arguments"]
     try:
-        value = msgspec.json.decode(arguments.encode()) if arguments.strip() else {}
-    except (ValueError, RecursionError):
+        # Deeper than 200 levels it is no value: templates and what marks control tokens call themselves for each.
+        value = from_json(arguments.encode(), allow_inf_nan=False) if arguments.strip() else {}
+    except ValueError:
         value = None
     return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else None
 
