@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,8 +29,11 @@ _MOST_TOKENS = 8
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _OF_MODEL = (
     "dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback",
-    "ignore_merges",
+    "ignore_merges", "max_input_chars_per_word",
 )  # fmt: skip
+_ORDERS = {"BPE": ("merges", b'"merges":'), "Unigram": ("scores", b'"unk_id":')}
+"""The name of what decides between two ways to part a word, and where it begins at the end of the written model, by the
+kind of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ def load_tokenizer(text: str) -> Tokenizer:
 
 
 def compare(ours: Tokenizer, theirs: Tokenizer) -> Difference | None:
-    """None where both know the same tokens and are made of the same parts."""
+    """None where both know the same tokens, are made of the same parts and choose alike between tokens."""
     parts = [_parts(tokenizer) for tokenizer in (ours, theirs)]
     differing = tuple(name for name in parts[0] if parts[0][name] != parts[1][name])
     known = [tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (ours, theirs)]
@@ -105,11 +109,20 @@ def _parts(tokenizer: Tokenizer) -> dict[str, Any]:
         **{name: _effective(_written(getattr(tokenizer, name))) for name in _PARTS},
         "post_processor": _added_around(_written(tokenizer.post_processor)),
         "model": {name: getattr(tokenizer.model, name, None) or None for name in _OF_MODEL},
+        **{name: _digest(tokenizer, kind, mark) for kind, (name, mark) in _ORDERS.items()},
         "added_tokens": {
             each.content: (each.special, each.normalized, each.lstrip, each.rstrip, each.single_word)
             for each in added
         },
     }
+
+
+def _digest(tokenizer: Tokenizer, kind: str, mark: bytes) -> bytes | None:
+    """The digest of a model of this kind from the last mark on; None of another. To parse it would take too long."""
+    if type(tokenizer.model).__name__ != kind:
+        return None
+    written: bytes = tokenizer.model.__getstate__()
+    return hashlib.sha256(written[written.rindex(mark) :]).digest()
 
 
 def _written(part: Any) -> Any:
