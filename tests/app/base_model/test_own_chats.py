@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from loraplex.adapters.admission.chat_files import ChatFiles
+from loraplex.adapters.errors import AdapterRefused
 from loraplex.app.base_model.own_chats import ChatExaminer
 from loraplex.control.types import Serving
 from loraplex.serving.errors import ServingError, TemplateError
@@ -66,6 +67,7 @@ async def test_a_turn_ends_at_the_token_that_the_versions_template_writes(tmp_pa
         ("", "it gives the tokens of the one that serves"),
         ("'2026' is …", "warning: another tokenizer serves than the version's own: '2026' is …"),
         (TemplateError("it is no tokenizer: x."), "could not be compared: it is no tokenizer: x"),
+        (TemplateError("a\0b\x1b[2Jc\nd\x9b\u202e."), "could not be compared: a?b?[2Jc?d??"),
     ],
 )
 async def test_the_report_tells_of_the_versions_tokenizer(
@@ -93,3 +95,30 @@ async def test_equal_bytes_are_compared_by_their_digest(tmp_path: Path) -> None:
     files = ChatFiles({}, {}, (), (), tmp_path / "tokenizer.json")
     (check,) = (await examine("acme", files, Serving(None, None))).checks
     assert (check["name"], check["ok"]) == ("tokenizer", True)
+
+
+@pytest.mark.parametrize("own_serves", [True, False])
+@pytest.mark.parametrize("refuses", [True, False])
+async def test_a_templates_words_are_printable_in_the_report(
+    own_serves: bool, refuses: bool, tmp_path: Path
+) -> None:
+    """A database may refuse NUL, and a terminal does what the others say."""
+
+    async def try_out(tenant: str, trial: Trial) -> Tried:
+        if refuses:
+            raise TemplateError("line 1: \0\x1b]0;x\n")
+        return Tried(is_base=False, format_reason="" if not own_serves else "\0\x1b]0;x\n")
+
+    text = TextProcessor(write_byte_tokenizer(tmp_path), max_model_len=64)
+    renderer: Any = SimpleNamespace(try_out=try_out)
+    examine = ChatExaminer(text, (), renderer, own_serves=own_serves)
+    files = ChatFiles({"default": "mine"}, {}, (), ())
+    if own_serves:
+        with pytest.raises(AdapterRefused, match=r"\?\?\]0;x\?") as caught:
+            await examine("acme", files, Serving(None, None))
+        told = [caught.value.message]
+    else:
+        checks = (await examine("acme", files, Serving(None, None))).checks
+        told = [cast("str", check["detail"]) for check in checks]
+    assert told
+    assert all(words.isprintable() for words in told)

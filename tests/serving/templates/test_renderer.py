@@ -378,6 +378,7 @@ async def test_a_versions_tokenizer_is_compared(made: TemplateRenderer, model: P
             "1 tokens have no id, or another, by the tokenizer",
         ),
         ({"normalizer": {"type": "Nobody"}}, "it is no tokenizer: "),
+        ({"version": "1\0\x1b[2J\n"}, "it is no tokenizer: \"Unknown tokenizer version '1"),
     ):
         own.write_text(json.dumps(served | change))
         try:
@@ -386,6 +387,7 @@ async def test_a_versions_tokenizer_is_compared(made: TemplateRenderer, model: P
             found = error.message
         assert told in found, change
         assert bool(found) is bool(told), change
+        assert found.isprintable()
     with pytest.raises(TemplateError, match="the upload has ended"):
         await made.compare_tokenizer("acme", str(tmp_path / "gone"))
     own.write_text(json.dumps(served) + " " * (16 << 20))

@@ -16,12 +16,14 @@ from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.db.database import Database
 from loraplex.control.db.read_through import ReadThrough
 from loraplex.control.types import ResolvedModel, Serving
+from loraplex.http.text import printable
 from loraplex.serving.errors import ServingError, TemplateError, TextTooLong
 from loraplex.serving.templates.messages import Conversation, Encoded, Trial
 from loraplex.serving.templates.renderer import TemplateRenderer
 from loraplex.serving.text.own_chat import TEMPLATE_CHECK, TOKENIZER_CHECK, ChatFound, compare_chat
 from loraplex.serving.text.processor import TextProcessor
 
+_MAX_WORDS = 1000
 KEPT_CHATS = 256
 """Chats that are kept, of at most 128 KiB each, and usually of 5."""
 
@@ -74,9 +76,7 @@ class ChatExaminer:
             if await asyncio.to_thread(_digest, path) != self._text.tokenizer_digest:
                 difference = await self._renderer.compare_tokenizer(tenant, str(path))
         except ServingError as error:
-            detail = (
-                f"warning: the version's tokenizer.json could not be compared: {error.message.rstrip('.')}"
-            )
+            detail = f"warning: the version's tokenizer.json could not be compared: {_words(error.message)}"
             return {"name": TOKENIZER_CHECK, "ok": False, "detail": detail}
         if not difference:
             return {
@@ -100,16 +100,18 @@ class ChatExaminer:
             if self._own_serves:
                 raise AdapterRefused(
                     "config_invalid",
-                    f"{error.message.rstrip('.')}. Mend it, or leave it out, and the base's template serves.",
+                    f"{_words(error.message)}. Mend it, or leave it out, and the base's template serves.",
                 ) from error
-            detail = f"warning: {error.message.rstrip('.')}. It is not kept; the base's renders the version's chats"
+            detail = (
+                f"warning: {_words(error.message)}. It is not kept; the base's renders the version's chats"
+            )
             note = {"name": TEMPLATE_CHECK, "ok": False, "detail": detail}
             without = await self._compared(replace(files, templates={}))
             return replace(without, checks=(note, *without.checks))
         if tried.format_reason:
             raise AdapterRefused(
                 "unsupported_feature",
-                f"The version's chat template cannot be served with its formats: {tried.format_reason}.",
+                f"The version's chat template cannot be served with its formats: {_words(tried.format_reason)}.",
                 feature="tool_format",
             )
         if not tried.is_base:
@@ -123,6 +125,11 @@ class ChatExaminer:
         return await asyncio.to_thread(
             compare_chat, files, self._text, self._eos_ids, own_serves=self._own_serves, written=written
         )
+
+
+def _words(message: str) -> str:
+    """A message that may hold words of the version's template or tokenizer, for a report and for terminals."""
+    return printable(message.rstrip("."), _MAX_WORDS)
 
 
 def _digest(path: Path) -> str:

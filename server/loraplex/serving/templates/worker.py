@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from loraplex.adapters.store.files import shown
 from loraplex.serving.errors import ServingError, TemplateError, TextTooLong
 from loraplex.serving.forks.worker import SetupFailed, Work, serve_forks
 from loraplex.serving.output.formats import NO_FORMATS
@@ -110,7 +111,7 @@ class _Renderer:
         except OSError:
             return Refused("the upload has ended")
         except Exception as error:  # the library's, over a stranger's file
-            return Refused(_reason(f"it is no tokenizer: {error}"))
+            return Refused(_reason(f"it is no tokenizer: {shown(str(error), 200)}"))
         told = (
             "" if difference is None else difference.told("by the tokenizer that serves", "by the version's")
         )
