@@ -296,6 +296,21 @@ async def test_a_tenant_that_has_used_its_time_waits(model: Path) -> None:
         await made.close()
 
 
+async def test_checks_of_uploads_take_no_time_from_chats(model: Path) -> None:
+    made = renderer(model, burst_s=0.4)
+    hostile = Trial(own(HOSTILE["loops in loops"]))
+    try:
+        with pytest.raises(TemplateError):
+            await made.try_out("acme", hostile)
+        with pytest.raises(TemplateTimeSpent):
+            await made.try_out("acme", hostile)
+        with pytest.raises(TemplateTimeSpent):
+            await made.compare_tokenizer("acme", str(model / "tokenizer.json"))
+        await made.encode("acme", ask(own("x")))
+    finally:
+        await made.close()
+
+
 async def test_a_process_that_is_lost_is_started_again(model: Path) -> None:
     made = renderer(model, cpu_s=20)
     try:

@@ -59,7 +59,7 @@ class PoolWords:
 
 @dataclass(slots=True)
 class _Spent:
-    """A tenant's CPU time that has not been paid back yet."""
+    """CPU time of an account, of a tenant as a rule, that has not been paid back yet."""
 
     cpu_s: float
     at: float
@@ -105,11 +105,13 @@ class ForkPool:
         if self.process is not None:
             await self.process.close()
 
-    async def run(self, tenant: str, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
-        """The job's outcome. A fork never does jobs of two owners; those of one have one weight. Raises the errors of
-        `PoolWords`."""
-        words = self._words
-        self._check_spent(tenant)
+    async def run(
+        self, tenant: str, body: bytes, *, owner: str = "", weight: int = 1, account: str = ""
+    ) -> Done:
+        """The job's outcome. A fork never does jobs of two owners; those of one have one weight. `account` has its CPU
+        time, the tenant's own without it. Raises the errors of `PoolWords`."""
+        words, account = self._words, account or tenant
+        self._check_spent(account)
         if not self._waiting.acquire(tenant, self._limits.max_waiting):
             held = self._waiting.held(tenant)
             raise words.unavailable(
@@ -119,26 +121,26 @@ class ForkPool:
             )
         try:
             async with self._turn_of(tenant):
-                return await self._in_turn(tenant, body, owner, weight)
+                return await self._in_turn(tenant, account, body, owner, weight)
         except ProcessFailed as error:
             raise words.unavailable(f"{words.process} {error}. Please try again.") from error
         finally:
             self._waiting.release(tenant)
 
-    async def _in_turn(self, tenant: str, body: bytes, owner: str, weight: int) -> Done:
+    async def _in_turn(self, tenant: str, account: str, body: bytes, owner: str, weight: int) -> Done:
         """Tenants that have used much CPU time share half of the turns. Of any other one job runs at a time: it may
         show to be long. So a tenant with short jobs finds a turn, however many others have long ones."""
         async with self._single_of.setdefault(tenant, asyncio.Lock()):
-            if self._left(tenant) <= LIGHT_SHARE * self._limits.burst_s:
+            if self._left(account) <= LIGHT_SHARE * self._limits.burst_s:
                 async with self._turns:
-                    return await self._done(tenant, body, owner, weight)
+                    return await self._done(account, body, owner, weight)
         async with self._turns_of_heavy, self._turns:
-            return await self._done(tenant, body, owner, weight)
+            return await self._done(account, body, owner, weight)
 
-    async def _done(self, tenant: str, body: bytes, owner: str, weight: int) -> Done:
-        self._check_spent(tenant)
+    async def _done(self, account: str, body: bytes, owner: str, weight: int) -> Done:
+        self._check_spent(account)
         done = await (await self._running()).run(body, owner=owner, weight=weight)
-        self._spent[tenant] = _Spent(self._left(tenant) + done.cpu_s, self._clock())
+        self._spent[account] = _Spent(self._left(account) + done.cpu_s, self._clock())
         return done
 
     def _turn_of(self, tenant: str) -> asyncio.Semaphore:
@@ -149,19 +151,19 @@ class ForkPool:
 
     # What a tenant has spent.
 
-    def _left(self, tenant: str) -> float:
+    def _left(self, account: str) -> float:
         """Seconds that are not paid back yet."""
-        spent = self._spent.get(tenant)
+        spent = self._spent.get(account)
         if spent is None:
             return 0.0
         left = spent.cpu_s - (self._clock() - spent.at) * self._limits.cpu_share
         if left <= 0:
-            del self._spent[tenant]
+            del self._spent[account]
             return 0.0
         return left
 
-    def _check_spent(self, tenant: str) -> None:
-        if (beyond := self._left(tenant) - self._limits.burst_s) > 0:
+    def _check_spent(self, account: str) -> None:
+        if (beyond := self._left(account) - self._limits.burst_s) > 0:
             raise self._words.time_spent(self._words.spent, beyond / self._limits.cpu_share)
 
     # The process.
