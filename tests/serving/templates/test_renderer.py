@@ -393,6 +393,10 @@ async def test_a_versions_tokenizer_is_compared(made: TemplateRenderer, model: P
             "1 tokens have no id, or another, by the tokenizer",
         ),
         ({"normalizer": {"type": "Nobody"}}, "it is no tokenizer: "),
+        (
+            {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AQ=="}},
+            "it is no tokenizer: 'Precompiled: Error",
+        ),
         ({"version": "1\0\x1b[2J\n"}, "it is no tokenizer: \"Unknown tokenizer version '1"),
     ):
         own.write_text(json.dumps(served | change))

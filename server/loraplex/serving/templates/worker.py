@@ -34,6 +34,8 @@ from loraplex.serving.text.chat_template import encodable
 from loraplex.serving.text.processor import TextProcessor
 
 MAX_REASON = 600
+_PANIC = "PanicException"
+"""The BaseException for a panic of a library in Rust. Each such library has a class of its own, which none exports."""
 _TALKS: tuple[list[dict[str, Any]], ...] = (
     [{"role": "user", "content": "Hello"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
@@ -110,7 +112,9 @@ class _Renderer:
             raise
         except OSError:
             return Refused("the upload has ended")
-        except Exception as error:  # the library's, over a stranger's file
+        except BaseException as error:  # the library's, over a stranger's file
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
             return Refused(_reason(f"it is no tokenizer: {shown(str(error), 200)}"))
         told = (
             "" if difference is None else difference.told("by the tokenizer that serves", "by the version's")
