@@ -35,8 +35,8 @@ _HOLDS: Mapping[str, Literal["one", "named", "one or listed"]] = {
 """How a keyword's value holds other schemas."""
 _NUMBERS = ("enum", "const", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _WITHOUT_NUMBERS = frozenset((str, bool, type(None)))
-_NEVER_NULL = ("type", "enum", "$ref")
-"""Words without which a schema takes what its author did not mean: YAML reads `type: null` as no name of a type."""
+_SAY_THE_TYPE = frozenset(("anyOf", "oneOf", "allOf", "$ref", "enum", "const"))
+"""Words beside which a null `type` is one that a library left out. By itself it is YAML's reading of `type: null`."""
 _CHECKED = frozenset((*_NUMBERS, "minProperties", "$ref"))
 
 _Path = tuple["_Path", str | int] | None
@@ -121,10 +121,8 @@ def _without_neutral_words(schema: Any, text: str) -> tuple[Any, str]:
         (path, node) for path, node in _subschemas(copy) if _is_schema(path) and id(node) not in values
     ]
     for path, node in schemas:
-        for word in _NEVER_NULL:
-            if node.get(word, "") is None:
-                why = f"'{word}' is null: give it a value, or leave it out"
-                raise GrammarRefused(why, _written((path, word)))
+        if node.get("type", "") is None and not any(node.get(word) is not None for word in _SAY_THE_TYPE):
+            raise GrammarRefused("'type' is null: give it a value, or leave it out", _written((path, "type")))
     left_out = [(node, judge.of(node), judge.accepts_none(node)) for _, node in schemas]
     for node, words, fits_none in left_out:
         for word in words:
