@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loraplex.adapters.base_weights.words import AWQ, CHANGES, GPTQ, OF_RULES, Words
+from loraplex.adapters.base_weights.words import AWQ, CHANGES, CHANGING_WORDS, GPTQ, OF_RULES, Words
 from support.markdown import read
 
 
@@ -17,12 +17,16 @@ def table() -> str:
         f"| `{name}` | {_served(GPTQ, name)} | {_served(AWQ, name)} |"
         for name in sorted({*GPTQ.values, *AWQ.values})
     ]
-    rules, same, parts = (
-        ", ".join(f"`{name}`" for name in names) for names in (GPTQ.rules, OF_RULES, CHANGES)
+    rules, same, parts, words = (
+        ", ".join(f"`{name}`" for name in names)
+        for names in (GPTQ.rules, OF_RULES, CHANGES, sorted(CHANGING_WORDS))
     )
     what = f"rules that leave modules out, or give {same} that all have"
     rows.append(f"| {rules} | {what} | the same |")
-    rows.append(f"| names with a part that begins with {parts} | none | none |")
+    rows.append(
+        f"| names with {parts} in them, in any spelling and at any depth | off or empty | off or empty |"
+    )
+    rows.append(f"| names with one of the words {words} | off or empty | off or empty |")
     rows.append("| any other | neutral | neutral |")
     return "\n".join(("| setting | GPTQ | AWQ |", "|---|---|---|", *rows))
 

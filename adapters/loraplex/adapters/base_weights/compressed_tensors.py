@@ -29,7 +29,7 @@ _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized")
 _FLOATS = "float-quantized"
 _FIELDS = frozenset({
     "quant_method", "format", "config_groups", "ignore", "quantization_status", "global_compression_ratio",
-    "version", "run_compressed", "kv_cache_scheme", "transform_config", "sparsity_config",
+    "version", "provider", "run_compressed", "kv_cache_scheme", "transform_config", "sparsity_config",
 })  # fmt: skip
 _GROUP_FIELDS = frozenset({
     "targets", "weights", "input_activations", "output_activations", "format",

@@ -12,11 +12,21 @@ from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
 
 CHANGES = (
-    "rotat", "hadamard", "transform", "permut", "codebook", "lut", "spars", "adapter", "lora", "outlier", "super_",
-    "kv_cache",
+    "rotat", "hadamard", "quarot", "spinquant", "flatquant", "duquant", "ostquant", "smoothquant", "smoothscale",
+    "smoothfactor", "prequantscale", "equaliz", "transform", "permut", "codebook", "spars", "adapter", "outlier",
+    "lowrank", "kvcache",
 )  # fmt: skip
-"""Parts of names of settings that change the weights, or what is computed with them, in any tool."""
-_CHANGES = re.compile(rf"(?:^|_)(?:{'|'.join(CHANGES)})(?!ers_)")
+"""Parts of names of settings that change the weights, or what is computed with them, in any tool: without regard to
+case, `_` and `-`."""
+CHANGING_WORDS = frozenset({"had", "kv", "lora", "eora", "lut", "luts", "super", "svd", "svdquant", "rot"})
+"""The same, as whole words of a name (`use_kv`, `superBits`)."""
+_METHODS = frozenset({
+    "rotation", "rotate", "hadamard", "quarot", "spinquant", "flatquant", "duquant", "ostquant", "smoothquant",
+})  # fmt: skip
+"""Values that say the same under any name."""
+_CHANGES = re.compile("|".join(CHANGES).replace("transform", "transform(?!er)"))
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_OFF = (None, False, 0, "", "none", "null", "false", "no", "off", "disabled", "0")
 _FLOAT_BITS = 16
 OF_RULES = {
     "bits": None,
@@ -38,7 +48,7 @@ class Words:
     """The format, for messages."""
     values: Mapping[str, tuple[Any, ...]]
     """Settings with the values that are served. None: not given."""
-    rules: tuple[str, ...] = ("dynamic", "extra_config")
+    rules: tuple[str, ...] = ("dynamic", "extra_config", "regex_config", "layer_config")
     """Settings by module: those are served that leave modules out, or say what is said for all."""
 
     def check(self, given: Mapping[str, Any]) -> None:
@@ -52,9 +62,9 @@ class Words:
                 )
             if name in self.rules:
                 self._check_rules(name, value, given)
-            elif served is None and value and _CHANGES.search(name):
+            elif served is None and (found := changing({name: value})):
                 raise QuantisationUnsupported(
-                    f"{self.what}'s quantization_config has {shown(name, 40)}, which changes the weights"
+                    f"{self.what}'s quantization_config has {found}, which changes the weights"
                 )
 
     def _check_rules(self, field: str, rules: object, given: Mapping[str, Any]) -> None:
@@ -66,15 +76,51 @@ class Words:
             if not isinstance(rule, dict):
                 raise QuantisationUnsupported(f"{self.what}'s {field} {shown(name, 60)} is not an object")
             bits = rule.get("bits")
-            if field == "extra_config" and type(bits) is int and bits >= _FLOAT_BITS:
+            if type(bits) is int and bits >= _FLOAT_BITS:
                 continue
             for word, value in rule.items():
                 differs = word in OF_RULES and value not in (None, given.get(word, OF_RULES[word]))
-                if differs or (value and _CHANGES.search(word)):
+                if differs or changing({word: value}):
                     raise QuantisationUnsupported(
                         f"{self.what}'s {field} gives {shown(name, 60)} {shown(word, 30)} {shown(value, 20)}, another "
                         "than the other modules: settings by module are not served"
                     )
+
+
+def changing(given: Mapping[str, Any]) -> str:
+    """The name of a setting that changes the weights and is neither off nor empty, at any depth, quoted for messages;
+    behind it the setting that it lies in. Empty where there is none."""
+    waiting: list[tuple[str, str, str, object]] = [("", name, name, value) for name, value in given.items()]
+    while waiting:
+        found, name, top, value = waiting.pop()
+        found = found or (name if _changes(name) else "")
+        if isinstance(value, Mapping):
+            if value.get("enabled", True) not in _OFF:
+                waiting.extend((found, key, top, each) for key, each in value.items())
+        elif isinstance(value, list):
+            waiting.extend((found, name, top, each) for each in value)
+        elif not _is_off(value) and (found or _is_method(value)):
+            word = found or name
+            return shown(word, 40) if word == top else f"{shown(word, 40)} in {shown(top, 40)}"
+    return ""
+
+
+def _changes(name: str) -> bool:
+    return bool(_CHANGES.search(_joined(name))) or not CHANGING_WORDS.isdisjoint(
+        word.lower() for word in _WORD.findall(name)
+    )
+
+
+def _is_off(value: object) -> bool:
+    return (value.strip().lower() if isinstance(value, str) else value) in _OFF
+
+
+def _is_method(value: object) -> bool:
+    return isinstance(value, str) and _joined(value[:40]).removeprefix("random") in _METHODS
+
+
+def _joined(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def _plain(value: object) -> object:
