@@ -56,8 +56,9 @@ class Vocabulary:
 
 @dataclass(frozen=True, slots=True)
 class EndTokens:
-    """`found` by their ids. `lacking`: tokens that are named, and that the vocabulary does not have. `disagreement`:
-    which sources name tokens that another does not, in words; empty where none does."""
+    """The tokens that end a turn, `found` by their ids. `lacking`: tokens that are named, and that the vocabulary
+    does not have. `disagreement`: which sources name tokens that another does not, in words; empty where none
+    does."""
 
     found: tuple[EndToken, ...]
     lacking: tuple[str, ...] = ()

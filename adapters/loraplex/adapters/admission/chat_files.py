@@ -189,7 +189,7 @@ def named_templates(value: object) -> dict[str, str]:
 
 
 def used_templates(by_name: Mapping[str, str]) -> dict[str, str]:
-    """Those that chats use. Without a default one, the first serves."""
+    """The templates that chats use. Without a default one, the first serves."""
     chosen = {name: by_name[name] for name in TEMPLATE_NAMES if name in by_name}
     if by_name and "default" not in chosen:
         chosen["default"] = next(iter(by_name.values()))

@@ -71,7 +71,8 @@ class KeyWithSecret(Key):
 
 
 class KeyQuery(PageQuery):
-    """`order`: by id, or those that were made last first. A cursor goes on in the order that gave it."""
+    """The query of a list of keys. `order`: by id, or those that were made last first. A cursor goes on in the order
+    that gave it."""
 
     order: Literal["id", "newest"] = "id"
 

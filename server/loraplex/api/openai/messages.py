@@ -72,7 +72,8 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class CalledFunction(Strict):
-    """`arguments` is a JSON object as text, or nothing where the function has none. In earlier turns it is any text."""
+    """The function of a call. `arguments` is a JSON object as text, or nothing where the function has none. In
+    earlier turns it is any text."""
 
     name: Name
     arguments: str

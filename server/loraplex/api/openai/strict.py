@@ -44,7 +44,7 @@ def refuse_unsupported(field: str, reason: str) -> NoReturn:
 
 
 def refuse_unknown(field: str, name: str, known: Iterable[str]) -> NoReturn:
-    """`field` is where the unknown `name` stands, beside which `known` ones may stand."""
+    """Refuse a field. `field` is where the unknown `name` stands, beside which `known` ones may stand."""
     refuse_unsupported(field, f"Unknown field: '{printable(name)}'{did_you_mean(name, known) or '.'}")
 
 

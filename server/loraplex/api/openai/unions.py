@@ -28,12 +28,12 @@ def by_type(default: str | None = None, field: str = "type") -> Discriminator:
 
 
 def text_or(other: str) -> Discriminator:
-    """`<text>` for a string, the kind `other` for anything else."""
+    """Return `<text>` for a string, the kind `other` for anything else."""
     return Discriminator(lambda value: "<text>" if isinstance(value, str) else f"<{other}>")
 
 
 def text_or_object(default: str | None = None) -> Discriminator:
-    """`<text>` for a string, else by the object's `type`."""
+    """Return `<text>` for a string, else by the object's `type`."""
     objects = by_type(default).discriminator
     assert callable(objects)
     return Discriminator(lambda value: "<text>" if isinstance(value, str) else objects(value))

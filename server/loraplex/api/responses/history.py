@@ -76,7 +76,7 @@ def _past(item: Json, ids: CallIds) -> Json:
 
 
 def _reasoning(item: Json) -> Json:
-    """Content that another server has sealed holds nothing here."""
+    """Leave out content that another server has sealed: it holds nothing here."""
     made: Json = {**others(item), "encrypted_content": None}
     sealed = item.get("encrypted_content")
     if isinstance(sealed, str) and unseal(sealed) is not None:

@@ -78,7 +78,7 @@ class MessageItem(Strict):
 
 
 class FunctionCallItem(Strict):
-    """`arguments` is a JSON object as text; in earlier turns it is any text."""
+    """A call. `arguments` is a JSON object as text; in earlier turns it is any text."""
 
     type: Literal["function_call"]
     call_id: Name

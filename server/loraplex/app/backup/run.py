@@ -198,7 +198,7 @@ def _new_folder(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures_named(url: str, directory: Path | None = None) -> Iterator[None]:
-    """`directory`: where the backup is written."""
+    """Give failures the path and a sentence. `directory`: where the backup is written."""
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:

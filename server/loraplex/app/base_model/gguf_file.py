@@ -42,7 +42,7 @@ class GgufUnsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies. `shape` has the inputs first, as the file has it."""
+    """The place of a tensor. `shape` has the inputs first, as the file has it."""
 
     name: str
     shape: tuple[int, ...]
@@ -149,7 +149,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 class GgufFile:
-    """`metadata` and `tensors` of a file. Raises GgufUnsupported for one that is damaged, OSError."""
+    """The `metadata` and `tensors` of a file. Raises GgufUnsupported for one that is damaged, OSError."""
 
     def __init__(self, path: Path) -> None:
         self._size = os.stat(path).st_size

@@ -21,7 +21,7 @@ _MOST_REASON = 200
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """`name` of transformers' class; `difference` from tokenizer.json in one sentence, "" for none; `failure`: why
+    """The `name` of transformers' class; `difference` from tokenizer.json in one sentence, "" for none; `failure`: why
     transformers does not read it."""
 
     name: str = ""

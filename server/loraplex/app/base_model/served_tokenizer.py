@@ -38,8 +38,9 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class ServedTokenizer:
-    """`model_dir`: the model's directory, or one over it with transformers' tokenizer. `name` is transformers' class.
-    `warning`: one line where the two readings differ, or transformers does not read the files; else ""."""
+    """A tokenizer as it is served. `model_dir`: the model's directory, or one over it with transformers' tokenizer.
+    `name` is transformers' class. `warning`: one line where the two readings differ, or transformers does not read
+    the files; else ""."""
 
     model_dir: Path
     name: str

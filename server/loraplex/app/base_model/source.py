@@ -73,7 +73,7 @@ def model_cache_dir() -> Path:
 
 
 def kept_dir(name: str, data_dir: Path) -> Path:
-    """Where a kind of what is read from models is cached, `plans` of configs or `tokenizers`: a folder of the user's
+    """The cache of a kind of what is read from models, `plans` of configs or `tokenizers`: a folder of the user's
     cache directory, so that servers share it, and `data_dir` where that can't be written."""
     try:
         path = cache_dir() / name

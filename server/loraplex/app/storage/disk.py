@@ -81,7 +81,7 @@ def _write_unnamed(folder: Path) -> tuple[str, float | None]:
 
 
 def _file_system(path: Path) -> str:
-    """Its type by the longest mount point above `path`; "" where it is not known."""
+    """The type of a file system, by the longest mount point above `path`; "" where it is not known."""
     try:
         lines = Path("/proc/self/mounts").read_text("utf-8", "replace").splitlines()
     except OSError:

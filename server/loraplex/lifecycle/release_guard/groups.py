@@ -83,7 +83,7 @@ class GroupsState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Groups:
-    """Numbers of units in, evidence out. `part` is its part of the allowed false alarms."""
+    """A test that takes numbers of units and gives evidence. `part` is its part of the allowed false alarms."""
 
     def __init__(self, rules: Rules, arms: Arms, state: GroupsState, part: float) -> None:
         self._rules = rules

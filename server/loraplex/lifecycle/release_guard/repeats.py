@@ -45,7 +45,7 @@ class RepeatsState(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Repeats:
-    """Users' means in, evidence out. `part` is its part of the allowed false alarms."""
+    """A test that takes users' means and gives evidence. `part` is its part of the allowed false alarms."""
 
     def __init__(self, rules: Rules, arms: Arms, state: RepeatsState, part: float) -> None:
         self._arms = arms
@@ -55,7 +55,7 @@ class Repeats:
 
     @classmethod
     def start(cls, rules: Rules, arms: Arms, part: float) -> Repeats:
-        """Without evidence."""
+        """Begin without evidence."""
         return cls(rules, arms, RepeatsState(GroupsState.start(_stretched(rules))), part)
 
     def state(self) -> RepeatsState:

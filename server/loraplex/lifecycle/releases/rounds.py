@@ -56,7 +56,7 @@ def _by_turns(watched: Sequence[Watched]) -> list[Watched]:
 
 
 def _end_of(step: int, since: float, schedule: Sequence[Mapping[str, int]] | None) -> float:
-    """When the step of a schedule has lasted its time; infinite without one."""
+    """The time at which the step of a schedule ends; infinite without one."""
     if schedule is None or step >= len(schedule):
         return math.inf
     return since + schedule[step]["for_seconds"]

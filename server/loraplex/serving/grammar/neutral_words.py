@@ -74,7 +74,7 @@ class NeutralWords:
         return isinstance(listed, list) and all(map(self.accepts_all, listed))
 
     def _property_names(self, value: Any, _: _Node) -> bool:
-        """Each string fits."""
+        """Whether each string fits."""
         if not isinstance(value, dict):
             return value is True
         return all(
@@ -89,13 +89,13 @@ class NeutralWords:
         )
 
     def _not(self, value: Any, node: _Node) -> bool:
-        """No value is excluded, or values of other types than the node's."""
+        """Whether no value is excluded, or only values of other types than the node's."""
         own, others = _types(node), _types(value) if isinstance(value, dict) else frozenset[str]()
         overlap = own & others or {"number", "integer"} <= own | others
         return self.accepts_none(value) or bool(own and others and not overlap)
 
     def _conditional(self, _: Any, node: _Node) -> bool:
-        """No branch that can be chosen restricts anything."""
+        """Whether no branch that can be chosen restricts anything."""
         if "if" not in node:
             return True
         branches = [] if self.accepts_none(node["if"]) else [node.get("then", True)]
@@ -135,7 +135,7 @@ def _at_most(number: object, limit: object) -> bool:
 
 
 def _names_all(value: Any, node: _Node) -> bool:
-    """`maxProperties` of an object whose properties are all named."""
+    """Whether `maxProperties` holds for an object whose properties are all named."""
     named = node.get("properties")
     closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     return closed and isinstance(named, dict) and _at_most(len(named), value)

@@ -26,7 +26,7 @@ _WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 
 
 class Malformed(Exception):
-    """This character cannot stand here. `again`: characters before it to look at once more, which may belong to a
+    """A character that cannot stand here. `again`: characters before it to look at once more, which may belong to a
     marker."""
 
     def __init__(self, again: int = 0) -> None:
@@ -41,12 +41,12 @@ def skip(char: str) -> Reading[str]:
 
 
 def literal(text: str, char: str) -> Reading[None]:
-    """`char` is its first character."""
+    """Read a word whose first character is `char`."""
     yield from one_of((text,), char)
 
 
 def one_of(texts: tuple[str, ...], char: str) -> Reading[str]:
-    """Which of these it is; none is the beginning of another."""
+    """Read one of these words; none is the beginning of another."""
     length = 0
     while True:
         texts = tuple(text for text in texts if text[length : length + 1] == char)
@@ -182,7 +182,7 @@ def _number(char: str) -> Reading[str]:
 
 
 def _digits(char: str) -> Reading[str]:
-    """One at least. Returns the character behind them."""
+    """Read at least one digit. Returns the character behind them."""
     if char not in _DIGITS:
         raise Malformed
     while char in _DIGITS:

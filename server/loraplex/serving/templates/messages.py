@@ -48,8 +48,9 @@ class Encoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tried(msgspec.Struct, frozen=True, tag=True):
-    """`is_base`: it renders a few conversations as the base's templates do. `format_reason`: why it does not keep the
-    formats that the version names. `turn_ends`: the tokens that it writes behind an answer."""
+    """The outcome of a trial of a template. `is_base`: it renders a few conversations as the base's templates do.
+    `format_reason`: why it does not keep the formats that the version names. `turn_ends`: the tokens that it writes
+    behind an answer."""
 
     is_base: bool
     format_reason: str = ""
@@ -57,7 +58,7 @@ class Tried(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compared(msgspec.Struct, frozen=True, tag=True):
-    """`difference` of two tokenizers in one sentence; "" for none."""
+    """The `difference` of two tokenizers in one sentence; "" for none."""
 
     difference: str
 

@@ -41,8 +41,8 @@ def compare_chat(
     own_serves: bool,
     written: Sequence[str] = (),
 ) -> ChatFound:
-    """`own_serves`: this server renders chats with versions' own templates. `written`: the tokens that the version's
-    template writes behind an answer."""
+    """Compare a version's chat with the base's. `own_serves`: this server renders chats with versions' own templates.
+    `written`: the tokens that the version's template writes behind an answer."""
     checks: list[Mapping[str, Any]] = []
     templates = {} if _is_equal(files.templates, text.template_sources) else files.templates
     if templates:

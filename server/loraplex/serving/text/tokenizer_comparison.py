@@ -45,14 +45,15 @@ class Example:
     theirs: tuple[str, ...]
 
     def told(self, ours: str, theirs: str) -> str:
-        """`ours` and `theirs` name the two."""
+        """Describe the example; `ours` and `theirs` name the two."""
         return f"{shown(self.text, 40)} is {_listed(self.ours)} {ours} and {_listed(self.theirs)} {theirs}"
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`missing` are tokens that the second has and the first lacks, or has under another id, `parts` the names of parts
-    that differ, `probes` the number of texts with other tokens among `tried`, and `example` the shortest of them."""
+    """The difference of two tokenizers. `missing` are tokens that the second has and the first lacks, or has under
+    another id, `parts` the names of parts that differ, `probes` the number of texts with other tokens among `tried`,
+    and `example` the shortest of them."""
 
     missing: tuple[str, ...]
     parts: tuple[str, ...]
@@ -61,7 +62,7 @@ class Difference:
     example: Example | None
 
     def told(self, ours: str, theirs: str) -> str:
-        """One sentence without its end. `ours` and `theirs` say by which of the two."""
+        """A sentence without its end. `ours` and `theirs` say by which of the two."""
         found = []
         if self.example is not None:
             found.append(
@@ -85,7 +86,7 @@ def load_tokenizer(text: str) -> Tokenizer:
 
 
 def compare(ours: Tokenizer, theirs: Tokenizer) -> Difference | None:
-    """None where both know the same tokens, are made of the same parts and choose alike between tokens."""
+    """The difference, None where both know the same tokens, have the same parts and choose alike between tokens."""
     parts = [_parts(tokenizer) for tokenizer in (ours, theirs)]
     differing = tuple(name for name in parts[0] if parts[0][name] != parts[1][name])
     known = [tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (ours, theirs)]

@@ -169,8 +169,8 @@ def _table(
 def check_tied_rows(
     tensors_path: Path, found: AdapterTensors, tables: tuple[TokenRows, ...], names: ModuleNames
 ) -> None:
-    """PEFT saves the rows of an embedding a second time, as the tied head's, where it saves the embedding itself too.
-    Raises AdapterRefused("unexpected_tensor") where the two differ."""
+    """Check the rows of a tied head. PEFT saves those of an embedding a second time, as the tied head's, where it
+    saves the embedding itself too. Raises AdapterRefused("unexpected_tensor") where the two differ."""
     shared = next((table for table in tables if table.in_embedding and table.in_head), None)
     copy = next((rows for module, rows in found.token_rows.items() if names.in_base(module) == HEAD), None)
     if shared is None or copy is None:
