@@ -135,10 +135,15 @@ def running(command: list[str], env: dict[str, str], url: str, log: Path) -> Ite
 
 @contextlib.contextmanager
 def peer(
-    work: Path, max_loras: int, *, model: Path | None = None, dtype: str = "bfloat16"
+    work: Path,
+    max_loras: int,
+    *,
+    model: Path | None = None,
+    dtype: str = "bfloat16",
+    options: Sequence[str] = (),
 ) -> Iterator[tuple[int, str]]:
     """vLLM's CPU build over a `model`, WORKDIR's unless one is named, with all adapters unless `max_loras` is 0;
-    (port, key)."""
+    (port, key). `options` come last, and the last of a name is taken."""
     model = model or work / "smollm2-hf"
     command = [str(work / "vv/bin/vllm"), "serve", str(model), "--served-model-name", "base"]
     command += ["--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "64"]
@@ -147,6 +152,7 @@ def peer(
         modules = [f"a{i}={work / 'adapters' / f'a{i}'}" for i in range(NUM_ADAPTERS)]
         command += ["--enable-lora", "--max-loras", str(max_loras), "--max-cpu-loras", "64"]
         command += ["--max-lora-rank", "16", "--lora-modules", *modules]
+    command += options
     env = {"VLLM_CPU_KVCACHE_SPACE": "4", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # By default it leaves one core to its HTTP side; with all of them it is the faster one on two cores.
     env["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
