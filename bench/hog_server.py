@@ -37,7 +37,7 @@ from bench.hogs.tenants import Seen, beside, chat
 from loraplex.app.base_model.source import ensure_model
 from support.servers.live_server import LiveServer
 
-SETTLE_S = 3.0
+SETTLE_S = 4.0
 """The mix is there for so long before the chat begins."""
 LIMIT_S = 40.0
 """For all of the chat's requests beside a mix; one that has no token in this time waited so long at least."""

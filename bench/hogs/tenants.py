@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import httpx
@@ -50,14 +51,15 @@ def client(url: str, key: str) -> httpx.AsyncClient:
 
 @contextmanager
 def beside(target: Target, mix: Mix, settle_s: float) -> Iterator[Callable[[], int]]:
-    """`mix` is sent meanwhile, and since `settle_s` before; the function tells how many of its requests have ended.
+    """`mix` is sent meanwhile, and since `settle_s` before. The function tells how many of its requests have ended.
     Another process sends it, so that the chat's times do not hold what a client does for the mix."""
     context = multiprocessing.get_context("spawn")
-    ended = context.Value("q")
+    ended, begun = context.Value("q"), context.Event()
     begin = time.perf_counter_ns() // 1000 % 10**9
-    sender = context.Process(target=_send, args=(target, mix, begin, ended), daemon=True)
+    sender = context.Process(target=_send, args=(target, mix, begin, ended, begun), daemon=True)
     sender.start()
     try:
+        begun.wait(60)
         time.sleep(settle_s)
         yield lambda: int(ended.value)
         if sender.exitcode is not None:
@@ -67,7 +69,8 @@ def beside(target: Target, mix: Mix, settle_s: float) -> Iterator[Callable[[], i
         sender.join()
 
 
-def _send(target: Target, mix: Mix, begin: int, ended: Synchronized[int]) -> None:
+def _send(target: Target, mix: Mix, begin: int, ended: Synchronized[int], begun: Event) -> None:
+    begun.set()
     asyncio.run(_send_all(target, mix, begin, ended))
 
 
