@@ -115,6 +115,28 @@ def test_what_is_wrong_with_dropped_files_is_said(upload: Screen, folder: Path, 
     )
 
 
+HOLD_FIRST = """() => {
+  const read = Blob.prototype.text;
+  Blob.prototype.text = function () {
+    Blob.prototype.text = read;
+    return new Promise((done) => { window.letGo = () => done(read.call(this)); });
+  };
+}"""
+
+
+def test_files_that_are_read_slowly_do_not_replace_those_chosen_since(upload: Screen, folder: Path) -> None:
+    config, tensors = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    upload["adapter-name"].fill("later")
+    upload.page.evaluate(HOLD_FIRST)
+    drop(upload, config)
+    upload.page.wait_for_function("() => Boolean(window.letGo)")
+    drop(upload, config, tensors)
+    expect(upload["upload-send"]).to_be_enabled()
+    upload.page.evaluate("() => { letGo(); return new Promise((done) => setTimeout(done, 50)); }")
+    expect(upload["upload-send"]).to_be_enabled()
+    expect(upload["chosen"]).not_to_contain_text("is missing")
+
+
 def test_chosen_files_stay_for_another_tenant(server: WholeServer, screen: Screen, folder: Path) -> None:
     server.plane.make_tenant("other")
     screen.sign_in(server.admin_url, ADMIN_TOKEN, "tenants/acme/upload")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 from sqlalchemy import insert, select, update
 
 from loraplex.control.audit.recorder import Actor
@@ -88,43 +88,54 @@ def test_now_shows_the_batch_by_tenant(server: WholeServer, admin: Screen) -> No
     expect(admin["step-time"]).to_contain_text("8 tokens each")
 
 
-def virtual_ms_to_a_request(screen: Screen) -> int:
-    """Runs the page's clock, which stands still otherwise, until it asks for the engine again; how long that was."""
-
-    def count() -> int:
-        return sum(url.endswith("/admin/v1/engine") for url in screen.urls)
-
-    before = count()
-    for step in range(1, 1000):
-        screen.page.clock.run_for(100)
-        if count() > before:
-            return 100 * step
-    raise AssertionError("the page asks no more")
+NOTE_ASKED = """
+window.asked = [];
+const ask = window.fetch;
+window.fetch = (url, options) => {
+  if (String(url).endsWith("/admin/v1/engine")) window.asked.push(Date.now());
+  return ask(url, options);
+};
+"""
+"""Notes by the page's clock when the page asked for the engine."""
 
 
 def test_polling_slows_down_on_errors_and_stops_in_a_hidden_tab(server: WholeServer, screen: Screen) -> None:
-    began = now()
-    screen.page.clock.install(time=began)
+    """The page's clock stands still until each answer is shown, by when the next request is due at its time."""
+    began, page = now(), screen.page
+    page.clock.install(time=began)
+    page.add_init_script(NOTE_ASKED)
     screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
     expect(screen["batch-row"]).to_have_count(2)
-    screen.page.clock.pause_at(began + datetime.timedelta(hours=1))
-    assert virtual_ms_to_a_request(screen) < 10_000
-    screen.page.route("**/admin/v1/engine", lambda route: route.fulfill(status=503, body="no JSON"))
-    virtual_ms_to_a_request(screen)
-    expect(screen["error"].first).to_contain_text("status 503")
-    waits = [virtual_ms_to_a_request(screen) for _ in range(4)]
-    # A request may be seen some steps of the clock after it was made.
-    assert all(later > 1.5 * earlier for earlier, later in pairwise(waits)), waits
+    page.clock.pause_at(began + datetime.timedelta(hours=1))
+    refusals = itertools.count()
+
+    def refuse(route: Route) -> None:
+        number = next(refusals)
+        headers = {"retry-after": "90"} if number == 6 else {}
+        route.fulfill(status=503, headers=headers, json={"detail": f"Refusal {number}."})
+
+    def check_wait(wait_ms: int) -> None:
+        before = page.evaluate("asked")
+        page.clock.run_for(wait_ms)
+        assert page.evaluate("asked") == [*before, before[-1] + wait_ms]
+
+    page.route("**/admin/v1/engine", refuse)
+    page.evaluate("dispatchEvent(new Event('online'))")  # the page reads at once
+    for number, wait_s in enumerate((2, 4, 8, 16, 30, 30, 90)):
+        expect(screen["error"].first).to_contain_text(f"Refusal {number}.")
+        check_wait(1000 * wait_s)
+    expect(screen["error"].first).to_contain_text("Refusal 7.")
     hide = "hidden => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
     hide += " document.dispatchEvent(new Event('visibilitychange')); }"
-    screen.page.evaluate(hide, True)
-    asked = len(screen.urls)
-    screen.page.clock.run_for(120_000)
-    assert [url for url in screen.urls[asked:] if url.endswith("/engine")] == []
-    screen.page.unroute("**/admin/v1/engine")
-    with screen.page.expect_response("**/admin/v1/engine"):
-        screen.page.evaluate(hide, False)
-    expect(screen.page.get_by_text("status 503")).to_have_count(0)
+    page.evaluate(hide, True)
+    asked = page.evaluate("asked")
+    page.clock.run_for(120_000)
+    assert page.evaluate("asked") == asked
+    page.unroute("**/admin/v1/engine")
+    page.evaluate(hide, False)
+    expect(page.get_by_text("Refusal")).to_have_count(0)
+    assert page.evaluate("asked.length") == len(asked) + 1
+    check_wait(2000)
 
 
 def test_the_engine_away(server: WholeServer, admin: Screen) -> None:

@@ -1,7 +1,7 @@
 /** The console: sign-in, menu, and the page of the address. */
 import { ApiError, offline } from "./lib/api.js";
 import { html, render, useEffect, useState } from "./lib/html.js";
-import { place, show } from "./lib/place.js";
+import { place, replace, show } from "./lib/place.js";
 import { caller, endedBy, isOperator, mayCall, onDataPort, setTheme, signIn, signOut, tenant, theme } from "./lib/store.js";
 import { TenantPicker } from "./lib/tenant_picker.js";
 import { ErrorBox, Field, Loading, Page } from "./lib/ui.js";
@@ -84,41 +84,40 @@ function addressOf(page) {
 
 function CurrentPage() {
   const found = pageAt(place.value);
-  const [module, setModule] = useState(/** @type {any} */ (null));
-  const [error, setError] = useState(/** @type {any} */ (null));
+  const [loaded, setLoaded] = useState(/** @type {any} */ (null));
   const [tries, setTries] = useState(0);
   const at = found?.page.at;
   useEffect(() => {
     let current = true;
-    setError(null);
     found?.page.load().then(
-      (loaded) => current && setModule({ at, show: loaded.default }),
-      () => current && setError(new ApiError(0, "not_loaded", NOT_LOADED)),
+      (module) => current && setLoaded({ at, show: module.default }),
+      () => current && setLoaded({ at, error: new ApiError(0, "not_loaded", NOT_LOADED) }),
     );
     return () => {
       current = false;
     };
   }, [at, tries]);
-  if (error) return html`<${ErrorBox} error=${error} retry=${() => setTries(tries + 1)} />`;
-  if (!module || module.at !== at) return html`<${Loading} />`;
-  return html`<${module.show} key=${found?.page.keeps ? at : place.value} ...${found?.params} />`;
+  if (loaded?.at !== at) return html`<${Loading} />`;
+  if (loaded.error) return html`<${ErrorBox} error=${loaded.error} retry=${() => (setLoaded(null), setTries(tries + 1))} />`;
+  return html`<${loaded.show} key=${found?.page.keeps ? at : place.value} ...${found?.params} />`;
 }
 
 function App() {
   const signedIn = caller.value !== null;
   const inMenu = pages.filter((page) => page.nav && isFor(page));
   const first = inMenu.find((page) => !page.scope || mayCall(page.scope)) ?? inMenu[0];
-  const found = pageAt(place.value);
+  const at = place.value;
+  const found = pageAt(at);
   const named = found?.params.tenant ?? "";
   // An address without a tenant: of the menu, or of an older console.
-  const full = tenant.value ? ofTenant(place.value, tenant.value) : null;
-  const isKnown = found !== null || ofTenant(place.value, "any") !== null;
+  const full = tenant.value ? ofTenant(at, tenant.value) : null;
+  const isKnown = found !== null || ofTenant(at, "any") !== null;
   useEffect(() => {
     if (!signedIn) document.title = "Loraplex";
-    else if (full) show(full, true);
-    else if (!isKnown && first) show(addressOf(first), true);
+    else if (full) replace(at, full);
+    else if (!isKnown && first) replace(at, addressOf(first));
     else if (named && isOperator.value) tenant.value = named;
-  }, [signedIn, full, isKnown, named]);
+  }, [signedIn, at, full]);
   if (!signedIn) return html`<${SignIn} />`;
   return html`<a class="skip" href="#main" onClick=${skip}>Skip to the page</a>
     <header class="top">
@@ -129,8 +128,8 @@ function App() {
     ${offline.value && html`<p class="offline" role="status" data-testid="offline">
       The server does not answer. It is tried again.</p>`}
     <main id="main" tabindex="-1">
-      ${isKnown && (named || !found) && html`<${TenantPicker} tenant=${named} isAsked=${place.value.includes("/")}
-        onPick=${(/** @type {string} */ id, /** @type {boolean} */ isFirst) => show(forTenant(place.value, id), isFirst)} />`}
+      ${isKnown && (named || !found) && html`<${TenantPicker} tenant=${named} at=${at} onPick=${(/** @type {string} */ id) => show(forTenant(at, id))}
+        onFirst=${(/** @type {string} */ id) => replace(at, forTenant(at, id))} />`}
       ${!full && found && content(found)}
     </main>`;
 }

@@ -20,7 +20,7 @@ let secret = "";
 /** Whether the last request found no server. */
 export const offline = signal(false);
 
-/** Called with each 401 that a request with a secret gets. @type {{ current: (error: ApiError) => void }} */
+/** Called with each 401 that a request with the secret gets. @type {{ current: (error: ApiError) => void }} */
 export const onSecretRefused = { current: () => {} };
 
 /** @param {string} value Empty: none. */
@@ -105,6 +105,7 @@ export function errorOf(status, retryAfter, text) {
  * @returns {Promise<Response>}
  */
 export async function request(method, where, options = {}) {
+  const sent = secret;
   /** @type {Record<string, string>} */
   const given = { accept: "application/json", ...headers(), ...options.headers };
   if (options.json !== undefined) given["content-type"] = "application/json";
@@ -129,7 +130,7 @@ export async function request(method, where, options = {}) {
   offline.value = false;
   if (!answer.ok) {
     const error = errorOf(answer.status, answer.headers.get("retry-after"), await answer.text());
-    if (error.status === 401 && secret) onSecretRefused.current(error);
+    if (error.status === 401 && sent && sent === secret) onSecretRefused.current(error);
     throw error;
   }
   return answer;

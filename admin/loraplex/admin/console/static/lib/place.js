@@ -7,25 +7,37 @@ import { computed, signal } from "./html.js";
 const hash = signal(location.hash);
 window.addEventListener("hashchange", () => (hash.value = location.hash));
 
+/** @param {string} from */
+const placeOf = (from) => from.replace(/^#\/?/, "").split("?")[0];
+
 /** The parts of the path. */
-export const place = computed(() => hash.value.replace(/^#\/?/, "").split("?")[0]);
+export const place = computed(() => placeOf(hash.value));
 
 /** What the page filters by: its values by their names. */
 export const query = computed(() => Object.fromEntries(new URLSearchParams(hash.value.split("?")[1] ?? "")));
 
-/**
- * To another address, at once: the browser tells of it later.
- * @param {string} address After `#/`. @param {boolean} [isInPlace] Back passes over the address that was shown.
- */
-export function show(address, isInPlace = false) {
-  if (isInPlace) history.replaceState(null, "", `#/${address}`);
-  else location.hash = `#/${address}`;
+/** To another address, at once: the browser tells of it later. @param {string} address After `#/`. */
+export function show(address) {
+  location.hash = `#/${address}`;
   hash.value = location.hash;
 }
 
-/** Filter by another value. The address changes in its place: Back leaves the page. @param {string} name @param {string} value */
-export function setQuery(name, value) {
+/**
+ * To another address in place of one, which Back passes over; nothing if a link has led elsewhere meanwhile.
+ * @param {string} from The place that is left. @param {string} address After `#/`.
+ */
+export function replace(from, address) {
+  if (placeOf(location.hash) === from) history.replaceState(null, "", `#/${address}`);
+  hash.value = location.hash;
+}
+
+/**
+ * Filter by another value. The address changes in its place: Back leaves the page.
+ * @param {string} from The place of the page: a field that is removed with its page tells its text when the next one is there.
+ * @param {string} name @param {string} value
+ */
+export function setQuery(from, name, value) {
   const all = new URLSearchParams({ ...query.value, [name]: value });
   if (!value) all.delete(name);
-  show(all.size ? `${place.value}?${all}` : place.value, true);
+  replace(from, all.size ? `${from}?${all}` : from);
 }

@@ -5,52 +5,50 @@ const LONGEST_MS = 30_000;
 
 /**
  * @template T
- * @typedef {{ data: T | null, error: any, loading: boolean, reload: () => void }} Poll
+ * @typedef {{ data: T | null, error: any, reload: () => void }} Poll
  * `data` is the last that was read, also while there is an `error`.
  */
 
 /**
- * Reads with `load` now, when `keys` change, and every `everyMs` (0: once).
+ * Reads with `load` now, when `keys` change, and every `everyMs` (0: once). What was read for other keys, or was asked for before
+ * `reload`, is not shown however late it comes.
  * @template T
  * @param {(signal: AbortSignal) => Promise<T>} load
- * @param {any[]} keys
+ * @param {(string | number | null)[]} keys
  * @param {number} [everyMs]
  * @returns {Poll<T>}
  */
 export function usePoll(load, keys, everyMs = 0) {
-  const [state, setState] = useState(
-    /** @type {{ data: T | null, error: any, loading: boolean }} */ ({ data: null, error: null, loading: true }),
-  );
+  const of = JSON.stringify(keys);
+  const [state, setState] = useState(/** @type {{ of: string, data: T | null, error: any }} */ ({ of, data: null, error: null }));
   const again = useRef(() => {});
   useEffect(() => {
-    const stop = new AbortController();
+    let stop = new AbortController();
     /** @type {number | undefined} */
     let timer;
     let failures = 0;
-    let running = false;
-    setState({ data: null, error: null, loading: true });
 
     async function run() {
       window.clearTimeout(timer);
-      if (running || stop.signal.aborted) return;
-      running = true;
+      stop.abort();
+      stop = new AbortController();
+      const { signal } = stop;
       let waitMs = everyMs;
       try {
-        const data = await load(stop.signal);
+        const data = await load(signal);
+        if (signal.aborted) return;
         failures = 0;
-        if (!stop.signal.aborted) setState({ data, error: null, loading: false });
+        setState({ of, data, error: null });
       } catch (/** @type {any} */ error) {
-        if (stop.signal.aborted) return;
-        setState((before) => ({ ...before, error, loading: false }));
+        if (signal.aborted) return;
+        setState((before) => ({ of, data: before.of === of ? before.data : null, error }));
         if (isFinal(error)) waitMs = 0;
         else {
           const backoff = Math.min(LONGEST_MS, Math.max(everyMs, 1000) * 2 ** failures++);
           waitMs = Math.max(backoff, 1000 * (error.retryAfter ?? 0));
         }
-      } finally {
-        running = false;
       }
-      if (waitMs && !stop.signal.aborted && !document.hidden) timer = window.setTimeout(run, waitMs);
+      if (waitMs && !document.hidden) timer = window.setTimeout(run, waitMs);
     }
 
     function onVisible() {
@@ -63,13 +61,15 @@ export function usePoll(load, keys, everyMs = 0) {
     window.addEventListener("online", onVisible);
     run();
     return () => {
+      again.current = () => {};
       stop.abort();
       window.clearTimeout(timer);
       document.removeEventListener("visibilitychange", onVisible);
       window.removeEventListener("online", onVisible);
     };
-  }, keys);
-  return { ...state, reload: () => again.current() };
+  }, [of]);
+  const { data, error } = state.of === of ? state : { data: null, error: null };
+  return { data, error, reload: () => again.current() };
 }
 
 /** Whether asking again changes nothing: the request itself was refused. @param {any} error */

@@ -6,10 +6,10 @@ import { Empty, Field, Loaded } from "./ui.js";
 
 /**
  * An operator types or picks an id; it holds once it is one that exists, or with Enter.
- * @param {{ tenant: string, isAsked: boolean, onPick: (id: string, isFirst?: boolean) => void }} props `tenant`: the one that is
- *   shown, or ""; `isAsked`: the page is of one tenant and cannot take the first.
+ * @param {{ tenant: string, at: string, onPick: (id: string) => void, onFirst: (id: string) => void }} props `tenant`: the one that
+ *   is shown, or ""; `at`: the place; `onFirst`: nobody chose, and the page is of no adapter, which another tenant may not have.
  */
-export function TenantPicker({ tenant, isAsked, onPick }) {
+export function TenantPicker({ tenant, at, onPick, onFirst }) {
   const poll = usePoll(tenantIds, []);
   const ids = poll.data ?? [];
   /** What is typed, while `of` is the tenant that is shown. */
@@ -20,8 +20,8 @@ export function TenantPicker({ tenant, isAsked, onPick }) {
     const found = input.current;
     if (!found || !ids.length) return;
     if (document.activeElement === found) onText(found.value); // typed before the list was there
-    else if (!tenant && !isAsked) onPick(ids[0], true);
-  }, [poll.data]);
+    else if (!tenant && !at.includes("/")) onFirst(ids[0]);
+  }, [poll.data, at]);
 
   /** @param {string} text @param {boolean} [isWhole] */
   function onText(text, isWhole = ids.includes(text)) {

@@ -143,7 +143,7 @@ function titleOf(error) {
 
 /**
  * The state of a poll around what it read: loading, an error, or the content, with the error above it if it is old.
- * @param {{ poll: { data: any, error: any, loading: boolean, reload: () => void }, onward?: any, children: (data: any) => any }} props
+ * @param {{ poll: { data: any, error: any, reload: () => void }, onward?: any, children: (data: any) => any }} props
  * `onward`: where to go from what is not there.
  */
 export function Loaded({ poll, onward, children }) {

@@ -1,7 +1,7 @@
 /** Adapters: all of a tenant's by name, with a search. */
 import { api, path } from "../lib/api.js";
 import { html, useState } from "../lib/html.js";
-import { query, setQuery } from "../lib/place.js";
+import { place, query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import { mayCall } from "../lib/store.js";
 import { Badge, Field, Loaded, num, Page, Pager, percent, Table, Time } from "../lib/ui.js";
@@ -38,6 +38,7 @@ export function RunBadge({ run }) {
 
 /** @param {{ tenant: string }} props */
 export default function Adapters({ tenant }) {
+  const here = place.value;
   const search = query.value.search ?? "";
   const [cursor, setCursor] = useState(/** @type {string | null} */ (null));
   const part = search.trim().toLowerCase();
@@ -51,7 +52,7 @@ export default function Adapters({ tenant }) {
     <div class="form">
       <${Field} label="Search" hint=${isPart ? "" : "Names have a-z, 0-9, '.', '_' and '-'."}>
         <input type="search" data-testid="adapter-search" value=${search} maxlength="63" spellcheck=${false} autocomplete="off"
-          onInput=${(/** @type {any} */ event) => (setCursor(null), setQuery("search", event.target.value))} />
+          onInput=${(/** @type {any} */ event) => (setCursor(null), setQuery(here, "search", event.target.value))} />
       <//>
     </div>
     <${Loaded} poll=${poll}>

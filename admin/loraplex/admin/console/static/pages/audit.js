@@ -1,7 +1,7 @@
 /** Audit: who changed what, and whether the log is whole. For operators. */
 import { api } from "../lib/api.js";
 import { html, useState } from "../lib/html.js";
-import { query, setQuery } from "../lib/place.js";
+import { place, query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
 
@@ -11,6 +11,7 @@ const OUTCOMES = /** @type {Record<string, string>} */ ({ done: "good", refused:
 
 export default function Audit() {
   const chosen = Object.fromEntries(FILTERS.map((name) => [name, query.value[name] ?? ""]));
+  const here = place.value;
   const [cursor, setCursor] = useState(/** @type {string | null} */ (null));
   const poll = usePoll(
     (signal) => api.get("audit", { limit: ROWS, cursor, ...chosen }, { signal }),
@@ -20,7 +21,7 @@ export default function Audit() {
   /** @param {string} name @param {string} value */
   function choose(name, value) {
     setCursor(null);
-    setQuery(name, value);
+    setQuery(here, name, value);
   }
 
   /** @param {string} name @param {string} label @param {string} hint */

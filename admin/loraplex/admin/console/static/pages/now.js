@@ -2,7 +2,7 @@
 import { api, path } from "../lib/api.js";
 import { Chart } from "../lib/chart.js";
 import { html, useRef, useState } from "../lib/html.js";
-import { query, setQuery } from "../lib/place.js";
+import { place, query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
 import { adapterHref } from "./adapters.js";
@@ -151,12 +151,13 @@ function Adapters() {
   const [cursor, setCursor] = useState(/** @type {string | null} */ (null));
   const { tenant = "", adapter = "" } = query.value;
   const of = { tenant, adapter };
+  const here = place.value;
   const poll = usePoll((signal) => api.get("cache", { limit: TILES, cursor, ...of }, { signal }), [cursor, tenant, adapter], EVERY_MS);
 
   /** @param {"tenant" | "adapter"} name @param {string} label */
   const filter = (name, label) => html`<${ui.Field} label=${label}>
     <${ui.FilterInput} testid=${`cache-${name}`} placeholder="all" value=${of[name]}
-      onText=${(/** @type {string} */ text) => (setCursor(null), setQuery(name, text))} />
+      onText=${(/** @type {string} */ text) => (setCursor(null), setQuery(here, name, text))} />
   <//>`;
 
   return html`<${ui.Section} title="Adapters" note="Each version by its fastest memory: device, host, disk.">

@@ -18,6 +18,7 @@ export default function Upload({ tenant, name: given = "" }) {
   const [made, setMade] = useState(/** @type {any} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
   const stop = useRef(/** @type {AbortController | null} */ (null));
+  const newest = useRef(/** @type {Promise<any> | null} */ (null));
   useEffect(() => {
     // What was chosen is for another tenant too; what became of it is not.
     stop.current?.abort();
@@ -27,13 +28,16 @@ export default function Upload({ tenant, name: given = "" }) {
 
   /** @param {Promise<import("../lib/upload.js").Dropped[]>} files */
   async function onFiles(files) {
+    newest.current = files;
     setMade(null);
     setError(null);
     const base = caller.value?.base;
     const caps = { maxBytes: caller.value?.max_upload_bytes ?? null, maxRank: base?.max_adapter_rank ?? null };
     try {
-      setChosen(await choose(await files, caps));
+      const found = await choose(await files, caps);
+      if (newest.current === files) setChosen(found);
     } catch (/** @type {any} */ refused) {
+      if (newest.current !== files) return;
       setChosen(null);
       setError(new ApiError(0, "unreadable", `The browser cannot read a file: ${refused.message}`));
     }
