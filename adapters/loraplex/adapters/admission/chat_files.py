@@ -20,6 +20,10 @@ TEMPLATE_FILE, TOKENIZER_FILE, TOKENS_FILE, GENERATION_FILE, TOOL_TEMPLATE_FILE 
 MAX_TEMPLATE_BYTES = CHAT_FILE_BYTES[TEMPLATE_FILE]
 """The largest size of a version's templates together."""
 NAMED_TOKENS = ("bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", *NAMED_ENDS)
+_NAMED_GROUPS = ("model_specific_special_tokens", "extra_special_tokens")
+"""Objects of tokens by name, in a tokenizer's config. As a list the second names none."""
+_NO_NAMES = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
+"""Names under which every template is given something else."""
 TEMPLATE_NAMES = ("default", "tool_use")
 """The templates that chats use, of those that a tokenizer may have."""
 MORE_TEMPLATES = "additional_chat_templates"
@@ -93,15 +97,12 @@ def read_chat_files(folder: Path) -> ChatFiles | None:
     if not found and tokenizer is None:
         return None
     config = _object(found, TOKENIZER_FILE)
-    tokens = {
-        name: text
-        for source in (_object(found, TOKENS_FILE), config)
-        for name in NAMED_TOKENS
-        if (text := _token_text(source.get(name))) is not None
-    }
+    templates = _templates(found, config)
+    written = "\0".join(templates.values())
+    named = named_tokens(_object(found, TOKENS_FILE), config).items()
     return ChatFiles(
-        _templates(found, config),
-        tokens,
+        templates,
+        {name: text for name, text in named if name in NAMED_TOKENS or name in written},
         _eos_ids(_object(found, GENERATION_FILE).get("eos_token_id")),
         _added(config.get("added_tokens_decoder")),
         tokenizer,
@@ -186,6 +187,23 @@ def named_templates(value: object) -> dict[str, str]:
     pairs = [(item.get("name"), item.get("template")) for item in listed if isinstance(item, dict)]
     pairs += value.items() if isinstance(value, dict) else ()
     return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+
+
+def named_tokens(special_map: _Json, config: _Json) -> dict[str, str]:
+    """The special tokens that templates know by name, as in transformers: of special_tokens_map.json and of
+    tokenizer_config.json, which goes before the other if it lists the added tokens."""
+    given: _Json = {}
+    order = (special_map, config) if "added_tokens_decoder" in config else (config, special_map)
+    for source in order:
+        given |= {name: value for name, value in source.items() if name.endswith("_token")}
+        for group in _NAMED_GROUPS:
+            named = source.get(group)
+            given |= named if isinstance(named, dict) else {}
+    return {
+        name: text
+        for name, value in given.items()
+        if (text := _token_text(value)) is not None and name.isidentifier() and name not in _NO_NAMES
+    }
 
 
 def used_templates(by_name: Mapping[str, str]) -> dict[str, str]:

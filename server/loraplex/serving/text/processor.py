@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.admission.chat_files import NAMED_TOKENS, OwnChat, named_templates, used_templates
+from loraplex.adapters.admission.chat_files import OwnChat, named_templates, named_tokens, used_templates
 from loraplex.adapters.end_tokens import added_tokens
 from loraplex.serving.errors import TemplateError, TokenizerUnsupported
 from loraplex.serving.output.format_parser import FormatParser
@@ -80,7 +80,7 @@ class TextProcessor:
         config = _read_json(path / "tokenizer_config.json")
         self.template_sources: Mapping[str, str] = _template_sources(path, config)
         """The chat templates by name."""
-        self._named_tokens = _special_tokens(path, config)
+        self._named_tokens = named_tokens(_read_json(path / "special_tokens_map.json"), config)
         self._added = frozenset(self._special_ids) | frozenset(self._written.values())
         self.chat = self._chat(self.template_sources, self._named_tokens, "the model's")
         """The encoder by the model's own templates."""
@@ -245,7 +245,7 @@ def base_turn_ends(model_dir: Path) -> tuple[str, ...]:
     """The tokens that a base model's templates write behind an answer; the tokenizer itself is not loaded. Raises
     BaseModelInvalid, TokenizerUnsupported."""
     config = _read_json(model_dir / "tokenizer_config.json")
-    named = _special_tokens(model_dir, config)
+    named = named_tokens(_read_json(model_dir / "special_tokens_map.json"), config)
     try:
         templates = {
             name: ChatTemplate(source, named) for name, source in _template_sources(model_dir, config).items()
@@ -263,18 +263,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerUnsupported(f"{path} is not JSON: {error}") from error
     return value if isinstance(value, dict) else {}
-
-
-def _special_tokens(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that templates know by name."""
-    tokens = {}
-    for source in (_read_json(path / "special_tokens_map.json"), config):
-        for name in NAMED_TOKENS:
-            value = source.get(name)
-            content = value.get("content") if isinstance(value, Mapping) else value
-            if isinstance(content, str):
-                tokens[name] = content
-    return tokens
 
 
 def _template_sources(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
