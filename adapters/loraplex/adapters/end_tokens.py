@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.errors import BaseModelInvalid
+from loraplex.adapters.generation_settings import STOP_STRINGS, NotFollowed, not_followed, stop_strings
 from loraplex.adapters.store.files import shown
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -113,7 +114,8 @@ def read_end_tokens(model_dir: Path, written: Sequence[str] = ()) -> EndTokens:
     config, tokenizer_config = _object(model_dir / CONFIG), _object(model_dir / TOKENIZER_CONFIG)
     text = config.get("text_config")
     ids = _ids(config) or (_ids(text) if isinstance(text, dict) else ())
-    generation = _ids(_object(model_dir / GENERATION))
+    settings = _object(model_dir / GENERATION)
+    generation = _ids(settings)
     special_map = _object(model_dir / "special_tokens_map.json")
     family = FAMILY_ENDS.get(str(config.get("model_type")))
     tokenizer = _object(model_dir / TOKENIZER)
@@ -133,7 +135,8 @@ def read_end_tokens(model_dir: Path, written: Sequence[str] = ()) -> EndTokens:
             if (token := _content(fields.get(name))) in added:
                 claims.append(Claim(f"{file}'s {name}", (token,)))
                 break
-    claims.append(Claim(TEMPLATE, tuple(written)))
+    stops = tuple(token for token in stop_strings(settings) if token in added)
+    claims += [Claim(f"{GENERATION}'s {STOP_STRINGS}", stops), Claim(TEMPLATE, tuple(written))]
     names = _words(tokenizer) | {number: token for token, (number, _) in added.items()}
     vocabulary = Vocabulary(
         lambda token: added[token][0] if token in added else None,
@@ -141,6 +144,12 @@ def read_end_tokens(model_dir: Path, written: Sequence[str] = ()) -> EndTokens:
         {number for number, special in added.values() if special},
     )
     return decide(claims, vocabulary)
+
+
+def read_not_followed(model_dir: Path) -> NotFollowed | None:
+    """The settings of a base's generation_config.json that ask for what is not done. Raises BaseModelInvalid."""
+    added = added_tokens(model_dir)
+    return not_followed(_object(model_dir / GENERATION), added.__contains__)
 
 
 def added_tokens(model_dir: Path) -> dict[str, tuple[int, bool]]:

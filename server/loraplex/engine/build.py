@@ -16,7 +16,7 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.device.host_slab import HostSlab
 from loraplex.adapters.device.image_files import ImageFiles, image_key
 from loraplex.adapters.device.transport import ThreadedTransport
-from loraplex.adapters.end_tokens import EndTokens, read_end_tokens
+from loraplex.adapters.end_tokens import EndTokens, read_end_tokens, read_not_followed
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.open_store import open_store
 from loraplex.engine.config import EngineConfig, SchedulerConfig
@@ -224,6 +224,8 @@ def _end_tokens(config: EngineConfig) -> EndTokens:
     if ends.disagreement:
         told = "the model's files disagree about the end of a turn: %s; each of these tokens ends it"
         _log.warning(told, ends.disagreement)
+    if (asked := read_not_followed(Path(config.model_path))) is not None:
+        _log.log(logging.WARNING if asked.of_none else logging.INFO, "%s", asked.told)
     return ends
 
 

@@ -17,7 +17,7 @@ from loraplex.control.types import Serving
 from loraplex.serving.errors import ServingError, TemplateError
 from loraplex.serving.templates.messages import Trial, Tried
 from loraplex.serving.text.processor import TextProcessor
-from support.models.byte_tokenizer import EOS_ID, write_byte_tokenizer
+from support.models.byte_tokenizer import EOS_ID, START_ID, write_byte_tokenizer
 
 
 async def test_the_tokens_of_an_upload_are_looked_up_beside_the_event_loop() -> None:
@@ -95,6 +95,27 @@ async def test_equal_bytes_are_compared_by_their_digest(tmp_path: Path) -> None:
     files = ChatFiles({}, {}, (), (), tmp_path / "tokenizer.json")
     (check,) = (await examine("acme", files, Serving(None, None))).checks
     assert (check["name"], check["ok"]) == ("tokenizer", True)
+
+
+async def test_settings_of_a_versions_generation_config_are_named(tmp_path: Path) -> None:
+    text = TextProcessor(write_byte_tokenizer(tmp_path), max_model_len=64)
+    examine = ChatExaminer(text, (EOS_ID,), cast("Any", None), own_serves=False)
+    for generation, ok, detail in (
+        ({"top_p": 0.9}, True, "generation_config.json has top_p 0.9: requests say these themselves"),
+        (
+            {"forced_bos_token_id": 1, "stop_strings": ["<|end|>"]},
+            False,
+            "warning: generation_config.json has forced_bos_token_id 1: nothing here follows it",
+        ),
+    ):
+        files = ChatFiles({}, {}, (), (), generation=generation)
+        (check,) = (await examine("acme", files, Serving(None, None))).checks
+        assert (check["name"], check["ok"], check["detail"]) == ("generation config", ok, detail)
+    found = await examine(
+        "acme", ChatFiles({}, {}, (), (), generation={"stop_strings": "<|start|>"}), Serving(None, None)
+    )
+    assert found.own is not None
+    assert found.own.eos_ids == (START_ID,)
 
 
 @pytest.mark.parametrize("own_serves", [True, False])

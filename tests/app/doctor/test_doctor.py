@@ -76,6 +76,7 @@ def test_all_is_well(tmp_path: Path) -> None:
         "base model",
         "tokenizer",
         "end of a turn",
+        "generation config",
     ]
     found = lines(outcome)
     assert list(found) == names

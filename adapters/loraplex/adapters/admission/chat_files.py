@@ -81,13 +81,14 @@ class OwnChat:
 @dataclass(frozen=True, slots=True)
 class ChatFiles:
     """The content of an upload's files. `eos_ids` are those of its generation config; `added`: the tokens that its
-    tokenizer's config lists; `tokenizer`: where its tokenizer.json lies."""
+    tokenizer's config lists; `tokenizer`: where its tokenizer.json lies; `generation`: its generation config."""
 
     templates: Mapping[str, str]
     special_tokens: Mapping[str, str]
     eos_ids: tuple[int, ...]
     added: tuple[str, ...]
     tokenizer: Path | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_chat_files(folder: Path) -> ChatFiles | None:
@@ -100,12 +101,14 @@ def read_chat_files(folder: Path) -> ChatFiles | None:
     templates = _templates(found, config)
     written = "\0".join(templates.values())
     named = named_tokens(_object(found, TOKENS_FILE), config).items()
+    generation = _object(found, GENERATION_FILE)
     return ChatFiles(
         templates,
         {name: text for name, text in named if name in NAMED_TOKENS or name in written},
-        _eos_ids(_object(found, GENERATION_FILE).get("eos_token_id")),
+        _eos_ids(generation.get("eos_token_id")),
         _added(config.get("added_tokens_decoder")),
         tokenizer,
+        generation,
     )
 
 

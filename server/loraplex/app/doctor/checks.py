@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from loraplex.adapters.admission.base_model import load_base_spec
-from loraplex.adapters.end_tokens import read_end_tokens
+from loraplex.adapters.end_tokens import read_end_tokens, read_not_followed
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.store.files import shown
 from loraplex.app.base_model.served_tokenizer import serve_tokenizer
@@ -61,6 +61,7 @@ def examine(settings: Settings, out: Output) -> int:
     if (directory := model.directory) is not None:
         checks.append(("tokenizer", lambda: check_tokenizer(settings, directory)))
         checks.append(("end of a turn", lambda: check_ends(directory)))
+        checks.append(("generation config", lambda: check_generation(directory)))
     return report(checks, out)
 
 
@@ -193,6 +194,18 @@ def check_ends(model_dir: Path) -> Finding:
             told, f"the model's files disagree, and each of these tokens ends an answer: {ends.disagreement}"
         )
     return ok(told)
+
+
+def check_generation(model_dir: Path) -> Finding:
+    """The settings of generation_config.json that no answer follows. Raises LoraplexError."""
+    asked = read_not_followed(model_dir)
+    if asked is None:
+        return ok("it asks for nothing but tokens that end a turn")
+    if asked.of_none:
+        return warn(
+            asked.told, "answers are made without it; ask by a request's own options for what is like it"
+        )
+    return ok(asked.told)
 
 
 def _port(port: Port, machine: Machine) -> Finding:

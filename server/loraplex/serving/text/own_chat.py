@@ -16,10 +16,12 @@ from loraplex.adapters.end_tokens import (
     Vocabulary,
     decide,
 )
+from loraplex.adapters.generation_settings import STOP_STRINGS, not_followed, stop_strings
 from loraplex.adapters.store.files import shown
 from loraplex.serving.text.processor import TextProcessor
 
 TEMPLATE_CHECK, ENDS_CHECK, TOKENIZER_CHECK = "chat template", "ends of answers", "tokenizer"
+GENERATION_CHECK = "generation config"
 """Their names in a report."""
 _MAX_NAMED = 4
 _OWN_ALONE = "only on a server that is started with --adapter-templates own"
@@ -73,6 +75,9 @@ def compare_chat(
     ids = tuple(number for number in ends.ids if number not in base_eos_ids)
     if ids:
         checks.append(_ends_check(text.names(ids), ids, own_serves))
+    if asked := not_followed(files.generation, lambda token: text.token_id(token) is not None):
+        detail = f"{'warning: ' if asked.of_none else ''}{asked.told}"
+        checks.append(_check(GENERATION_CHECK, detail, ok=not asked.of_none))
     own = OwnChat(templates, files.special_tokens if templates else {}, ids)
     return ChatFound(own if templates or ids else None, tuple(checks))
 
@@ -97,7 +102,13 @@ def _ends(files: ChatFiles, text: TextProcessor, written: Sequence[str]) -> EndT
     named = [
         Claim(name, (files.special_tokens[name],)) for name in NAMED_ENDS if name in files.special_tokens
     ]
-    claims = [Claim(GENERATION, files.eos_ids), *named, Claim(TEMPLATE, tuple(written))]
+    stops = tuple(token for token in stop_strings(files.generation) if text.token_id(token) is not None)
+    claims = [
+        Claim(GENERATION, files.eos_ids),
+        *named,
+        Claim(f"{GENERATION}'s {STOP_STRINGS}", stops),
+        Claim(TEMPLATE, tuple(written)),
+    ]
     return decide(claims, Vocabulary(text.token_id, lambda number: _name(text, number), ()))
 
 
