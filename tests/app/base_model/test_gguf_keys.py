@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from loraplex.adapters.admission.base_model import load_base_spec
-from loraplex.adapters.end_tokens import read_end_tokens
+from loraplex.adapters.end_tokens import read_end_tokens, read_not_followed
 from loraplex.app.base_model.convert import GgufUnsupported, convert
 from loraplex.app.base_model.gguf_keys import ARCHITECTURE, FILE, MODEL, READ, TOKENIZER, UNUSED, rule_of
 from loraplex.app.base_model.gguf_model import make_model
@@ -371,3 +371,13 @@ def test_the_page_has_the_table() -> None:
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text("utf-8")
     for row in table_of_keys():
         assert row in page, row
+
+
+def test_options_of_sampling_are_named_and_not_followed(tmp_path: Path) -> None:
+    options = {"temp": 0.25, "penalty_repeat": 1.5, "top_k": 40, "mirostat": 2, "xtc_probability": 0.0}
+    given = {f"general.sampling.{name}": value for name, value in options.items()}
+    folder = made(tmp_path, metadata=given)
+    asked = read_not_followed(folder)
+    assert asked is not None
+    assert asked.of_requests == "temperature 0.25, repetition_penalty 1.5, top_k 40"
+    assert asked.of_none == "mirostat 2"

@@ -60,6 +60,16 @@ def test_a_tokenizer_that_both_read_alike_serves_as_it_lies(tmp_path: Path) -> N
     assert (found.model_dir, found.name, found.warning) == (model, "TokenizersBackend", "")
 
 
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_special_tokens_that_transformers_splits_are_told(name: str, tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "Base", name)
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"split_special_tokens": True}))
+    found = serve_tokenizer(model, "transformers", tmp_path)
+    assert found.warning.startswith("tokenizer_config.json has split_special_tokens, by which transformers")
+    assert EXAMPLES.get(name, "") in found.warning
+
+
 def test_what_was_read_is_kept_until_the_files_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ SPLITS: dict[str, Sequence[PreTokenizer]] = {
 
 _ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """The tokens that end an answer in llama.cpp, by their names in the keys."""
+_SAMPLING = "general.sampling."
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -103,7 +104,7 @@ def check_keys(metadata: Metadata, *, model: bool = True, tokenizer: bool = True
 
 def write_tokenizer(metadata: Metadata, tokenizer: Tokenizer, target: Path) -> None:
     """Write what belongs to texts into the directory `target`: tokenizer, chat template, ids that end an answer."""
-    write_json(target / "generation_config.json", _token_ids(metadata))
+    write_json(target / "generation_config.json", _token_ids(metadata) | _sampling(metadata))
     tokenizer.save(str(target / "tokenizer.json"))
     write_json(target / "tokenizer_config.json", _tokenizer_config(metadata))
     if len(templates := _templates(metadata)) == 1:
@@ -117,6 +118,13 @@ def _token_ids(metadata: Metadata) -> dict[str, int]:
         for ours, theirs in names.items()
     }
     return {name: token_id for name, token_id in found.items() if token_id is not None}
+
+
+def _sampling(metadata: Metadata) -> dict[str, Any]:
+    """The options of sampling that a file asks for, by transformers' names."""
+    names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+    options = {key.removeprefix(_SAMPLING): metadata[key] for key in metadata if key.startswith(_SAMPLING)}
+    return {names.get(name, name): value for name, value in options.items()}
 
 
 def model_config(reader: GgufFile, metadata: Metadata) -> dict[str, Any]:

@@ -113,6 +113,8 @@ FILE: Mapping[str, Rule] = {
     "general.architecture": READ,
     "general.name": READ,
     "general.type": ("model",),
+    # Named as those of a generation_config.json are.
+    "general.sampling.*": READ,
     "general.*": UNUSED,
     "split.count": (0, 1),
     "split.*": UNUSED,

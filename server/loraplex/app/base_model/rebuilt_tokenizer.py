@@ -17,16 +17,21 @@ from loraplex.serving.text.tokenizer_comparison import compare, load_tokenizer
 
 FOUND, TOKENIZER = "found.json", "tokenizer.json"
 _MOST_REASON = 200
+_SPLIT = (
+    "tokenizer_config.json has split_special_tokens, by which transformers reads a special token in a text as plain "
+    "text; here it stays one token"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The `name` of transformers' class; `difference` from tokenizer.json in one sentence, "" for none; `failure`: why
-    transformers does not read it."""
+    transformers does not read it; `note`: what no tokenizer.json can say of the reading."""
 
     name: str = ""
     difference: str = ""
     failure: str = ""
+    note: str = ""
 
 
 def read(model_dir: Path, out: Path) -> Reading:
@@ -46,10 +51,11 @@ def read(model_dir: Path, out: Path) -> Reading:
             failure=shown(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", _MOST_REASON)
         )
     name = type(read_by).__name__
+    note = _SPLIT if read_by.split_special_tokens else ""
     if difference is None:
-        return Reading(name)
+        return Reading(name, note=note)
     (out / TOKENIZER).write_text(written, "utf-8")
-    return Reading(name, difference.told("by tokenizer.json", f"by transformers' {name}"))
+    return Reading(name, difference.told("by tokenizer.json", f"by transformers' {name}"), note=note)
 
 
 if __name__ == "__main__":

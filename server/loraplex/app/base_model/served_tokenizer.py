@@ -26,7 +26,7 @@ from loraplex.app.base_model.source import ensure_model, kept_dir
 from loraplex.app.settings import Settings
 
 TokenizerChoice = Literal["transformers", "file"]
-_FORMAT = 1
+_FORMAT = 2
 """A number that changes with what is kept of a reading."""
 _READ = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -71,8 +71,9 @@ def serve_tokenizer(model_dir: Path, choice: TokenizerChoice, data_dir: Path) ->
         )
         return ServedTokenizer(model_dir, "", warning)
     if not reading.difference:
-        return ServedTokenizer(model_dir, reading.name, "")
-    told = f"{reading.difference}. --tokenizer {choice} serves"
+        return ServedTokenizer(model_dir, reading.name, reading.note)
+    note = f"{reading.note}. " if reading.note else ""
+    told = f"{note}{reading.difference}. --tokenizer {choice} serves"
     if choice == "file":
         return ServedTokenizer(
             model_dir, reading.name, f"{told}; adapters that transformers trained saw the others"
