@@ -53,6 +53,15 @@ NEUTRAL: list[dict[str, Any]] = [
     {**CLOSED, "properties": {"a": {"type": "integer"}, "b": {}}, "maxProperties": 2},
     {**OBJECT, "$dynamicAnchor": "node"},
     {"type": "string", "format": "password"},
+    {"type": "string", "format": ""},
+    {"type": "string", "format": "enum", "enum": ["a", "abcd"]},
+    {"type": ["array", "null"], "format": "set"},
+    {"type": "string", "maxLength": (1 << 53) - 1},
+    {**CLOSED, "unevaluatedProperties": False},
+    {**OBJECT, "additionalProperties": {"type": "integer"}, "unevaluatedProperties": False},
+    {**INTEGERS, "unevaluatedItems": False},
+    {"type": "object", "propertyNames": {"anyOf": [{"type": "string"}, {"type": "number"}]}},
+    {"type": "object", "propertyNames": {"anyOf": [{"enum": ["a"]}, {"type": "string", "minLength": 0}]}},
 ]  # fmt: skip
 KEPT: list[dict[str, Any]] = [
     {"type": "object", "propertyNames": {"maxLength": 3}},
@@ -62,8 +71,13 @@ KEPT: list[dict[str, Any]] = [
     {**INTEGERS, "contains": {"type": "integer"}},
     {**INTEGERS, "contains": {}},
     {**INTEGERS, "contains": {"type": "integer"}, "minContains": 0, "maxContains": 1},
-    {**INTEGERS, "unevaluatedItems": False},
+    {"type": "array", "prefixItems": [{}], "unevaluatedItems": False},
     {**OBJECT, "unevaluatedProperties": {"type": "integer"}},
+    {"type": "object", "propertyNames": {"anyOf": [{"maxLength": 3}, {"type": "integer"}]}},
+    {"type": "object", "propertyNames": {"anyOf": []}},
+    {"type": "object", "propertyNames": {"$ref": "#/nowhere"}},
+    {"type": ["string", "null"], "format": "set"},
+    {"enum": ["a"], "type": "string", "format": "enums"},
     {**OBJECT, "dependentRequired": {"a": ["b"]}},
     {**OBJECT, "dependentSchemas": {"a": {"maxProperties": 1}}},
     {**OBJECT, "not": {"required": ["b"]}},
@@ -109,7 +123,7 @@ def name(schema: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("schema", NEUTRAL, ids=name)
 def test_words_that_restrict_nothing_are_left_out(schema: dict[str, Any]) -> None:
-    words = NeutralWords().of(schema)
+    words = NeutralWords(schema).of(schema)
     assert words
     assert not refusal(schema)
     left = {word: value for word, value in schema.items() if word not in words}
@@ -126,6 +140,15 @@ def test_at_every_depth(place: int) -> None:
             node = node[key]
         node[path[-1]] = schema
         assert not refusal(outer), (outer, refusal(outer))
+
+
+def test_names_by_a_reference_and_a_type_that_older_drafts_have() -> None:
+    names = {"type": "object", "propertyNames": {"$ref": "#/$defs/K", "title": "k"}}
+    assert not refusal({**names, "$defs": {"K": {"type": "string", "description": "a key"}}})
+    assert refusal({**names, "$defs": {"K": {"type": "string", "maxLength": 3}}})
+    assert refusal({**names, "$defs": {"K": {"$ref": "#/$defs/K"}}})
+    assert not refusal({"type": "object", "properties": {"a": {"type": "any", "description": "x"}}})
+    assert refusal({"type": "any", "not": {"type": "null"}})
 
 
 @pytest.mark.parametrize("schema", KEPT, ids=name)
@@ -188,7 +211,7 @@ def test_many_dependencies_take_linear_time() -> None:
     names = [f"k{number:04}" for number in range(1900)]
     schema = {"required": names, "dependentRequired": {name: [names[0]] for name in names}}
     began = time.process_time()
-    assert NeutralWords().of(schema) == ["dependentRequired"]
+    assert NeutralWords(schema).of(schema) == ["dependentRequired"]
     assert time.process_time() - began < 0.2
 
 

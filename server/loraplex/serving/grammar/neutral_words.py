@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
+from urllib.parse import unquote
 
 _Node = Mapping[str, Any]
+Path = tuple["Path", str | int] | None
+"""From the inside out, because a written one for each of many nested schemas would take the square of their size."""
 
 ANNOTATIONS = frozenset(
     (
@@ -23,12 +26,14 @@ ANNOTATIONS = frozenset(
 LEFT_OUT = frozenset(
     (
         "$dynamicAnchor", "$recursiveAnchor", "contains", "dependencies", "dependentRequired", "dependentSchemas",
-        "else", "format", "if", "maxContains", "maxProperties", "minContains", "minProperties", "not", "propertyNames",
-        "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
+        "else", "format", "if", "maxContains", "maxLength", "maxProperties", "minContains", "minProperties",
+        "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems",
     )
 )  # fmt: skip
 """Words that llguidance may refuse."""
-FORMATS_OF_ANY_TEXT = ("binary", "commonmark", "markdown", "multiline", "password", "text", "textarea")
+FORMATS_OF_ANY_TEXT = ("binary", "commonmark", "markdown", "multiline", "password", "text", "textarea", "")
+LONGEST = 1 << 32
+"""Characters that no answer has: a context has far fewer tokens."""
 _MATCH_ALL = ("", "^", "$", ".*", "^.*", ".*$", "(.*)", r"[\s\S]*", r"^[\s\S]*", r"^[\s\S]*$")
 _ALL_TYPES = frozenset(("string", "null", "object", "array", "boolean", "number"))
 _MAY_BE_NULL = frozenset(("const", "default", "example", "examples"))
@@ -37,13 +42,18 @@ _MAY_BE_NULL = frozenset(("const", "default", "example", "examples"))
 class NeutralWords:
     """The judge of one schema. Each part of it is looked at once, so the work is linear in its size."""
 
-    def __init__(self) -> None:
+    def __init__(self, schema: object) -> None:
+        self._schema = schema
         self._accepts_all: dict[int, bool] = {}
+        self._fits_names: dict[str, bool] = {}
 
     def of(self, node: _Node) -> list[str]:
         """Words of the schema `node` to leave out."""
         return [
-            word for word in node if (word in LEFT_OUT or node[word] is None) and self.is_neutral(word, node)
+            word
+            for word, value in node.items()
+            if (word in LEFT_OUT or value is None or (word, value) == ("type", "any"))
+            and self.is_neutral(word, node)
         ]
 
     def accepts_all(self, schema: object) -> bool:
@@ -75,11 +85,26 @@ class NeutralWords:
 
     def _property_names(self, value: Any, _: _Node) -> bool:
         """Whether each string fits."""
-        if not isinstance(value, dict):
-            return value is True
+        if not isinstance(value, dict) or not isinstance(name := value.get("$ref"), str):
+            return self._fits_strings(value)
+        if name not in self._fits_names:
+            self._fits_names[name] = self._fits_strings(referenced(self._schema, name)[1])
+        others = {word: of for word, of in value.items() if word != "$ref"}
+        return self._fits_names[name] and self._fits_strings(others)
+
+    def _fits_strings(self, schema: Any) -> bool:
+        if not isinstance(schema, dict):
+            return schema is True
         return all(
-            (word == "type" and "string" in _types(value)) or self.is_neutral(word, value) for word in value
+            (word == "type" and "string" in _types(schema))
+            or (word == "anyOf" and isinstance(of, list) and any(map(self._is_of_strings, of)))
+            or self.is_neutral(word, schema)
+            for word, of in schema.items()
         )
+
+    def _is_of_strings(self, schema: Any) -> bool:
+        """Whether each string fits a schema of a choice, which holds no further choice."""
+        return isinstance(schema, dict) and "anyOf" not in schema and self._fits_strings(schema)
 
     def _dependencies(self, value: Any, node: _Node) -> bool:
         required = _required(node)
@@ -115,11 +140,14 @@ class NeutralWords:
 
 
 def _types(node: _Node) -> frozenset[str]:
-    """The types that the node lists; none where it lists none."""
+    """The types that the node lists; none where it lists none. Draft 3 has "any" too."""
     given = node.get("type")
-    return frozenset(
-        name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)
-    )
+    listed = given if isinstance(given, list) else [given]
+    return frozenset(name for name in listed if isinstance(name, str) and "any" not in listed)
+
+
+def _has_no_text(node: _Node) -> bool:
+    return bool(types := _types(node)) and "string" not in types
 
 
 def _required(node: _Node) -> set[str]:
@@ -141,6 +169,27 @@ def _names_all(value: Any, node: _Node) -> bool:
     return closed and isinstance(named, dict) and _at_most(len(named), value)
 
 
+def referenced(schema: Any, reference: str) -> tuple[Path, Any]:
+    """The value that a JSON pointer behind `#` names in the whole schema, with its path; None if it names nothing."""
+    path: Path = None
+    node = schema
+    for part in unquote(reference.partition("#")[2]).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict):
+            node, path = node.get(key), (path, key)
+        elif (
+            isinstance(node, list)
+            and key.isascii()
+            and key.isdigit()
+            and len(key) < 6
+            and int(key) < len(node)
+        ):
+            node, path = node[int(key)], (path, int(key))
+        else:
+            return None, None
+    return path, node
+
+
 _Rule = Callable[[NeutralWords, Any, _Node], bool]
 _IS_ALL: _Rule = lambda judge, value, node: judge.accepts_all(value)  # noqa: E731 - a row of the table
 _RULES: Mapping[str, _Rule] = MappingProxyType(
@@ -154,10 +203,13 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
         "dependentRequired": NeutralWords._dependencies,
         "dependentSchemas": lambda judge, value, node: judge._are_all(value),
         "else": NeutralWords._conditional,
-        "format": lambda judge, value, node: value in FORMATS_OF_ANY_TEXT,
+        "format": lambda judge, value, node: (
+            value in FORMATS_OF_ANY_TEXT or (value == "enum" and "enum" in node) or _has_no_text(node)
+        ),
         "if": NeutralWords._conditional,
         "items": lambda judge, value, node: value == [] or judge.accepts_all(value),
         "maxContains": NeutralWords._contains,
+        "maxLength": lambda judge, value, node: _at_most(LONGEST, value),
         "maxProperties": lambda judge, value, node: _names_all(value, node),
         "minContains": NeutralWords._contains,
         "minItems": lambda judge, value, node: _at_most(value, 0),
@@ -171,9 +223,14 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
         "propertyNames": NeutralWords._property_names,
         "required": lambda judge, value, node: value == [],
         "then": NeutralWords._conditional,
-        "type": lambda judge, value, node: _types(node) >= _ALL_TYPES,
-        "unevaluatedItems": _IS_ALL,
-        "unevaluatedProperties": _IS_ALL,
+        "type": lambda judge, value, node: value == "any" or _types(node) >= _ALL_TYPES,
+        "unevaluatedItems": lambda judge, value, node: (
+            isinstance(node.get("items"), dict | bool) or judge.accepts_all(value)
+        ),
+        # What the others judge is evaluated.
+        "unevaluatedProperties": lambda judge, value, node: (
+            isinstance(node.get("additionalProperties"), dict | bool) or judge.accepts_all(value)
+        ),
         "uniqueItems": lambda judge, value, node: value is False or _at_most(node.get("maxItems"), 1),
     }
 )

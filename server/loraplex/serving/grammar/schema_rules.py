@@ -11,10 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Literal
-from urllib.parse import unquote
 
 from loraplex.serving.errors import GrammarRefused
-from loraplex.serving.grammar.neutral_words import LEFT_OUT, NeutralWords
+from loraplex.serving.grammar.neutral_words import LEFT_OUT, NeutralWords, Path, referenced
 from loraplex.serving.grammar.patterns import enforced, is_written
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -38,9 +37,6 @@ _WITHOUT_NUMBERS = frozenset((str, bool, type(None)))
 _SAY_THE_TYPE = frozenset(("anyOf", "oneOf", "allOf", "$ref", "enum", "const"))
 """Words beside which a null `type` is one that a library left out. By itself it is YAML's reading of `type: null`."""
 _CHECKED = frozenset((*_NUMBERS, "minProperties", "$ref"))
-
-_Path = tuple["_Path", str | int] | None
-"""From the inside out, because a written one for each of many nested schemas would take the square of their size."""
 
 _UNKNOWN_KEYWORDS = re.compile(r"Unimplemented keys: (\[.*\])")
 _Found = Callable[[Mapping[str, Any], re.Match[str]], bool]
@@ -112,9 +108,10 @@ def checked_text(schema: Any) -> str:
 def _without_neutral_words(schema: Any, text: str) -> tuple[Any, str]:
     """The schema and its text without words that restrict nothing. What no value fits is written as llguidance takes
     it."""
-    if all(LEFT_OUT.isdisjoint(node) and None not in node.values() for _, node in _subschemas(schema)):
+    if not any(_may_be_neutral(node) for _, node in _subschemas(schema)):
         return schema, text
-    copy, judge = json.loads(text), NeutralWords()
+    copy = json.loads(text)
+    judge = NeutralWords(copy)
     values = _in_values(copy)
     # From the outside in, and judged before any of it is changed.
     schemas = [
@@ -131,6 +128,10 @@ def _without_neutral_words(schema: Any, text: str) -> tuple[Any, str]:
             node.clear()
             node["allOf"] = [False]
     return copy, _compact(copy)
+
+
+def _may_be_neutral(node: Mapping[str, Any]) -> bool:
+    return not LEFT_OUT.isdisjoint(node) or None in node.values() or node.get("type") == "any"
 
 
 def _in_values(schema: Any) -> set[int]:
@@ -150,7 +151,7 @@ def _holds(node: Mapping[str, Any], word: str, kind: type[dict[Any, Any] | list[
     return isinstance(given := node.get(word), kind) and name in given
 
 
-def _is_schema(path: _Path) -> bool:
+def _is_schema(path: Path) -> bool:
     """Whether a schema stands there: a `$ref` may point at an object of named schemas instead."""
     return path is None or _HOLDS.get(str(path[1])) != "named"
 
@@ -159,7 +160,7 @@ def locate(schema: Any, reason: str) -> tuple[str, str]:
     """Where in the schema llguidance's `reason` to refuse it stands ("" where that is not known), and the reason in
     words for its author."""
     if found := _UNKNOWN_KEYWORDS.search(reason):
-        keywords, judge = _listed(found[1]), NeutralWords()
+        keywords, judge = _listed(found[1]), NeutralWords(schema)
         places = [
             (path, word, node) for path, node in _subschemas(schema) for word in keywords if word in node
         ]
@@ -212,7 +213,7 @@ def _items(value: Any) -> Iterator[Any]:
     return iter(value.values() if isinstance(value, dict) else value)
 
 
-def _check_node(path: _Path, node: Mapping[str, Any]) -> None:
+def _check_node(path: Path, node: Mapping[str, Any]) -> None:
     least, required = node.get("minProperties"), node.get("required")
     if isinstance(least, int | float):
         named = len({key for key in required if isinstance(key, str)}) if isinstance(required, list) else 0
@@ -264,7 +265,7 @@ def _with_enforced_patterns(text: str) -> str:
         if isinstance(pattern, str):
             node["pattern"] = _enforced(pattern, (path, "pattern"))
         if isinstance(named, dict):
-            within: _Path = (path, "patternProperties")
+            within: Path = (path, "patternProperties")
             node["patternProperties"] = {_enforced(key, (within, key)): value for key, value in named.items()}
         if node != before:
             if id(node) in values:
@@ -274,7 +275,7 @@ def _with_enforced_patterns(text: str) -> str:
     return _compact(schema) if changed else text
 
 
-def _enforced(pattern: str, path: _Path) -> str:
+def _enforced(pattern: str, path: Path) -> str:
     try:
         return enforced(pattern)
     except ValueError as error:
@@ -292,9 +293,9 @@ def _has_unwritten_text(value: Any) -> bool:
     return False
 
 
-def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
+def _subschemas(schema: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Each schema in the schema once, with its path, and what a `$ref` names that no keyword holds."""
-    open_: list[tuple[_Path, Any]] = [(None, schema)]
+    open_: list[tuple[Path, Any]] = [(None, schema)]
     seen: set[int] = set()
     while open_:
         path, node = open_.pop()
@@ -302,14 +303,14 @@ def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
             continue
         seen.add(id(node))
         yield path, node
-        inner: list[tuple[_Path, Any]] = []
+        inner: list[tuple[Path, Any]] = []
         if isinstance(reference := node.get("$ref"), str):
-            inner.append(_referenced(schema, reference))
+            inner.append(referenced(schema, reference))
         for name, value in node.items():
             holds = _HOLDS.get(name)
             if holds is None:
                 continue
-            within: _Path = (path, name)
+            within: Path = (path, name)
             if isinstance(value, dict):
                 if holds == "named":
                     inner += [((within, key), named) for key, named in value.items()]
@@ -320,28 +321,7 @@ def _subschemas(schema: Any) -> Iterator[tuple[_Path, dict[str, Any]]]:
         open_ += reversed(inner)
 
 
-def _referenced(schema: Any, reference: str) -> tuple[_Path, Any]:
-    """The value that a JSON pointer behind `#` names in the whole schema, with its path; None if it names nothing."""
-    path: _Path = None
-    node = schema
-    for part in unquote(reference.partition("#")[2]).split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, dict):
-            node, path = node.get(key), (path, key)
-        elif (
-            isinstance(node, list)
-            and key.isascii()
-            and key.isdigit()
-            and len(key) < 6
-            and int(key) < len(node)
-        ):
-            node, path = node[int(key)], (path, int(key))
-        else:
-            return None, None
-    return path, node
-
-
-def _written(path: _Path) -> str:
+def _written(path: Path) -> str:
     keys: list[str] = []
     while path is not None:
         path, key = path
