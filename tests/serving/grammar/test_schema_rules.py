@@ -6,6 +6,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.grammar import builders
@@ -168,7 +169,7 @@ def test_what_is_no_schema_is_refused(schema: Any) -> None:
             "anyOf[0].properties.a",
             "no value fits it",
         ),
-        ({"type": "foo"}, "Invalid type: foo", "", "Invalid type: foo"),
+        ({"type": "foo"}, "Invalid type: foo", "type", "'foo' is no type of JSON Schema"),
         ({}, "Unimplemented keys: [broken", "", "Unimplemented keys"),
     ],
 )
@@ -176,6 +177,38 @@ def test_reason_of_the_library_gets_its_place(schema: Any, reason: str, path: st
     found, words = locate(schema, reason)
     assert found == path
     assert said in words
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        ({"type": "OBJECT"}, "type"),
+        ({"type": ["string", "strng"]}, "type"),
+        ({"type": True}, "type"),
+        ({"type": [1]}, "type"),
+        ({"enum": {}}, "enum"),
+        ({"properties": {"a": 1}}, "properties"),
+        ({"properties": []}, "properties"),
+        ({"patternProperties": {"a": 1}}, "patternProperties"),
+        ({"required": [1]}, "required"),
+        ({"items": 0}, "items"),
+        ({"prefixItems": ["x"]}, "prefixItems"),
+        ({"additionalProperties": 0}, "additionalProperties"),
+        ({"anyOf": ["x"]}, "anyOf"),
+        ({"allOf": {}}, "allOf"),
+        ({"minLength": 10**30}, "minLength"),
+        ({"multipleOf": 0}, "multipleOf"),
+        ({"$ref": 7}, "$ref"),
+        ({"$ref": "other.json"}, "$ref"),
+        ({"$schema": "http://x"}, "$schema"),
+    ],
+)
+def test_a_refusal_names_its_field(schema: dict[str, Any], path: str) -> None:
+    asked = {"type": "object", "properties": {"q": schema}, "required": ["q"]}
+    reason = LLMatcher.validate_grammar(builders.json_schema(asked))
+    found, words = locate(asked, reason)
+    assert found == f"properties.q.{path}"
+    assert "json-schema:" not in words
 
 
 def test_long_names_above_many_schemas_cost_no_square_of_memory() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Literal
 
@@ -54,6 +54,24 @@ _FAULTS: tuple[tuple[re.Pattern[str], str, _Found, str], ...] = (
         "nothing stands at '{1}' of this schema",
     ),
     (
+        re.compile(r"Invalid type: (.*)"),
+        "type",
+        lambda node, told: told[1] in _each(node.get("type")),
+        "'{1}' is no type of JSON Schema: string, number, integer, boolean, object, array and null are",
+    ),
+    (
+        re.compile(r"Resource '(?:json-schema:///)?(.*)' is not present"),
+        "$ref",
+        lambda node, told: node.get("$ref") == told[1],
+        "it must point into this schema (#/…): others are not fetched",
+    ),
+    (
+        re.compile(r"Resource '(?:json-schema:///)?(.*)' is not present"),
+        "$schema",
+        lambda node, told: node.get("$schema") == told[1],
+        "no draft of JSON Schema has this address",
+    ),
+    (
         re.compile(r"Expected (.*) for '(.*)', got (.*)"),
         "{2}",
         lambda node, told: told[2] in node and _compact(node[told[2]]) == told[3],
@@ -75,6 +93,33 @@ _FAULTS: tuple[tuple[re.Pattern[str], str, _Found, str], ...] = (
     ),
 )
 """Reasons of llguidance, the keyword that is at fault, whether it is at fault in a node, and the reason in words."""
+
+_OF_SHAPE = re.compile(r"must be an? |^Expected |invalid multiple of")
+_SHAPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (word for word, holds in _HOLDS.items() if holds == "one"),
+        (lambda value: isinstance(value, dict | bool), "a schema: an object, true or false"),
+    ),
+    **dict.fromkeys(
+        (word for word, holds in _HOLDS.items() if holds == "named"),
+        (lambda value: isinstance(value, dict) and _are_schemas(value.values()), "an object of schemas"),
+    ),
+    **dict.fromkeys(
+        ("anyOf", "oneOf", "allOf", "prefixItems"),
+        (lambda value: isinstance(value, list) and _are_schemas(value), "an array of schemas"),
+    ),
+    "items": (lambda value: _are_schemas(_each(value)), "a schema, or an array of them"),
+    "required": (lambda value: isinstance(value, list) and _are_texts(value), "an array of strings"),
+    "type": (lambda value: _are_texts(_each(value)), "a string, or an array of them"),
+    "enum": (lambda value: isinstance(value, list), "an array"),
+    "multipleOf": (lambda value: isinstance(value, int | float) and value > 0, "a number above 0"),
+    **dict.fromkeys(
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        (lambda value: isinstance(value, int) and 0 <= value <= MAX_INTEGER, "a whole number of usual size"),
+    ),
+    **dict.fromkeys(("pattern", "format", "$ref"), (lambda value: isinstance(value, str), "a string")),
+}
+"""The values that keywords must have, for reasons that do not say where they arose."""
 
 
 def checked_text(schema: Any) -> str:
@@ -130,6 +175,18 @@ def _without_neutral_words(schema: Any, text: str) -> tuple[Any, str]:
     return copy, _compact(copy)
 
 
+def _each(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _are_schemas(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, dict | bool) for value in values)
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
 def _may_be_neutral(node: Mapping[str, Any]) -> bool:
     return not LEFT_OUT.isdisjoint(node) or None in node.values() or node.get("type") == "any"
 
@@ -174,6 +231,11 @@ def locate(schema: Any, reason: str) -> tuple[str, str]:
                 if is_in(node, told):
                     words = [told[0], *told.groups()]
                     return _written((path, word.format(*words))), why.format(*words)
+    if _OF_SHAPE.search(reason):
+        for path, node in _subschemas(schema):
+            for word, (fits, what) in _SHAPES.items():
+                if word in node and not fits(node[word]):
+                    return _written((path, word)), f"it must be {what}"
     if "oneOf" in reason:
         where = [path for path, node in _subschemas(schema) if "oneOf" in node]
         why = "'oneOf' is only supported where no value can fit two of its schemas; use 'anyOf'"
