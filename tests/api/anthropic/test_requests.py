@@ -157,6 +157,47 @@ def test_earlier_turns_of_other_servers() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        (
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+            '{"type":"server_tool_use","name":"web_search","input":{"query":"x"}}',
+        ),
+        (
+            {
+                "type": "web_search_tool_result",
+                "tool_use_id": "s",
+                "content": [
+                    {"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "e"}
+                ],
+            },
+            '{"type":"web_search_tool_result","tool_use_id":"s",'
+            '"content":[{"type":"web_search_result","url":"u","title":"t"}]}',
+        ),
+        (
+            {"type": "mcp_tool_result", "tool_use_id": "m", "is_error": False, "content": [text("r")]},
+            '{"type":"mcp_tool_result","tool_use_id":"m","content":[{"type":"text","text":"r"}]}',
+        ),
+        ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "abc"}}, "abc"),
+        ({"type": "document", "source": {"type": "content", "content": [text("a"), text("b")]}}, "a\nb"),
+    ],
+)
+def test_what_another_server_did_itself_goes_in_as_text(block: dict[str, Any], said: str) -> None:
+    role = "user" if block["type"] == "document" else "assistant"
+    messages = [HI, {"role": role, "content": [block]}, {"role": "assistant", "content": "k"}, HI]
+    assert said in "\n".join(message["content"] for message in chat(messages=messages)["messages"])
+
+
+def test_a_whole_answer_of_the_client_library_is_an_earlier_turn() -> None:
+    whole = {
+        "id": "msg_1", "type": "message", "role": "assistant", "model": "x", "content": [text("k")],
+        "stop_reason": "end_turn", "stop_sequence": None, "usage": {}, "container": None,
+    }  # fmt: skip
+    assert chat(messages=[HI, whole, HI])["messages"][1] == {"role": "assistant", "content": "k"}
+    assert refused(messages=[HI, {**whole, "mood": "?"}, HI]).param == "messages[1].mood"
+
+
 def test_sampling_has_the_names_of_chat() -> None:
     fields = chat(
         temperature=0.5,

@@ -138,6 +138,31 @@ def test_an_earlier_answer(fields: dict[str, Any], content: str, reasoning: str 
     assert "tool_calls" not in found
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"content": 7}, {"content": "7"}),
+        ({"content": {"a": [1]}}, {"content": '{"a":[1]}'}),
+        ({"content": "x", "tool_calls": [None]}, {"content": "x"}),
+        ({"tool_calls": [None]}, {"content": ""}),
+        ({"content": "x", "prefix": True, "weight": 0, "stop_sequence": None}, {"content": "x"}),
+        ({"content": "x", "tool_plan": "First look."}, {"content": "x", "reasoning": "First look."}),
+    ],
+)
+def test_an_answer_in_a_form_of_others(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = answer(**fields)
+    assert {name: found.get(name) for name in expected} == expected
+    assert not found.get("tool_calls")
+
+
+@pytest.mark.parametrize(
+    "call", [{"id": "a", "type": "function"}, {"id": "a", "function": {"arguments": "{}"}}]
+)
+def test_a_call_without_a_name(call: dict[str, Any]) -> None:
+    (made,) = answer(tool_calls=[call])["tool_calls"]
+    assert made["function"]["name"] == "unknown"
+
+
 def test_the_form_that_went_before_tool_calls() -> None:
     called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
     messages = told(HI, called, {"role": "function", "name": "f", "content": "r"}, answer_of_words(), HI)

@@ -14,6 +14,7 @@ from loraplex.api.sealed import seal
 
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 SUB = {"type": "function", "name": "sub", "description": "Subtract."}
+USER = {"role": "user", "content": "hi"}
 SEARCH = {"type": "web_search", "external_web_access": True}
 
 
@@ -167,6 +168,70 @@ def test_earlier_items_of_other_servers() -> None:
     assert refused(input=[seen, *given[5:]]).param == "input[0].content[0].type"
     sealed = {"type": "compaction", "encrypted_content": "gAAAA"}
     assert refused(input=[sealed, *given[5:]]).param == "input[0].encrypted_content"
+
+
+@pytest.mark.parametrize(
+    ("items", "told"),
+    [
+        (
+            [{"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "q"}}],
+            [{"role": "assistant", "content": '{"type":"web_search_call","action":{"query":"q"}}'}],
+        ),
+        (
+            [{"type": "mcp_call", "id": "m", "name": "f", "arguments": "{}", "output": "r", "error": None}],
+            [
+                {
+                    "role": "assistant",
+                    "content": '{"type":"mcp_call","name":"f","arguments":"{}","output":"r","error":null}',
+                }
+            ],
+        ),
+        (
+            [
+                {"type": "mcp_list_tools", "id": "l", "server_label": "s", "tools": [{"name": "f"}]},
+                {"type": "mcp_approval_request", "id": "a", "name": "f", "arguments": "{}"},
+                {"type": "mcp_approval_response", "approval_request_id": "a", "approve": True},
+            ],
+            [],
+        ),
+    ],
+)
+def test_what_another_server_did_itself_goes_in_as_text(
+    items: list[dict[str, Any]], told: list[dict[str, Any]]
+) -> None:
+    later = {"role": "assistant", "content": "k"}
+    messages = chat(input=[USER, *items, USER, later, USER])["messages"]
+    assert [message for message in messages if message["content"] not in ("hi", "k", "")] == told
+
+
+def test_tools_of_another_server_that_the_client_ran() -> None:
+    items = [
+        {"type": "local_shell_call", "id": "l", "call_id": "c", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "c", "output": "a.txt"},
+        {"type": "shell_call", "call_id": "d", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "d", "output": [{"stdout": "b", "stderr": ""}]},
+    ]
+    messages = chat(input=[USER, *items, {"role": "assistant", "content": "k"}, USER])["messages"]
+    calls = [message["tool_calls"][0] for message in messages if message.get("tool_calls")]
+    assert [call["function"] for call in calls] == [
+        {"name": "local_shell", "arguments": '{"command":["ls"]}'},
+        {"name": "shell", "arguments": '{"commands":["ls"]}'},
+    ]
+    results = [message for message in messages if message["role"] == "tool"]
+    assert [result["content"] for result in results] == ["a.txt", '[{"stdout":"b","stderr":""}]']
+    assert [result["tool_call_id"] for result in results] == [call["id"] for call in calls]
+
+
+@pytest.mark.parametrize(
+    "kind", ["image_generation_call", "computer_call", "computer_call_output", "item_reference"]
+)
+def test_items_of_images_and_of_a_store_stay_refused(kind: str) -> None:
+    given = [
+        {"type": kind, "id": "x", "call_id": "x", "result": "aa"},
+        {"role": "assistant", "content": "k"},
+        USER,
+    ]
+    assert refused(input=given).param == "input[0].type"
 
 
 def test_reasoning_after_a_call_begins_another_turn() -> None:

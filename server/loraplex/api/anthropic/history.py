@@ -3,17 +3,23 @@ of chats."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from loraplex.api.openai.history import (
     CallIds,
+    as_json,
     call_arguments,
     call_name,
+    held_text,
     others,
     past_length,
     result_text,
     text_part,
 )
+
+_OF_SERVERS = re.compile(r"\w{1,40}_tool_(?:use|result)")
+"""Kinds of calls that another server made itself, and of their results."""
 
 Json = dict[str, Any]
 
@@ -32,6 +38,8 @@ def mended(given: object) -> object:
 
 def _mended(turn: Json, ids: CallIds, *, is_past: bool) -> Json:
     content = turn.get("content")
+    if is_past and turn.get("type") == "message":
+        turn = others(turn, "type", "container", "context_management")
     if isinstance(content, list):
         mend = _past if is_past else _current
         return {**turn, "content": [mend(block, ids) for block in content]}
@@ -67,5 +75,15 @@ def _past(block: object, ids: CallIds) -> object:
             }
             shown = {name: text if isinstance(text, str) else "" for name, text in texts.items()}
             return {"type": "thinking", **shown, **others(block, "type", "thinking", "data")}
+        case str(kind) if _OF_SERVERS.fullmatch(kind) and (text := as_json(block)):
+            return {"type": "text", "text": text}
+        case "document" if (text := _document_text(block.get("source"))) is not None:
+            return {"type": "text", "text": text}
         case _:
             return text_part(block)
+
+
+def _document_text(source: object) -> str | None:
+    if not isinstance(source, dict) or source.get("type") not in ("text", "content"):
+        return None
+    return held_text(source.get("data", source.get("content")))

@@ -22,7 +22,7 @@ MAX_WRAPPED = 3
 _MAX_DEPTH = 4
 _TEXTS = ("text", "refusal", "transcript", "summary", "content", "output")
 """Fields of a part that hold its text, in the order in which they are looked for."""
-_REASONING = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks")
+_REASONING = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks", "tool_plan")
 _ARGUMENTS = ("arguments", "parameters", "input", "args")
 _TEXT_KINDS = frozenset(
     ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text", None)
@@ -31,8 +31,8 @@ LABELS = frozenset(
     (
         "additional_kwargs", "annotations", "cache_control", "caller", "citations", "created", "created_at",
         "encrypted_content", "extra_content", "finish_reason", "id", "index", "logprobs", "metadata", "model", "object",
-        "phase", "provider_specific_fields", "response_metadata", "signature", "status", "stop_reason",
-        "thought_signature", "timestamp", "usage", "usage_metadata",
+        "is_error", "phase", "prefix", "provider_specific_fields", "response_metadata", "signature", "status",
+        "stop_reason", "stop_sequence", "thought_signature", "timestamp", "usage", "usage_metadata", "weight",
     )
 )  # fmt: skip
 """Fields with which servers and clients label what a model wrote. They say nothing that the model is to read."""
@@ -146,6 +146,25 @@ def others(given: Json, *known: str) -> Json:
     return {name: value for name, value in given.items() if name not in known and name not in LABELS}
 
 
+def as_json(part: Json) -> str | None:
+    """A part of a kind that has no form here, such as the call of a server's own tool, as JSON without labels; None
+    where it holds nothing else."""
+    held = _unlabelled(part)
+    return dumps(held).decode() if any(value for name, value in held.items() if name != "type") else None
+
+
+def _unlabelled(given: Any) -> Any:
+    if isinstance(given, list):
+        return [_unlabelled(item) for item in given]
+    if not isinstance(given, dict):
+        return given
+    return {
+        name: _unlabelled(value)
+        for name, value in given.items()
+        if name not in LABELS and not name.startswith("encrypted_")
+    }
+
+
 def result_text(given: object, kind: str = "text") -> object:
     """The content of a past result: text, parts of this kind, or JSON as text."""
     if given is None or isinstance(given, str):
@@ -181,8 +200,14 @@ def _past(turn: Json, ids: CallIds) -> Json:
         label = ids.of_result(turn.get("tool_call_id"))
         rest = others(turn, "role", "tool_call_id", "content", "name")
         return _named(turn, {"role": "tool", "tool_call_id": label, "content": result_text(content), **rest})
-    content = [text_part(part) for part in content] if isinstance(content, list) else content
-    return {**turn, "content": "" if content is None else content}
+    return {**turn, "content": _content(content)}
+
+
+def _content(given: object) -> object:
+    """Content that is neither text nor parts as JSON."""
+    if isinstance(given, list):
+        return [text_part(part) for part in given]
+    return given if isinstance(given, str) else "" if given is None else dumps(given).decode()
 
 
 def _named(turn: Json, made: Json) -> Json:
@@ -200,11 +225,14 @@ def _answer(turn: Json, ids: CallIds) -> Json:
         thoughts = _joined([part for part, does in zip(content, thinks, strict=True) if does])
         content = ["" if does else part for part, does in zip(content, thinks, strict=True)]
         content = [text_part(part) for part in ([*content, said] if said else content)]
+    elif content is not None and not isinstance(content, str):
+        content = _content(content)
     elif said and said != content:
         content = f"{content}\n{said}" if isinstance(content, str) and content else said
     found = (given if isinstance(given := turn.get(name), str) else _joined(given) for name in _REASONING)
     reasoning = next((text for text in found if text is not None), thoughts)
     calls, old = turn.get("tool_calls") or [], turn.get("function_call")
+    calls = [call for call in calls if call is not None] if isinstance(calls, list) else calls
     if not calls and isinstance(old, dict) and "name" in old:
         calls = [{"function": old}]
     rest = others(
@@ -230,10 +258,8 @@ def _call(call: object, ids: CallIds) -> object:
     if not isinstance(call, dict):
         return call
     function = next((call[name] for name in ("function", "custom") if isinstance(call.get(name), dict)), call)
-    if "name" not in function:
-        return call
     field = next((name for name in _ARGUMENTS if name in function), "")
     rest = {} if function is call else others(function, "name", field)
-    made = {"name": call_name(function["name"]), "arguments": call_arguments(function.get(field)), **rest}
+    made = {"name": call_name(function.get("name")), "arguments": call_arguments(function.get(field)), **rest}
     rest = others(call, "type", "function", "custom", *(("name", field) if function is call else ()))
     return {"id": ids.of_call(call.get("id")), "type": "function", "function": made, **rest}

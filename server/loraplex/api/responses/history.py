@@ -3,10 +3,12 @@ messages of chats."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from loraplex.api.openai.history import (
     CallIds,
+    as_json,
     call_arguments,
     call_name,
     others,
@@ -19,6 +21,13 @@ from loraplex.api.sealed import unseal
 _CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 """Items that are calls, with the field of their arguments."""
 _RESULTS = ("function_call_output", "custom_tool_call_output")
+
+_HOSTED_CALL = re.compile(r"(?!image_|computer_)\w{1,40}_call")
+"""Kinds of calls of tools that another server has. Images have no form here."""
+_HOSTED_RESULT = re.compile(r"(?!computer_)\w{1,40}_(?:call_)?output")
+_WITHOUT_WORDS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
+"""Kinds of items that say nothing of what the model wrote or read."""
+_ASKED = ("arguments", "action", "operation", "input")
 
 Json = dict[str, Any]
 
@@ -37,7 +46,10 @@ def mended(given: object) -> object:
 def _is_models(item: object) -> bool:
     if not isinstance(item, dict):
         return False
-    return item.get("type", "message") in ("reasoning", *_CALLS) or item.get("role") == "assistant"
+    kind = item.get("type", "message")
+    if kind in ("reasoning", *_CALLS, *_WITHOUT_WORDS[:2]) or item.get("role") == "assistant":
+        return True
+    return isinstance(kind, str) and _HOSTED_CALL.fullmatch(kind) is not None
 
 
 def _current(item: Json, ids: CallIds) -> Json:
@@ -65,14 +77,34 @@ def _past(item: Json, ids: CallIds) -> Json:
             "output": result_text(item.get("output"), "input_text"),
             **others(item, "type", "call_id", "output"),
         }
-    if kind == "reasoning":
-        return _reasoning(item)
+    if kind == "reasoning" or kind in _WITHOUT_WORDS:
+        return _reasoning(item if kind == "reasoning" else {"type": "reasoning"})
     if kind != "message":
-        return item
+        return _hosted(item, kind, ids)
     part_kind = "output_text" if item.get("role") == "assistant" else "input_text"
     given = item.get("content")
     content = [text_part(part, part_kind) for part in given] if isinstance(given, list) else given
     return {**others(item), "content": "" if content is None else content}
+
+
+def _hosted(item: Json, kind: str, ids: CallIds) -> Json:
+    """A call of another server's tool, or its result: as a call and a result where the client ran it, else as text."""
+    if _HOSTED_RESULT.fullmatch(kind):
+        label = ids.of_result(item.get("call_id") or item.get("id"))
+        output = result_text(item.get("output"), "input_text")
+        return {"type": "function_call_output", "call_id": label, "output": output}
+    if not _HOSTED_CALL.fullmatch(kind):
+        return item
+    if "call_id" in item:
+        asked = next((item[name] for name in _ASKED if name in item), None)
+        return {
+            "type": "function_call",
+            "call_id": ids.of_call(item["call_id"]),
+            "name": call_name(item.get("name") or kind.removesuffix("_call")),
+            "arguments": call_arguments(asked),
+        }
+    text = as_json(item)
+    return item if text is None else {"type": "message", "role": "assistant", "content": text}
 
 
 def _reasoning(item: Json) -> Json:
