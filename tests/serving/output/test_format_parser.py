@@ -98,6 +98,8 @@ OTHER_FORMS = [
     ('{"name": "f", "arguments": ""}', "{}"),
     ('{"name": "f", "arguments": "null"}', "{}"),
     ('{"name": "f", "id": null, "arguments": {}}', "{}"),
+    ('{"index": 0, "id": 7, "name": "f", "arguments": {}}', "{}"),
+    (f'{{"index": 12, "type": "function", "function": {{"name": "f", "arguments": {IN_A_STRING}}}}}', HELD),
     (f'{{"type": "function", "function": {{"name": "f", "arguments": {HELD}}}}}', HELD),
     (f'{{"function": {{"arguments": {IN_A_STRING}, "name": "f"}}, "id": "c"}}', HELD),
     ('{"function": {"name": "f"}, "type": "function"}', "{}"),

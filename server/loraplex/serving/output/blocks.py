@@ -15,6 +15,7 @@ from loraplex.serving.output.json_readers import (
     one_of,
     rest_of_object,
     rest_of_string,
+    scalar,
     skip,
     unwrapped,
     word,
@@ -222,17 +223,15 @@ class Block:
                 yield from self._live_object()
             elif key in ARGUMENT_KEYS:
                 call.arguments = yield from self._value(char)
-            elif char == "n" and key in OTHER_KEYS:
-                yield from word(char)
+            elif key in OTHER_KEYS:
+                char = yield from scalar(char)
             elif char != '"':
                 raise Malformed
-            elif kind == "name":
+            else:
                 call.name = yield from self._string()
                 if call.name not in self.names:
                     raise Malformed
-            else:
-                yield from rest_of_string()
-            char = yield from skip((yield))
+            char = yield from skip(char if key in OTHER_KEYS else (yield))
             if char == "}":
                 return
             if char != ",":

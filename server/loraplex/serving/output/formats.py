@@ -18,8 +18,8 @@ ReasoningFormatName = Literal["think_tags", "think_brackets", "none"]
 ARGUMENT_KEYS = ("arguments", "parameters")
 NESTED_KEY = "function"
 """An object with a call's fields, as in OpenAI's own form."""
-OTHER_KEYS = ("id", "type")
-"""Strings that some models write into a call; they say nothing that an answer needs."""
+OTHER_KEYS = ("id", "type", "index")
+"""Strings and numbers that some models write into a call; they say nothing that an answer needs."""
 
 
 class Shape(Enum):

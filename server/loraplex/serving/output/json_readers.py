@@ -103,7 +103,7 @@ def rest_of_object() -> Reading[None]:
                 first = True
                 char = yield from skip((yield))
                 continue
-            char = yield from _scalar(char)
+            char = yield from scalar(char)
             char = yield from skip(char)
         while ord(char) == open_brackets[-1]:
             open_brackets.pop()
@@ -116,7 +116,7 @@ def rest_of_object() -> Reading[None]:
         char = yield from skip((yield))
 
 
-def _scalar(char: str) -> Reading[str]:
+def scalar(char: str) -> Reading[str]:
     """A JSON string, number or word whose first character this is. Returns the character behind it."""
     if char == '"':
         yield from rest_of_string()
