@@ -88,6 +88,16 @@ def test_a_word_ends_a_turn_only_where_the_file_that_decides_says_so(tmp_path: P
     assert (end.id, end.token) == (50, "word")
 
 
+@pytest.mark.parametrize(("number", "size"), [(-1, 60), (60, 60), (10**12, 60), (-1, None), (10**12, None)])
+def test_an_id_outside_the_vocabulary_ends_nothing_and_is_told(
+    number: int, size: int | None, tmp_path: Path
+) -> None:
+    config = {"eos_token_id": [number, None, "2", 2], "vocab_size": size}
+    ends = read_end_tokens(base(tmp_path, CHATML, config=config))
+    assert ends.ids == (2,)
+    assert ends.warning == f"the vocabulary has no token {number}, which a file names"
+
+
 def test_the_page_lists_the_sources() -> None:
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
     named = ", ".join(f"`{name}`" for name in NAMED_ENDS)

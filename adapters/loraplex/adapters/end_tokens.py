@@ -66,6 +66,15 @@ class EndTokens:
     disagreement: str = ""
 
     @property
+    def warning(self) -> str:
+        """A sentence without its end on sources that disagree, or name what the vocabulary does not have; else ""."""
+        words = [self.disagreement] if self.disagreement else []
+        words += (
+            [f"the vocabulary has no {', '.join(self.lacking)}, which a file names"] if self.lacking else []
+        )
+        return "; ".join(words)
+
+    @property
     def ids(self) -> tuple[int, ...]:
         return tuple(end.id for end in self.found)
 
@@ -138,9 +147,11 @@ def read_end_tokens(model_dir: Path, written: Sequence[str] = ()) -> EndTokens:
     stops = tuple(token for token in stop_strings(settings) if token in added)
     claims += [Claim(f"{GENERATION}'s {STOP_STRINGS}", stops), Claim(TEMPLATE, tuple(written))]
     names = _words(tokenizer) | {number: token for token, (number, _) in added.items()}
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    most = size if type(size) is int else 1 << 31
     vocabulary = Vocabulary(
         lambda token: added[token][0] if token in added else None,
-        lambda number: names.get(number, ""),
+        lambda number: names.get(number, "") if 0 <= number < most else None,
         {number for number, special in added.values() if special},
     )
     return decide(claims, vocabulary)
@@ -187,7 +198,7 @@ def _content(value: Any) -> str:
 def _ids(config: Mapping[str, Any]) -> tuple[int, ...]:
     value = config.get("eos_token_id")
     ids: list[Any] = value if isinstance(value, list) else [value]
-    return tuple(ids) if all(type(number) is int for number in ids) else ()
+    return tuple(number for number in ids if type(number) is int)
 
 
 def _object(path: Path) -> dict[str, Any]:

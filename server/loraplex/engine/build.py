@@ -221,9 +221,9 @@ def _build(
 
 def _end_tokens(config: EngineConfig) -> EndTokens:
     ends = read_end_tokens(Path(config.model_path), config.turn_ends)
-    if ends.disagreement:
+    if ends.warning:
         told = "the model's files disagree about the end of a turn: %s; each of these tokens ends it"
-        _log.warning(told, ends.disagreement)
+        _log.warning(told, ends.warning)
     if (asked := read_not_followed(Path(config.model_path))) is not None:
         _log.log(logging.WARNING if asked.of_none else logging.INFO, "%s", asked.told)
     return ends

@@ -149,7 +149,6 @@ NEUTRAL: dict[str, Any] = {
     SCALING + "original_context_length": 64,
     "tokenizer.ggml.fim_pre_token_id": 3,
     "tokenizer.ggml.add_eos_token": False,
-    "general.sampling.temp": 0.5,
     "quantize.imatrix.file": "x",
     "split.count": 1,
     "a_tool.notes": "x",

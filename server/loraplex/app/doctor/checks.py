@@ -187,11 +187,14 @@ def check_ends(model_dir: Path) -> Finding:
     """The tokens that end an answer, with the sources that say so. Raises LoraplexError."""
     ends = read_end_tokens(model_dir, base_turn_ends(model_dir))
     if not ends.found:
-        return warn("no token", "no file of the model names one: answers end at max_tokens and stop alone")
-    told = "; ".join(f"{shown(end.token)} ({end.id}: {', '.join(end.sources)})" for end in ends.found)
-    if ends.disagreement:
         return warn(
-            told, f"the model's files disagree, and each of these tokens ends an answer: {ends.disagreement}"
+            ends.warning or "no token",
+            "no file of the model names one: answers end at max_tokens and stop alone",
+        )
+    told = "; ".join(f"{shown(end.token)} ({end.id}: {', '.join(end.sources)})" for end in ends.found)
+    if ends.warning:
+        return warn(
+            told, f"the model's files disagree, and each of these tokens ends an answer: {ends.warning}"
         )
     return ok(told)
 
