@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
+from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.adapters.errors import BaseModelInvalid
 from support.models.checkpoints import FAMILIES, save_tiny
 from support.models.quantised_formats import FORMATS, write_quantised
@@ -279,3 +280,9 @@ def test_codes_without_their_settings_are_refused(given: object, base: Path, tmp
         (made / "config.json").write_text(json.dumps(config))
     with pytest.raises(BaseModelInvalid, match=r"qweight'.* no quantization_config .*quantize_config\.json"):
         load_base_spec(made)
+
+
+def test_who_wrote_compressed_tensors_is_neutral() -> None:
+    config = FORMATS["compressed int4"].config
+    by_auto_round = read_scheme({"quantization_config": config | {"provider": "auto-round"}})
+    assert by_auto_round == read_scheme({"quantization_config": config})
