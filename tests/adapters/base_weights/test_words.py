@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
-from loraplex.adapters.base_weights.schemes import read_scheme
+from loraplex.adapters.base_weights.schemes import read_scheme, stores_head
 from loraplex.adapters.errors import BaseModelInvalid
 from support.models.checkpoints import FAMILIES, save_tiny
 from support.models.quantised_formats import FORMATS, write_quantised
@@ -286,3 +286,9 @@ def test_who_wrote_compressed_tensors_is_neutral() -> None:
     config = FORMATS["compressed int4"].config
     by_auto_round = read_scheme({"quantization_config": config | {"provider": "auto-round"}})
     assert by_auto_round == read_scheme({"quantization_config": config})
+
+
+@pytest.mark.parametrize(("bits", "stored"), [(4, True), (16, False)])
+def test_a_head_that_a_rule_leaves_as_floats_is_not_planned_as_codes(bits: int, stored: bool) -> None:
+    rules = {"extra_config": {"lm_head": {"bits": bits}}}
+    assert stores_head({"quantization_config": OF_AUTO_ROUND | rules}) is stored

@@ -16,6 +16,7 @@ from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS
 from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_auto_round, read_awq, read_gptq
 from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
+from loraplex.adapters.base_weights.words import leaves_out
 from loraplex.adapters.store.files import shown
 
 AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Fp8 | Gguf | Gptq
@@ -172,7 +173,8 @@ def stores_head(config: Mapping[str, Any]) -> bool:
     if not isinstance(scheme, Gptq | Awq):
         return False
     given = config["quantization_config"]
-    return given.get("lm_head") is True or "lm_head" in (given.get("extra_config") or {})
+    rule = (given.get("extra_config") or {}).get("lm_head")
+    return given.get("lm_head") is True or (rule is not None and not leaves_out(rule))
 
 
 def group_of_4_bits(config: Mapping[str, Any]) -> int | None:

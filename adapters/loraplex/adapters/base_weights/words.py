@@ -75,8 +75,7 @@ class Words:
                 continue
             if not isinstance(rule, dict):
                 raise QuantisationUnsupported(f"{self.what}'s {field} {shown(name, 60)} is not an object")
-            bits = rule.get("bits")
-            if type(bits) is int and bits >= _FLOAT_BITS:
+            if leaves_out(rule):
                 continue
             for word, value in rule.items():
                 differs = word in OF_RULES and value not in (None, given.get(word, OF_RULES[word]))
@@ -85,6 +84,12 @@ class Words:
                         f"{self.what}'s {field} gives {shown(name, 60)} {shown(word, 30)} {shown(value, 20)}, another "
                         "than the other modules: settings by module are not served"
                     )
+
+
+def leaves_out(rule: Mapping[str, Any]) -> bool:
+    """Whether a rule leaves its modules as floats."""
+    bits = rule.get("bits")
+    return type(bits) is int and bits >= _FLOAT_BITS
 
 
 def changing(given: Mapping[str, Any]) -> str:
