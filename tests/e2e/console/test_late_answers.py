@@ -171,9 +171,7 @@ def test_a_refusal_of_the_last_key_does_not_end_the_next_session(server: WholeSe
     screen["pin"].click()
     wait_for_one(screen, asked)
     screen["sign-out"].click()
-    screen["secret"].fill(second)
-    screen["sign-in"].click()
-    screen["pin"].wait_for()
+    screen.enter(second)["pin"].wait_for()
     with screen.page.expect_response("**/pin"):
         asked[0].fulfill(status=401, json={"code": "invalid_key", "detail": "The key was revoked."})
     screen.page.evaluate(LATER)

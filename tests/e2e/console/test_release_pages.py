@@ -18,6 +18,8 @@ from support.http.whole_server import WholeServer, bearer, whole_server
 
 pytestmark = pytest.mark.slow
 MOST_CLICKS = 8
+EVERY_S = 3
+"""How often the page of a release reads it."""
 COUNT_CLICKS = """
 window.clicks = 0;
 addEventListener("click", (event) => { if (event.isTrusted) window.clicks += 1; }, true);
@@ -61,7 +63,7 @@ def release_page(server: WholeServer, screen: Screen, tenant: str, rest: str = "
         server.plane.make_adapter("support", tenant, seed=seed)
     put(server, tenant, {"v1": 100})
     secret = server.plane.make_key(tenant, "adapters:read", "adapters:write")
-    screen.sign_in(server.admin_url, secret, f"tenants/{tenant}/adapters/support/release{rest}")
+    screen.with_clock().sign_in(server.admin_url, secret, f"tenants/{tenant}/adapters/support/release{rest}")
     screen["release-save"].wait_for()
     return screen
 
@@ -168,7 +170,7 @@ def test_a_shadow_is_set_shown_and_ended(server: WholeServer, screen: Screen) ->
     assert weights(server, "shadow") == {"v1": 90, "v2": 10}
     # One click ends another one, and leaves weights that are no whole percents.
     put(server, "shadow", {"v1": 999, "v3": 1}, shadow={"version": "v2", "sample": 0.001})
-    expect(page["released-shadow"]).to_contain_text("No texts are kept.")
+    expect(page.pass_time(EVERY_S)["released-shadow"]).to_contain_text("No texts are kept.")
     page["release-shadow-end"].click()
     expect(page["released-shadow"]).to_have_count(0)
     assert release_of(server, "shadow")["shadow"] is None
@@ -185,11 +187,11 @@ def test_a_draft_is_kept_from_the_first_key(server: WholeServer, screen: Screen)
     for typed in ("", "3"):
         share.press_sequentially(typed)
         with page.page.expect_response("**/release/comparison"):
-            pass
+            page.pass_time(EVERY_S)
         expect(share).to_have_value(typed)
     expect(other).to_have_value("97")
     put(server, "typing", {"v1": 50, "v2": 50})
-    page["conflict"].wait_for()
+    page.pass_time(EVERY_S)["conflict"].wait_for()
     share.press_sequentially("0")
     expect(share).to_have_value("30")
     expect(other).to_have_value("70")
@@ -200,7 +202,7 @@ def test_a_draft_is_kept_from_the_first_key(server: WholeServer, screen: Screen)
 def test_a_save_without_a_change_makes_no_revision(server: WholeServer, screen: Screen) -> None:
     page = release_page(server, screen, "typing")
     put(server, "typing", {"v1": 997, "v2": 3}, sticky="user")
-    expect(page["released"]).to_have_text("v1 100%, v2 0%")
+    expect(page.pass_time(EVERY_S)["released"]).to_have_text("v1 100%, v2 0%")
     before = release_of(server, "typing")["revision"]
     page["release-save"].click()
     expect(page["release-note"]).to_have_text(
@@ -243,7 +245,7 @@ def test_two_quick_clicks_are_one_change(server: WholeServer, screen: Screen) ->
     page["release-save"].evaluate(twice)
     expect(page["released"]).to_have_text("v1 90%, v2 10%")
     put(server, "double", {"v1": 50, "v2": 50})
-    expect(page["released"]).to_have_text("v1 50%, v2 50%")
+    expect(page.pass_time(EVERY_S)["released"]).to_have_text("v1 50%, v2 50%")
     page["release-rollback"].evaluate(twice)
     expect(page["released"]).to_have_text("v1 90%, v2 10%")
     assert sum(method in ("PUT", "POST") for method in asked) == 2
@@ -252,7 +254,7 @@ def test_two_quick_clicks_are_one_change(server: WholeServer, screen: Screen) ->
     page["release-rollback"].dispatch_event("click", {"detail": 2})
     for _ in range(2):
         with page.page.expect_response("**/release/comparison"):
-            pass
+            page.pass_time(EVERY_S)
     assert release_of(server, "double")["revision"] == began + 3
     expect(page["error"]).to_have_count(0)
     expect(page["conflict"]).to_have_count(0)

@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
 
 @pytest.fixture
 def admin(server: WholeServer, screen: Screen) -> Screen:
-    return screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
+    return screen.with_clock().sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
 
 
 def test_now_shows_the_batch_by_tenant(server: WholeServer, admin: Screen) -> None:
@@ -85,7 +85,7 @@ def test_now_shows_the_batch_by_tenant(server: WholeServer, admin: Screen) -> No
     server.plane.engine.engine_stats = replace(
         server.plane.engine.engine_stats, num_steps=1010, num_step_tokens=8080
     )
-    expect(admin["step-time"]).to_contain_text("8 tokens each")
+    expect(admin.pass_time(2)["step-time"]).to_contain_text("8 tokens each")
 
 
 NOTE_ASKED = """
@@ -141,9 +141,11 @@ def test_polling_slows_down_on_errors_and_stops_in_a_hidden_tab(server: WholeSer
 def test_the_engine_away(server: WholeServer, admin: Screen) -> None:
     expect(admin["running"]).to_contain_text("8")
     server.plane.engine.kill()
-    expect(admin.page.get_by_role("alert").first).to_contain_text("the engine process is being restarted")
+    expect(admin.pass_time(2).page.get_by_role("alert").first).to_contain_text(
+        "the engine process is being restarted"
+    )
     server.plane.engine.revive()
-    expect(admin.page.get_by_text("The engine is not ready.")).to_have_count(0)
+    expect(admin.pass_time(2).page.get_by_text("The engine is not ready.")).to_have_count(0)
 
 
 def test_a_page_that_is_older_than_the_server_asks_for_a_reload(admin: Screen) -> None:
@@ -163,15 +165,16 @@ def test_the_database_away(server: WholeServer, admin: Screen) -> None:
     before, database.outage = database.outage, Outage(gone)
     try:
         database.outage.report_lost("as if")
-        expect(admin["error"].first).to_contain_text("The database is away.")
+        expect(admin.pass_time(2)["error"].first).to_contain_text("The database is away.")
         # What was read before stays to be seen.
         expect(admin["batch-row"]).to_have_count(2)
         admin["nav-tenants"].click()
+        expect(admin["batch-row"]).to_have_count(0)
         expect(admin["error"].first).to_contain_text("The database is away.")
     finally:
         database.outage.close()
         database.outage = before
-    expect(admin["tenant-name"]).to_be_visible()
+    expect(admin.pass_time(30)["tenant-name"]).to_be_visible()
 
 
 def test_a_restart_of_the_server(tmp_path: Path, browser: Browser) -> None:
@@ -190,13 +193,14 @@ def test_a_restart_of_the_server(tmp_path: Path, browser: Browser) -> None:
             elsewhere.submit(made.__exit__, None, None, None).result()
 
         first = start()
-        screen = Screen(context.new_page()).sign_in(f"http://127.0.0.1:{admin_port}/", ADMIN_TOKEN, "now")
+        screen = Screen(context.new_page()).with_clock()
+        screen.sign_in(f"http://127.0.0.1:{admin_port}/", ADMIN_TOKEN, "now")
         expect(screen["running"]).to_be_visible()
         stop(first)
-        expect(screen["offline"]).to_be_visible()
+        expect(screen.pass_time(2)["offline"]).to_be_visible()
         expect(screen["running"]).to_be_visible()
         second = start()
-        expect(screen["offline"]).to_have_count(0)
+        expect(screen.pass_time(30)["offline"]).to_have_count(0)
         screen["nav-audit"].click()
         expect(screen.page.get_by_role("heading", name="Audit")).to_be_visible()
         assert screen.complaints == []
@@ -276,7 +280,7 @@ def test_ten_thousand_adapters(server: WholeServer, admin: Screen) -> None:
     admin["cache-adapter"].press_sequentially("a0999")
     for _ in range(2):  # what is typed stays while the page reads
         with admin.page.expect_response("**/admin/v1/cache?*"):
-            pass
+            admin.pass_time(2)
     admin["cache-adapter"].press_sequentially("9")
     admin["cache-adapter"].press("Enter")
     expect(admin["adapter-tile"]).to_have_count(1)

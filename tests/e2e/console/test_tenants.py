@@ -73,7 +73,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
 # `server` comes before the browser: it needs an event loop in this thread.
 @pytest.fixture
 def admin(server: WholeServer, screen: Screen) -> Screen:
-    return screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "tenants")
+    return screen.with_clock().sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "tenants")
 
 
 def test_a_key_is_made_used_and_revoked(server: WholeServer, admin: Screen, browser: Browser) -> None:
@@ -96,6 +96,7 @@ def test_a_key_is_made_used_and_revoked(server: WholeServer, admin: Screen, brow
     row.get_by_test_id("key-keep").click()
     expect(row).to_contain_text("valid")
     row.get_by_test_id("key-revoke").click()
+    admin.pass_time(3)
     expect(row).to_contain_text("revoked")
     assert server.http.get(f"{server.data_url}/v1/models", headers=bearer(secret)).status_code == 401
     # The page that the key was used in ends with it, and says so.
@@ -120,9 +121,12 @@ def test_a_rotated_key_shows_its_new_secret(server: WholeServer, admin: Screen) 
 
 def test_the_newest_key_comes_first_with_its_limits(server: WholeServer, admin: Screen) -> None:
     limits = {"requests_per_minute": 1200, "token_budget": 5000, "budget_period": "day"}
+    rows = admin["key-row"]
+    admin["key-create"].click()
+    rows.first.wait_for()
     for name in ("older", "newer"):
         server.plane.services.keys.create("acme", name=name, limits=limits if name == "newer" else None)
-    rows = admin["key-row"]
+    admin.pass_time(15)
     expect(rows.first).to_contain_text("newer", timeout=30_000)  # the list is read every 15 seconds
     expect(rows.nth(1)).to_contain_text("older")
     expect(rows.first).to_contain_text("Requests per minute: 1,200")
@@ -152,9 +156,10 @@ def test_every_address_heading_and_title_names_the_tenant_and_stays(
     secret = ADMIN_TOKEN if port == "admin" else key
     root = f"{server.admin_url}/" if port == "admin" else f"{server.data_url}/console"
     heading = screen.page.get_by_role("heading", level=1)
+    screen.page.goto(root)
     for rest, title in PLACES.items():
-        screen.page.goto("about:blank")
-        screen.sign_in(root, secret, f"tenants/rival{rest}")
+        screen.go(f"tenants/rival{rest}").page.reload()
+        screen.enter(secret)
         expect(heading).to_have_text(title)
         expect(screen.page).to_have_title(f"{title} · Loraplex")
         assert screen.page.url == f"{root}#/tenants/rival{rest}"
@@ -284,11 +289,12 @@ def test_each_page_says_what_a_narrow_key_lacks(server: WholeServer, screen: Scr
 
 def test_the_end_of_a_key_ends_its_page(server: WholeServer, screen: Screen) -> None:
     secret = server.plane.make_key("acme", "usage:read")
-    screen.sign_in(f"{server.data_url}/console", secret)
+    screen.with_clock().sign_in(f"{server.data_url}/console", secret)
     expect(screen["tenant-name"]).to_contain_text("acme")
     with server.plane.database.write() as session:
         past = datetime.datetime.now(UTC) - timedelta(seconds=5)
         session.execute(update(ApiKey).where(ApiKey.id == secret.split("_")[1]).values(expires_at=past))
+    screen.pass_time(5)
     expect(screen["secret"]).to_be_visible()
     expect(screen.page.get_by_role("alert")).to_contain_text("expired")
 

@@ -66,9 +66,23 @@ class Screen:
     def sign_in(self, url: str, secret: str, at: str = "") -> Screen:
         """Open the console at `url` (its page's address) and sign in; `at` is the place after `#/`."""
         self.page.goto(f"{url}#/{at}" if at else url)
+        return self.enter(secret)
+
+    def enter(self, secret: str) -> Screen:
+        """Sign in where the console asks for the secret."""
         self["secret"].fill(secret)
         self["sign-in"].click()
         self["who"].wait_for()
+        return self
+
+    def with_clock(self) -> Screen:
+        """The page's clock can be put on from now on: before the sign-in."""
+        self.page.clock.install()
+        return self
+
+    def pass_time(self, seconds: float) -> Screen:
+        """What the page does within that time, such as a repeated reading, is due at once. Needs `with_clock`."""
+        self.page.clock.fast_forward(int(1000 * seconds))
         return self
 
     def go(self, at: str) -> Screen:
