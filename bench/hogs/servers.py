@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ def in_turns(settings: Sequence[str], rounds: int) -> Iterator[list[str]]:
 
 @contextmanager
 def serving(model: Path, given: str) -> Iterator[LiveServer]:
-    """The quickstart's model with this setting, and all else as it is by default."""
+    """The quickstart's model with this setting, and all else as it is by default. Shows the log's end on a failure."""
     with (
         tempfile.TemporaryDirectory() as temporary,
         LiveServer(
@@ -51,7 +52,11 @@ def serving(model: Path, given: str) -> Iterator[LiveServer]:
             **{"threads": 0, "served_model_name": SERVED_NAME, **parse_setting(given)},
         ) as server,
     ):
-        yield server
+        try:
+            yield server
+        except BaseException:
+            print(server.log_tail(), file=sys.stderr)
+            raise
 
 
 def make_target(server: LiveServer, senders: int = 2) -> Target:

@@ -122,6 +122,7 @@ def measure_one(server: LiveServer, work: Path, names: Sequence[str]) -> dict[st
     for name in names:
         server.wait(server.idle)
         told[name] = figures[name]()
+        print(f"{name}: {told[name]:.4g} {RATES[name].unit}", file=sys.stderr, flush=True)
     return told
 
 
