@@ -39,6 +39,8 @@ PEERS = (
 )
 AIM = 0.25
 SETTLE_S, LIMIT_S = 5.0, 60.0
+WINDOW_S = 40.0
+"""The prompts that end are counted for so long at least."""
 TOKENS, ALONE = 16, 20
 
 
@@ -72,6 +74,7 @@ def measure_side(side: str, work: Path, requests: int) -> tuple[dict[str, Seen],
         with beside(target, mix, SETTLE_S) as ended:
             before, began = ended(), time.perf_counter()
             told["long"] = ask(requests)
+            time.sleep(max(0.0, WINDOW_S - (time.perf_counter() - began)))
             rate = (ended() - before) / (time.perf_counter() - began) * 60
     return told, rate
 
