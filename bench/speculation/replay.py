@@ -25,14 +25,14 @@ from transformers import AutoTokenizer
 from bench.speculation.workloads import WORKLOADS
 from loraplex.app.base_model.source import ensure_model
 from loraplex.engine.build import HISTORY_BYTES, TENANT_HISTORY_BYTES
-from loraplex.engine.execution.cost_measurement import measure_step_costs
+from loraplex.engine.execution.cost_measurement import measure_step_times
 from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.scheduling.block_needs import blocks_for
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.scheduling.drafting import Drafter
 from loraplex.engine.scheduling.speculation import Speculation
-from loraplex.engine.scheduling.step_costs import StepCosts
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
+from loraplex.engine.scheduling.timing.step_costs import StepCosts
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence
 from loraplex.engine.types import Sequence as EngineSequence
 from support.engine.local_engine import LocalEngine
@@ -57,7 +57,7 @@ def make_answers(
     with tempfile.TemporaryDirectory() as scratch:
         engine = LocalEngine(model, Path(scratch), num_threads=threads, max_model_len=MAX_MODEL_LEN)
         limits = StepLimits(SMALL_STEP, SMALL_STEP, blocks_for(MAX_MODEL_LEN))
-        costs = measure_step_costs(engine.built.runner, limits, time.process_time)
+        costs = measure_step_times(engine.built.runner, limits, time.process_time)
         for name, questions in WORKLOADS.items():
             prompts = []
             for number, question in enumerate(islice(questions(random.Random(1)), num_answers)):

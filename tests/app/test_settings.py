@@ -37,6 +37,7 @@ OTHER: dict[str, tuple[str, Any]] = {
     "max_model_len": ("4096", 4096),
     "max_num_seqs": ("7", 7),
     "max_num_batched_tokens": ("128", 128),
+    "max_step_ms": ("80", 80),
     "max_waiting": ("9", 9),
     "kv_cache_memory": ("2GiB", 2 << 30),
     "kv_cache_dtype": ("int8", "int8"),

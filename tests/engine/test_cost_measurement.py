@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from loraplex.engine.execution.cost_measurement import measure_step_costs
+from loraplex.engine.execution.cost_measurement import measure_step_times
 from loraplex.engine.execution.inputs import StepLimits
-from loraplex.engine.scheduling.step_costs import FEW_ROWS, MANY_ROWS, NotMeasured
-from loraplex.engine.types import StepPlan, StepResult
+from loraplex.engine.scheduling.timing.step_costs import FEW_ROWS, MANY_ROWS, NotMeasured
+from loraplex.engine.scheduling.timing.step_times import MeasuredTimes, StepLoad, StepTimes
+from loraplex.engine.types import ScheduledSequence, StepPlan, StepResult
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import save_tiny
@@ -21,14 +22,25 @@ LIMITS = StepLimits(max_rows=256, max_sequences=64, max_blocks=64)
 
 
 class TimedRunner:
-    """Takes `seconds(rows)` of its own clock for a step. `busy` maps the number of a step to what it takes more."""
+    """Takes a time by its own clock for a step: for itself, for each row, and for each attended, sampled and scored
+    position. `busy` maps the number of a step to what it takes more."""
 
-    def __init__(self, row_s: float, step_s: float = 0.0, busy: dict[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        row_s: float,
+        step_s: float = 0.0,
+        busy: dict[int, float] | None = None,
+        *,
+        pair_s: float = 0.0,
+        sample_s: float = 0.0,
+        score_s: float = 0.0,
+    ) -> None:
         self.now = 0.0
         self.rows: list[int] = []
         self.plans: list[StepPlan] = []
         self.failed: dict[int, str] = {}
         self._times = (step_s, row_s)
+        self._each = (pair_s, sample_s, score_s)
         self._busy = busy or {}
 
     def clock(self) -> float:
@@ -39,31 +51,63 @@ class TimedRunner:
         (scheduled,) = plan.scheduled
         self.rows.append(scheduled.num_tokens)
         step_s, row_s = self._times
-        self.now += step_s + row_s * scheduled.num_tokens + self._busy.get(len(self.rows) - 1, 0.0)
+        pair_s, sample_s, score_s = self._each
+        load = StepLoad.of(plan.scheduled)
+        self.now += step_s + row_s * load.rows + self._busy.get(len(self.rows) - 1, 0.0)
+        self.now += pair_s * load.pairs + sample_s * load.sampled + score_s * load.scored
         return plan
+
+    @property
+    def sampled(self) -> list[ScheduledSequence]:
+        """The slices that are sampled: those of steps whose rows all are."""
+        return [row for plan in self.plans for row in plan.scheduled if row.samples]
+
+    @property
+    def prompts(self) -> list[ScheduledSequence]:
+        return [row for plan in self.plans for row in plan.scheduled if not row.samples]
 
     def collect(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step_id, ((0,),), dict(self.failed))
 
 
-def measure(runner: Any, limits: StepLimits = LIMITS) -> Any:
-    return measure_step_costs(runner, limits, runner.clock)
+def measure(runner: Any, limits: StepLimits = LIMITS) -> MeasuredTimes:
+    return measure_step_times(runner, limits, runner.clock)
 
 
-def test_every_row_of_a_measured_step_is_sampled_behind_a_context() -> None:
+def test_every_row_of_a_decoding_step_is_sampled_behind_a_context() -> None:
     runner = TimedRunner(0.0001)
     measure(runner)
-    for plan in runner.plans:
-        (scheduled,) = plan.scheduled
-        assert scheduled.samples
+    assert {row.num_tokens for row in runner.sampled} == {*FEW_ROWS, *MANY_ROWS}
+    for scheduled in runner.sampled:
         assert len(scheduled.drafted) == scheduled.num_tokens - 1 == len(scheduled.token_ids) - 1
         assert scheduled.start > 256
         assert set(scheduled.block_ids) == {0}
         assert len(scheduled.block_ids) * BLOCK_SIZE >= scheduled.start + scheduled.num_tokens
 
 
+def test_no_row_of_a_prompts_step_is_sampled() -> None:
+    runner = TimedRunner(0.0001)
+    measure(runner)
+    assert max(row.num_tokens for row in runner.prompts) == LIMITS.max_rows
+    for scheduled in runner.prompts:
+        assert not scheduled.drafted
+        assert set(scheduled.block_ids) == {0}
+        assert len(scheduled.block_ids) * BLOCK_SIZE >= scheduled.start + scheduled.num_tokens
+
+
+def test_each_kind_of_work_has_its_time() -> None:
+    """As many steps behind a long context as behind a short one, so that what is not attention cancels out."""
+    runner = TimedRunner(0.0001, 0.0009, pair_s=2e-8, sample_s=3e-5, score_s=7e-5)
+    found = measure(runner, StepLimits(max_rows=256, max_sequences=64, max_blocks=512))
+    assert found.pair == pytest.approx(2e-8)
+    assert found.sample == pytest.approx(3e-5, rel=0.02)
+    assert found.score == pytest.approx(7e-5)
+    assert found.rows[256] == pytest.approx(0.0009 + 0.0001 * 256, rel=0.05)
+    assert list(found.rows) == sorted(found.rows)
+
+
 def test_the_times_become_costs() -> None:
-    costs = measure(TimedRunner(0.0001, 0.0009))
+    costs = measure(TimedRunner(0.0001, 0.0009)).costs
     for rows in FEW_ROWS + MANY_ROWS:
         assert costs.cost(rows) == pytest.approx((0.0009 + 0.0001 * rows) / 0.001)
 
@@ -71,29 +115,32 @@ def test_the_times_become_costs() -> None:
 def test_a_busy_moment_changes_no_cost() -> None:
     """One that takes the first step of all, and the first try of each of the small sizes."""
     busy = dict.fromkeys(range(1 + len(FEW_ROWS)), 0.003)
-    found, expected = (measure(TimedRunner(0.0001, 0.0009, during)) for during in (busy, None))
+    found, expected = (measure(TimedRunner(0.0001, 0.0009, during)).costs for during in (busy, None))
     assert found.by_rows == pytest.approx(expected.by_rows)
 
 
 def test_a_small_model_takes_few_steps() -> None:
     runner = TimedRunner(0.0001)
     measure(runner)
-    assert len(runner.rows) <= 30
+    assert len(runner.sampled) <= 30
+    assert len(runner.prompts) <= 18
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.01, 0.03, 0.1])
-def test_measuring_ends_within_a_second(step_s: float) -> None:
+def test_measuring_ends_within_a_second_for_each_part(step_s: float) -> None:
+    """Decoding steps, those of prompts, and those that show what attention and scores take."""
     runner = TimedRunner(step_s / 10, step_s)
-    costs = measure(runner)
-    assert runner.now < 1.0
+    costs = measure(runner).costs
+    assert runner.now < 3.0
     assert costs.cost(8) == pytest.approx(1.8 / 1.1)
 
 
 def test_of_a_slow_model_three_sizes_are_measured() -> None:
     runner = TimedRunner(0.1, 2.0)
-    costs = measure(runner)
+    found = measure(runner)
     assert runner.rows == [1, 1, 4, 8]
-    assert costs.cost(8) == pytest.approx(2.8 / 2.1)
+    assert found.costs.cost(8) == pytest.approx(2.8 / 2.1)
+    assert StepTimes(found).seconds(StepLoad(8)) == pytest.approx(2.8), "a prompt's take no more"
 
 
 def test_no_step_is_larger_than_steps_may_be() -> None:
@@ -102,8 +149,10 @@ def test_no_step_is_larger_than_steps_may_be() -> None:
         StepLimits(max_rows=256, max_sequences=6, max_blocks=64),
     ):
         runner = TimedRunner(0.001)
-        measure(runner, limits)
-        assert max(runner.rows) == 5
+        found = measure(runner, limits)
+        assert max(row.num_tokens for row in runner.sampled) == 5
+        assert max(runner.rows) <= limits.max_rows
+        assert len(found.rows) > 1, "or nothing is known of what rows take"
     runner = TimedRunner(0.001)
     measure(runner, StepLimits(max_rows=256, max_sequences=64, max_blocks=1))
     assert max(plan.scheduled[0].start + plan.scheduled[0].num_tokens for plan in runner.plans) == BLOCK_SIZE
@@ -214,7 +263,7 @@ def test_a_step_that_cannot_be_measured_does_not_end_the_start(
         engine = start(wrap_model=Broken)
     reason = "what steps cost could not be measured: this step cannot be computed"
     assert (engine.built.info.speculation, engine.built.info.speculation_reason) == (False, reason)
-    assert f"speculation is off: {reason}" in caplog.messages
+    assert f"no step is bounded by time, and speculation is off: {reason}" in caplog.messages
     engine.add("after", range(3, 10), max_tokens=3)
     engine.run()
     assert len(engine.tokens("after")) == 3

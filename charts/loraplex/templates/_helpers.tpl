@@ -116,8 +116,8 @@ securityContext:
 ["model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
 "batch_invariant", "recorded_prompt_rows", "lookahead", "speculation", "threads", "engine_spare", "kv_cache_memory",
 "kv_cache_dtype", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",
-"max_num_batched_tokens", "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url",
-"artifact_cache_size", "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level"]
+"max_num_batched_tokens", "max_step_ms", "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir",
+"artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level"]
 {{- end }}
 
 {{/* The settings as the pod has them, as YAML: those of the values, and what other values decide. With isEngine those of

@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Memory": (
         "kv_cache_memory", "kv_cache_dtype", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache",
-        "max_num_seqs", "max_num_batched_tokens", "max_waiting",
+        "max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_waiting",
     ),
     "Ports": (
         "host", "port", "public_url", "admin_host", "admin_port", "admin_token", "key_pepper", "engine_host",
@@ -43,8 +43,8 @@ ENGINE_SETTINGS = (
     "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
     "batch_invariant", "recorded_prompt_rows", "lookahead", "speculation", "threads", "engine_spare", "kv_cache_memory",
     "kv_cache_dtype", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",
-    "max_num_batched_tokens", "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir", "artifact_url",
-    "artifact_cache_size", "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level",
+    "max_num_batched_tokens", "max_step_ms", "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir",
+    "artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level",
 )  # fmt: skip
 """Settings of an engine, which `loraplex engine` takes too."""
 _LIMITS = "server_"

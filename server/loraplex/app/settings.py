@@ -195,6 +195,12 @@ class Settings(BaseSettings):
     speculation: Literal["auto", "off"] = Field(
         "auto", description="Guess tokens and verify several in a step, where that is faster: auto or off"
     )
+    max_step_ms: int = Field(
+        -1,
+        ge=-1,
+        le=60_000,
+        description="Longest step beside other tenants (0: no bound, -1: by the model)",
+    )
     threads: int = Field(0, ge=0, le=1024, description="Threads of the forward pass on CPU")
     kernels: Literal["auto", "torch", "numba", "triton"] = Field(
         "auto",
@@ -214,7 +220,7 @@ class Settings(BaseSettings):
         -1,
         ge=-1,
         le=MAX_RECORDED_ROWS,
-        description="Rows of the largest step with prompt chunks that a GPU records; 0: none, -1: by GPU and model",
+        description="Rows of the largest step with prompt chunks that a GPU records",
     )
     replicas: int = Field(
         1, ge=0, le=64, description="Engine processes on this machine, which share its processors and memory"
@@ -226,23 +232,16 @@ class Settings(BaseSettings):
         10.0, ge=0, le=3600, description="Seconds for which engines must be too full before Ray starts more"
     )
     scale_down_delay: float = Field(
-        300.0,
-        ge=0,
-        le=86400,
-        description="Seconds for which fewer engines must be enough before one is ended",
+        300.0, ge=0, le=86400, description="Seconds for which fewer engines must be enough before one ends"
     )
     replica_manager: Literal["auto", "ray", "local"] = Field(
         "auto",
-        description="What starts several engines: ray, local (the server itself) or auto (ray where loraplex[cluster] "
-        "is installed)",
+        description="What starts several engines: ray, local (the server) or auto (ray where it is installed)",
     )
     ray_address: str = Field(
-        "",
-        description="HOST:PORT of a running Ray cluster whose machines run the engines (default: Ray here)",
+        "", description="HOST:PORT of a Ray cluster whose machines run the engines (default: Ray here)"
     )
-    engine_spare: bool = Field(
-        True, description="Keep a second engine process ready for when the first one dies"
-    )
+    engine_spare: bool = Field(True, description="Keep a second engine process ready, for when one dies")
     database_url: str = Field(
         "",
         description="postgresql://USER:PASSWORD@HOST/NAME or sqlite:///PATH (default: SQLite in the data directory)",

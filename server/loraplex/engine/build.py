@@ -36,7 +36,7 @@ from loraplex.engine.devices import (
     choose_lookahead,
     obstacle_to_speculation,
 )
-from loraplex.engine.execution.cost_measurement import measure_step_costs, time_on
+from loraplex.engine.execution.cost_measurement import measure_step_times, time_on
 from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor, set_threads
 from loraplex.engine.execution.inputs import Recorder, StepLimits
@@ -53,6 +53,8 @@ from loraplex.engine.numerics import numerical_build
 from loraplex.engine.reports import EngineInfo, MemoryUse
 from loraplex.engine.scheduling.drafting import Drafter
 from loraplex.engine.scheduling.speculation import Speculation
+from loraplex.engine.scheduling.timing.step_bound import StepBound, make_bound
+from loraplex.engine.scheduling.timing.step_times import StepTimes
 from loraplex.engine.sizing import host_budget, most_sequences, require_room
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.backend import best_backend, obstacle_to, resolve_kernels
@@ -164,14 +166,10 @@ def _build(
         kv_codes=loaded.kv_dtype is torch.int8,
     )
     on_stage("preparing the memory and the first step")
-    transport = _transport(config, base, loaded, host, wake)
-    heartbeat = StepHeartbeat()
+    transport, heartbeat = _transport(config, base, loaded, host, wake), StepHeartbeat()
     ends = _end_tokens(config)
     eos_ids = frozenset(ends.ids)
-    vocab_size = loaded.model.shape.vocab_size
-    grammars = GrammarMatchers(
-        lambda: GrammarVocabulary(load_grammar_tokenizer(model_dir, eos_ids), vocab_size), wake
-    )
+    grammars = _grammars(model_dir, eos_ids, loaded.model.shape.vocab_size, wake)
     lookahead = choose_lookahead(config.lookahead, device.kernels.device)
     parts = build_device(
         config,
@@ -184,7 +182,7 @@ def _build(
         wrap_model=wrap_model,
     )
     on_stage("measuring how long steps take")
-    speculation, no_speculation = _speculation(config, lookahead, device, parts)
+    speculation, no_speculation, bound = _timed(config, lookahead, device, parts)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=parts.kv_size.num_blocks,
@@ -210,13 +208,23 @@ def _build(
         heartbeat=heartbeat,
         grammars=grammars,
         speculation=speculation,
+        bound=bound,
     )
     info = replace(
         _info(config, base, device, parts, host, ends, others),
         speculation=speculation is not None,
         speculation_reason=no_speculation,
+        max_step_ms=0.0 if bound is None else 1000 * bound.max_s,
     )
     return BuiltEngine(core, info, heartbeat, parts.runner, transport, grammars)
+
+
+def _grammars(
+    model_dir: Path, eos_ids: frozenset[int], vocab_size: int, wake: Callable[[], None]
+) -> GrammarMatchers:
+    return GrammarMatchers(
+        lambda: GrammarVocabulary(load_grammar_tokenizer(model_dir, eos_ids), vocab_size), wake
+    )
 
 
 def _end_tokens(config: EngineConfig) -> EndTokens:
@@ -229,21 +237,28 @@ def _end_tokens(config: EngineConfig) -> EndTokens:
     return ends
 
 
-def _speculation(
+def _timed(
     config: EngineConfig, lookahead: int, device: Device, parts: DeviceParts
-) -> tuple[Speculation | None, str]:
-    """The drafts of an engine, by what its steps cost; None, and why it has none."""
-    if obstacle := obstacle_to_speculation(config.speculation, lookahead, device.kernels):
-        return None, obstacle
+) -> tuple[Speculation | None, str, StepBound | None]:
+    """The parts that go by the time of steps: an engine's drafts, or None and why it has none, and the steps' bound."""
+    obstacle = obstacle_to_speculation(config.speculation, lookahead, device.kernels)
+    if obstacle and not config.max_step_ms:
+        return None, obstacle, None
     limits = StepLimits(parts.max_step_tokens, config.max_num_seqs, blocks_of(parts.kv_size.max_model_len))
+    on_cpu = device.kernels.device.type == "cpu"
+    worked = time_on(device.executor) if on_cpu else time.perf_counter
     try:
-        costs = measure_step_costs(parts.runner, limits, time_on(device.executor))
-    except Exception as error:  # of any kind: an engine without drafts serves as well
+        measured = measure_step_times(parts.runner, limits, worked)
+    except Exception as error:  # of any kind: an engine serves as well without it
         reason = f"what steps cost could not be measured: {error}"
-        _log.warning("speculation is off: %s", reason)
-        return None, reason
+        _log.warning("no step is bounded by time, and speculation is off: %s", reason)
+        return None, obstacle or reason, None
+    times = StepTimes(replace(measured, sizes=parts.steps.recorded(prompts=True)))
+    bound = make_bound(config.max_step_ms, times)
+    if obstacle:
+        return None, obstacle, bound
     drafter = Drafter(bytes_per_tenant=TENANT_HISTORY_BYTES, total_bytes=HISTORY_BYTES)
-    return Speculation(drafter, costs), ""
+    return Speculation(drafter, measured.costs), "", bound
 
 
 def _host_slab(config: EngineConfig, place: torch.device, loaded: LoadedModel) -> HostSlab:

@@ -18,7 +18,8 @@ class EngineConfig:
     for `max_model_len`. `quantise` "int8" serves the base's linears as 8-bit codes, `kv_cache_dtype` "int8" keeps keys
     and values so, "auto" in the model's dtype. `recorded_prompt_rows`: rows of the largest step with prompt chunks that
     a GPU records, -1 by the GPU and the model. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `speculation` "auto"
-    drafts tokens where the start can measure what steps cost. `kernels` "auto" is the best that the device runs,
+    drafts tokens where the start can measure what steps cost. `max_step_ms` bounds a step's time while several tenants
+    are served, 0: not at all, -1: by what a step of one row takes. `kernels` "auto" is the best that the device runs,
     `attention` "auto" the one that goes with them (`loraplex.kernels.attention.choice`). `batch_invariant` is a promise
     to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is costly to find out about a base model's
     weights, `plan_dir` the plan made of its config, `image_dir` up to `adapter_image_cache` bytes of laid-out adapters.
@@ -41,6 +42,7 @@ class EngineConfig:
     max_adapter_rank: int = 64
     lookahead: Literal[-1, 0, 1] = -1
     speculation: Literal["auto", "off"] = "auto"
+    max_step_ms: float = -1.0
     num_threads: int = 0
     kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
     attention: Literal["auto", "triton", "torch", "flash-attn-3"] = "auto"

@@ -83,6 +83,8 @@ class EngineInfo:
     """Whether tokens are drafted, and verified several a step."""
     speculation_reason: str = ""
     """Why not, in words."""
+    max_step_ms: float = 0.0
+    """Milliseconds that a step may take while several tenants are served, as predicted; 0: there is no bound."""
     memory: MemoryUse | None = None
     end_tokens: tuple[EndToken, ...] = ()
     """The tokens of `eos_ids`, and who says that they end a turn."""

@@ -12,7 +12,7 @@ from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.scheduling.drafting import Drafter
 from loraplex.engine.scheduling.speculation import Speculation
-from loraplex.engine.scheduling.step_costs import StepCosts
+from loraplex.engine.scheduling.timing.step_costs import StepCosts
 from support.engine.core_engine import EOS, VOCAB_SIZE, CoreEngine, adapter, expected
 from support.simulator.drafters import FREE, KINDS, DrafterKind, PlantedDrafter
 from support.simulator.histories import play

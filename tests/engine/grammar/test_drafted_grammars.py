@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.engine.scheduling.drafting import Draft, Drafter
 from loraplex.engine.scheduling.speculation import Speculation
-from loraplex.engine.scheduling.step_costs import StepCosts
+from loraplex.engine.scheduling.timing.step_costs import StepCosts
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, TokenEvent
 from support.engine.grammars import CASES, VOCAB_SIZE, regex_case, save_byte_model
 from support.engine.local_engine import LocalEngine

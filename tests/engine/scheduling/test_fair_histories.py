@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
-from loraplex.engine.scheduling import scheduler
+from loraplex.engine.scheduling import preempter
 from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
@@ -82,7 +82,7 @@ def weights_ignored(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def one_tenant_keeps_all_places(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "choose_victims", lambda *_: [])
+    patch.setattr(preempter, "choose_victims", lambda *_: [])
 
 
 @bug

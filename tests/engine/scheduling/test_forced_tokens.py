@@ -36,15 +36,15 @@ def test_a_few_sequences_take_their_forced_tokens_at_once() -> None:
     assert plan.scheduled[0].samples
 
 
-def test_forced_tokens_fill_the_places_that_are_free() -> None:
-    """60 of them would fill a step of 256, as prompts do."""
+def test_every_sequence_advances_beside_forced_tokens_of_many() -> None:
+    """60 of them fill a step of 256, as prompts do: nobody waits for another step."""
     bench = Bench(blocks=1000, seqs=64, tokens=256)
     filled(bench, "acme", 60)
     collect(bench, bench.plan(), forcing="acme")
     for _ in range(40):
         plan = bench.plan()
         assert len(plan.scheduled) == 60, "each advances in each step"
-        assert plan.num_tokens <= 64
+        assert plan.num_tokens <= 256
         collect(bench, plan, forcing="acme")
 
 
@@ -53,7 +53,10 @@ def test_a_neighbours_prompt_does_not_wait_for_forced_tokens() -> None:
     filled(bench, "acme", 60)
     collect(bench, bench.plan(), forcing="acme")
     bench.add("chat", 50, tenant="other", first=10**6)
-    assert sizes(bench.plan())["chat"] == 50
+    plan = bench.plan()
+    assert sizes(plan)["chat"] == 50
+    forced = plan.num_tokens - 50
+    assert 60 < forced <= 60 + (256 - 60) // 2, "half of what is left is for prompts"
 
 
 def test_the_least_served_tenants_forced_tokens_are_first() -> None:
@@ -66,8 +69,8 @@ def test_the_least_served_tenants_forced_tokens_are_first() -> None:
     for row in plan.scheduled:
         collect(bench, StepPlan(plan.step_id, (row,)), forcing=row.request.tenant_id)
     plan = bench.plan()
-    assert sizes(plan)["light"] == 3, "one, and the two that a batch of 8 leaves to forced tokens"
-    assert plan.num_tokens == 8 + 2
+    assert sizes(plan)["light"] == 1 + FORCED, "all of its own"
+    assert plan.num_tokens == 64, "and of the others' what is left of the step"
 
 
 def test_what_is_computed_again_is_no_forced_token() -> None:

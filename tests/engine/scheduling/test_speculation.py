@@ -7,7 +7,7 @@ import pytest
 from loraplex.engine.config import Charges
 from loraplex.engine.scheduling.drafting import Draft, Drafter
 from loraplex.engine.scheduling.speculation import Speculation
-from loraplex.engine.scheduling.step_costs import StepCosts
+from loraplex.engine.scheduling.timing.step_costs import StepCosts
 from loraplex.engine.types import Sequence
 from support.engine.scheduler_bench import Bench, sizes
 

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.engine.scheduling.step_costs import FEW_ROWS, MANY_ROWS, MOST_ROWS, NotMeasured, StepCosts
+from loraplex.engine.scheduling.timing.step_costs import (
+    FEW_ROWS,
+    MANY_ROWS,
+    MOST_ROWS,
+    NotMeasured,
+    StepCosts,
+)
 
 TIMES = {1: 0.010, 2: 0.012, 4: 0.013, 8: 0.021, 16: 0.036, 32: 0.066, 64: 0.130}
 

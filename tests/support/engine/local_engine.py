@@ -49,7 +49,7 @@ class LocalEngine:
         self.store = ArtifactStore(work_dir / "artifacts")
         self.base = load_base_spec(model_dir, cache_dir=work_dir)
         # With drafts the steps depend on what steps cost at this moment.
-        settings = {"device": "cpu", "speculation": "off", **settings}
+        settings = {"device": "cpu", "speculation": "off", "max_step_ms": 0, **settings}
         config = EngineConfig(model_path=str(model_dir), artifact_dir=str(work_dir / "artifacts"), **settings)
         self.built = build_engine(
             config, lambda: None, wrap_model=wrap_model, recorder=recorder, memory=memory

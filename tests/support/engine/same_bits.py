@@ -19,7 +19,8 @@ from loraplex.engine import build, device_parts
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter, DraftSource
-from loraplex.engine.scheduling.step_costs import MOST_ROWS, StepCosts
+from loraplex.engine.scheduling.timing.step_costs import MOST_ROWS, StepCosts
+from loraplex.engine.scheduling.timing.step_times import MeasuredTimes
 from loraplex.engine.types import ScheduledSequence
 from loraplex.engine.types import Sequence as EngineSequence
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -156,7 +157,8 @@ class PlantedDrafter(Drafter):
 
 class Asked:
     """An engine that questions are asked of, in any number at once. `drafter` drafts for them, as if more rows cost
-    next to nothing; without it nothing is drafted."""
+    next to nothing; without it nothing is drafted. Steps are bounded by a made-up time, so
+    that prompts are cut into chunks of few positions and of other sizes than the step's."""
 
     def __init__(
         self,
@@ -170,12 +172,18 @@ class Asked:
         work.mkdir()
         self._recorder = Recorder()
         costs = StepCosts(tuple(1 + 0.01 * rows for rows in range(MOST_ROWS)))
+        # Seconds that no step takes: all are corrected to their floor soon, whatever else runs on the machine.
+        measured = MeasuredTimes({1: 1.0, 256: 400.0}, pair=0.002, sample=0.1, score=1.0, costs=costs)
         with (
             self._recorder.patched(),
             mock.patch.object(build, "Drafter", return_value=drafter),
-            mock.patch.object(build, "measure_step_costs", return_value=costs),
+            mock.patch.object(build, "measure_step_times", return_value=measured),
         ):
-            settings = {"speculation": "off" if drafter is None else "auto", **settings}
+            settings = {
+                "speculation": "off" if drafter is None else "auto",
+                "max_step_ms": 60_000,
+                **settings,
+            }
             self.engine = LocalEngine(base, work, **settings)
         # Of two tenants in turns: they preempt each other.
         self._refs = {

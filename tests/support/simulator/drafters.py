@@ -6,7 +6,7 @@ import random
 from typing import Literal
 
 from loraplex.engine.scheduling.drafting import Draft, Drafter, DraftSource
-from loraplex.engine.scheduling.step_costs import StepCosts
+from loraplex.engine.scheduling.timing.step_costs import StepCosts
 from loraplex.engine.types import Sequence
 from support.engine.fake_runner import reference
 

@@ -65,8 +65,8 @@ def prefix_key_without_the_place(patch: pytest.MonkeyPatch) -> None:
 def slot_before_the_place(patch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler._schedule
 
-    def keep(self: Scheduler, draft: Any, seq: Sequence) -> None:
-        schedule(self, draft, seq)
+    def keep(self: Scheduler, draft: Any, seq: Sequence, **limits: int | None) -> None:
+        schedule(self, draft, seq, **limits)
         if seq in draft.scheduled:
             draft.scheduled[seq].slot = seq.slot
 
@@ -138,8 +138,8 @@ def prefix_registered_for_a_former_life(patch: pytest.MonkeyPatch) -> None:
 def prefix_registered_before_it_was_computed(patch: pytest.MonkeyPatch) -> None:
     schedule = Scheduler._schedule
 
-    def early(self: Scheduler, draft: Any, seq: Sequence) -> None:
-        schedule(self, draft, seq)
+    def early(self: Scheduler, draft: Any, seq: Sequence, **limits: int | None) -> None:
+        schedule(self, draft, seq, **limits)
         row = draft.scheduled.get(seq)
         if row is not None and not row.pending_input:
             self.computed(seq, row)

@@ -30,6 +30,7 @@ from loraplex.engine.scheduling.background import MAX_BACKGROUND
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_budget import StepBudget
+from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import (
     AdapterState,
@@ -54,8 +55,8 @@ class EngineCore:
     `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. `heartbeat` is
     marked at every step. `grammars` builds matchers: a request waits for its own outside of the queue, and holds nobody
     else back. Without it, requests with a grammar are refused. `speculation` drafts tokens, where there is no
-    lookahead. A request that cannot be served raises nothing: `add_request` leaves its refusal for the next `step` to
-    return.
+    lookahead. `bound` limits the time of steps. A request that cannot be served raises nothing: `add_request` leaves
+    its refusal for the next `step` to return.
     """
 
     def __init__(
@@ -69,13 +70,14 @@ class EngineCore:
         heartbeat: StepHeartbeat | None = None,
         grammars: GrammarMatchers | None = None,
         speculation: Speculation | None = None,
+        bound: StepBound | None = None,
     ) -> None:
         self._config = config
         self._grammars = grammars
         self._cache = cache
         self._clock = clock
         assert speculation is None or config.lookahead == 0, "a draft behind a token that is not known"
-        self._scheduler = Scheduler(config, cache, speculation)
+        self._scheduler = Scheduler(config, cache, speculation, bound)
         self._tracker = RequestTracker(
             self._scheduler, cache, eos_ids=eos_ids, clock=clock, on_end=self._close_grammar
         )

@@ -38,11 +38,12 @@ class Runner(Protocol):
 @dataclass(slots=True)
 class InFlightStep:
     """A submitted step, and its leases on the adapters that it reads: their pages stay until it is collected,
-    whatever becomes of its sequences."""
+    whatever becomes of its sequences. `submitted`: when, by the engine's clock."""
 
     plan: StepPlan
     handle: object
     leases: list[Lease]
+    submitted: float = 0.0
 
     @property
     def orders(self) -> set[int]:
@@ -76,6 +77,7 @@ class InFlightSteps:
         self._heartbeat = heartbeat
         self._clock = clock
         self._in_flight: deque[InFlightStep] = deque()
+        self._collected = clock()  # the last one
         self.num_steps = 0
         self.step_tokens = StepTokens()
 
@@ -95,6 +97,7 @@ class InFlightSteps:
                 adapters[ref.digest] = adapters.get(ref.digest, False) or not part.request.background
         leases = [self._cache.acquire(digest, counts=adapters[digest]) for digest in sorted(adapters)]
         self.num_steps += 1
+        submitted = self._clock()
         try:
             handle = self._runner.submit(plan)
         except DeviceLost:
@@ -107,7 +110,7 @@ class InFlightSteps:
         except Exception as error:
             self._fail(InFlightStep(plan, None, leases), error)
             return False
-        self._in_flight.append(InFlightStep(plan, handle, leases))
+        self._in_flight.append(InFlightStep(plan, handle, leases, submitted))
         self._heartbeat.step_submitted(plan.num_tokens)
         return True
 
@@ -139,6 +142,8 @@ class InFlightSteps:
         self._step_budget.computed()
         self.step_tokens.computed(step.plan, result)
         now = self._clock()
+        self._scheduler.took(step.plan, now - max(step.submitted, self._collected))
+        self._collected = now
         tracker = self._tracker
         for index, (scheduled, token_ids) in enumerate(
             zip(step.plan.scheduled, result.token_ids, strict=True)

@@ -10,14 +10,14 @@ A request whose adapter is not on the device cannot run and is no backlog. Its t
 adapter is loaded.
 
 Between two tenants that both keep waiting, the served units per weight never drift apart by more than 2·max(largest
-charged prompt, dearest output token · tokens in the batch). Counters are per tenant: more keys, adapters or requests
-never give a larger share.
+charged prompt, dearest output token · tokens in the batch), and `step_bound.LEAD` more where steps are bounded by time.
+Counters are per tenant: more keys, adapters or requests never give a larger share.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Collection, Iterable, KeysView, Mapping
 
 from loraplex.engine.scheduling.tenant_heap import Entry, TenantAccount, TenantHeap, TenantLane
 from loraplex.engine.types import Sequence
@@ -247,6 +247,11 @@ class FairQueue:
         """The next ready request: the first of the least served tenant."""
         tenant = self._order.least()
         return None if tenant is None else tenant.head()
+
+    def heads(self, most: int, besides: Collection[str]) -> list[Sequence]:
+        """The next ready request of each of the least served tenants, `most` of them, that are not in `besides`."""
+        found = (tenant.head() for tenant in self._order.first(most, besides))
+        return [seq for seq in found if seq is not None]
 
     def counter(self, tenant_id: str) -> float:
         """Service per weight, relative to the other tenants' counters. 0 for an unknown tenant."""

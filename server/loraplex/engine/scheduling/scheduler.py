@@ -8,7 +8,6 @@ in the number of tokens that are not computed yet.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from math import inf
 from typing import Any
@@ -18,20 +17,23 @@ from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.scheduling import prefix_keys, step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.background import BackgroundSequences
-from loraplex.engine.scheduling.block_needs import (
-    blocks_for,
-    blocks_missing,
-    blocks_short,
-    holds_blocks,
-    reserved_blocks,
-)
+from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, blocks_short, reserved_blocks
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.integrity import check_places
-from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
+from loraplex.engine.scheduling.preempter import Preempter
+from loraplex.engine.scheduling.preemption import preemption_order
 from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_draft import StepDraft
+from loraplex.engine.scheduling.timing.step_bound import (
+    LEAST_CHUNK,
+    OTHERS_SHARE,
+    PromptTime,
+    StepBound,
+    prompts_behind,
+)
+from loraplex.engine.scheduling.timing.step_times import StepLoad
 from loraplex.engine.types import (
     MEASURE_STEPS,
     MeasuredPart,
@@ -52,10 +54,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: AdapterCache[Any], speculation: Speculation | None = None
+        self,
+        config: SchedulerConfig,
+        cache: AdapterCache[Any],
+        speculation: Speculation | None = None,
+        bound: StepBound | None = None,
     ) -> None:
+        """`bound`: of the steps' times; None: a step is bounded by its positions alone."""
         self._cache = cache
         self.speculation = speculation
+        self._bound = bound
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -66,10 +74,7 @@ class Scheduler:
         self.queue = FairQueue()
         self._charge = SequenceCharges(self.queue, config.charges)
         self.adapters = AdapterScheduler(
-            cache,
-            self.queue,
-            aging_s=config.adapter_wait_aging_s,
-            load_charge=config.charges.load_per_rank,
+            cache, self.queue, aging_s=config.adapter_wait_aging_s, load_charge=config.charges.load_per_rank
         )
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
         self.held: set[Sequence] = set()
@@ -79,8 +84,7 @@ class Scheduler:
         self.prefix_hits = 0
         self._loading: dict[str, None] = {}  # by the last plan
         self._step_id = 0
-        self._failed_claim: tuple[Sequence | None, int, int] = (None, 0, 0)  # see _claim_would_fail_again
-        self._num_changes = 0  # of the set of running sequences
+        self._preempter = Preempter(self.running, self.queue, self.blocks, self._max_running, self._preempt)
 
     @property
     def num_waiting(self) -> int:
@@ -103,6 +107,8 @@ class Scheduler:
             self.background.add(seq)
             return
         self.queue.enter(seq)
+        if self._bound is not None:
+            self._bound.joined(seq.request.tenant_id)
         if hold:
             self.held.add(seq)
         else:
@@ -138,6 +144,13 @@ class Scheduler:
             self.held.discard(seq)
         seq.state = SequenceState.FINISHED
         self.queue.leave(seq)
+        if self._bound is not None:
+            self._bound.left(seq.request.tenant_id)
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """A step was computed in this time."""
+        if self._bound is not None and plan.measure is None:
+            self._bound.times.took(StepLoad.of(plan.scheduled), seconds)
 
     def computed(self, seq: Sequence, scheduled: ScheduledSequence) -> None:
         """A sequence's slice was computed and collected: register the blocks that it filled in the prefix cache.
@@ -187,17 +200,22 @@ class Scheduler:
         draft = StepDraft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         self.background.make_room(self.running, self.queue.requests)
         self._cache.begin_pass()
-        self._shrink_batch(draft)
-        draft.forced_budget = step_draft.forced_budget(draft, len(self.running), self.queue.num_ready)
+        self._preempter.begin_step(draft)
         decoding, forced, prefilling, measuring = step_draft.sort_running(self.running)
-        if forced:
-            decoding += sorted(forced, key=self._counter)
-        self._preempt_for_head(draft, decoding, prefilling)
+        time = None if self._bound is None else self._bound.begin(now, decoding)
+        before = self._preempter.positions_before_head(prefilling)
+        if time is None or not before or time.fits(before):
+            self._preempter.make_room(draft, len(decoding) + len(forced), before, self._cached_prefix)
         yielded = len(draft.preempted)
         self._schedule_running(draft, decoding)
+        draft.prompt_time = time
+        if forced:
+            self._schedule_forced(draft, forced, prefilling)
         self._measure(draft, measuring)
         pending = self.adapters.step(now, self.running)
         self.failed += pending.unservable(self.queue)
+        if draft.prompt_time is not None and len(draft.preempted) == yielded:
+            self._share_prompts(draft, draft.prompt_time, prefilling, claimed=yielded > 0)
         # Prompts are computed in the order of counters, new ones and those begun before alike.
         for seq in sorted(prefilling, key=self._counter):
             if len(draft.preempted) == yielded:
@@ -209,6 +227,8 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.extend(draft, self.blocks, self._counter)
         if not len(self.queue):
+            if self._bound is not None and draft.prompt_time is None:
+                draft.prompt_time = self._bound.open(StepLoad.of(draft.scheduled.values()))
             self.background.plan(draft, draft.max_running - len(self.running), self._schedule)
         loads = tuple(digest for digest in pending.loading if digest not in self._loading)
         self._loading = pending.loading
@@ -218,75 +238,36 @@ class Scheduler:
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)
 
-    def _shrink_batch(self, draft: StepDraft) -> None:
-        """Steps have become smaller, and fewer sequences may run: preempt the excess."""
-        excess = len(self.running) - draft.max_running
-        if excess > 0:
-            victims = [seq for seq in self.running if not seq.all_sampled]
-            for seq in preemption_order(victims, self._shares())[:excess]:
-                self._preempt(draft, seq)
-
-    def _preempt_for_head(
-        self, draft: StepDraft, decoding: list[Sequence], prefilling: list[Sequence]
-    ) -> None:
-        """Preempt sequences of tenants with a larger share, if the head of the queue lacks a place or blocks. Preempt
-        none if that would not be enough, or if sequences before the head use up the step."""
-        head = self.queue.head()
-        if head is None or head.num_pending or self._claim_would_fail_again(head):
-            return
-        level = self._counter(head)
-        before = sum(seq.num_tokens - seq.num_computed for seq in prefilling if self._counter(seq) <= level)
-        if len(decoding) + before >= draft.budget:
-            return
-        reserved = sum(map(reserved_blocks, self.running))
-        missing = blocks_short(self.blocks, head, reserved, self._cached_prefix(head))
-        places = len(self.running) + 1 - draft.max_running
-        if missing <= 0 and places <= 0:
-            return
-        given_up: Counter[int] = Counter()
-
-        def is_enough(victim: Sequence) -> bool:
-            nonlocal missing, places
-            missing -= self.blocks.num_freed(victim.block_ids, given_up) + reserved_blocks(victim)
-            places -= 1
-            return missing <= 0 and places <= 0
-
-        # A victim of a less served tenant with a backlog would be the head again. A tenant without one is lifted to the
-        # head's level.
-        others = [seq for seq in self.running if not seq.all_sampled]
-        victims = [
-            seq
-            for seq in others
-            if self._counter(seq) >= level or not self.queue.is_backlogged(seq.request.tenant_id)
-        ]
-        chosen = choose_victims(head, blocks_for(head.num_tokens), victims, self._shares(), is_enough)
-        if not chosen and len(victims) == len(others):
-            self._failed_claim = (head, self._num_changes, self._step_id)
-        for victim in chosen:
-            self._preempt(draft, victim)
-
-    def _claim_would_fail_again(self, head: Sequence) -> bool:
-        """Preemption for this head has failed, and since then no sequence has started, stopped or outgrown a block."""
-        failed, starts, step_id = self._failed_claim
-        return failed is head and starts == self._num_changes and self._step_id - step_id < BLOCK_SIZE
-
-    def _shares(self) -> TenantShares:
-        return TenantShares(self.running, self._max_running, self.blocks.num_blocks, self.queue.weight)
-
     def _schedule_running(self, draft: StepDraft, behind: list[Sequence]) -> None:
         behind, free = [s for s in behind if s.state is SequenceState.RUNNING], self.blocks.num_free
         if free < len(behind) and free < sum(blocks_missing(seq) for seq in behind):
             # Blocks run short, and a scheduled sequence cannot be a victim any more: schedule the last in the
             # preemption order first.
-            behind = preemption_order(behind, self._shares())[::-1]
+            behind = preemption_order(behind, self._preempter.shares())[::-1]
         for seq in behind:
             if draft.budget == 0:
                 return
-            # It may have been preempted for another.
-            if seq.state is SequenceState.RUNNING and not seq.all_sampled:
+            # It may have been preempted for another, or have its slice.
+            if seq.state is SequenceState.RUNNING and not seq.all_sampled and seq not in draft.scheduled:
                 self._schedule(draft, seq)
 
-    def _schedule(self, draft: StepDraft, seq: Sequence) -> None:
+    def _schedule_forced(self, draft: StepDraft, forced: list[Sequence], prefilling: list[Sequence]) -> None:
+        """Give each sequence with forced tokens a position, and of what is left, or of half of it where there are
+        prompts, the least served tenant's more."""
+        share = 0.5 if prefilling or self.queue.num_ready else 1.0
+        room = int(share * (draft.budget - len(forced)))
+        if draft.prompt_time is not None:
+            draft.prompt_time.share(share)
+        for seq in sorted(forced, key=self._counter):
+            before = draft.budget
+            if before and seq.state is SequenceState.RUNNING and not seq.all_sampled:
+                self._schedule(draft, seq, most=1 + max(0, room), least=1)
+                room -= max(0, before - draft.budget - 1)
+        if draft.prompt_time is not None:
+            draft.prompt_time.share(1.0)
+
+    def _schedule(self, draft: StepDraft, seq: Sequence, *, most: int | None = None, least: int = 0) -> None:
+        """Give a sequence its slice, if it fits: of at most `most` positions, and `least` where time allows fewer."""
         # Runs for every sequence of every step: work that decoding does not need is skipped.
         request, start, slot = seq.request, seq.num_computed, seq.slot
         scores = request.sampling.prompt_logprobs is not None and seq.num_scored < seq.num_to_score
@@ -297,19 +278,25 @@ class Scheduler:
         if scores:
             # One at least, so that every scheduled sequence advances.
             count = min(count, max(1, draft.score_budget))
-        if count > 1 and step_draft.is_forced(seq):
-            count = min(count, 1 + draft.forced_budget)
-            draft.forced_budget -= count - 1
+        if most is not None:
+            count = min(count, most)
+        time = draft.prompt_time
+        if time is not None and count > 1:
+            count = time.most(seq, start, count, least=least, scores=scores)
+            if count == 0:
+                return
         end = start + count
         if end > len(seq.block_ids) * BLOCK_SIZE:
             missing = blocks_for(end) - len(seq.block_ids)
-            if missing > self.blocks.num_free and not self._preempt_for_blocks(draft, seq, missing):
+            if missing > self.blocks.num_free and not self._preempter.free_blocks(draft, seq, missing):
                 return
             seq.block_ids += tuple(self.blocks.allocate(missing))
         part = step_draft.make_slice(seq, start, count, slot, scores)
         draft.budget -= count
         draft.score_budget -= len(part.targets)
         draft.scheduled[seq] = part
+        if time is not None:
+            time.load.add_slice(part)
         if seq.first_scheduled is None:
             seq.first_scheduled = draft.now
         if seq.num_charged < len(request.prompt_ids):
@@ -324,7 +311,7 @@ class Scheduler:
         is room: what follows is short as a rule, and a step of its own would delay the first token. Each layer writes
         the KV of all rows before it reads any."""
         for seq in draft.activated:
-            has_room = draft.budget > 0 and draft.score_budget > 0 and draft.num_slices < draft.max_running
+            has_room = draft.has_room and draft.score_budget > 0 and draft.num_slices < draft.max_running
             if has_room and blocks_missing(seq) <= self.blocks.num_free:
                 draft.of_base.append(draft.scheduled.pop(seq))
                 self._schedule(draft, seq)
@@ -334,26 +321,6 @@ class Scheduler:
         if seq is not None and seq.first_scheduled is None:
             seq.first_scheduled = draft.now
             self._charge.work(seq, MEASURE_STEPS * self._charge.prices.prefill)
-
-    def _preempt_for_blocks(self, draft: StepDraft, seq: Sequence, missing: int) -> bool:
-        """Preempt until `missing` blocks are free. False if `seq` itself was preempted, or must skip this step.
-
-        No order of victims can livelock: blocks run short only because a sequence decoded 16 more tokens, tokens are
-        never lost, and their number is bounded.
-        """
-        while missing > self.blocks.num_free:
-            victims = [s for s in self.running if s not in draft.scheduled and holds_blocks(s)]
-            shares = self._shares()
-            victim = preemption_order(victims, shares)[0]
-            if victim is seq and len(victims) + len(draft.scheduled) < len(self.running):
-                # Another's last token is in flight: its blocks become free when it is collected; or is measured.
-                return False
-            if victim is seq and preemption_order([seq, *draft.scheduled], shares)[0] is not seq:
-                return False  # a scheduled sequence is before it, and is preempted when a decoding one needs blocks
-            self._preempt(draft, victim)
-            if victim is seq:
-                return False
-        return True
 
     def _preempt(self, draft: StepDraft, seq: Sequence) -> None:
         """Put a running sequence back into the queue, before its tenant's others, to be computed again.
@@ -376,7 +343,7 @@ class Scheduler:
 
     def _stop(self, seq: Sequence) -> None:
         lease = self.running.pop(seq)
-        self._num_changes += 1
+        self._preempter.num_changes += 1
         self.blocks.release(seq.block_ids)
         seq.block_ids = ()
         seq.slot = -1
@@ -391,7 +358,7 @@ class Scheduler:
         starve it.
         """
         reserved = -1
-        while draft.budget:
+        while draft.has_room:
             seq = self.queue.head()
             if seq is None or self._counter(seq) >= before:
                 return
@@ -403,9 +370,34 @@ class Scheduler:
                 return
             reserved += reserved_blocks(seq)
 
-    def _start(self, draft: StepDraft, seq: Sequence, reserved: int) -> bool:
-        """Give a waiting sequence its lease, the blocks of its cached prefix, and its first slice. False if its tokens
-        do not all fit beside the `reserved` blocks of running sequences."""
+    def _share_prompts(
+        self, draft: StepDraft, time: PromptTime, prefilling: list[Sequence], *, claimed: bool
+    ) -> None:
+        """Give tenants that are behind the first one in the order of prompts a share of the step, in equal parts.
+        Nothing that the head of the queue needs is taken."""
+        head = self.queue.head()
+        others = prompts_behind(self.queue, prefilling, claimed=claimed)
+        reserved = sum(map(reserved_blocks, self.running))
+        for number, seq in enumerate(others):
+            part = OTHERS_SHARE / (len(others) - number)
+            time.share(part)
+            most = int(part * draft.budget)  # something is left to the first one
+            if seq in self.running and most:
+                self._schedule(draft, seq, most=most)
+                continue
+            if seq.num_pending or seq.request_id in draft.preempted:
+                continue
+            needed = 0 if seq is head or head is None or head in self.running else blocks_for(head.num_tokens)
+            if not most or len(self.running) + (needed > 0) >= draft.max_running:
+                break
+            if not self._start(draft, seq, reserved + needed, most):
+                break
+            reserved += reserved_blocks(seq)
+        time.others_served()
+
+    def _start(self, draft: StepDraft, seq: Sequence, reserved: int, most: int | None = None) -> bool:
+        """Give a waiting sequence its lease, the blocks of its cached prefix, and its first slice of at most `most`
+        positions. False if its tokens do not all fit beside the `reserved` blocks of running sequences."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
         found = self._cached_prefix(seq)
         if blocks_short(self.blocks, seq, reserved, found) > 0:
@@ -418,7 +410,7 @@ class Scheduler:
             self._cache.request(ref)
             lease = self._cache.acquire(ref.digest)
         self.running[seq] = lease
-        self._num_changes += 1
+        self._preempter.num_changes += 1
         seq.state = SequenceState.RUNNING
         seq.slot = -1 if lease is None else lease.slot
         self.blocks.share(found)
@@ -433,7 +425,10 @@ class Scheduler:
                 # However short, it takes a place, a block and a vector.
                 self._charge.work(seq, (BLOCK_SIZE - seq.num_prompt) * self._charge.prices.prefill)
         self._charge.prompt(seq, seq.num_computed, self._charge.prices.cached)
-        self._schedule(draft, seq) if seq.measured is None else self._measure(draft, [seq])
+        if seq.measured is None:
+            self._schedule(draft, seq, most=most, least=LEAST_CHUNK)
+        else:
+            self._measure(draft, [seq])
         return True
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:

@@ -21,8 +21,8 @@ from typing import ParamSpec, TypeVar
 from loraplex.engine.scheduling.block_needs import blocks_for
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter, DraftSource
-from loraplex.engine.scheduling.step_costs import StepCosts
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
+from loraplex.engine.scheduling.timing.step_costs import StepCosts
 from loraplex.engine.types import ScheduledSequence, Sequence
 
 _log = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+from loraplex.engine.scheduling.timing.step_bound import PromptTime
 from loraplex.engine.types import (
     MEASURE_STEPS,
     MeasuredPart,
@@ -27,7 +28,7 @@ class StepDraft:
     budget: int  # tokens that still fit into the step
     score_budget: int  # positions whose logits may still be kept
     max_running: int
-    forced_budget: int = 0  # positions of forced tokens that may be computed beside one of each sequence
+    prompt_time: PromptTime | None = None  # bounds what has several positions; None: only `budget` does
     scheduled: dict[Sequence, ScheduledSequence] = field(default_factory=dict)
     measure: MeasuredPart | None = None
     preempted: list[str] = field(default_factory=list)
@@ -39,6 +40,11 @@ class StepDraft:
     @property
     def num_slices(self) -> int:
         return len(self.scheduled) + len(self.of_base)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the beginning of another prompt fits."""
+        return self.budget > 0 and (self.prompt_time is None or self.prompt_time.has_room)
 
     @property
     def num_tokens(self) -> int:
@@ -126,15 +132,6 @@ def pool_start(seq: Sequence, start: int, end: int) -> int:
     if seq.request.pooling == "mean":
         return min(end, max(start, seq.pooled.num_positions))
     return end - (end == seq.num_prompt)
-
-
-def forced_budget(draft: StepDraft, num_running: int, num_ready: int) -> int:
-    """Positions of forced tokens in a step beside one of each running sequence. With them a step has as many positions
-    as there are places. A small one may have a quarter of the places more. Running sequences, and ready ones for which
-    there are places, have a token each before."""
-    most = max(draft.max_running, min(SMALL_STEP, num_running + draft.max_running // 4))
-    left = draft.budget - num_running - min(draft.max_running - num_running, num_ready)
-    return max(0, min(left, most - num_running))
 
 
 def is_forced(seq: Sequence) -> bool:

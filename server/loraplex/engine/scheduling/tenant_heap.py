@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from loraplex.adapters.ref import AdapterRef
@@ -166,6 +167,18 @@ class TenantHeap:
             else:
                 return tenant
         return None
+
+    def first(self, most: int, besides: Collection[str]) -> list[TenantAccount]:
+        """The first `most` tenants that are not in `besides`. Costs O(log tenants) for each of both."""
+        found: list[TenantAccount] = []
+        passed: list[_Rank] = []
+        while len(found) < most and (tenant := self.least()) is not None:
+            passed.append(heapq.heappop(self._heap))
+            if tenant.tenant_id not in besides:
+                found.append(tenant)
+        for rank in passed:
+            heapq.heappush(self._heap, rank)
+        return found
 
     def _new_rank(self, tenant: TenantAccount) -> _Rank:
         self._turn += 1

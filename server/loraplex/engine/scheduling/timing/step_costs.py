@@ -38,17 +38,11 @@ class StepCosts:
         than as many steps of one row. Raises NotMeasured where one row or all larger sizes are missing, or a time is no
         positive number.
         """
-        sizes = sorted(seconds)
-        if len(sizes) < 2 or sizes[0] != 1:
-            raise NotMeasured(
-                f"steps of {sizes or 'no'} rows were measured: one row and a larger size are needed"
-            )
-        if not all(isfinite(took) and took > 0 for took in seconds.values()):
-            raise NotMeasured("a step took no measurable time")
-        least = dict(seconds)
-        for size, larger in reversed(list(pairwise(sizes))):
-            least[size] = min(least[size], least[larger])
-        costs = [_bounded(rows, _on_line(sizes, least, rows) / least[1]) for rows in range(1, MOST_ROWS + 1)]
+        if len(seconds) < 2 or 1 not in seconds:
+            measured = sorted(seconds) or "no"
+            raise NotMeasured(f"steps of {measured} rows were measured: one row and a larger size are needed")
+        least = least_times(seconds)
+        costs = [_bounded(rows, on_line(least, rows) / least[1]) for rows in range(1, MOST_ROWS + 1)]
         return cls(tuple(costs))
 
     def cost(self, rows: int) -> float:
@@ -58,10 +52,23 @@ class StepCosts:
         return 1.0 + (self.by_rows[-1] - 1.0) / (MOST_ROWS - 1) * (rows - 1)
 
 
-def _on_line(sizes: list[int], least: Mapping[int, float], rows: int) -> float:
-    """Seconds of a step of `rows` rows."""
+def least_times(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Times by size, ascending, where none is above that of a larger size. Raises NotMeasured where one is no positive
+    number."""
+    if not all(isfinite(took) and took > 0 for took in seconds.values()):
+        raise NotMeasured("a step took no measurable time")
+    least = dict(sorted(seconds.items()))
+    for size, larger in reversed(list(pairwise(least))):
+        least[size] = min(least[size], least[larger])
+    return least
+
+
+def on_line(least: Mapping[int, float], rows: int) -> float:
+    """Seconds of a step of `rows` rows, by those of sizes in ascending order from 1 on: on the line between its
+    neighbours; above the largest, on the line through one row and that size."""
     if rows in least:
         return least[rows]
+    sizes = list(least)
     above = next((size for size in sizes if size > rows), sizes[-1])
     below = 1 if rows > above else max(size for size in sizes if size < rows)
     return least[below] + (least[above] - least[below]) / (above - below) * (rows - below)

@@ -1,0 +1,161 @@
+"""How much of a step prompts may take while more than one tenant is served: a time, not a number of positions.
+
+256 positions behind a long context take many times what 256 first ones take, and every other tenant waits for them: for
+its next token, and for its first. So while another tenant is here, or was a moment ago, a step is planned up to
+`max_s`. Decoding rows are always in it; prompts get what they leave, and a share of `max_s` at least. How a prompt is
+cut changes no bit of what is computed (ADR 0071).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from loraplex.engine.scheduling.fair_queue import FairQueue
+from loraplex.engine.scheduling.timing.step_times import StepLoad, StepTimes
+from loraplex.engine.types import Sequence
+
+RECENT_S = 10.0
+"""Seconds for which a tenant that has left still counts as here: its next request would wait for a whole step."""
+PROMPTS_SHARE = 0.5
+"""The least share of `max_s` that prompts get, however long decoding rows take."""
+OTHERS_SHARE = 0.75
+"""The most of the prompts' time that goes to tenants behind the first one in order."""
+MOST_SHARING = 8
+"""The most of those tenants in one step."""
+LEAD = 512.0
+"""Units of service over the weight by which such a tenant may be ahead of the first one."""
+LEAST_CHUNK = 8
+"""Positions of a prompt that a step takes at least, if it takes any and there are as many: fewer read all keys and
+values before them for little."""
+AUTO_STEPS = 5.0
+"""The bound, where no setting says it, as a multiple of a step of one row: docs/fairness.md has the table that it is
+chosen by."""
+MOST_SLOWED = 2.0
+"""The most by which that bound grows on a machine that has become slower."""
+
+
+@dataclass(slots=True)
+class PromptTime:
+    """The time of a step in the making. `until`: predicted seconds that the step may take; `limit`: those that the
+    slices which are added now may fill it to."""
+
+    times: StepTimes
+    load: StepLoad
+    until: float
+    limit: float
+    began: int
+    """Rows of the step before the first prompt in order."""
+
+    def share(self, part: float) -> None:
+        """Give this part of the time that is left to what is added from now on."""
+        now = self.times.seconds(self.load)
+        self.limit = now + part * max(0.0, self.until - now)
+
+    def others_served(self) -> None:
+        """The first prompt in order comes now. It gets the beginning of a chunk, whatever the others took."""
+        self.began = self.load.rows
+        self.share(1.0)
+
+    def fits(self, count: int) -> bool:
+        """Whether `count` positions without a context fit."""
+        return self.times.most(self.load, 0, count, self.limit) == count
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the beginning of another prompt fits."""
+        return self.load.rows == self.began or self.fits(LEAST_CHUNK)
+
+    def most(self, seq: Sequence, start: int, count: int, *, least: int, scores: bool) -> int:
+        """How many of `count` positions of a sequence behind `start` others fit; `least` in any case, and some where no
+        prompt has any yet."""
+        rank = _rank(seq) if start >= seq.request.adapter_from else 0
+        fits = self.times.most(self.load, start, count, self.limit, rank=rank, scores=scores)
+        if fits == count:
+            return count
+        if self.load.rows == self.began:
+            least = LEAST_CHUNK
+        return max(min(count, least), fits if fits >= LEAST_CHUNK else 0)
+
+
+class StepBound:
+    """Knows which tenants are here, and bounds the steps' times by it. No clock of its own: `begin` is told the time.
+
+    `times` predict a step. One may take `max_s`; None: `AUTO_STEPS` times what a step of one row takes now, so that a
+    machine that has become slower still computes prompts."""
+
+    def __init__(self, times: StepTimes, max_s: float | None) -> None:
+        self.times = times
+        self._max_s = max_s
+        self._here: Counter[str] = Counter()  # requests by tenant
+        self._left: dict[str, float] = {}  # when a tenant's last request ended, the earliest first
+        self._now = 0.0
+
+    @property
+    def max_s(self) -> float:
+        """Seconds that a step may take."""
+        if self._max_s is not None:
+            return self._max_s
+        return AUTO_STEPS * min(self.times.seconds(StepLoad(1, 0.0, 1)), MOST_SLOWED * self.times.one_row)
+
+    def joined(self, tenant_id: str) -> None:
+        """A request has come."""
+        self._here[tenant_id] += 1
+        self._left.pop(tenant_id, None)
+
+    def left(self, tenant_id: str) -> None:
+        """A request has ended."""
+        self._here[tenant_id] -= 1
+        if not self._here[tenant_id]:
+            del self._here[tenant_id]
+            self._left[tenant_id] = self._now
+
+    def begin(self, now: float, decoding: Iterable[Sequence]) -> PromptTime | None:
+        """The time of a step in which each of `decoding` has a row; None where nobody else would wait for it."""
+        self._now = now
+        for tenant_id in [tenant_id for tenant_id, at in self._left.items() if at < now - RECENT_S]:
+            del self._left[tenant_id]
+        if len(self._here) + len(self._left) < 2:
+            return None
+        load = StepLoad()
+        for seq in decoding:
+            load.add(seq.num_computed, 1, sampled=1, rank=_rank(seq))
+        return self.open(load)
+
+    def open(self, load: StepLoad) -> PromptTime:
+        """The time of a step of this load, to which prompts are added, however many tenants are here."""
+        most = self.max_s
+        until = max(most, self.times.seconds(load) + PROMPTS_SHARE * most)
+        return PromptTime(self.times, load, until, until, load.rows)
+
+
+def make_bound(max_step_ms: float, times: StepTimes | None) -> StepBound | None:
+    """The bound of the setting `max_step_ms`; negative: by what a step of one row takes. None where it is 0, or where
+    it is not known what steps take."""
+    if times is None or not max_step_ms:
+        return None
+    return StepBound(times, max_step_ms / 1000 if max_step_ms > 0 else None)
+
+
+def prompts_behind(queue: FairQueue, prefilling: list[Sequence], *, claimed: bool) -> list[Sequence]:
+    """The prompts of tenants behind the first one in the order of prompts: of each the one that it has under way
+    (`prefilling`), or its next request.
+    Only of those that got little more than the first one, so that the order holds in the long run.
+    The head of the queue is among them if others yielded to it (`claimed`)."""
+
+    def counter(seq: Sequence) -> float:
+        return queue.counter(seq.request.tenant_id)
+
+    head = queue.head()
+    busy = {seq.request.tenant_id: seq for seq in reversed(prefilling)}
+    heads = [] if head is None else queue.heads(MOST_SHARING, busy)
+    if claimed and head is not None and head not in heads:
+        heads.append(head)
+    in_order = sorted([*busy.values(), *heads], key=counter)
+    most = counter(in_order[0]) + LEAD if in_order else 0.0
+    return [seq for seq in in_order[1 : 1 + MOST_SHARING] if counter(seq) <= most]
+
+
+def _rank(seq: Sequence) -> int:
+    return 0 if seq.request.adapter is None else seq.request.adapter.rank
