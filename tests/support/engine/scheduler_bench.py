@@ -8,6 +8,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import Charges, SchedulerConfig
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.speculation import Speculation
+from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, StepPlan
 from support.engine.fake_transport import FakeTransport, make_cache
 
@@ -23,12 +24,13 @@ class Bench:
         tokens: int = 64,
         charges: Charges | None = None,
         speculation: Speculation | None = None,
+        bound: StepBound | None = None,
     ) -> None:
         self.now = 0.0
         self.transport = FakeTransport(lambda: self.now, num_pages=4)
         self.cache = make_cache(self.transport)
         config = SchedulerConfig(blocks, 4096, seqs, tokens, 1000, charges=charges or Charges())
-        self.scheduler = Scheduler(config, self.cache, speculation)
+        self.scheduler = Scheduler(config, self.cache, speculation, bound)
         self.live: dict[str, Sequence] = {}
         self._order = count()
 
@@ -44,13 +46,14 @@ class Bench:
         priority: int = 0,
         weight: float = 1.0,
         speculation: bool = True,
+        prompt_logprobs: int | None = None,
     ) -> Sequence:
         prompt = tuple(range(first, first + num_prompt))
         request = EngineRequest(
             name,
             tenant,
             prompt,
-            SamplingParams(max_tokens=max_tokens),
+            SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs),
             adapter,
             priority=priority,
             speculation=speculation,

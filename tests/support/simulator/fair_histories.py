@@ -10,7 +10,8 @@ cache are the real ones; tokens and time are made up.
 
 The oracle charges what was computed for the first time, by what the plans say. While two tenants both have a request
 waiting that could run, what they were served per weight must not drift apart by more than the bound:
-2·max(largest charged prompt, dearest output token · tokens in the batch) over the lesser weight.
+2·max(largest charged prompt, dearest output token · tokens in the batch) over the lesser weight. A third of the
+histories bounds the time of steps. There tenants that are ahead have a share of a step: the bound is LEAD larger.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from itertools import combinations, count
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import Charges, SchedulerConfig
 from loraplex.engine.scheduling.scheduler import Scheduler
+from loraplex.engine.scheduling.timing.step_bound import LEAD
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.fake_transport import FakeTransport, Fate, make_cache
+from support.simulator.bounds import drawn_bound
 
 STEPS = 600
 STEP_S = 0.02
@@ -103,7 +106,9 @@ class FairHistory:
             copy_fate=lambda digest: Fate(STEP_S * self.rng.random()),
         )
         self.cache = make_cache(self.transport, num_slots=4)
-        self.scheduler = Scheduler(self.config, self.cache)
+        self.is_bounded = seed % 3 == 1
+        bound = drawn_bound(random.Random(seed)) if self.is_bounded else None
+        self.scheduler = Scheduler(self.config, self.cache, bound=bound)
         self.live: dict[Sequence, int] = {}  # with the tokens that it will draw
         self.done: Counter[Sequence] = Counter()  # prompt positions that were charged
         self.served = {tenant.name: 0.0 for tenant in self.tenants}  # units per weight
@@ -239,7 +244,7 @@ class FairHistory:
         prompt = self.charges.prefill * max(tenant.longest_prompt for tenant in self.tenants)
         batch = self.charges.decode * self.fullest
         least = min(self.least_weight[one], self.least_weight[other])
-        return 2 * dearest * max(prompt, batch) / least
+        return 2 * dearest * max(prompt, batch) / least + (LEAD if self.is_bounded else 0.0)
 
     def _check(self, waiting: set[str]) -> None:
         pairs: dict[tuple[str, str], _Pair] = {}

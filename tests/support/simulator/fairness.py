@@ -21,12 +21,12 @@ class Shares:
     """Service by tenant: 1 for a token of a prompt, 2 for one of an answer; what is computed again counts once.
 
     `weights` by tenant; `largest` is what the tenant with the least counter can still be charged for when another's
-    turn comes: one prompt, and all that its running sequences will decode.
+    turn comes: one prompt, and all that its running sequences will decode. `lead`: what a tenant may be ahead of it.
     """
 
-    def __init__(self, weights: dict[str, float], largest: int) -> None:
+    def __init__(self, weights: dict[str, float], largest: int, lead: float = 0.0) -> None:
         self._weights = weights
-        self._largest = largest
+        self._bound = 2 * largest + lead
         self._served = dict.fromkeys(weights, 0.0)
         self._computed: dict[str, int] = {}
         self._unscheduled: dict[str, set[str]] = {tenant: set() for tenant in weights}
@@ -54,7 +54,7 @@ class Shares:
 
     def check(self, waiting: set[str]) -> None:
         """These tenants have waited since the last call. Raises Violation where two that did so for long drifted
-        apart by more than twice `largest`."""
+        apart by more than twice `largest` and the lead."""
         pairs: dict[tuple[str, str], _Pair] = {}
         names = sorted(waiting)
         for index, one in enumerate(names):
@@ -66,9 +66,9 @@ class Shares:
                     drift if pair.low == drift and (one, other) not in self._pairs else max(pair.high, drift)
                 )
                 pairs[one, other] = pair
-                if pair.high - pair.low > 2 * self._largest:
+                if pair.high - pair.low > self._bound:
                     raise Violation(
                         f"{one} and {other} drifted apart by {pair.high - pair.low:.0f} units of service, over "
-                        f"{2 * self._largest}, while both were waiting"
+                        f"{self._bound:.0f}, while both were waiting"
                     )
         self._pairs = pairs

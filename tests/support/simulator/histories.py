@@ -35,6 +35,7 @@ from math import inf
 
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.scheduling.speculation import Speculation
+from loraplex.engine.scheduling.timing.step_bound import LEAD
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, StepPlan
 from support.engine.fake_runner import FakeRunner, Fault
@@ -113,6 +114,7 @@ class History:
             clock=lambda: self.now,
             grammars=self.grammars,
             speculation=None if self.drafter is None else Speculation(self.drafter, FREE),
+            bound=world.bound(),
         )
 
     def _fault(self, plan: StepPlan) -> Fault:
@@ -291,7 +293,8 @@ class History:
         max_prompt, max_new = rng.choice((20, 50)), rng.choice((3, 10))
         tenants = [f"t{index}" for index in range(rng.randint(2, 4))]
         weights = {tenant: float(rng.choice((1, 1, 2, 4))) for tenant in tenants}
-        self.shares = Shares(weights, max_prompt + 2 * world.config.max_num_seqs * max_new)
+        lead = LEAD if world.is_bounded else 0.0  # of tenants that have a share of a step
+        self.shares = Shares(weights, max_prompt + 2 * world.config.max_num_seqs * max_new, lead)
         self.runner.keep_plans = True
         for tenant in rng.sample(tenants, len(tenants)):
             longest = rng.randint(1, max_prompt)

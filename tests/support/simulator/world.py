@@ -1,6 +1,6 @@
 """The world of a random history of the engine core: how large everything is, who sends requests, and what goes wrong.
 
-Drawn from one seed. Ten streams of chance, so that a new kind of mishap changes no history but by that mishap.
+Drawn from one seed. Eleven streams of chance, so that a new kind of mishap changes no history but by that mishap.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.pooling import POOLINGS
+from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, ScheduledSequence
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.cache_fakes import PAGE_BYTES
 from support.engine.fake_transport import Fate
+from support.simulator.bounds import drawn_bound
 
 VOCAB_SIZE = 61
 EOS_IDS = frozenset({0, 1})
@@ -42,10 +44,16 @@ class World:
         self.lookahead = self.rng.randint(0, 1)
         self.sharing = random.Random(seed)  # tenants' limits on memory for adapters
         self.storing = random.Random(seed)  # mishaps of the store, the disk and the engine's process
+        self.timing = random.Random(seed)  # bounds of steps' times
+        self.is_bounded = seed % 3 == 1
         self._draw_sizes()
         self._draw_tenants()
         self.p_tier = 0.0 if fair else self.storing.choice((0.0, 0.02, 0.1))
         self.outage: Fate | None = None  # what a load meets that begins now
+
+    def bound(self) -> StepBound | None:
+        """Of a third of the histories, for each engine another."""
+        return drawn_bound(self.timing) if self.is_bounded else None
 
     def _draw_sizes(self) -> None:
         rng = self.rng

@@ -1,0 +1,312 @@
+"""A step's time is bounded while more than one tenant is served, and prompts of tenants that are behind get a share."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.scheduling.timing import step_bound
+from loraplex.engine.scheduling.timing.step_bound import (
+    AUTO_STEPS,
+    LEAD,
+    LEAST_CHUNK,
+    MOST_SHARING,
+    MOST_SLOWED,
+    PROMPTS_SHARE,
+    RECENT_S,
+    StepBound,
+    make_bound,
+)
+from loraplex.engine.scheduling.timing.step_costs import MOST_ROWS, StepCosts
+from loraplex.engine.scheduling.timing.step_times import MeasuredTimes, StepLoad, StepTimes
+from loraplex.engine.types import StepPlan
+from support.engine.scheduler_bench import Bench, sizes
+
+COSTS = StepCosts(tuple(1 + 0.1 * rows for rows in range(MOST_ROWS)))
+MEASURED = MeasuredTimes({1: 0.010, 256: 0.110}, pair=4e-7, sample=1e-5, score=1e-3, costs=COSTS)
+MAX_S = 0.06
+STEP = 256
+LONG = 6400
+
+
+def bound(max_s: float | None = MAX_S, measured: MeasuredTimes = MEASURED) -> StepBound:
+    return StepBound(StepTimes(measured), max_s)
+
+
+def bench(
+    max_s: float | None = MAX_S, measured: MeasuredTimes = MEASURED, *, seqs: int = 64, blocks: int = 1000
+) -> Bench:
+    return Bench(blocks=blocks, seqs=seqs, tokens=STEP, bound=bound(max_s, measured))
+
+
+def predicted(plan: StepPlan, measured: MeasuredTimes = MEASURED) -> float:
+    return StepTimes(measured).seconds(StepLoad.of(plan.scheduled))
+
+
+def streaming(made: Bench, tenant: str = "chat", number: int = 1) -> None:
+    """Sequences of a tenant that decode."""
+    for turn in range(number):
+        made.add(f"{tenant}{turn}", 1, 10**4, tenant=tenant, first=10**6 + 50 * len(made.live))
+    made.step()
+
+
+def test_a_step_beside_another_tenants_stream_takes_no_longer_than_its_bound() -> None:
+    made = bench()
+    streaming(made)
+    seq = made.add("long", LONG, tenant="acme")
+    chunks = {}
+    while seq.num_computed < LONG:
+        start = seq.num_computed
+        plan = made.plan()
+        made.collect(plan)
+        assert sizes(plan)["chat0"] == 1
+        chunks[start] = sizes(plan)["long"]
+        assert chunks[start] >= LEAST_CHUNK
+        assert predicted(plan) <= MAX_S
+        assert predicted(plan) > 0.9 * MAX_S or seq.num_computed == LONG, "the time is used"
+    at = sorted(chunks)
+    first, middle, last = (chunks[next(start for start in at if start >= least)] for least in (0, 1000, 6000))
+    assert first > 1.5 * middle > 3 * last
+
+
+def test_alone_a_prompt_is_computed_in_steps_as_large_as_they_may_be() -> None:
+    made = bench()
+    streaming(made, "acme")
+    made.add("long", LONG, tenant="acme")
+    done = [made.step()["long"] for _ in range(LONG // (STEP - 1))]
+    assert {*done} == {STEP - 1}
+
+
+def test_a_tenant_that_has_just_left_counts_as_here() -> None:
+    made = bench()
+    streaming(made)
+    made.add("long", LONG, tenant="acme")
+    assert made.step()["long"] < STEP - 1
+    made.finish(made.live["chat0"])
+    made.now += RECENT_S
+    assert made.step()["long"] < STEP
+    made.now += 0.1
+    assert made.step()["long"] == STEP
+
+
+def test_a_tenants_own_second_request_is_nobody_else() -> None:
+    made = bench()
+    streaming(made)
+    made.finish(made.live["chat0"])
+    streaming(made)
+    made.add("long", LONG, tenant="chat")
+    assert made.step()["long"] == STEP - 1
+
+
+def test_prompts_go_on_beside_rows_that_take_the_whole_bound() -> None:
+    max_s = 0.01
+    made = bench(max_s)
+    streaming(made, number=40)
+    seq = made.add("long", 600, 1, tenant="acme")
+    for _ in range(600 // LEAST_CHUNK):
+        plan = made.plan()
+        made.collect(plan)
+        decoding = StepTimes(MEASURED).seconds(
+            StepLoad.of(row for row in plan.scheduled if row.samples and row.start)
+        )
+        assert len(plan.scheduled) == 41, "nobody waits"
+        assert sizes(plan)["long"] >= LEAST_CHUNK or seq.num_computed == 600
+        assert predicted(plan) <= max(max_s, decoding + PROMPTS_SHARE * max_s) + 1e-3 * LEAST_CHUNK
+        if "long" not in made.live:
+            return
+    raise AssertionError("the prompt has not ended")
+
+
+@pytest.mark.parametrize(("ahead", "comes"), [(0.0, True), (LEAD - 1, True), (LEAD + STEP, False)])
+def test_a_short_prompt_is_in_the_next_step_beside_long_ones(ahead: float, comes: bool) -> None:
+    """Whatever is left of the others' chunks, and who got a little more so far."""
+    made = bench(blocks=2000)
+    for number in range(4):
+        made.add(f"long{number}", LONG, tenant="hog", first=10**5 * (1 + number))
+    for _ in range(5):
+        made.step()
+    made.add("short", 20, tenant="chat", first=1)
+    made.scheduler.queue.charge_tenant("chat", ahead)
+    plan = made.plan()
+    assert ("short" in sizes(plan)) == comes
+    assert sum(size for name, size in sizes(plan).items() if name != "short") >= LEAST_CHUNK
+    assert predicted(plan) <= MAX_S
+
+
+def test_each_of_many_tenants_gets_its_part_of_a_step() -> None:
+    made = bench(0.1, blocks=2000)
+    for tenant in "abcd":
+        made.add(tenant, LONG, tenant=tenant, first=10**5 * ord(tenant))
+    done = sizes(made.plan())
+    assert {*done} == {*"abcd"}
+    assert predicted_of(done) <= 0.1
+    assert min(done.values()) >= LEAST_CHUNK
+    assert max(done.values()) < 4 * min(done.values())
+
+
+def predicted_of(done: dict[str, int]) -> float:
+    load = StepLoad()
+    for count in done.values():
+        load.add(0, count)
+    return StepTimes(MEASURED).seconds(load)
+
+
+def test_in_the_long_run_prompts_are_served_by_weight() -> None:
+    made = bench(seqs=8, blocks=520)
+    weights, done = {"one": 1.0, "three": 3.0}, Counter[str]()
+    number = 0
+    for _ in range(600):
+        for tenant, weight in weights.items():
+            while sum(seq.request.tenant_id == tenant for seq in made.live.values()) < 3:
+                number += 1
+                made.add(f"{tenant}-{number}", 1000, 1, tenant=tenant, weight=weight, first=10**4 * number)
+        for name, size in made.step().items():
+            done[name.partition("-")[0]] += size
+    assert done["three"] / done["one"] == pytest.approx(3.0, rel=0.05)
+
+
+@pytest.mark.parametrize("scarce", ["blocks", "places", "nothing"])
+def test_a_share_takes_nothing_that_the_head_of_the_queue_needs(scarce: str) -> None:
+    made = Bench(
+        blocks=20 if scarce == "blocks" else 100,
+        seqs=2 if scarce == "places" else 9,
+        tokens=STEP,
+        bound=bound(),
+    )
+    streaming(made)
+    made.add("head", 16 * 17, tenant="a", first=1)
+    made.add("next", 16 * 5, tenant="b", first=10**5)
+    made.scheduler.queue.charge_tenant("b", 10)
+    plan = made.plan()
+    assert {*sizes(plan)} == {"chat0", "head"} | ({"next"} if scarce == "nothing" else set())
+    assert not plan.preempted
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whoever_yields_does_so_for_one_that_starts_at_once(seed: int) -> None:
+    """Blocks are plenty: only the head of the queue, which lacks a place, has others preempted."""
+    rng = random.Random(seed)
+    max_s = rng.choice((0.002, 0.02, MAX_S, 0.2))
+    made = Bench(blocks=400, seqs=rng.randint(1, 5), tokens=rng.choice((24, 64, STEP)), bound=bound(max_s))
+    tenants = {f"t{number}": rng.choice((1.0, 2.0, 4.0)) for number in range(rng.randint(2, 4))}
+    for number in range(150):
+        if rng.random() < 0.3 or not made.live:
+            tenant = rng.choice([*tenants])
+            made.add(
+                f"r{number}",
+                rng.choice((3, 40, 700)),
+                rng.randint(1, 60),
+                tenant=tenant,
+                weight=tenants[tenant],
+                first=10**4 * number,
+                prompt_logprobs=rng.choice((None, None, 0)),
+            )
+        if rng.random() < 0.03 and made.live:
+            made.finish(rng.choice([*made.live.values()]))
+        made.now += rng.choice((0.01, 0.01, 2.0))
+        head, before = made.scheduler.queue.head(), {*made.scheduler.running}
+        plan = made.plan()
+        assert plan.scheduled or not made.live, "something is always computed"
+        if plan.preempted:
+            assert head in made.scheduler.running
+            assert len(made.scheduler.running) >= len(before)
+        made.collect(plan)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_step_of_any_mix_takes_longer_than_its_bound(seed: int) -> None:
+    rng = random.Random(seed)
+    max_s = rng.choice((0.012, 0.03, MAX_S, 0.2))
+    made = bench(max_s, seqs=rng.choice((2, 8, 32)))
+    for number in range(150):
+        if rng.random() < 0.2:
+            made.add(
+                f"r{number}",
+                rng.choice((3, 40, 700)),
+                rng.randint(1, 60),
+                tenant=rng.choice("abc"),
+                first=10**4 * number,
+                prompt_logprobs=rng.choice((None, None, 0)),
+            )
+        several = len({seq.request.tenant_id for seq in made.live.values()}) > 1
+        plan = made.plan()
+        ones = [row for row in plan.scheduled if row.num_tokens == 1]
+        prompts = [row for row in plan.scheduled if row.num_tokens > 1]
+        if several and prompts:
+            decoding = StepTimes(MEASURED).seconds(StepLoad.of(ones))
+            most = max(max_s, decoding + PROMPTS_SHARE * max_s)
+            large = [row for row in prompts if row.num_tokens > LEAST_CHUNK]
+            assert StepTimes(MEASURED).seconds(StepLoad.of([*ones, *large])) <= most
+            assert len(prompts) - len(large) <= MOST_SHARING + 1
+        made.collect(plan)
+
+
+def test_a_prompt_that_hangs_up_leaves_at_once_and_its_tenant_pays_for_what_was_computed() -> None:
+    made = bench()
+    streaming(made)
+    queue = made.scheduler.queue
+    seq = made.add("long", LONG, tenant="hog")
+    made.add("other", LONG, tenant="hog", first=10**5)
+    before = queue.counter("hog")
+    done = sum(size for _ in range(7) for name, size in made.step().items() if name != "chat0")
+    made.finish(seq)
+    assert queue.counter("hog") - before == pytest.approx(done)
+    assert "long" not in sizes(made.plan())
+
+
+def first_chunk(measured: MeasuredTimes = MEASURED, *, rank: int = 0, scores: bool = False) -> int:
+    """Positions of a prompt of 3,000 that its first step beside a stream takes."""
+    made = bench(measured=measured)
+    streaming(made)
+    ref = AdapterRef("acme", "a", 1, "a" * 64, rank) if rank else None
+    made.add("long", 3000, tenant="acme", adapter=ref, prompt_logprobs=0 if scores else None)
+    for _ in range(5):
+        plan = made.plan()
+        made.transport.settle()
+        if "long" in sizes(plan):
+            return sizes(plan)["long"]
+        made.collect(plan)
+    raise AssertionError("it has not started")
+
+
+def test_scores_and_adapters_count_by_their_time() -> None:
+    plain = first_chunk()
+    assert LEAST_CHUNK < first_chunk(scores=True) < 0.5 * plain
+    assert first_chunk(rank=64) < 0.9 * plain
+    assert first_chunk(rank=64) < first_chunk(rank=8) < plain
+
+
+@pytest.mark.parametrize(("max_s", "rows"), [(0.02, 16), (0.065, 128), (0.09, 128), (0.2, 256)])
+def test_a_step_begins_no_recorded_size_that_does_not_fit(max_s: float, rows: int) -> None:
+    recorded = replace(MEASURED, sizes=(16, 64, 128, 256), pair=0.0)
+    made = bench(max_s, recorded)
+    streaming(made)
+    made.add("long", LONG, tenant="acme")
+    for _ in range(5):
+        plan = made.plan()
+        assert plan.num_tokens == rows
+        made.collect(plan)
+
+
+def test_the_bound_of_a_setting() -> None:
+    times = StepTimes(MEASURED)
+    assert make_bound(0, times) is None
+    assert make_bound(50, None) is None
+    set_so, auto = make_bound(50, times), make_bound(-1, times)
+    assert set_so is not None
+    assert auto is not None
+    assert set_so.max_s == 0.05
+    one = times.seconds(StepLoad(1, 0.0, 1))
+    assert auto.max_s == pytest.approx(AUTO_STEPS * one)
+    for _ in range(300):
+        times.took(StepLoad(1, 0.0, 1), 50 * one)
+    assert set_so.max_s == 0.05
+    assert auto.max_s == pytest.approx(AUTO_STEPS * MOST_SLOWED * times.one_row), "however slow it has become"
+
+
+def test_shares_leave_something_to_the_first_tenant() -> None:
+    assert 0 < step_bound.OTHERS_SHARE < 1
