@@ -30,7 +30,7 @@ from bench.fairness.device import Device
 from bench.fairness.report import table
 from bench.fairness.simulation import simulate
 from bench.fairness.workloads import HOGS, WORKLOADS, Workload
-from loraplex.engine.scheduling import block_needs, scheduler
+from loraplex.engine.scheduling import block_needs, preempter, scheduler
 
 
 def _as_it_is() -> None:
@@ -38,7 +38,7 @@ def _as_it_is() -> None:
 
 
 def _no_places() -> None:
-    scheduler.choose_victims = lambda *_: []
+    preempter.choose_victims = lambda *_: []
 
 
 def _no_room_to_grow() -> None:

@@ -37,6 +37,8 @@ class Run:
     max_gap: float | None = None
     tokens: int = 0
     steps: int = 0
+    longest_step_s: float = 0.0
+    """While more than one tenant has requests; told of our own scheduler alone."""
     first_token_s: dict[str, list[float]] = field(default_factory=dict)
     longest_wait_s: dict[str, float] = field(default_factory=dict)
     """Until a first token, or the end of the run."""

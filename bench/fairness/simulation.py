@@ -22,15 +22,21 @@ from bench.fairness.workloads import Arrival, Workload
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.scheduling.scheduler import Scheduler
+from loraplex.engine.scheduling.timing.step_bound import StepBound
+from loraplex.engine.scheduling.timing.step_times import StepTimes
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, StepPlan
 from support.engine.fake_transport import FakeTransport, Fate, make_cache
 
+MOST_TOKENS = 512
+"""Positions of a step."""
 TOKEN = 7
 """What every row draws. Whose tokens are right is the business of other tests."""
 
 
 class _Simulation:
-    def __init__(self, workload: Workload, device: Device, seed: int, check_every: int) -> None:
+    def __init__(
+        self, workload: Workload, device: Device, seed: int, check_every: int, bound: float | None
+    ) -> None:
         self._seconds = workload.seconds
         self._device = on(device, workload)
         self._check_every = check_every
@@ -50,11 +56,14 @@ class _Simulation:
             num_blocks=self._device.num_blocks,
             max_model_len=4096,
             max_num_seqs=workload.max_running,
-            max_num_batched_tokens=512,
+            max_num_batched_tokens=MOST_TOKENS,
             max_waiting=10**6,
             charges=CHARGES,
         )
-        self._scheduler = Scheduler(config, self._cache)
+        times = StepTimes(self._device.measured(MOST_TOKENS))
+        self._scheduler = Scheduler(
+            config, self._cache, bound=None if bound is None else StepBound(times, bound)
+        )
 
     def play(self) -> Run:
         clock, account, scheduler = self._clock, self._account, self._scheduler
@@ -101,13 +110,19 @@ class _Simulation:
         """The step's time passes, and every row that draws gets its token."""
         clock, account, scheduler, live = self._clock, self._account, self._scheduler, self._live
         prompt = rows = context = 0
+        attended = 0.0
         for row in plan.scheduled:
             if row.num_tokens > 1:
                 prompt += row.num_tokens
+                attended += row.num_tokens * (row.start + (row.num_tokens + 1) / 2)
             else:
                 rows += 1
                 context += row.start
-        clock.now += self._device.seconds(prompt, rows, context)
+        took = self._device.seconds(prompt, rows, context, attended)
+        clock.now += took
+        if len(scheduler.queue.tenants()) > 1:
+            account.run.longest_step_s = max(account.run.longest_step_s, took)
+        scheduler.took(plan, took)
         sequences = {seq.order: seq for seq in scheduler.running}
         for row in plan.scheduled:
             seq = sequences[row.order]
@@ -135,7 +150,8 @@ def simulate(
     device: Device | None = None,
     seed: int = 0,
     check_every: int = 0,
+    bound: float | None = None,
 ) -> Run:
     """The workload from its start to its end under the product's own scheduler. Every `check_every` steps its integrity
-    is checked."""
-    return _Simulation(workload, device or Device(), seed, check_every).play()
+    is checked. `bound`: seconds that a step may take while more than one tenant is served; None: of positions alone."""
+    return _Simulation(workload, device or Device(), seed, check_every, bound).play()

@@ -246,6 +246,12 @@ def _hog_prompts(num_blocks: int) -> Make:
     return make
 
 
+def _long_prompts(rng: random.Random) -> Iterator[Arrival]:
+    """One that keeps 4 requests of 6,000 in and 16 out going, beside one with a short chat every two seconds."""
+    yield from (Arrival(0.0, "hog 0", 6000, 16, again=True) for _ in range(4))
+    yield from _steady(rng, "light", 0.5, 0, HOG_SECONDS, prompt=64, output=64)
+
+
 def _hog_workloads(num_blocks: int) -> tuple[Workload, ...]:
     made = (
         ("hog-64", "64 requests of 64 in and 1000 to 1200 out of one tenant", _hogs(1, num_blocks)),
@@ -268,6 +274,14 @@ def _hog_workloads(num_blocks: int) -> tuple[Workload, ...]:
 POOLS = (40, 100, 625, 2500)
 """KV blocks that the hogs' workloads are run with."""
 HOGS = tuple(workload for num_blocks in POOLS for workload in _hog_workloads(num_blocks))
+
+LONG_PROMPTS = Workload(
+    "long-prompts",
+    "4 requests of 6,000 in and 16 out of one tenant, again whenever one ends; another sends a chat every 2 s",
+    HOG_SECONDS,
+    _long_prompts,
+    num_blocks=2500,
+)
 
 WORKLOADS = (
     Workload("overload", "Two tenants at 1.5 and 3 requests/s, 256 tokens in and out", 360, _overload),

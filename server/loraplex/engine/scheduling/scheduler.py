@@ -379,7 +379,7 @@ class Scheduler:
         others = prompts_behind(self.queue, prefilling, claimed=claimed)
         reserved = sum(map(reserved_blocks, self.running))
         for number, seq in enumerate(others):
-            part = OTHERS_SHARE / (len(others) - number)
+            part = OTHERS_SHARE / (len(others) - OTHERS_SHARE * number)  # of what is left: equal ones
             time.share(part)
             most = int(part * draft.budget)  # something is left to the first one
             if seq in self.running and most:
