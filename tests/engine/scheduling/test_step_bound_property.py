@@ -163,16 +163,14 @@ class Mix:
         decoding, chunk = StepLoad(), 0.0
         for row in plan.scheduled:
             one = self.live[row.order]
-            part = StepLoad(row.num_tokens, row.num_tokens * row.start)
             if row.start >= one.seq.num_prompt or row.num_tokens == 1:
                 decoding.add(row.start, 1, sampled=1, scored=len(row.targets[:1]))
             else:
-                least = StepLoad.of([row])
-                rows = min(LEAST_CHUNK, row.num_tokens)
-                part = StepLoad(rows, rows * (row.start + rows), scored=rows if least.scored else 0)
+                count = min(LEAST_CHUNK, row.num_tokens)
+                part = StepLoad(count, count * (row.start + count), scored=count if row.targets else 0)
                 chunk = max(chunk, self.times.seconds(part) - ONE_ROW + PER_ROW)
-        rows = max(self.times.seconds(decoding), self.times.seconds(StepLoad(1)))
-        return max(self.bound.max_s, rows + PROMPTS_SHARE * self.bound.max_s) + chunk
+        of_rows = max(self.times.seconds(decoding), self.times.seconds(StepLoad(1)))
+        return max(self.bound.max_s, of_rows + PROMPTS_SHARE * self.bound.max_s) + chunk
 
     def _drew(self, one: Live) -> None:
         promised = self._promised(one) if one.in_order and not one.seq.num_outputs else None
