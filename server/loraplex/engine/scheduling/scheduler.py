@@ -202,7 +202,7 @@ class Scheduler:
         self._cache.begin_pass()
         self._preempter.begin_step(draft)
         decoding, forced, prefilling, measuring = step_draft.sort_running(self.running)
-        time = None if self._bound is None else self._bound.begin(now, decoding)
+        time = None if self._bound is None else self._bound.begin(now, decoding + forced)
         before = self._preempter.positions_before_head(prefilling)
         if time is None or not before or time.fits(before):
             self._preempter.make_room(draft, len(decoding) + len(forced), before, self._cached_prefix)
@@ -256,15 +256,17 @@ class Scheduler:
         prompts, the least served tenant's more."""
         share = 0.5 if prefilling or self.queue.num_ready else 1.0
         room = int(share * (draft.budget - len(forced)))
-        if draft.prompt_time is not None:
-            draft.prompt_time.share(share)
+        if (time := draft.prompt_time) is not None:
+            time.share(share)
         for seq in sorted(forced, key=self._counter):
             before = draft.budget
             if before and seq.state is SequenceState.RUNNING and not seq.all_sampled:
+                if time is not None:
+                    time.take_row(seq)
                 self._schedule(draft, seq, most=1 + max(0, room), least=1)
                 room -= max(0, before - draft.budget - 1)
-        if draft.prompt_time is not None:
-            draft.prompt_time.share(1.0)
+        if time is not None:
+            time.begin_prompts()
 
     def _schedule(self, draft: StepDraft, seq: Sequence, *, most: int | None = None, least: int = 0) -> None:
         """Give a sequence its slice, if it fits: of at most `most` positions, and `least` where time allows fewer."""
@@ -393,7 +395,7 @@ class Scheduler:
             if not self._start(draft, seq, reserved + needed, most):
                 break
             reserved += reserved_blocks(seq)
-        time.others_served()
+        time.begin_prompts()
 
     def _start(self, draft: StepDraft, seq: Sequence, reserved: int, most: int | None = None) -> bool:
         """Give a waiting sequence its lease, the blocks of its cached prefix, and its first slice of at most `most`

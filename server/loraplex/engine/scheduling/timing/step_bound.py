@@ -18,7 +18,7 @@ from loraplex.engine.types import Sequence
 
 RECENT_S = 10.0
 """Seconds for which a tenant that has left still counts as here: its next request would wait for a whole step."""
-PROMPTS_SHARE = 0.5
+PROMPTS_SHARE = 0.8
 """The least share of `max_s` that prompts get, however long decoding rows take."""
 OTHERS_SHARE = 0.75
 """The most of the prompts' time that goes to tenants behind the first one in order."""
@@ -53,8 +53,12 @@ class PromptTime:
         now = self.times.seconds(self.load)
         self.limit = now + part * max(0.0, self.until - now)
 
-    def others_served(self) -> None:
-        """The first prompt in order comes now. It gets the beginning of a chunk, whatever the others took."""
+    def take_row(self, seq: Sequence) -> None:
+        """The row that `begin` has counted for a sequence is about to be planned, with forced tokens behind it."""
+        self.load.add(seq.num_computed + 1, -1, sampled=-1, rank=_rank(seq))
+
+    def begin_prompts(self) -> None:
+        """The first prompt in order comes now. It gets the beginning of a chunk, whatever others took."""
         self.began = self.load.rows
         self.share(1.0)
 
