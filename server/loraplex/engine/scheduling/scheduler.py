@@ -257,7 +257,7 @@ class Scheduler:
         share = 0.5 if prefilling or self.queue.num_ready else 1.0
         room = int(share * (draft.budget - len(forced)))
         if (time := draft.prompt_time) is not None:
-            time.share(share)
+            time.share_forced(share)
         for seq in sorted(forced, key=self._counter):
             before = draft.budget
             if before and seq.state is SequenceState.RUNNING and not seq.all_sampled:

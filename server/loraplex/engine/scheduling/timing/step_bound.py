@@ -24,7 +24,7 @@ OTHERS_SHARE = 0.75
 """The most of the prompts' time that goes to tenants behind the first one in order."""
 MOST_SHARING = 8
 """The most of those tenants in one step."""
-LEAD = 512.0
+LEAD = 256.0
 """Units of service over the weight by which such a tenant may be ahead of the first one."""
 LEAST_CHUNK = 8
 """Positions of a prompt that a step takes at least, if it takes any and there are as many: fewer read all keys and
@@ -47,11 +47,18 @@ class PromptTime:
     limit: float
     began: int
     """Rows of the step before the first prompt in order."""
+    max_s: float
+    """Seconds of a step where decoding rows leave prompts enough; `until` is longer where they do not."""
 
     def share(self, part: float) -> None:
         """Give this part of the time that is left to what is added from now on."""
         now = self.times.seconds(self.load)
         self.limit = now + part * max(0.0, self.until - now)
+
+    def share_forced(self, part: float) -> None:
+        """Give this part to forced tokens: nothing of what prompts get beyond `max_s`."""
+        self.share(part)
+        self.limit = min(self.limit, max(self.max_s, self.times.seconds(self.load)))
 
     def take_row(self, seq: Sequence) -> None:
         """The row that `begin` has counted for a sequence is about to be planned, with forced tokens behind it."""
@@ -131,7 +138,7 @@ class StepBound:
         """The time of a step of this load, to which prompts are added, however many tenants are here."""
         most = self.max_s
         until = max(most, self.times.seconds(load) + PROMPTS_SHARE * most)
-        return PromptTime(self.times, load, until, until, load.rows)
+        return PromptTime(self.times, load, until, until, load.rows, most)
 
 
 def make_bound(max_step_ms: float, times: StepTimes | None) -> StepBound | None:
