@@ -29,7 +29,7 @@ LEAD = 256.0
 LEAST_CHUNK = 8
 """Positions of a prompt that a step takes at least, if it takes any and there are as many: fewer read all keys and
 values before them for little."""
-AUTO_STEPS = 5.0
+AUTO_STEPS = 4.5
 """The bound, where no setting says it, as a multiple of a step of one row: docs/fairness.md has the table that it is
 chosen by."""
 MOST_SLOWED = 2.0
