@@ -249,11 +249,11 @@ def _timed(
     worked = time_on(device.executor) if on_cpu else time.perf_counter
     try:
         measured = measure_step_times(parts.runner, limits, worked)
+        times = StepTimes(replace(measured, sizes=parts.steps.recorded(prompts=True)))
     except Exception as error:  # of any kind: an engine serves as well without it
         reason = f"what steps cost could not be measured: {error}"
         _log.warning("no step is bounded by time, and speculation is off: %s", reason)
         return None, obstacle or reason, None
-    times = StepTimes(replace(measured, sizes=parts.steps.recorded(prompts=True)))
     bound = make_bound(config.max_step_ms, times)
     if obstacle:
         return None, obstacle, bound

@@ -11,6 +11,7 @@ import pytest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.scheduling.timing import step_bound
 from loraplex.engine.scheduling.timing.step_bound import (
+    AHEAD_CHUNK,
     AUTO_STEPS,
     LEAD,
     LEAST_CHUNK,
@@ -23,7 +24,7 @@ from loraplex.engine.scheduling.timing.step_bound import (
 )
 from loraplex.engine.scheduling.timing.step_costs import MOST_ROWS, StepCosts
 from loraplex.engine.scheduling.timing.step_times import MeasuredTimes, StepLoad, StepTimes
-from loraplex.engine.types import StepPlan
+from loraplex.engine.types import SequenceState, StepPlan
 from support.engine.scheduler_bench import Bench, sizes
 
 COSTS = StepCosts(tuple(1 + 0.1 * rows for rows in range(MOST_ROWS)))
@@ -122,9 +123,11 @@ def test_prompts_go_on_beside_rows_that_take_the_whole_bound() -> None:
     raise AssertionError("the prompt has not ended")
 
 
-@pytest.mark.parametrize(("ahead", "comes"), [(0.0, True), (LEAD - 1, True), (LEAD + STEP, False)])
-def test_a_short_prompt_is_in_the_next_step_beside_long_ones(ahead: float, comes: bool) -> None:
-    """Whatever is left of the others' chunks, and who got a little more so far."""
+@pytest.mark.parametrize(
+    ("ahead", "positions"), [(0.0, 20), (LEAD - 1, 20), (LEAD + STEP, AHEAD_CHUNK), (10**6, AHEAD_CHUNK)]
+)
+def test_a_short_prompt_is_in_the_next_step_beside_long_ones(ahead: float, positions: int) -> None:
+    """Whatever is left of the others' chunks, and who got more so far."""
     made = bench(blocks=2000)
     for number in range(4):
         made.add(f"long{number}", LONG, tenant="hog", first=10**5 * (1 + number))
@@ -133,7 +136,7 @@ def test_a_short_prompt_is_in_the_next_step_beside_long_ones(ahead: float, comes
     made.add("short", 20, tenant="chat", first=1)
     made.scheduler.queue.charge_tenant("chat", ahead)
     plan = made.plan()
-    assert ("short" in sizes(plan)) == comes
+    assert sizes(plan)["short"] == positions
     assert sum(size for name, size in sizes(plan).items() if name != "short") >= LEAST_CHUNK
     assert predicted(plan) <= MAX_S
 
@@ -311,3 +314,36 @@ def test_the_bound_of_a_setting() -> None:
 
 def test_shares_leave_something_to_the_first_tenant() -> None:
     assert 0 < step_bound.OTHERS_SHARE < 1
+
+
+def test_a_newcomer_does_not_wait_for_another_tenants_whole_prompt() -> None:
+    """It begins at the level of the tenant that got most: one whose answers have used what was idle."""
+    made = bench(blocks=4000)
+    for number in range(4):
+        made.add(f"answer{number}", 2, 2000, tenant="busy", first=10**6 + 1000 * number)
+    made.add("long", LONG, tenant="hog", first=1)
+    for _ in range(5):
+        made.step()
+    made.scheduler.queue.charge_tenant("busy", 5000.0)
+    assert made.scheduler.queue.counter("busy") > made.scheduler.queue.counter("hog") + LEAD
+    made.add("short", 40, tenant="new", first=10**5)
+    computed = [made.step().get("short", 0) for _ in range(4)]
+    assert sum(computed) >= 40, computed
+
+
+def test_forced_tokens_advance_where_blocks_run_short() -> None:
+    made = bench(blocks=20, seqs=8)
+    light = made.add("light", 8, 200, tenant="light", first=1)
+    for number in range(5):
+        made.add(f"hog{number}", 8, 200, tenant="hog", first=1000 * (1 + number))
+    skipped = 0
+    for _ in range(150):
+        if "light" not in made.live:
+            break
+        plan = made.plan()
+        is_running = light.state is SequenceState.RUNNING
+        skipped = skipped + 1 if is_running and "light" not in sizes(plan) and not plan.preempted else 0
+        assert skipped <= 1, "it advances in each step"
+        made.collect(plan)
+        if light.state is SequenceState.RUNNING and light.num_outputs < 190:
+            light.token_ids += [7] * 2  # forced

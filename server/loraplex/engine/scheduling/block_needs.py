@@ -26,6 +26,11 @@ def blocks_missing(seq: Sequence) -> int:
     return max(0, blocks_for(seq.num_tokens) - len(seq.block_ids))
 
 
+def lacks_blocks(blocks: BlockManager, seqs: list[Sequence]) -> bool:
+    """Whether these running sequences need more blocks than are free."""
+    return blocks.num_free < len(seqs) and blocks.num_free < sum(map(blocks_missing, seqs))
+
+
 def reserved_blocks(seq: Sequence) -> int:
     """Blocks that a running sequence still needs for its tokens, and one more if it may outgrow them. Without that
     reserve a request could start in blocks that others are about to need; it would be preempted some steps later, and

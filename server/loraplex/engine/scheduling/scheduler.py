@@ -17,7 +17,13 @@ from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.scheduling import prefix_keys, step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.background import BackgroundSequences
-from loraplex.engine.scheduling.block_needs import blocks_for, blocks_missing, blocks_short, reserved_blocks
+from loraplex.engine.scheduling.block_needs import (
+    blocks_for,
+    blocks_missing,
+    blocks_short,
+    lacks_blocks,
+    reserved_blocks,
+)
 from loraplex.engine.scheduling.blocks import BlockManager
 from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
@@ -28,7 +34,6 @@ from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_draft import StepDraft
 from loraplex.engine.scheduling.timing.step_bound import (
     LEAST_CHUNK,
-    OTHERS_SHARE,
     PromptTime,
     StepBound,
     prompts_behind,
@@ -207,7 +212,9 @@ class Scheduler:
         if time is None or not before or time.fits(before):
             self._preempter.make_room(draft, len(decoding) + len(forced), before, self._cached_prefix)
         yielded = len(draft.preempted)
-        self._schedule_running(draft, decoding)
+        if forced and lacks_blocks(self.blocks, decoding + forced):
+            decoding, forced = decoding + forced, []
+        self._schedule_running(draft, decoding, most=1)
         draft.prompt_time = time
         if forced:
             self._schedule_forced(draft, forced, prefilling)
@@ -238,9 +245,9 @@ class Scheduler:
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)
 
-    def _schedule_running(self, draft: StepDraft, behind: list[Sequence]) -> None:
-        behind, free = [s for s in behind if s.state is SequenceState.RUNNING], self.blocks.num_free
-        if free < len(behind) and free < sum(blocks_missing(seq) for seq in behind):
+    def _schedule_running(self, draft: StepDraft, behind: list[Sequence], *, most: int | None = None) -> None:
+        behind = [seq for seq in behind if seq.state is SequenceState.RUNNING]
+        if lacks_blocks(self.blocks, behind):
             # Blocks run short, and a scheduled sequence cannot be a victim any more: schedule the last in the
             # preemption order first.
             behind = preemption_order(behind, self._preempter.shares())[::-1]
@@ -249,7 +256,7 @@ class Scheduler:
                 return
             # It may have been preempted for another, or have its slice.
             if seq.state is SequenceState.RUNNING and not seq.all_sampled and seq not in draft.scheduled:
-                self._schedule(draft, seq)
+                self._schedule(draft, seq, most=most)
 
     def _schedule_forced(self, draft: StepDraft, forced: list[Sequence], prefilling: list[Sequence]) -> None:
         """Give each sequence with forced tokens a position, and of what is left, or of half of it where there are
@@ -283,7 +290,7 @@ class Scheduler:
         if most is not None:
             count = min(count, most)
         time = draft.prompt_time
-        if time is not None and count > 1:
+        if time is not None and (count > 1 or scores):
             count = time.most(seq, start, count, least=least, scores=scores)
             if count == 0:
                 return
@@ -375,27 +382,23 @@ class Scheduler:
     def _share_prompts(
         self, draft: StepDraft, time: PromptTime, prefilling: list[Sequence], *, claimed: bool
     ) -> None:
-        """Give tenants that are behind the first one in the order of prompts a share of the step, in equal parts.
-        Nothing that the head of the queue needs is taken."""
-        head = self.queue.head()
-        others = prompts_behind(self.queue, prefilling, claimed=claimed)
-        reserved = sum(map(reserved_blocks, self.running))
-        for number, seq in enumerate(others):
-            part = OTHERS_SHARE / (len(others) - OTHERS_SHARE * number)  # of what is left: equal ones
+        """Give tenants behind the first one in the order of prompts a share, and nothing that the head needs."""
+        for seq, part, most in prompts_behind(self.queue, prefilling, claimed=claimed):
             time.share(part)
-            most = int(part * draft.budget)  # something is left to the first one
-            if seq in self.running and most:
-                self._schedule(draft, seq, most=most)
-                continue
-            if seq.num_pending or seq.request_id in draft.preempted:
-                continue
-            needed = 0 if seq is head or head is None or head in self.running else blocks_for(head.num_tokens)
-            if not most or len(self.running) + (needed > 0) >= draft.max_running:
-                break
-            if not self._start(draft, seq, reserved + needed, most):
-                break
-            reserved += reserved_blocks(seq)
+            self._share(draft, seq, min(most, int(part * draft.budget)))  # something is left to the first one
         time.begin_prompts()
+
+    def _share(self, draft: StepDraft, seq: Sequence, most: int) -> None:
+        """Give a prompt at most `most` positions before those that are before it in order."""
+        if not most or draft.prompt_time is None or draft.prompt_time.is_full:
+            return
+        if seq in self.running:
+            self._schedule(draft, seq, most=most)
+        elif not seq.num_pending and seq.request_id not in draft.preempted:
+            head = None if (first := self.queue.head()) is seq else first
+            reserved = sum(map(reserved_blocks, self.running)) + (blocks_for(head.num_tokens) if head else 0)
+            if len(self.running) + (head is not None) < draft.max_running:
+                self._start(draft, seq, reserved, most)
 
     def _start(self, draft: StepDraft, seq: Sequence, reserved: int, most: int | None = None) -> bool:
         """Give a waiting sequence its lease, the blocks of its cached prefix, and its first slice of at most `most`

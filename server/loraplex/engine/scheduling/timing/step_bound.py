@@ -26,6 +26,8 @@ MOST_SHARING = 8
 """The most of those tenants in one step."""
 LEAD = 256.0
 """Units of service over the weight by which such a tenant may be ahead of the first one."""
+AHEAD_CHUNK = 16
+"""Positions that one tenant gets in a step which is further ahead."""
 LEAST_CHUNK = 8
 """Positions of a prompt that a step takes at least, if it takes any and there are as many: fewer read all keys and
 values before them for little."""
@@ -58,6 +60,7 @@ class PromptTime:
     def share_forced(self, part: float) -> None:
         """Give this part to forced tokens: nothing of what prompts get beyond `max_s`."""
         self.share(part)
+        self.began = -1  # a grammar's tokens are no beginning of a prompt
         self.limit = min(self.limit, max(self.max_s, self.times.seconds(self.load)))
 
     def take_row(self, seq: Sequence) -> None:
@@ -72,6 +75,11 @@ class PromptTime:
     def fits(self, count: int) -> bool:
         """Whether `count` positions without a context fit."""
         return self.times.most(self.load, 0, count, self.limit) == count
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the step takes its whole time already."""
+        return self.times.seconds(self.load) >= self.until
 
     @property
     def has_room(self) -> bool:
@@ -149,11 +157,17 @@ def make_bound(max_step_ms: float, times: StepTimes | None) -> StepBound | None:
     return StepBound(times, max_step_ms / 1000 if max_step_ms > 0 else None)
 
 
-def prompts_behind(queue: FairQueue, prefilling: list[Sequence], *, claimed: bool) -> list[Sequence]:
-    """The prompts of tenants behind the first one in the order of prompts: of each the one that it has under way
-    (`prefilling`), or its next request.
-    Only of those that got little more than the first one, so that the order holds in the long run.
-    The head of the queue is among them if others yielded to it (`claimed`)."""
+def prompts_behind(
+    queue: FairQueue, prefilling: list[Sequence], *, claimed: bool
+) -> list[tuple[Sequence, float, int]]:
+    """Of each tenant behind the first one in the order of prompts, the prompt that it has under way (`prefilling`), or
+    its next request, if it got little more than the first one, so that the order holds in the long run. The head of the
+    queue is among them if others yielded to it (`claimed`). Each with the part that it may take of what is left of the
+    step then, and its most positions.
+
+    And of the tenants that got more than that, the prompt with the fewest positions left. It gets a few in each step:
+    else a newcomer, which begins at the level of a tenant that has used what was idle, would wait for whole prompts of
+    another."""
 
     def counter(seq: Sequence) -> float:
         return queue.counter(seq.request.tenant_id)
@@ -165,7 +179,17 @@ def prompts_behind(queue: FairQueue, prefilling: list[Sequence], *, claimed: boo
         heads.append(head)
     in_order = sorted([*busy.values(), *heads], key=counter)
     most = counter(in_order[0]) + LEAD if in_order else 0.0
-    return [seq for seq in in_order[1 : 1 + MOST_SHARING] if counter(seq) <= most]
+    near = [seq for seq in in_order[1 : 1 + MOST_SHARING] if counter(seq) <= most]
+    # Parts of what is left, so that they are equal.
+    shares = [
+        (seq, OTHERS_SHARE / (len(near) - OTHERS_SHARE * number), seq.num_tokens)
+        for number, seq in enumerate(near)
+    ]
+    ahead = [seq for seq in in_order[1:] if counter(seq) > most]
+    if ahead:
+        least = min(ahead, key=lambda seq: (seq.num_tokens - seq.num_computed, seq.order))
+        shares.append((least, OTHERS_SHARE, AHEAD_CHUNK))
+    return shares
 
 
 def _rank(seq: Sequence) -> int:

@@ -1,7 +1,7 @@
 """Predicted seconds of a step, from times measured at the start and corrected by every step since.
 
-A step takes a time for its rows, which read the weights once, and more for each position that a row attends to, each
-row that a token is sampled from, each rank of an adapter that acts on a row, and each position that is scored: whose
+A step takes a time to read the weights, and more for its rows, each position that a row attends to, each row that a
+token is sampled from, each rank of an adapter that acts on a row, and each position that is scored: whose
 logits are kept for log probabilities. Pooling takes none that can be measured. The prediction grows with each of them.
 """
 
@@ -99,7 +99,7 @@ class StepTimes:
             Charges().per_rank * per_row,
             max(measured.score, _LEAST_LOGITS * per_row),
         )
-        self._factors = [1.0] * 5
+        self._factors = [1.0] * 6
 
     @property
     def one_row(self) -> float:
@@ -134,10 +134,13 @@ class StepTimes:
             self._factors[index] = min(max(factor, _LEAST_FACTOR), _MOST_FACTOR)
 
     def _terms(self, load: StepLoad) -> tuple[float, ...]:
-        rows, pairs, sampled, ranks, scored = self._factors
+        if load.rows == 0:
+            return (0.0,)
+        fixed, rows, pairs, sampled, ranks, scored = self._factors
         pair, sample, rank, score = self._each
         return (
-            rows * self._of_rows(load.rows),
+            fixed * self.one_row,
+            rows * (self._of_rows(load.rows) - self.one_row),
             pairs * pair * load.pairs,
             sampled * sample * load.sampled,
             ranks * rank * load.ranks,
@@ -145,9 +148,7 @@ class StepTimes:
         )
 
     def _of_rows(self, rows: int) -> float:
-        """Seconds of the rows alone, as measured."""
-        if rows == 0:
-            return 0.0
+        """Seconds of the rows alone, the weights' reading included, as measured."""
         sizes = self.measured.sizes
         if sizes and rows <= sizes[-1]:
             rows = sizes[bisect_left(sizes, rows)]
