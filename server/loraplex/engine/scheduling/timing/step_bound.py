@@ -160,10 +160,10 @@ def make_bound(max_step_ms: float, times: StepTimes | None) -> StepBound | None:
 def prompts_behind(
     queue: FairQueue, prefilling: list[Sequence], *, claimed: bool
 ) -> list[tuple[Sequence, float, int]]:
-    """Of each tenant behind the first one in the order of prompts, the prompt that it has under way (`prefilling`), or
-    its next request, if it got little more than the first one, so that the order holds in the long run. The head of the
-    queue is among them if others yielded to it (`claimed`). Each with the part that it may take of what is left of the
-    step then, and its most positions.
+    """The prompts that get a share: of each tenant behind the first one in the order of prompts, the one that it has
+    under way (`prefilling`), or its next request, if it got little more than the first one, so that the order holds in
+    the long run. The head of the queue is among them if others yielded to it (`claimed`). Each with the part that it
+    may take of what is left of the step then, and its most positions.
 
     And of the tenants that got more than that, the prompt with the fewest positions left. It gets a few in each step:
     else a newcomer, which begins at the level of a tenant that has used what was idle, would wait for whole prompts of
