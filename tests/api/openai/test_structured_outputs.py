@@ -295,8 +295,8 @@ def checked_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlan
         ),
         (
             {"response_format": by_schema({"type": "x"})},
-            "response_format.json_schema.schema",
-            "Invalid type: x",
+            "response_format.json_schema.schema.type",
+            "'x' is no type of JSON Schema",
         ),
     ],
 )

@@ -214,9 +214,13 @@ def test_a_schema_that_cannot_be_followed_is_named(
         ({"type": "string", "format": "x"}, ".properties.a.format", "the format 'x' is not supported"),
         ({"uniqueItems": True}, ".properties.a.uniqueItems", "the keyword 'uniqueItems' is not supported"),
         ({"not": {}}, ".properties.a", "no value fits it"),
-        ({"type": "strnig"}, "", "Invalid type: strnig"),
+        (
+            {"type": "strnig"},
+            ".properties.a.type",
+            "string, number, integer, boolean, object, array and null are",
+        ),
         ({"pattern": "("}, "", "unclosed group"),
-        ({"multipleOf": 0}, "", "invalid multiple of"),
+        ({"multipleOf": 0}, ".properties.a.multipleOf", "it must be a number above 0"),
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])

@@ -133,7 +133,9 @@ class BusyServer:
                     body = {
                         "model": rng.choice(models) or base,
                         "prompt": system + "question " * rng.randint(1, 20),
-                        "max_tokens": rng.choice([1, 8, 40]),
+                        # On an idle machine no scrape would meet one of short answers alone.
+                        "max_tokens": rng.choice([1, 8, 400 if tenant == "acme" else 40]),
+                        "ignore_eos": True,
                     }
                     if tenant == "globex" and rng.random() < 0.1:
                         body["model"] = "nobody-has-this"
