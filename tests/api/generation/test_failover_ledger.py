@@ -135,7 +135,11 @@ async def drive(server: WholeServer, cluster: ClusterEngineClient, keys: dict[st
 
         async def client(tenant: str, first: int) -> None:
             for number in range(first, first + REQUESTS):
-                answers.append(await ask(http, server.data_url, tenant, keys[tenant], number))
+                for _ in range(200):  # a client that is refused for the moment asks again
+                    answers.append(await ask(http, server.data_url, tenant, keys[tenant], number))
+                    if answers[-1].status != 429 or answers[-1].code == "insufficient_quota":
+                        break
+                    await asyncio.sleep(0.02)
 
         clients = [client(tenant, REQUESTS * number) for tenant in TENANTS for number in range(CLIENTS)]
         await asyncio.gather(*clients)

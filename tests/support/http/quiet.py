@@ -16,8 +16,10 @@ def errors_alone() -> Iterator[None]:
         processors=[structlog.processors.JSONRenderer(default=str)],
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
     )
-    yield
-    structlog.reset_defaults()
+    try:
+        yield
+    finally:
+        structlog.reset_defaults()
 
 
 @contextlib.contextmanager
