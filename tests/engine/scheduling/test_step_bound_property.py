@@ -170,7 +170,8 @@ class Mix:
                 part = StepLoad(count, count * (row.start + count), scored=count if row.targets else 0)
                 chunk = max(chunk, self.times.seconds(part) - ONE_ROW + PER_ROW)
         of_rows = max(self.times.seconds(decoding), self.times.seconds(StepLoad(1)))
-        return max(self.bound.max_s, of_rows + PROMPTS_SHARE * self.bound.max_s) + chunk
+        least = max(of_rows, PROMPTS_SHARE * self.bound.max_s)
+        return max(self.bound.max_s, of_rows + min(least, self.bound.max_s)) + chunk
 
     def _drew(self, one: Live) -> None:
         promised = self._promised(one) if one.in_order and not one.seq.num_outputs else None

@@ -18,8 +18,9 @@ from loraplex.engine.types import Sequence
 
 RECENT_S = 10.0
 """Seconds for which a tenant that has left still counts as here: its next request would wait for a whole step."""
-PROMPTS_SHARE = 0.8
-"""The least share of `max_s` that prompts get, however long decoding rows take."""
+PROMPTS_SHARE = 0.5
+"""The least share of `max_s` that prompts get. Beside decoding rows that take longer they get as long as these, up to
+all of `max_s`: a short prompt would else take several of such steps."""
 OTHERS_SHARE = 0.75
 """The most of the prompts' time that goes to tenants behind the first one in order."""
 MOST_SHARING = 8
@@ -145,7 +146,8 @@ class StepBound:
     def open(self, load: StepLoad) -> PromptTime:
         """The time of a step of this load, to which prompts are added, however many tenants are here."""
         most = self.max_s
-        until = max(most, self.times.seconds(load) + PROMPTS_SHARE * most)
+        rows_s = self.times.seconds(load)
+        until = max(most, rows_s + min(max(rows_s, PROMPTS_SHARE * most), most))
         return PromptTime(self.times, load, until, until, load.rows, most)
 
 
