@@ -13,13 +13,14 @@ from loraplex.app.engines.logs import engine_rules, log_engine
 from loraplex.engine.config import EngineConfig
 from loraplex.serving.client.socket_client import SocketEngineClient
 from support.engine.fake_processes import FAKE_ENGINE, until
+from support.http.quiet import all_levels
 
 
 @pytest.mark.parametrize("name", ["replica-2", None])
 async def test_each_line_names_the_engine_of_several(
     name: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with capture_logs() as of_server:
+    with all_levels(), capture_logs() as of_server:
         rules = engine_rules(name, keep_spare=False, command=FAKE_ENGINE)
         client = SocketEngineClient(EngineConfig("ok", "/nowhere"), rules)
         await client.start()
@@ -44,6 +45,6 @@ async def test_each_line_names_the_engine_of_several(
     ],
 )
 def test_a_failover_is_no_error(fields: dict[str, object], level: str) -> None:
-    with capture_logs() as lines:
+    with all_levels(), capture_logs() as lines:
         log_engine("engine_lost", **fields)
     assert [line["log_level"] for line in lines] == [level]
