@@ -40,7 +40,7 @@ from support.servers.live_server import LiveServer
 SETTLE_S = 4.0
 """The mix is there for so long before the chat begins."""
 LIMIT_S = 40.0
-"""For all of the chat's requests beside a mix; one that has no token in this time waited so long at least."""
+"""The limit for all of the chat's requests beside a mix; one without a token by then waited so long at least."""
 ALONE = 20
 """Requests alone, of each server."""
 
@@ -54,7 +54,7 @@ def measure(
     settle_s: float = SETTLE_S,
     limit_s: float = LIMIT_S,
 ) -> dict[str, Seen]:
-    """What the chat waited, alone and beside each of these mixes."""
+    """Measure what the chat waits, alone and beside each of these mixes."""
     target, turns = make_target(server), count()
     chat(target, 3, turns, tokens=tokens, limit_s=limit_s)  # what is slow but once does not count
     told = {"alone": chat(target, min(requests, ALONE), turns, tokens=tokens, limit_s=limit_s)}
@@ -71,7 +71,7 @@ def measure(
 def compare(
     model: Path, settings: Sequence[str], names: Sequence[str], requests: int, rounds: int
 ) -> dict[str, dict[str, Seen]]:
-    """By setting and mix, over all rounds. Each mix has a server of its own."""
+    """Measure all mixes of each setting, over all rounds. Each mix has a server of its own."""
     told: dict[str, dict[str, Seen]] = {name_of(given): {} for given in settings}
     for number, turn in enumerate(in_turns(settings, rounds)):
         for name in names:

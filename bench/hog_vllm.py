@@ -56,7 +56,7 @@ def server_of(side: str, work: Path) -> Iterator[Target]:
 
 
 def measure_side(side: str, work: Path, requests: int) -> tuple[dict[str, Seen], float]:
-    """What the chat waited alone and beside the prompts, and how many of these ended in a minute."""
+    """Measure what the chat waits alone and beside the prompts, and how many of these end in a minute."""
     # vLLM refuses a priority where its policy has none.
     has_priorities = PRIORITY in side
     mix = EIGHT["long"]

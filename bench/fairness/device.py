@@ -45,7 +45,7 @@ class Device:
         return self.base + prompts + self.decode_row * rows + self.context * context
 
     def measured(self, most: int) -> MeasuredTimes:
-        """What a server measures of it at its start, for steps of up to `most` rows."""
+        """The times that a server measures of it at its start, for steps of up to `most` rows."""
         rows = {1: self.base} | {rows: self.base + self.prefill * rows for rows in (16, 64, most)}
         costs = StepCosts.from_seconds({1: self.base, 64: self.base + 64 * self.decode_row})
         return MeasuredTimes(rows, self.attended, 0.0, 0.0, costs)

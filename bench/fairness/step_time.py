@@ -1,4 +1,4 @@
-"""What a bound of the steps' times brings and costs in the simulator.
+"""Measures what a bound of the steps' times brings and costs in the simulator.
 
     PYTHONPATH=tests python -m bench.fairness.step_time [--only overload,long-prompts] [--jobs 2]
 

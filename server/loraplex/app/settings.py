@@ -199,7 +199,7 @@ class Settings(BaseSettings):
         -1,
         ge=-1,
         le=60_000,
-        description="Longest step beside other tenants (0: no bound, -1: by the model)",
+        description="Milliseconds of a step beside other tenants (0: no bound, -1: by the model)",
     )
     threads: int = Field(0, ge=0, le=1024, description="Threads of the forward pass on CPU")
     kernels: Literal["auto", "torch", "numba", "triton"] = Field(
@@ -220,7 +220,7 @@ class Settings(BaseSettings):
         -1,
         ge=-1,
         le=MAX_RECORDED_ROWS,
-        description="Rows of the largest step with prompt chunks that a GPU records",
+        description="Rows of the largest step with prompt chunks that a GPU records; 0: none, -1: by GPU and model",
     )
     replicas: int = Field(
         1, ge=0, le=64, description="Engine processes on this machine, which share its processors and memory"

@@ -127,7 +127,7 @@ def test_prompts_go_on_beside_rows_that_take_the_whole_bound() -> None:
     ("ahead", "positions"), [(0.0, 20), (LEAD - 1, 20), (LEAD + STEP, AHEAD_CHUNK), (10**6, AHEAD_CHUNK)]
 )
 def test_a_short_prompt_is_in_the_next_step_beside_long_ones(ahead: float, positions: int) -> None:
-    """Whatever is left of the others' chunks, and who got more so far."""
+    """Whatever is left of the others' chunks, and who has been served more so far."""
     made = bench(blocks=2000)
     for number in range(4):
         made.add(f"long{number}", LONG, tenant="hog", first=10**5 * (1 + number))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -55,7 +56,9 @@ def test_a_row_attends_to_all_before_it_and_to_itself() -> None:
 @given(
     st.sampled_from([MEASURED, RECORDED]), STEPS, LOADS, st.sampled_from(fields(StepLoad)), st.integers(1, 99)
 )
-def test_more_of_anything_takes_no_less(measured, steps, load, field, more) -> None:  # type: ignore[no-untyped-def]
+def test_more_of_anything_takes_no_less(
+    measured: MeasuredTimes, steps: list[tuple[StepLoad, float]], load: StepLoad, field: Field[Any], more: int
+) -> None:
     times = corrected(measured, steps)
     larger = replace(load, **{field.name: getattr(load, field.name) + more})
     assert times.seconds(larger) >= times.seconds(load)
@@ -70,8 +73,14 @@ def test_more_of_anything_takes_no_less(measured, steps, load, field, more) -> N
     st.floats(0, 1),
     st.booleans(),
 )
-def test_the_most_positions_of_a_time_are_those_that_fit(  # type: ignore[no-untyped-def]
-    measured, steps, load, start, count, seconds, scores
+def test_the_most_positions_of_a_time_are_those_that_fit(
+    measured: MeasuredTimes,
+    steps: list[tuple[StepLoad, float]],
+    load: StepLoad,
+    start: int,
+    count: int,
+    seconds: float,
+    scores: bool,
 ) -> None:
     times = corrected(measured, steps)
     most = times.most(load, start, count, seconds, rank=8, scores=scores)

@@ -1,8 +1,8 @@
 """Predicted seconds of a step, from times measured at the start and corrected by every step since.
 
 A step takes a time to read the weights, and more for its rows, each position that a row attends to, each row that a
-token is sampled from, each rank of an adapter that acts on a row, and each position that is scored: whose
-logits are kept for log probabilities. Pooling takes none that can be measured. The prediction grows with each of them.
+token is sampled from, each rank of an adapter that acts on a row, and each position that is scored: whose logits
+are kept for log probabilities. Pooling takes none that can be measured. The prediction grows with each of them.
 """
 
 from __future__ import annotations
