@@ -232,7 +232,7 @@ class StepBench:
     def bytes(self, rows: int, adapters: int, rank: int) -> int:
         """What a decoding step must read."""
         shape = self.rig.model.shape
-        position = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * self.shape.dtype.itemsize
+        position = sum(2 * kind.kv_heads * kind.head_dim for kind in shape.caches) * self.shape.dtype.itemsize
         width = sum(features for pair in self.rig.layout.features for features in pair)
         tiles = adapters * rank * width * shape.num_layers * self.shape.dtype.itemsize
         return self._weight_bytes + rows * self.shape.context * position + tiles

@@ -20,6 +20,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.logprobs import Scores, cut_scores, join_scores
 from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.kernels.linear import numba_dense
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
@@ -46,7 +47,7 @@ class Engine:
     ) -> None:
         work.mkdir()
         self.recorder = Recorder()
-        shape = ModelShape(3, 2, 8, VOCAB_SIZE, 512)
+        shape = ModelShape((CacheKind(2, 8),) * 3, VOCAB_SIZE, 512)
         with self.recorder.patched():
             self.engine = LocalEngine(
                 model_dir,

@@ -16,8 +16,9 @@ from loraplex.engine.execution.kv_cache import (
     size_kv_cache,
 )
 from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.layer_kinds import CacheKind
 
-SHAPE = ModelShape(num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=49152, max_positions=8192)
+SHAPE = ModelShape((CacheKind(kv_heads=3, head_dim=64),) * 30, vocab_size=49152, max_positions=8192)
 CPU = torch.device("cpu")
 ONE = 16 * 30 * 2 * 3 * 64 * 2
 

@@ -12,6 +12,7 @@ import torch
 from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.execution.kv_cache import block_bytes, size_kv_cache
 from loraplex.engine.model.base import KVCache, ModelShape
+from loraplex.engine.model.layer_kinds import CacheKind
 
 
 def resident_mib() -> int:
@@ -21,7 +22,9 @@ def resident_mib() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it is Linux that tells")
 def test_a_cache_takes_memory_as_it_is_written() -> None:
     before = resident_mib()
-    cache = KVCache(ModelShape(4, 4, 64, 100, 8192), 1 << 13, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(
+        ModelShape((CacheKind(4, 64),) * 4, 100, 8192), 1 << 13, torch.bfloat16, torch.device("cpu")
+    )
     assert cache.tensor.nbytes == 1 << 29
     assert resident_mib() - before < 64
     assert cache.tensor.data_ptr() % 64 == 0
@@ -36,7 +39,7 @@ def test_a_cache_takes_memory_as_it_is_written() -> None:
 
 def test_a_pool_holds_nearly_twice_the_sequences_as_codes() -> None:
     for head_dim, times in ((64, 1.93), (128, 1.96), (256, 1.98)):
-        shape = ModelShape(4, 2, head_dim, 100, 1 << 17)
+        shape = ModelShape((CacheKind(2, head_dim),) * 4, 100, 1 << 17)
         blocks = {}
         for dtype in (torch.bfloat16, torch.int8):
             size = size_kv_cache(
@@ -70,7 +73,9 @@ def test_memory_is_touched_ahead_of_the_highest_block_in_use() -> None:
     except OSError:
         pytest.skip("this kernel touches no memory on request")
     blocks = 2048  # of 16 KiB in a layer
-    cache = KVCache(ModelShape(3, 4, 64, 100, 8192), blocks, torch.bfloat16, torch.device("cpu"))
+    cache = KVCache(
+        ModelShape((CacheKind(4, 64),) * 3, 100, 8192), blocks, torch.bfloat16, torch.device("cpu")
+    )
     cache.layer(1)[100] = 2.0
     touch = FirstTouch(cache.tensor, ahead=256)
     touch.expect(0)

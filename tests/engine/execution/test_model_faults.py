@@ -20,6 +20,7 @@ from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.execution.torch_errors import as_device_fault
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.local_engine import LocalEngine
@@ -28,7 +29,7 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-SHAPE = ModelShape(3, 2, 8, VOCAB, 512)
+SHAPE = ModelShape((CacheKind(2, 8),) * 3, VOCAB, 512)
 OUTPUTS = 10
 CPU = torch.device("cpu")
 

@@ -21,6 +21,7 @@ from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer, new_matche
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.logprobs import Logprobs
 from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.grammars import CASES, VOCAB_SIZE, Case, regex_case, save_byte_model, text_of
@@ -45,7 +46,7 @@ def adapters(model_dir: Path) -> dict[str, Path]:
 
 
 def make_engine(model_dir: Path, work: Path, *, num_blocks: int = 64, **settings: Any) -> LocalEngine:
-    shape = ModelShape(3, 2, 8, VOCAB_SIZE, 512)
+    shape = ModelShape((CacheKind(2, 8),) * 3, VOCAB_SIZE, 512)
     options = {"kernels": "torch", "max_num_seqs": 8, "max_model_len": 160, **settings}
     return LocalEngine(
         model_dir,

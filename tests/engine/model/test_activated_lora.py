@@ -12,6 +12,7 @@ import torch
 
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.layer_kinds import CacheKind
 from support.adapters.peft_zoo import ALL_SITES, PeftReference
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.engine.mixed_questions import cramped_engine
@@ -72,7 +73,7 @@ def make_asked(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Iterato
     made: list[Asked] = []
 
     def make(dtype: str, *, kv_blocks: int = 400, **settings: Any) -> Asked:
-        shape = ModelShape(3, 2, FAMILY["head_dim"], VOCAB, 1024)
+        shape = ModelShape((CacheKind(2, FAMILY["head_dim"]),) * 3, VOCAB, 1024)
         size = block_bytes(shape, getattr(torch, dtype))
         sizes = {
             "max_model_len": 300,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraplex.adapters.admission.base_model import load_base_spec
-from loraplex.engine.model.sites import find_sites
+from loraplex.engine.model.wrapped import find_sites
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.local_engine import LocalEngine

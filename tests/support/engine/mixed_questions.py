@@ -11,6 +11,7 @@ import torch
 
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.layer_kinds import CacheKind
 from support.adapters.peft_zoo import PeftReference
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import VOCAB
@@ -28,7 +29,7 @@ def cramped_engine(
 ) -> LocalEngine:
     """In float32, with a pool so small that sequences start over. `family`: the config that the base was made of."""
     kv_heads, head_dim = family.get("num_key_value_heads", 2), family.get("head_dim", 8)
-    shape = ModelShape(3, kv_heads, head_dim, VOCAB, 512)
+    shape = ModelShape((CacheKind(kv_heads, head_dim),) * 3, VOCAB, 512)
     return LocalEngine(
         base,
         work,

@@ -77,8 +77,8 @@ def kv_dtype(asked: str, model_dtype: torch.dtype) -> torch.dtype:
 def block_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
     """Bytes of one block of 16 positions over all layers, K and V, of a KV cache in this dtype; in int8 with the scales
     of its codes."""
-    width = head_width(shape.head_dim, dtype)
-    return BLOCK_SIZE * shape.num_layers * 2 * shape.num_kv_heads * width * dtype.itemsize
+    heads = sum(kind.kv_heads * head_width(kind.head_dim, dtype) for kind in shape.caches)
+    return BLOCK_SIZE * 2 * heads * dtype.itemsize
 
 
 def blocks_of(num_positions: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.attention.kv_codes import head_width
@@ -87,14 +88,16 @@ class LoraReaders(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes that the KV cache and the sampler are made from. `max_positions` is the longest sequence that
-    the checkpoint's position embedding is made for."""
+    """The sizes that the KV cache and the sampler are made from. `caches`: what each layer keeps. `max_positions` is
+    the longest sequence that the checkpoint's position embedding is made for."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    caches: tuple[CacheKind, ...]
     vocab_size: int
     max_positions: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.caches)
 
 
 class KVCache:
@@ -107,8 +110,9 @@ class KVCache:
     """
 
     def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        width = head_width(shape.head_dim, dtype)
-        sizes = (shape.num_layers, num_blocks, BLOCK_SIZE, 2, shape.num_kv_heads, width)
+        kind = shape.caches[0]
+        width = head_width(kind.head_dim, dtype)
+        sizes = (shape.num_layers, num_blocks, BLOCK_SIZE, 2, kind.kv_heads, width)
         if device.type == "cpu":
             self.tensor = untouched_zeros(sizes, dtype)
         else:

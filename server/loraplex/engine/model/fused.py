@@ -13,6 +13,7 @@ from torch.nn.functional import embedding
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
+from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.engine.model.stored_codes import PackedReader
 from loraplex.engine.model.stored_floats import packed_reader
 from loraplex.engine.model.weights import TensorSource, open_checkpoint, tensor_bytes
@@ -107,9 +108,8 @@ class FusedDecoder:
     @property
     def shape(self) -> ModelShape:
         spec = self._spec
-        return ModelShape(
-            spec.num_layers, spec.num_kv_heads, spec.head_dim, spec.vocab_size, spec.rope.max_positions
-        )
+        caches = tuple(CacheKind(spec.num_kv_heads, spec.head_dim, window) for window in spec.windows)
+        return ModelShape(caches, spec.vocab_size, spec.rope.max_positions)
 
     @property
     def attention(self) -> AttentionKernel:

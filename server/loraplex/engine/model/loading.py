@@ -20,6 +20,7 @@ from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import check_sizes, read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
 from loraplex.engine.model.fused import attention_needs, load_fused
+from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.engine.model.plans import FusedPlan, KeptPlans
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
@@ -341,10 +342,12 @@ def model_shape(config: Any) -> ModelShape:
     """The sizes of a model that runs through transformers. Raises ModelUnsupported."""
     text = config.get_text_config()
     heads = _number(text, "num_attention_heads")
-    return ModelShape(
-        num_layers=_number(text, "num_hidden_layers"),
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+    kind = CacheKind(
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or _number(text, "hidden_size") // heads,
+    )
+    return ModelShape(
+        caches=(kind,) * _number(text, "num_hidden_layers"),
         vocab_size=_number(text, "vocab_size"),
         max_positions=min(_number(text, "max_position_embeddings"), *_rope_limits(text)),
     )

@@ -8,20 +8,22 @@ forward's context where each sequence begins. Adapters are added by hooks on the
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from loraplex.adapters.admission.base_model import find_sites as site_shapes
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
-from loraplex.engine.model.sites import find_sites
 from loraplex.engine.model.weights import tensor_bytes
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, transform_queries
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.linear.dense import linear
-from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SiteGroup
 
 ATTENTION_NAME = "loraplex_paged"
 
@@ -36,13 +38,25 @@ _IGNORED_ARGUMENTS = frozenset(
 """Attention arguments whose effect is in q, k and v already, or that speak of a cache that we do not use."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Modules by (layer, site), and one group a site. `head` is the linear behind the layers, None where the model's
+    own is called otherwise, and `embedding` the table before them in the same way."""
+
+    modules: Mapping[tuple[int, str], torch.nn.Linear]
+    groups: tuple[SiteGroup, ...]
+    head: torch.nn.Linear | None
+    embedding: torch.nn.Embedding | None
+
+
 class TransformersDecoder:
     """A transformers model whose attention is ours. Build it with `wrap`."""
 
     def __init__(self, model: Any, shape: ModelShape) -> None:
         self._model = model
         self._shape = shape
-        self._kernel = TorchAttention(shape.num_kv_heads, shape.head_dim, model.dtype, model.device)
+        kind = shape.caches[0]
+        self._kernel = TorchAttention(kind.kv_heads, kind.head_dim, model.dtype, model.device)
         self._sites = find_sites(model, shape.num_layers)
         self._groups = self._sites.groups
         for (layer, site), module in self._sites.modules.items():
@@ -263,3 +277,30 @@ def _change_logits(batch: ForwardBatch, x: torch.Tensor, logits: torch.Tensor) -
         batch.token_rows.replace_logits(x, logits)
     if batch.head_lora is not None:
         batch.head_lora.apply(0, HEAD, x, logits)
+
+
+def find_sites(model: Any, num_layers: int) -> Sites:
+    """The linears that admission finds in the checkpoint of the model too. Raises ModelUnsupported where there is none
+    at all."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    shapes = site_shapes({n: (m.out_features, m.in_features) for n, m in linears.items()}, num_layers)
+    if not shapes:
+        raise ModelUnsupported(
+            f"the model has none of the linears that adapters change ({', '.join(LAYER_SITES)})"
+        )
+    by_leaf = {shape.site: shape for shape in shapes.values()}
+    groups = tuple(
+        SiteGroup(site, (site,), by_leaf[site].in_features, (by_leaf[site].out_features,))
+        for site in LAYER_SITES
+        if site in by_leaf
+    )
+    modules = {key: linears[shape.module_path] for key, shape in shapes.items()}
+    head = getattr(model, HEAD, None)
+    return Sites(modules, groups, head if isinstance(head, torch.nn.Linear) else None, _find_embedding(model))
+
+
+def _find_embedding(model: Any) -> torch.nn.Embedding | None:
+    table = model.get_input_embeddings()
+    names = [name for name, module in model.named_modules() if module is table]
+    is_named = len(names) == 1 and f".{names[0]}".endswith(f".{EMBEDDING}")
+    return table if is_named and isinstance(table, torch.nn.Embedding) else None

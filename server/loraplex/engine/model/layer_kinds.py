@@ -1,0 +1,17 @@
+"""Kinds of layers as data, without torch: what a layer computes, and what it keeps of a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKind:
+    """The keys and values that one layer keeps of a sequence: blocks, [16, 2, kv_heads, head_dim] each."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """The positions that a row reads, its own included; None: all."""
+    shares: int | None = None
+    """The index of the layer whose keys and values this layer reads; None: it has its own."""
