@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from loraplex.kernels.linear import scaled_mm
-from loraplex.kernels.linear.floats import FloatWeight, fits_tiles
+from loraplex.kernels.linear.floats import FloatWeight
 from loraplex.kernels.linear.triton_fp8 import PackedFloats, floats_tiling, linear, pack_floats
 from loraplex.kernels.linear.triton_groups import GroupsTiling
 from loraplex.kernels.triton_backend import triton_ops
+from loraplex.kernels.weight_form import fits_tiles
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.kernels.linear.groups import block_of_4_bits
 from loraplex.kernels.linear.triton_nibbles import choose_tiling
+from loraplex.kernels.weight_form import block_of_4_bits
 from support.kernels.triton_aot import ARCHS, Variant, check, products_in_flight
 
 RECORD = Path(__file__).parents[1] / "aot" / "nibbles.json"

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapters.base_weights.grouped import Grouped, NotFinite, quantise_int8
+from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped, NotFinite, quantise_int8
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.weight_form import WeightForm
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
 _MOST_STATE_BYTES = 4096
@@ -35,6 +36,10 @@ class BitsAndBytesNf4:
     """A `Scheme`."""
 
     name: str = "bitsandbytes nf4"
+
+    @property
+    def form(self) -> WeightForm:
+        return WeightForm("groups", 8, INT8_GROUP)
 
     @property
     def suffix(self) -> str:
@@ -96,6 +101,10 @@ class BitsAndBytesInt8:
     """A `Scheme`: `weight` int8 [N, K] and `SCB` [N], the largest magnitude of each row."""
 
     name: str = "bitsandbytes int8"
+
+    @property
+    def form(self) -> WeightForm:
+        return WeightForm("groups", 8)
 
     @property
     def suffix(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from loraplex.adapters.base_weights.tensors import (
     refuse_unknown,
 )
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.weight_form import WeightForm
 
 _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized")
 _FLOATS = "float-quantized"
@@ -51,6 +52,12 @@ class CompressedTensors:
     group: int
     has_zeros: bool
     int8_activations: bool
+
+    @property
+    def form(self) -> WeightForm:
+        activations: Literal["", "int8"] = "int8" if self.int8_activations else ""
+        zeros: Literal["", "whole"] = "whole" if self.has_zeros else ""
+        return WeightForm("groups", self.bits, max(0, self.group), activations, zeros)
 
     @property
     def suffix(self) -> str:

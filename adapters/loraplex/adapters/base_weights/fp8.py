@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.weight_form import WeightForm
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _PIECE_VALUES = 1 << 20
@@ -44,6 +45,11 @@ class Fp8:
     block: tuple[int, int] | None
     activations: bool
     name: str = "fp8"
+
+    @property
+    def form(self) -> WeightForm:
+        group = 0 if self.block is None else self.block[1]
+        return WeightForm("float8", 8, group, "float8" if self.activations else "")
 
     @property
     def suffix(self) -> str:

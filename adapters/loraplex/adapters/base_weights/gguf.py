@@ -21,6 +21,7 @@ from loraplex.adapters.base_weights.grouped import Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.weight_form import WeightForm
 
 FILE = "model.gguf"
 INDEX = "model.gguf.json"
@@ -36,11 +37,17 @@ _STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @dataclass(frozen=True, slots=True)
 class Gguf:
     """A `Scheme`. `query_heads` and `kv_heads`: of a model whose rows of q and k llama.cpp has interleaved by heads; it
-    rotates neighbouring pairs, transformers the two halves of a head."""
+    rotates neighbouring pairs, transformers the two halves of a head. `bits`: of a code; 4 where some codes have 4
+    (`module_form` has the form of each module)."""
 
     name: str
     query_heads: int
     kv_heads: int
+    bits: int = 8
+
+    @property
+    def form(self) -> WeightForm:
+        return WeightForm("groups", self.bits, 32)
 
     @property
     def suffix(self) -> str:
@@ -107,7 +114,7 @@ def read_gguf(given: Mapping[str, Any], config: Mapping[str, Any]) -> Gguf:
     kv = config.get("num_key_value_heads", query)
     if type(query) is not int or type(kv) is not int or query < 1 or kv < 1:
         raise QuantisationUnsupported("config.json of a GGUF file has no num_attention_heads")
-    return Gguf(f"gguf {' '.join(kinds)}", query, kv)
+    return Gguf(f"gguf {' '.join(kinds)}", query, kv, 8 if FOUR_BITS.isdisjoint(kinds) else 4)
 
 
 def _halves(rows: Bytes, heads: int) -> Bytes:
@@ -175,6 +182,22 @@ def bytes_beside_4_bits(tensors: Mapping[str, TensorSlice], module: str, *, inte
     numbers = 2 if integers or any(KINDS[name].has_offsets for name in names) else 1
     # Those of Q4_K are products, which no 16 bits hold.
     return numbers * (4 if "Q4_K" in names else 2)
+
+
+def module_form(tensors: Mapping[str, TensorSlice], module: str) -> WeightForm | None:
+    """The form of a module, and of those that are multiplied with it; None where they are floats."""
+    names = _together(tensors, module)
+    if not names:
+        return None
+    kinds = [KINDS[name] for name in names]
+    return WeightForm(
+        "groups",
+        bits=4 if FOUR_BITS.issuperset(names) else 8,
+        group=min(kind.group for kind in kinds),
+        zeros="floats" if any(kind.has_offsets for kind in kinds) else "",
+        # Those of Q4_K are products, which no 16 bits hold.
+        scale_bytes=4 if "Q4_K" in names else 2,
+    )
 
 
 def _together(tensors: Mapping[str, TensorSlice], module: str) -> list[str]:

@@ -25,6 +25,7 @@ from loraplex.adapters.base_weights.tensors import (
 )
 from loraplex.adapters.base_weights.words import AWQ, GPTQ, flag
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.weight_form import WeightForm
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which of a number's nibbles holds each of eight outputs in turn."""
@@ -41,6 +42,10 @@ class Gptq:
     has_zeros: bool
     is_symmetric: bool
     zero_shift: int
+
+    @property
+    def form(self) -> WeightForm:
+        return WeightForm("groups", self.bits, max(0, self.group), zeros="whole" if self.has_zeros else "")
 
     @property
     def suffix(self) -> str:
@@ -102,6 +107,10 @@ class Awq:
     name: str
     has_zeros: bool
     group: int
+
+    @property
+    def form(self) -> WeightForm:
+        return WeightForm("groups", 4, max(0, self.group), zeros="whole" if self.has_zeros else "")
 
     @property
     def suffix(self) -> str:

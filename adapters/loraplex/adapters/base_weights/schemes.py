@@ -18,6 +18,7 @@ from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
 from loraplex.adapters.base_weights.words import leaves_out
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.weight_form import FLOATS, WeightForm
 
 AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Fp8 | Gguf | Gptq
 _READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
@@ -36,6 +37,11 @@ class Scheme(Protocol):
     @property
     def name(self) -> str:
         """The format, for reports: "gptq int4" for example."""
+        ...
+
+    @property
+    def form(self) -> WeightForm:
+        """The form of its linears, as they are stored."""
         ...
 
     @property
@@ -143,6 +149,13 @@ def read_linears(config: Mapping[str, Any], tensors: QuantisedTensors) -> Stored
             "stand for: put the object of quantize_config.json or quant_config.json there, with its quant_method"
         )
     return None
+
+
+def stored_form(config: Mapping[str, Any]) -> WeightForm:
+    """The form that a checkpoint's linears are stored in, by its config alone; of a GGUF file see `gguf.module_form`.
+    Raises QuantisationUnsupported."""
+    scheme = read_scheme(config)
+    return FLOATS if scheme is None else scheme.form
 
 
 def stored_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -21,8 +21,9 @@ from numba.extending import intrinsic
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit, take_unit
 from loraplex.kernels.numba_runtime.vectors import LIKE, jit, read_int64, size_of
+from loraplex.kernels.weight_form import ACTIVATION_GROUP
 
-GROUP = 32
+GROUP = ACTIVATION_GROUP
 """Columns that share a scale."""
 RECORD = 3
 """Numbers that are kept of a group: the scale, the scale times the sum of its codes, and that sum times -128, as an

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-_LEAST_GROUP, _BLOCK = 16, 64
-
 
 @dataclass(frozen=True, slots=True)
 class FloatWeight:
@@ -21,12 +19,3 @@ class FloatWeight:
     @property
     def group(self) -> int:
         return self.values.shape[1] // self.scales.shape[1]
-
-
-def fits_tiles(group: int, inputs: int) -> bool:
-    """Whether each row of a tile has one scale: groups of inputs are whole rows, or whole blocks of K."""
-    return group == inputs or (
-        inputs % group == 0
-        and group >= _LEAST_GROUP
-        and (group % _BLOCK == 0 or (group < _BLOCK and group & (group - 1) == 0))
-    )

@@ -56,19 +56,6 @@ class GroupedWeight:
         return grouped.view(rows, inputs)
 
 
-PLANES = 4
-"""Codes of 4 bits in a word of 16 bits: of inputs that lie a quarter of a block apart."""
-_BLOCKS = (128, 64)
-"""Inputs of a block: a tensor core takes a plane of 16 inputs or more."""
-
-
-def block_of_4_bits(inputs: int, group: int) -> int | None:
-    """Inputs of a block of words of 4-bit codes, for a weight of `inputs` in groups of `group`; None where a plane
-    of no block is part of a group."""
-    fits = (block for block in _BLOCKS if inputs % block == 0 and group % (block // PLANES) == 0)
-    return next(fits, None)
-
-
 def linear(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [..., K], bias [N] or None → [..., N], in x's dtype. Sums are float32, rounded once, behind the bias."""
     out_features, in_features = weight.shape

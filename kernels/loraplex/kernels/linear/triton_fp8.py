@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.linear import triton_splits
-from loraplex.kernels.linear.floats import FloatWeight, fits_tiles
+from loraplex.kernels.linear.floats import FloatWeight
 from loraplex.kernels.linear.triton_groups import GroupsTiling, choose_tiling
 from loraplex.kernels.linear.triton_splits import awaited, store_sums, tile_places
+from loraplex.kernels.weight_form import fits_tiles
 
 _FLOATS = (8, 9)
 """Compute capability from which a GPU converts e4m3."""

@@ -20,8 +20,9 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.linear import triton_splits
-from loraplex.kernels.linear.groups import PLANES, GroupedWeight, block_of_4_bits
+from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.triton_splits import awaited, store_sums, tile_places
+from loraplex.kernels.weight_form import PLANES, block_of_4_bits
 
 _MOST_NIBBLE = 15
 _SIGNED = 8

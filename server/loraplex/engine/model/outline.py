@@ -24,9 +24,8 @@ from loraplex.engine.model.weights import ExaminedTensors, open_checkpoint
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.bundle import Kernels
-from loraplex.kernels.linear.floats import fits_tiles
-from loraplex.kernels.linear.groups import block_of_4_bits
 from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.weight_form import block_of_4_bits, fits_tiles
 
 _META = torch.device("meta")
 _SCALE_BYTES = 4
