@@ -16,7 +16,7 @@ ARGS ?=
 OUT ?= build/gpu
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --rerun-failed
 
-.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak drill gpu gpu-site gpu-wheels fmt clean clients makers outside dashboards console
+.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak gpu gpu-site gpu-wheels fmt clean clients makers outside dashboards console
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -36,10 +36,6 @@ test-all: $(STAMP)-dev $(HELM) $(CONSOLE)
 soak: $(STAMP)-dev
 	$(BIN)/python -m pytest -q -s --soak -m soak --timeout 0 $(ARGS)
 	$(BIN)/python -m pytest -q -m "hypothesis and not slow and not soak" --hypothesis-profile=full --timeout 0 $(ARGS)
-
-# Kills parts of a Ray with scripted engines, and prints what became of the streams. Some ten minutes.
-drill: $(STAMP)-dev
-	PYTHONPATH=tests $(BIN)/python -m bench.drill $(ARGS)
 
 # For a machine with a GPU and torch, triton and transformers in its own Python; nothing is installed beside them but
 # what 'make gpu-wheels' fetched, on a machine that has the network.

@@ -147,15 +147,6 @@ def small_cases() -> list[SamplingCase]:
     ]
 
 
-def smoke_cases() -> list[SamplingCase]:
-    """One of each kind in Llama's vocabulary."""
-    return [
-        SamplingCase(f"greedy, 64 × {LLAMA}", 64, LLAMA, (_GREEDY,)),
-        SamplingCase(f"mixed, 16 × {LLAMA}", 16, LLAMA, _MIXED),
-        SamplingCase(f"a grammar's masks, 16 × {LLAMA}", 16, LLAMA, _MIXED[:4], masked=True),
-    ]
-
-
 def full_cases() -> list[SamplingCase]:
     """In order of importance."""
     found = [

@@ -4,9 +4,7 @@
 
 The model has Llama-3.1-8B's shape and random weights, 16 GB in a temporary folder. Answers are compared with
 transformers and PEFT; then 200 adapters share the memory of 64 slots, a step finds no memory, and a KV cache is too
-small. `engine.json` in --out holds what is known after each part. `--codes` serves the base as 8-bit codes.
-
-`--forms` serves 4-bit codes, 8-bit floats, and 8-bit keys and values beside 16 bits instead: `forms.json`. `--small`
+small. `engine.json` in --out holds what is known after each part. `--codes` serves the base as 8-bit codes, `--small`
 runs tiny shapes, interpreted, without a GPU. The exit status is 0 if all is right, else 1.
 """
 
@@ -29,9 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--small", action="store_true", help="tiny shapes, interpreted, without a GPU")
     parser.add_argument("--codes", action="store_true", help="serve the base's linears as 8-bit codes")
-    parser.add_argument(
-        "--forms", action="store_true", help="weights and KV in fewer bits beside 16, instead; 32 GB of disk"
-    )
     parser.add_argument("--layers", type=int, default=None, help="layers of the model (default: the shape's)")
     given = parser.parse_args(arguments)
     if given.small:
@@ -39,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Triton decides as it is imported whether it interprets.
     import torch
 
-    from bench.gpu.engine import forms
     from bench.gpu.engine.product import FULL, SMALL, run_product
     from bench.gpu.worker import environment, plain
 
@@ -50,13 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.mkdir(parents=True, exist_ok=True)
     told = {"environment": environment(device), "rows": (rows := [])}
     with tempfile.TemporaryDirectory(dir=given.work) as folder:
-        if given.forms:
-            sized = (forms.SMALL if given.small else forms.FULL).with_layers(given.layers)
-            found, path = forms.run_forms(sized, device, Path(folder)), given.out / "forms.json"
-        else:
-            shape = (SMALL if given.small else FULL).changed(codes=given.codes, layers=given.layers)
-            found, path = run_product(shape, device, Path(folder)), given.out / "engine.json"
-        for row in found:
+        shape = (SMALL if given.small else FULL).changed(codes=given.codes, layers=given.layers)
+        path = given.out / "engine.json"
+        for row in run_product(shape, device, Path(folder)):
             rows.append(row)
             path.write_text(json.dumps(plain(told), indent=1) + "\n", "utf-8")
             print(" ".join(f"{name}={_shown(value)}" for name, value in row.items()), flush=True)

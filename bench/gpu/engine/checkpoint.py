@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ LINEARS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 _SHARD_BYTES = 4 << 30
 _GROUP = 64
 """Inputs that share a scale under `--quantise int8`."""
-_MOST_E4M3 = 448.0
 
 
 def write_base(
@@ -27,49 +25,15 @@ def write_base(
     """A checkpoint of `make_config(options)` in shards, drawn on `device`. `codes`: 8-bit codes in groups hold the
     linears exactly, so that an engine that makes codes of them serves what the checkpoint says."""
     with _Checkpoint(folder) as made:
-        for name, drawn in _draw(options, dtype, device, [folder]):
+        for name, drawn in _draw(options, dtype, device, folder):
             is_linear = drawn.dim() == 2 and "embed" not in name
             made.add(name, _exact_codes(drawn) if codes and is_linear else drawn)
 
 
-def write_forms(
-    folders: Mapping[str, Path],
-    options: Mapping[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    group: int,
-) -> None:
-    """Checkpoints with the same weights in several forms, by the name of the form: "16 bits", or `dtype` as it is;
-    "int4" in groups of `group` inputs and "fp8" with a scale for each output, as compressed-tensors stores them. Head,
-    embedding and norms are in `dtype` everywhere."""
-    with ExitStack() as opened:
-        made = {form: opened.enter_context(_Checkpoint(folder)) for form, folder in folders.items()}
-        for name, drawn in _draw(options, dtype, device, list(folders.values())):
-            if not name.endswith("_proj.weight"):
-                for each in made.values():
-                    each.add(name, drawn)
-                continue
-            codes, scales = _four_bits(drawn, group)
-            exact = (codes * scales[:, :, None]).view(drawn.shape)
-            made["16 bits"].add(name, exact.to(dtype))
-            module = name.removesuffix("weight")
-            made["int4"].add(f"{module}weight_packed", _words(codes.view(drawn.shape)))
-            made["int4"].add(f"{module}weight_scale", scales.to(dtype))
-            made["int4"].add(f"{module}weight_shape", torch.tensor(drawn.shape))
-            values, row_scales = _floats(exact)
-            made["fp8"].add(name, values)
-            made["fp8"].add(f"{name}_scale", row_scales)
-    for form, config in (("int4", _int4_config(group)), ("fp8", _FP8_CONFIG)):
-        path = folders[form] / "config.json"
-        path.write_text(
-            json.dumps(json.loads(path.read_text("utf-8")) | {"quantization_config": config}), "utf-8"
-        )
-
-
 def _draw(
-    options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, folders: Sequence[Path]
+    options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, folder: Path
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The name and random numbers of each tensor of a model, whose config.json is in all `folders` then."""
+    """The name and random numbers of each tensor of a model, whose config.json is in `folder` then."""
     from transformers import AutoModelForCausalLM
 
     config = make_config(
@@ -78,8 +42,7 @@ def _draw(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
-    for folder in folders:
-        config.save_pretrained(folder)
+    config.save_pretrained(folder)
     draw = RandomTensors(device, gemma=False, tied=bool(config.tie_word_embeddings))
     for name, weight in model.named_parameters():
         drawn = torch.empty(weight.shape, dtype=dtype, device=device)
@@ -118,54 +81,6 @@ class _Checkpoint:
         save_file(self._shard, self._folder / file, metadata={"format": "pt"})
         self._files.update(dict.fromkeys(self._shard, file))
         self._shard, self._size = {}, 0
-
-
-def _four_bits(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [N, G, group] of −7 … 7 and scales [N, G], powers of two, so that any float holds their products."""
-    groups = weight.float().view(len(weight), -1, group)
-    scales = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(2) / 7)))
-    return torch.round(groups / scales[:, :, None]), scales
-
-
-def _words(codes: torch.Tensor) -> torch.Tensor:
-    """[N, K] codes of −8 … 7 → [N, K / 8] int32, the first in the lowest bits."""
-    nibbles = (codes + 8).to(torch.uint8).view(len(codes), -1, 2)
-    return (nibbles[..., 0] | nibbles[..., 1] << 4).view(torch.int32)
-
-
-def _floats(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values [N, K] e4m3 and scales [N, 1], powers of two, of a weight that they hold."""
-    scales = torch.exp2(torch.ceil(torch.log2(weight.abs().amax(1, keepdim=True) / _MOST_E4M3)))
-    values = (weight / scales).to(torch.float8_e4m3fn)
-    if not torch.equal(values.float() * scales, weight):
-        raise ValueError("8-bit floats do not hold these 4-bit codes")
-    return values, scales
-
-
-def _int4_config(group: int) -> dict[str, Any]:
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, "strategy": "group"}
-    return _compressed("pack-quantized", weights | {"group_size": group}, None)
-
-
-def _compressed(
-    form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": activations}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "quantization_status": "compressed",
-    }
-
-
-_FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
-_FP8_CONFIG = _compressed(
-    "float-quantized",
-    _FLOAT | {"dynamic": False, "strategy": "channel"},
-    _FLOAT | {"dynamic": True, "strategy": "token"},
-)
 
 
 def _exact_codes(weight: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.cpu.quantised import ROOT
+from support.models.real_answers import ROOT
 from support.servers.live_server import LiveServer, checked
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def test_a_version_gets_its_figures(real_model_dir: Path, tmp_path: Path) -> Non
     assert (error["trained_on"], error["served"]) == ("bitsandbytes nf4", "full precision")
     assert error["reason"] is None
     assert error["tokens"] == 256
-    # As docs/lab/2026-11-27-base-error.md has them.
+    # As docs/lab/README.md has them.
     assert error["kl"] == pytest.approx(0.5574, rel=0.01)
     assert error["top1"] == pytest.approx(0.734, abs=0.01)
     (check,) = [check for check in report["checks"] if check["name"] == "base_form"]

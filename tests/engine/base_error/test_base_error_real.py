@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from bench.cpu.quantised import ROOT, logits, write_nf4
 from loraplex.adapters.admission.trained_base import FULL_PRECISION, NF4
 from loraplex.engine.base_error.comparison import compare_answers, read_subject
 from loraplex.engine.base_error.messages import BaseErrorTask
 from loraplex.engine.base_error.prompts import prompt_tokens
+from support.models.real_answers import ROOT, logits, write_nf4
 
 pytestmark = pytest.mark.slow
 

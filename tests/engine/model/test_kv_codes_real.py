@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cpu.quantised import logits, prompts_of
+from support.models.real_answers import logits, prompts_of
 
 pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_torch_thread")]
 
 
 @pytest.mark.parametrize("name", ["base", "json", "sentiment"])
 def test_answers_diverge_by_less_than_a_thousandth_and_a_half(name: str, real_model_dir: Path) -> None:
-    """The pirate adapter's come to 0.0019 (docs/lab/2026-11-28-int8-kv.md)."""
+    """The pirate adapter's come to 0.0019 (docs/lab/README.md)."""
     prompts = prompts_of(real_model_dir)
     exact, codes = (
         logits(real_model_dir, prompts, quantise=False, names=(name,), kv_dtype=kv_dtype)[name]

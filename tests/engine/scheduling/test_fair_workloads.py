@@ -5,16 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from bench.fairness import ablation
 from bench.fairness.account import Arrivals, bound
 from bench.fairness.baselines import FIRST_COME, ORDERS, RULES, play
 from bench.fairness.device import Device
@@ -222,36 +218,6 @@ def test_the_report_names_every_workload_and_policy() -> None:
     for word in ("overload", "many-adapters", HOGS[0].name, *ORDERS, OURS):
         assert word in text
     assert told[0]["policies"][OURS]["tenants"]["faster"]["answered"] > 0
-
-
-def test_the_ablation_goes_on_where_it_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen = []
-
-    def run(key: ablation.Key) -> tuple[ablation.Key, dict[str, Any]]:
-        seen.append(key)
-        told = {
-            "gap": 0.1 * (1 + key[2]),
-            "tokens_per_s": 10.0,
-            "preemptions": 2,
-            "steps_max": 7,
-            "cpu_s": 1.0,
-        }
-        return key, told
-
-    monkeypatch.setattr(ablation, "_run", run)
-    monkeypatch.setattr(ablation, "ProcessPoolExecutor", lambda **options: ThreadPoolExecutor(1))
-    path = tmp_path / "runs.json"
-    for seeds in ("0", "0-1"):
-        arguments = ["ablation", "--out", str(path), "--variants", "as it is", "--seeds", seeds]
-        monkeypatch.setattr(sys, "argv", [*arguments, "--only", f"overload,{HOGS[0].name}"])
-        ablation.main()
-    assert len(seen) == len(set(seen)) == 2 * 2 * 2
-    assert (
-        f"| as it is | 20.0% (overload) | 20.0% | 1.000 (overload) | 4 | 7 ({HOGS[0].name}) |"
-        in capsys.readouterr().out
-    )
 
 
 @pytest.mark.soak

@@ -38,7 +38,7 @@ def imported(folder: Path, *modules: str) -> set[str]:
 def test_programs_for_a_gpu_import_nothing_that_its_machine_lacks(tmp_path):
     write_sitecustomize(tmp_path)
     found = imported(
-        tmp_path, "bench.gpu.suite", "bench.gpu.worker", "bench.gpu.catalogue", "bench.gpu.smoke",
+        tmp_path, "bench.gpu.suite", "bench.gpu.worker", "bench.gpu.catalogue",
         "bench.gpu.engine.__main__", "bench.gpu.engine.product",
     )  # fmt: skip
     assert not found & set(hidden_modules())

@@ -1,4 +1,4 @@
-"""Memory that Ray takes beside the engines, as `make drill` prints it."""
+"""Memory that Ray takes beside the engines."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Faults of replicas on Ray, with scripted engines."""
