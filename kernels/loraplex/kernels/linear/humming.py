@@ -3,7 +3,7 @@
 The library takes what a checkpoint stores: codes from 0 to 15, where 8 stands for 0, eight to a word of 32 bits, the
 first input in the lowest bits; and a scale for each output and group in the dtype of x. It lays them out for the GPU
 itself, and compiles its kernels for a linear's shape when the first such weight is packed. It chooses them by the
-number of rows, so a row's bits depend on how many lie beside it (docs/lab/2026-11-28-gpu-4-bits.md).
+number of rows, so a row's bits depend on how many lie beside it (docs/lab/README.md).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _FLOATS = (8, 9)
 """Compute capability from which a GPU converts e4m3."""
 _BLOCK_K = 128
 """Inputs at a time in 16 bits: a row of them is a whole line of memory. With 64 the products for 16 rows of an 8B
-model's linears took 1.0 to 1.5 times as long on an H200 (docs/lab/2026-11-28-gpu-fp8.md)."""
+model's linears took 1.0 to 1.5 times as long on an H200 (docs/lab/README.md)."""
 
 
 @dataclass(frozen=True, slots=True)
