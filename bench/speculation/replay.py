@@ -27,8 +27,8 @@ from loraplex.app.base_model.source import ensure_model
 from loraplex.engine.build import HISTORY_BYTES, TENANT_HISTORY_BYTES
 from loraplex.engine.execution.cost_measurement import measure_step_times
 from loraplex.engine.execution.inputs import StepLimits
-from loraplex.engine.scheduling.block_needs import blocks_for
-from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.kv.block_needs import blocks_for
+from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.scheduling.drafting import Drafter
 from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft

@@ -39,7 +39,8 @@ from loraplex.engine import build, device_parts, sizing
 from loraplex.engine.config import Charges, SchedulerConfig
 from loraplex.engine.execution import device_memory, kv_cache
 from loraplex.engine.grammar import dictated
-from loraplex.engine.scheduling import block_needs, step_budget
+from loraplex.engine.kv import block_needs
+from loraplex.engine.scheduling import step_budget
 from loraplex.engine.scheduling.drafting import MAX_DRAFT
 from loraplex.http import body, context
 from loraplex.kernels.attention import BLOCK_SIZE

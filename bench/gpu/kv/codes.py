@@ -13,7 +13,7 @@ import torch
 
 from bench.gpu.attention import BLOCK_SIZE, TOLERANCE, AttentionCase, attention_options, make_plan, make_step
 from bench.gpu.timing import Ceilings, median_ms, relative_error
-from loraplex.engine.model.base import KVCache
+from loraplex.engine.kv.cache import KVCache
 from loraplex.kernels.attention import triton_attention
 from loraplex.kernels.attention.kv_codes import (
     from_codes,

@@ -310,7 +310,7 @@ def _info(
         dtype=str(model.dtype).removeprefix("torch."),
         block_size=BLOCK_SIZE,
         num_kv_blocks=kv_size.num_blocks,
-        kv_bytes=kv_size.num_blocks * block_bytes(model.shape, loaded.kv_dtype),
+        kv_bytes=kv_size.num_blocks * block_bytes(model.shape.caches, loaded.kv_dtype),
         arena_page_bytes=arena.layout.page_bytes,
         arena_pages=loaded.num_pages,
         adapter_cpu_bytes=host.num_bytes,

@@ -32,8 +32,9 @@ from loraplex.engine.execution.site_probe import SiteProbe
 from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.model import code_products
-from loraplex.engine.model.base import KVCache, Model
+from loraplex.engine.model.base import Model
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.model.loading import load_model, no_same_bits
@@ -186,7 +187,7 @@ def build_device(
     if memory is None:
         size = make_kv.size(None)
         pools = {
-            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape, loaded.kv_dtype),
+            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape.caches, loaded.kv_dtype),
             "--adapter-memory": loaded.arena.num_bytes,
         }
         _warn_of_memory(pools | dict(host_pools), loaded.free_host)
@@ -232,7 +233,7 @@ class _KVMaker:
     def __call__(self, num_blocks: int) -> KVCache:
         return self.device.executor.submit(
             lambda: WatchedKVCache(
-                self.loaded.model.shape,
+                self.loaded.model.shape.caches,
                 num_blocks,
                 self.loaded.kv_dtype,
                 self.device.kernels.device,

@@ -18,9 +18,8 @@ import torch
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.execution.kv_cache import block_bytes
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.logprobs import Scores, cut_scores, join_scores
-from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from loraplex.kernels.linear import numba_dense
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
@@ -47,14 +46,14 @@ class Engine:
     ) -> None:
         work.mkdir()
         self.recorder = Recorder()
-        shape = ModelShape((CacheKind(2, 8),) * 3, VOCAB_SIZE, 512)
+        caches = (CacheKind(2, 8),) * 3
         with self.recorder.patched():
             self.engine = LocalEngine(
                 model_dir,
                 work,
                 dtype="float32",
                 kernels="numba",
-                kv_cache_memory=num_blocks * block_bytes(shape, torch.float32),
+                kv_cache_memory=num_blocks * block_bytes(caches, torch.float32),
                 adapter_memory=4 << 20,
                 adapter_cpu_memory=4 << 20,
                 num_threads=1,

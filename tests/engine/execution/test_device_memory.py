@@ -13,18 +13,17 @@ from loraplex.engine.execution.device_errors import DeviceOutOfMemory
 from loraplex.engine.execution.device_memory import MIN_HEADROOM, headroom
 from loraplex.engine.execution.kv_cache import KVMemoryTooSmall, block_bytes
 from loraplex.engine.execution.step_preparation import StepTooLarge
-from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
+from loraplex.engine.kv.layers import CacheKind
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.local_engine import LocalEngine
-from support.models.checkpoints import VOCAB, save_tiny
+from support.models.checkpoints import save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 
 MIB = 1 << 20
 TOTAL = 1000 * MIB
 OTHERS = 50 * MIB
-BLOCK = block_bytes(ModelShape((CacheKind(2, 8),), VOCAB, 512), torch.float32)
+BLOCK = block_bytes((CacheKind(2, 8),), torch.float32)
 PER_ROW, PER_LOGIT, PER_RECORDING = 1 * MIB, 2 * MIB, 8 * MIB
 ROWS, SEQUENCES = 32, 3
 SETTINGS: dict[str, Any] = {

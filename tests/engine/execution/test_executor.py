@@ -15,8 +15,8 @@ from loraplex.engine.execution.kv_cache import (
     block_bytes,
     size_kv_cache,
 )
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
 
 SHAPE = ModelShape((CacheKind(kv_heads=3, head_dim=64),) * 30, vocab_size=49152, max_positions=8192)
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def size(**options):
 
 
 def test_blocks_from_an_asked_size():
-    assert block_bytes(SHAPE, torch.bfloat16) == ONE
+    assert block_bytes(SHAPE.caches, torch.bfloat16) == ONE
     got = size(kv_cache_memory=600 * ONE + 5, max_model_len=1024)
     assert (got.num_blocks, got.max_model_len) == (600, 1024)
 

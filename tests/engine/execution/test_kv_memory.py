@@ -11,8 +11,9 @@ import torch
 
 from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.execution.kv_cache import block_bytes, size_kv_cache
-from loraplex.engine.model.base import KVCache, ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
+from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.model.base import ModelShape
 
 
 def resident_mib() -> int:
@@ -22,9 +23,7 @@ def resident_mib() -> int:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="it is Linux that tells")
 def test_a_cache_takes_memory_as_it_is_written() -> None:
     before = resident_mib()
-    cache = KVCache(
-        ModelShape((CacheKind(4, 64),) * 4, 100, 8192), 1 << 13, torch.bfloat16, torch.device("cpu")
-    )
+    cache = KVCache((CacheKind(4, 64),) * 4, 1 << 13, torch.bfloat16, torch.device("cpu"))
     assert cache.tensor.nbytes == 1 << 29
     assert resident_mib() - before < 64
     assert cache.tensor.data_ptr() % 64 == 0
@@ -51,9 +50,9 @@ def test_a_pool_holds_nearly_twice_the_sequences_as_codes() -> None:
                 max_num_seqs=1 << 20,
             )
             blocks[dtype] = size.num_blocks
-            cache = KVCache(shape, 3, dtype, torch.device("cpu"))
-            assert cache.tensor.nbytes == 3 * block_bytes(shape, dtype)
-            assert size.num_blocks * block_bytes(shape, dtype) <= 1 << 30
+            cache = KVCache(shape.caches, 3, dtype, torch.device("cpu"))
+            assert cache.tensor.nbytes == 3 * block_bytes(shape.caches, dtype)
+            assert size.num_blocks * block_bytes(shape.caches, dtype) <= 1 << 30
         assert blocks[torch.int8] >= times * blocks[torch.bfloat16]
 
 
@@ -73,11 +72,9 @@ def test_memory_is_touched_ahead_of_the_highest_block_in_use() -> None:
     except OSError:
         pytest.skip("this kernel touches no memory on request")
     blocks = 2048  # of 16 KiB in a layer
-    cache = KVCache(
-        ModelShape((CacheKind(4, 64),) * 3, 100, 8192), blocks, torch.bfloat16, torch.device("cpu")
-    )
+    cache = KVCache((CacheKind(4, 64),) * 3, blocks, torch.bfloat16, torch.device("cpu"))
     cache.layer(1)[100] = 2.0
-    touch = FirstTouch(cache.tensor, ahead=256)
+    touch = FirstTouch(cache.pools[0], ahead=256)
     touch.expect(0)
     touch.wait()
     assert all(is_resident(cache.layer(layer)[:256]) for layer in range(3))
@@ -90,3 +87,22 @@ def test_memory_is_touched_ahead_of_the_highest_block_in_use() -> None:
     touch.expect(blocks - 1)
     touch.wait()
     assert all(is_resident(cache.layer(layer)) for layer in range(3))
+
+
+def test_layers_keep_blocks_of_their_own_sizes_in_one_piece_of_memory() -> None:
+    """Heads of two sizes in turn, and a layer that reads another's."""
+    small, large = CacheKind(2, 8, window=32), CacheKind(1, 32)
+    caches = (small, large, small, CacheKind(1, 32, shares=1))
+    cache = KVCache(caches, 5, torch.float32, torch.device("cpu"))
+    assert [tuple(cache.layer(index).shape) for index in range(4)] == [
+        (5, 16, 2, heads, dim) for heads, dim in ((2, 8), (1, 32), (2, 8), (1, 32))
+    ]
+    assert cache.tensor.nbytes == 5 * block_bytes(caches, torch.float32) == 5 * 16 * 2 * 4 * (2 * 2 * 8 + 32)
+    assert cache.layer(3).data_ptr() == cache.layer(1).data_ptr()
+    for index in range(3):
+        assert cache.layer(index).is_contiguous()
+        cache.layer(index).fill_(index + 1)
+    for index in range(3):  # none lies in another's memory
+        assert bool((cache.layer(index) == index + 1).all())
+    cache.clear_blocks(torch.tensor([3]))
+    assert all(not cache.layer(index)[3].any() and cache.layer(index)[2].all() for index in range(4))

@@ -18,9 +18,8 @@ from loraplex.adapters.device.arena import AdapterArena
 from loraplex.engine.execution.device_errors import DeviceLost, DeviceOutOfMemory
 from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.execution.torch_errors import as_device_fault
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.logprobs import join_scores
-from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.local_engine import LocalEngine
@@ -29,7 +28,7 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-SHAPE = ModelShape((CacheKind(2, 8),) * 3, VOCAB, 512)
+CACHES = (CacheKind(2, 8),) * 3
 OUTPUTS = 10
 CPU = torch.device("cpu")
 
@@ -80,7 +79,7 @@ def make_engine(base, folders, tmp_path):
             dtype="float32",
             max_model_len=100,
             max_num_seqs=8,
-            kv_cache_memory=num_blocks * block_bytes(SHAPE, torch.float32),
+            kv_cache_memory=num_blocks * block_bytes(CACHES, torch.float32),
             adapter_memory=4 << 20,
             adapter_cpu_memory=4 << 20,
             num_threads=1,
@@ -197,7 +196,7 @@ class CutShort:
         return getattr(self._kv, name)
 
     def layer(self, index):
-        if index == SHAPE.num_layers - 1:
+        if index == len(CACHES) - 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return self._kv.layer(index)
 
@@ -381,7 +380,7 @@ def test_kv_that_went_bad_in_passing_fails_one_request_and_is_cleaned(make_engin
         rows = (batch.positions == 40).nonzero()[:, 0].tolist()
         if rows and not spoilt:
             slot = int(batch.attention.slots[rows[0]])
-            batch.kv.tensor[:, slot // BLOCK_SIZE, slot % BLOCK_SIZE] = float("nan")
+            batch.kv.pools[0][:, slot // BLOCK_SIZE, slot % BLOCK_SIZE] = float("nan")
             spoilt.append(slot // BLOCK_SIZE)
 
     engine.around.after = spoil

@@ -15,7 +15,7 @@ from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.runner import ModelRunner
-from loraplex.engine.model.base import KVCache
+from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, Sequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -41,7 +41,7 @@ def make_runner(model):
     made = []
 
     def make(lora=None, wrapped=None) -> ModelRunner:
-        kv = KVCache(model.shape, NUM_BLOCKS, model.dtype, model.device)
+        kv = KVCache(model.shape.caches, NUM_BLOCKS, model.dtype, model.device)
         kv.tensor.fill_(float("nan"))
         runner = ModelRunner(wrapped or model, kv, Executor(), eos_ids=frozenset({2}), lora=lora)
         made.append(runner)
@@ -335,7 +335,7 @@ def test_inference_leaves_no_graph(make_runner):
 def test_preemption_and_prefix_hits_change_no_token(model, greedy, lookahead):
     """The whole engine on a pool that is far too small: sequences lose their blocks, start over, and share prefixes."""
     num_blocks = 14
-    kv = KVCache(model.shape, num_blocks, model.dtype, model.device)
+    kv = KVCache(model.shape.caches, num_blocks, model.dtype, model.device)
     kv.tensor.fill_(float("nan"))
     runner = ModelRunner(model, kv, Executor(), eos_ids=frozenset(), lora=None)
     transport = FakeTransport(time.monotonic, 1)

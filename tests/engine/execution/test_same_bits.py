@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from loraplex.engine.execution.kv_cache import block_bytes, kv_dtype
-from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.kernels import numba_backend
 from loraplex.kernels.attention import BLOCK_SIZE, numba_kernel
 from loraplex.kernels.attention.numba_attention import SPAN
@@ -104,7 +103,7 @@ def make_asked(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
         heads, dim = subject.family.get("num_key_value_heads", 2), subject.family["head_dim"]
         served = getattr(torch, KV_DTYPES.get(dtype, dtype))
         size = block_bytes(
-            ModelShape((CacheKind(heads, dim),) * 3, VOCAB, 2048),
+            (CacheKind(heads, dim),) * 3,
             kv_dtype(settings.get("kv_cache_dtype", "auto"), served),
         )
         asked = Asked(

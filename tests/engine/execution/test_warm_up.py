@@ -15,8 +15,7 @@ import torch
 
 from loraplex.engine.execution.cuda_graphs import CudaRecorder
 from loraplex.engine.execution.kv_cache import block_bytes
-from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.sampling import scoring
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.peft_zoo import ALL_SITES
@@ -45,7 +44,7 @@ SETTINGS: dict[str, Any] = {
     "max_model_len": 64,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
-    "kv_cache_memory": 8 * block_bytes(ModelShape((CacheKind(2, 8),), VOCAB, 512), torch.float32),
+    "kv_cache_memory": 8 * block_bytes((CacheKind(2, 8),), torch.float32),
     "adapter_memory": 1 << 20,
     "adapter_cpu_memory": 1 << 20,
     "num_threads": 1,

@@ -19,12 +19,11 @@ from loraplex.engine.grammar import matchers, tokenizer
 from loraplex.engine.grammar.masks import MAX_FORCED
 from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer, new_matcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.logprobs import Logprobs
-from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
-from support.engine.grammars import CASES, VOCAB_SIZE, Case, regex_case, save_byte_model, text_of
+from support.engine.grammars import CASES, Case, regex_case, save_byte_model, text_of
 from support.engine.local_engine import LocalEngine
 from support.models.byte_tokenizer import EOS_ID, PAD_ID, START_ID, THINK_ID
 
@@ -46,13 +45,13 @@ def adapters(model_dir: Path) -> dict[str, Path]:
 
 
 def make_engine(model_dir: Path, work: Path, *, num_blocks: int = 64, **settings: Any) -> LocalEngine:
-    shape = ModelShape((CacheKind(2, 8),) * 3, VOCAB_SIZE, 512)
+    caches = (CacheKind(2, 8),) * 3
     options = {"kernels": "torch", "max_num_seqs": 8, "max_model_len": 160, **settings}
     return LocalEngine(
         model_dir,
         work,
         dtype="float32",
-        kv_cache_memory=num_blocks * block_bytes(shape, torch.float32),
+        kv_cache_memory=num_blocks * block_bytes(caches, torch.float32),
         adapter_memory=4 << 20,
         adapter_cpu_memory=4 << 20,
         num_threads=1,

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from loraplex.engine.execution.kv_cache import block_bytes
-from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
+from loraplex.engine.kv.layers import CacheKind
 from support.adapters.peft_zoo import ALL_SITES, PeftReference
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.engine.mixed_questions import cramped_engine
@@ -73,8 +72,8 @@ def make_asked(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Iterato
     made: list[Asked] = []
 
     def make(dtype: str, *, kv_blocks: int = 400, **settings: Any) -> Asked:
-        shape = ModelShape((CacheKind(2, FAMILY["head_dim"]),) * 3, VOCAB, 1024)
-        size = block_bytes(shape, getattr(torch, dtype))
+        caches = (CacheKind(2, FAMILY["head_dim"]),) * 3
+        size = block_bytes(caches, getattr(torch, dtype))
         sizes = {
             "max_model_len": 300,
             "adapter_memory": 8 << 20,

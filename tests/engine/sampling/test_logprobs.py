@@ -20,8 +20,8 @@ from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.logprobs import Logprobs, Scores, cut_scores, join_scores, wrong_scores
-from loraplex.engine.model.base import KVCache
 from loraplex.engine.sampling import sampler, scoring
 from loraplex.engine.sampling.scoring import score_tokens
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
@@ -76,7 +76,7 @@ class Engine:
     def __init__(
         self, model: Any, *, lookahead: int = 0, num_blocks: int = 64, executor: Executor | None = None
     ) -> None:
-        kv = KVCache(model.shape, num_blocks, model.dtype, model.device)
+        kv = KVCache(model.shape.caches, num_blocks, model.dtype, model.device)
         kv.tensor.fill_(float("nan"))
         self.model = CountedModel(model)
         self.runner = ModelRunner(self.model, kv, executor or Executor(), eos_ids=frozenset(), lora=None)

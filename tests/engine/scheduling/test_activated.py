@@ -13,7 +13,7 @@ from msgspec import structs
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import Charges
-from loraplex.engine.scheduling import prefix_keys
+from loraplex.engine.kv import prefix_keys
 from loraplex.engine.types import BlockKey, EngineRequest, SamplingParams, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.core_engine import CoreEngine, adapter, expected

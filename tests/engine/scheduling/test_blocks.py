@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.scheduling import prefix_keys
-from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 

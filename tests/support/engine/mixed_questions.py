@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from loraplex.engine.execution.kv_cache import block_bytes
-from loraplex.engine.model.base import ModelShape
-from loraplex.engine.model.layer_kinds import CacheKind
+from loraplex.engine.kv.layers import CacheKind
 from support.adapters.peft_zoo import PeftReference
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import VOCAB
@@ -29,14 +28,14 @@ def cramped_engine(
 ) -> LocalEngine:
     """In float32, with a pool so small that sequences start over. `family`: the config that the base was made of."""
     kv_heads, head_dim = family.get("num_key_value_heads", 2), family.get("head_dim", 8)
-    shape = ModelShape((CacheKind(kv_heads, head_dim),) * 3, VOCAB, 512)
+    caches = (CacheKind(kv_heads, head_dim),) * 3
     return LocalEngine(
         base,
         work,
         dtype="float32",
         max_model_len=100,
         max_num_batched_tokens=40,
-        kv_cache_memory=num_blocks * block_bytes(shape, torch.float32),
+        kv_cache_memory=num_blocks * block_bytes(caches, torch.float32),
         adapter_memory=4 << 20,
         adapter_cpu_memory=4 << 20,
         num_threads=1,

@@ -102,7 +102,7 @@ class Recorder:
         return sampler
 
     def _keep_kv(self, part: ScheduledSequence) -> None:
-        kept, cache = self.kv.setdefault(part.request_id, {}), self._caches[-1].tensor
+        kept, cache = self.kv.setdefault(part.request_id, {}), self._caches[-1].pools[0]
         heads, dim = cache.shape[-2], head_dim_of(cache[0])
         for position in range(max(part.start, part.num_prompt), part.start + part.num_tokens):
             block, place = part.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE

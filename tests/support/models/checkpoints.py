@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.model.base import ForwardBatch, KVCache, LoraPass, Model
+from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.model.base import ForwardBatch, LoraPass, Model
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.torch_attention import TorchAttention, build_attention_batch
 
@@ -191,7 +192,7 @@ class PagedRun:
         self.gather_blocks = gather_blocks
         self.done = [0] * len(prompts)
         self.logits: list[list[torch.Tensor]] = [[] for _ in prompts]
-        self.kv = KVCache(model.shape, sum(needed) + 3, kv_dtype or model.dtype, model.device)
+        self.kv = KVCache(model.shape.caches, sum(needed) + 3, kv_dtype or model.dtype, model.device)
         # Scales of codes are NaN then too.
         self.kv.tensor.fill_(127 if kv_dtype is torch.int8 else float("nan"))
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.cache.tenant_memory import TenantMemory
-from loraplex.engine.scheduling import prefix_keys, scheduler, step_draft
-from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.scheduling import scheduler, step_draft
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.tenant_turns import TenantTurns

@@ -91,7 +91,7 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
     """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
     and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
     target = torch.device(device.kind)
-    block = block_bytes(model.shape, kv_dtype(wanted.kv_cache_dtype, model.dtype))
+    block = block_bytes(model.shape.caches, kv_dtype(wanted.kv_cache_dtype, model.dtype))
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
     layout = ArenaLayout(
         model.site_groups,
@@ -210,7 +210,7 @@ def _kv_size(
     """The KV cache that a start would choose of `kv_free` bytes, less if the activations need more than that leaves;
     and the setting, in whole MiB, that gives it."""
     of_cache = kv_dtype(wanted.kv_cache_dtype, model.dtype)
-    block = block_bytes(model.shape, of_cache)
+    block = block_bytes(model.shape.caches, of_cache)
     # A start measures what is an estimate here.
     left = max(block, kv_free - activations - headroom(device.memory))
 

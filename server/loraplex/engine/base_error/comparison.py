@@ -24,7 +24,8 @@ from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.engine.base_error.forms import BaseInForm, StreamedWeight
 from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
 from loraplex.engine.execution.inputs import PlainInputs
-from loraplex.engine.model.base import ForwardBatch, KVCache, TokenRows
+from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.model.base import ForwardBatch, TokenRows
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
 from loraplex.engine.model.fused import DecoderReader, FusedDecoder
@@ -191,7 +192,7 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
             attention=attention.lay_out(counts, counts, tables),
             fresh_blocks=torch.arange(ends[-1]),
             logits_rows=torch.tensor(compared),
-            kv=KVCache(model.shape, ends[-1], torch.float32, _CPU),
+            kv=KVCache(model.shape.caches, ends[-1], torch.float32, _CPU),
             lora=arena.lora_pass(segments, len(rows)),
             head_lora=arena.head_pass(of_logits, len(compared)),
             token_rows=None if tokens is None else _OfTokens(tokens, torch.tensor(rows)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.kv.block_needs import blocks_for
 from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
-from loraplex.engine.scheduling.block_needs import blocks_for
 from loraplex.engine.types import EngineError, EngineRequest
 
 MAX_TOKEN_ID = 2**31 - 1

@@ -19,7 +19,8 @@ from loraplex.adapters.device.arena import AdapterArena
 from loraplex.engine.config import MAX_RECORDED_ROWS
 from loraplex.engine.execution.inputs import RecordedSize, Recorder, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource, Replay
-from loraplex.engine.model.base import ForwardBatch, KVCache, Model
+from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.model.base import ForwardBatch, Model
 from loraplex.kernels.attention.kernel import AttentionKernel, RecordableAttention
 from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling

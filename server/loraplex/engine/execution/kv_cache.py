@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -11,9 +13,10 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.control_groups import ControlGroups
 from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.model.base import KVCache, ModelShape
+from loraplex.engine.kv.cache import KVCache, block_elements
+from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.model.base import ModelShape
 from loraplex.kernels.attention import BLOCK_SIZE
-from loraplex.kernels.attention.kv_codes import head_width
 
 _CPU_FRACTION = 0.3
 _CPU_LIMIT = 4 << 30
@@ -45,7 +48,7 @@ class WatchedKVCache(KVCache):
 
     def __init__(
         self,
-        shape: ModelShape,
+        caches: Sequence[CacheKind],
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -54,9 +57,10 @@ class WatchedKVCache(KVCache):
         blocks_ahead: int,
     ) -> None:
         """`blocks_ahead`: see `FirstTouch`."""
-        super().__init__(shape, num_blocks, dtype, device)
+        super().__init__(caches, num_blocks, dtype, device)
         self._heartbeat = heartbeat
-        self._first_touch = FirstTouch(self.tensor, blocks_ahead) if device.type == "cpu" else None
+        memory = tuple(chain.from_iterable(self.pools))
+        self._first_touch = FirstTouch(memory, blocks_ahead) if device.type == "cpu" else None
         if self._first_touch is not None:
             self._first_touch.expect(0)
 
@@ -74,11 +78,10 @@ def kv_dtype(asked: str, model_dtype: torch.dtype) -> torch.dtype:
     return torch.int8 if asked == "int8" else model_dtype
 
 
-def block_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
+def block_bytes(caches: Sequence[CacheKind], dtype: torch.dtype) -> int:
     """Bytes of one block of 16 positions over all layers, K and V, of a KV cache in this dtype; in int8 with the scales
     of its codes."""
-    heads = sum(kind.kv_heads * head_width(kind.head_dim, dtype) for kind in shape.caches)
-    return BLOCK_SIZE * 2 * heads * dtype.itemsize
+    return dtype.itemsize * sum(block_elements(kind, dtype) for kind in caches)
 
 
 def blocks_of(num_positions: int) -> int:
@@ -110,7 +113,7 @@ def size_kv_cache(
         raise SequenceTooLong(
             f"max_model_len {max_model_len} is beyond the {shape.max_positions} positions of the model; lower it"
         )
-    one = block_bytes(shape, dtype)
+    one = block_bytes(shape.caches, dtype)
     if kv_cache_memory or budget is None:
         budget = kv_cache_memory or _choose_budget(device, available, num_sharing)
     num_blocks = budget // one

@@ -12,21 +12,16 @@ import torch
 
 from loraplex.engine.execution.batch import FlatStep, flatten
 from loraplex.engine.execution.executor import Executor
-from loraplex.engine.execution.inputs import (
-    LoraSource,
-    PlainInputs,
-    StepAdapters,
-    StepInputs,
-    begin_adapters,
-)
+from loraplex.engine.execution.inputs import LoraSource, PlainInputs, StepAdapters, StepInputs, begin_adapters
 from loraplex.engine.execution.pooling import Pooled, PooledSlice, pool, pooled_parts
 from loraplex.engine.execution.site_probe import Measured, SiteProbe, measure_part, site_outputs
 from loraplex.engine.execution.step_masks import StepMasks, begin_masks
 from loraplex.engine.execution.torch_errors import as_device_fault, give_back_memory
 from loraplex.engine.grammar.masks import MaskMaker, MaskRow
 from loraplex.engine.host_to_device import HostToDevice
+from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.logprobs import Scores, cut_scores
-from loraplex.engine.model.base import ForwardBatch, KVCache, Model
+from loraplex.engine.model.base import ForwardBatch, Model
 from loraplex.engine.pooling import PooledPart
 from loraplex.engine.sampling.acceptance import accepted_tokens, add_output_scores
 from loraplex.engine.sampling.batch import AskedScores, SamplingBatch

@@ -13,7 +13,8 @@ from loraplex.engine.execution.device_memory import DeviceMemory, headroom
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.runner import ModelRunner
-from loraplex.engine.model.base import KVCache, Model
+from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.model.base import Model
 from loraplex.engine.sampling.sampler import Sampler
 from loraplex.kernels.attention.kernel import RecordableAttention
 

@@ -9,11 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from loraplex.adapters.errors import LoraplexError
-from loraplex.engine.model.layer_kinds import CacheKind
-from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.kernels.attention.kernel import AttentionKernel
-from loraplex.kernels.attention.kv_codes import head_width
-from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import LoraPass
 
@@ -98,42 +96,6 @@ class ModelShape:
     @property
     def num_layers(self) -> int:
         return len(self.caches)
-
-
-class KVCache:
-    """One preallocated pool of KV blocks for all layers: [layers, N, 16, 2, Hkv, D], K before V; of codes, in int8,
-    [layers, N, 16, 2, Hkv, D + 2] (`loraplex.kernels.attention.kv_codes`).
-
-    Invariant, for kernels that read what is not written yet (`AttentionKernel.reads_unwritten`): where a block belongs
-    to a sequence, its positions beyond the sequence's end hold zeros. A block's last owner may have left anything
-    there, NaN included, and a masked NaN still spoils a sum.
-    """
-
-    def __init__(self, shape: ModelShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
-        kind = shape.caches[0]
-        width = head_width(kind.head_dim, dtype)
-        sizes = (shape.num_layers, num_blocks, BLOCK_SIZE, 2, kind.kv_heads, width)
-        if device.type == "cpu":
-            self.tensor = untouched_zeros(sizes, dtype)
-        else:
-            self.tensor = torch.zeros(sizes, dtype=dtype, device=device)
-        self._layers = self.tensor.unbind(0)
-
-    @property
-    def num_blocks(self) -> int:
-        return self.tensor.shape[1]
-
-    def layer(self, index: int) -> torch.Tensor:
-        """[N, 16, 2, Hkv, D], or D + 2: a view."""
-        return self._layers[index]
-
-    def expect(self, blocks: torch.Tensor) -> None:
-        """A step will begin to write to these blocks. blocks: [n] int64. For the thread that plans."""
-
-    def clear_blocks(self, blocks: torch.Tensor) -> None:
-        """Clear blocks whose first position is written in this step. blocks: [n] int64."""
-        if blocks.shape[0]:
-            self.tensor.index_fill_(1, blocks, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding
 
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.engine.model.stored_codes import PackedReader
 from loraplex.engine.model.stored_floats import packed_reader
 from loraplex.engine.model.weights import TensorSource, open_checkpoint, tensor_bytes

@@ -15,12 +15,12 @@ from loraplex.adapters.admission.base_families import obstacle_of, text_fields
 from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model import code_products
 from loraplex.engine.model.base import Model, ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import check_sizes, read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
 from loraplex.engine.model.fused import attention_needs, load_fused
-from loraplex.engine.model.layer_kinds import CacheKind
 from loraplex.engine.model.plans import FusedPlan, KeptPlans
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES

@@ -55,7 +55,7 @@ class TransformersDecoder:
     def __init__(self, model: Any, shape: ModelShape) -> None:
         self._model = model
         self._shape = shape
-        kind = shape.caches[0]
+        kind = max(shape.caches, key=lambda kind: kind.kv_heads * kind.head_dim)
         self._kernel = TorchAttention(kind.kv_heads, kind.head_dim, model.dtype, model.device)
         self._sites = find_sites(model, shape.num_layers)
         self._groups = self._sites.groups

@@ -18,8 +18,8 @@ from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.scheduling.block_needs import blocks_for, reserved_blocks
-from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.kv.block_needs import blocks_for, reserved_blocks
+from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
 from loraplex.engine.types import Sequence, SequenceState
 from loraplex.kernels.attention import BLOCK_SIZE

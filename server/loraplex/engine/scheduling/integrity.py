@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 from loraplex.adapters.cache.adapter_cache import Lease
-from loraplex.engine.scheduling.block_needs import blocks_for
+from loraplex.engine.kv.block_needs import blocks_for
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.types import MEASURE_STEPS, Sequence, SequenceState
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from math import inf
 
-from loraplex.engine.scheduling.block_needs import blocks_for, blocks_short, holds_blocks, reserved_blocks
-from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.kv.block_needs import blocks_for, blocks_short, holds_blocks, reserved_blocks
+from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
 from loraplex.engine.scheduling.step_draft import StepDraft

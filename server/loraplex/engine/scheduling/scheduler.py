@@ -14,17 +14,18 @@ from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.scheduling import prefix_keys, step_draft
-from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
-from loraplex.engine.scheduling.background import BackgroundSequences
-from loraplex.engine.scheduling.block_needs import (
+from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv.block_needs import (
     blocks_for,
     blocks_missing,
     blocks_short,
     lacks_blocks,
     reserved_blocks,
 )
-from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.scheduling import step_draft
+from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
+from loraplex.engine.scheduling.background import BackgroundSequences
 from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.integrity import check_places
@@ -32,12 +33,7 @@ from loraplex.engine.scheduling.preempter import Preempter
 from loraplex.engine.scheduling.preemption import preemption_order
 from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_draft import StepDraft
-from loraplex.engine.scheduling.timing.step_bound import (
-    LEAST_CHUNK,
-    PromptTime,
-    StepBound,
-    prompts_behind,
-)
+from loraplex.engine.scheduling.timing.step_bound import LEAST_CHUNK, PromptTime, StepBound, prompts_behind
 from loraplex.engine.scheduling.timing.step_times import StepLoad
 from loraplex.engine.types import (
     MEASURE_STEPS,

@@ -18,8 +18,8 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import ParamSpec, TypeVar
 
-from loraplex.engine.scheduling.block_needs import blocks_for
-from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.kv.block_needs import blocks_for
+from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter, DraftSource
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
 from loraplex.engine.scheduling.timing.step_costs import StepCosts

@@ -7,10 +7,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Literal
 
+from loraplex.engine.kv.prefix_keys import namespace
 from loraplex.engine.scheduling.drafting.acceptance import TRIAL_GAIN, Acceptance, cell_of
 from loraplex.engine.scheduling.drafting.answer_history import Answer, Histories
 from loraplex.engine.scheduling.drafting.own_index import MAX_MATCH, MIN_MATCH, OwnIndex
-from loraplex.engine.scheduling.prefix_keys import namespace
 from loraplex.engine.types import Namespace, Sequence
 
 DraftSource = Literal["own", "history"]

@@ -1,4 +1,4 @@
-"""Kinds of layers as data, without torch: what a layer computes, and what it keeps of a sequence."""
+"""The needs of a model's layers: what each keeps of a sequence. No torch."""
 
 from __future__ import annotations
 

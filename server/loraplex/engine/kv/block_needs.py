@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loraplex.engine.scheduling.blocks import BlockManager
+from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.types import Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
