@@ -78,9 +78,9 @@ class RandomTensors:
     """Weights by name, drawn on request: linears keep the size of what goes through them, the head's
     too where it is the embedding."""
 
-    def __init__(self, device: torch.device, *, gemma: bool, tied: bool, seed: int = 0) -> None:
+    def __init__(self, device: torch.device, *, norm_offset: float, tied: bool, seed: int = 0) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
-        self._center = 0.0 if gemma else 1.0
+        self._center = 1.0 - norm_offset
         self._tied = tied
 
     def __contains__(self, name: str) -> bool:
@@ -120,7 +120,7 @@ def random_decoder(
 ) -> FusedDecoder:
     """The engine's decoder of any size, in a second. `pack` as of `decoder_of`."""
     spec = spec_of(config)
-    tensors = RandomTensors(device, gemma=spec.gemma, tied=spec.tied)
+    tensors = RandomTensors(device, norm_offset=spec.norm.offset, tied=spec.tied)
     return decoder_of(
         tensors, spec, dtype, device, batch_invariant=batch_invariant, attention=attention, pack=pack
     )

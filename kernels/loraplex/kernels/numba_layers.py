@@ -62,7 +62,6 @@ class NumbaRecordedLayers:
         if (
             not self._is_recordable
             or rows > MAX_ROWS
-            or given.begin_lora is not None
             or type(attention) is not NumbaAttentionBatch
             or not (lora is None or type(lora) is NumbaLoraPass)
         ):
@@ -105,13 +104,7 @@ class NumbaRecordedLayers:
         lora = None if lora is None else lora.to_record()
         recording = Recording(self._memory)
 
-        def enter_layer(layer: int, _group: str, _x: torch.Tensor) -> None:
-            recording.enter_layer(layer)
-
         with recording:
-            x = run_layers(
-                LayerInputs(
-                    residual, list(zip(tables[::2], tables[1::2], strict=True)), attention, lora, enter_layer
-                )
-            )
+            pairs = list(zip(tables[::2], tables[1::2], strict=True))
+            x = run_layers(LayerInputs(residual, pairs, attention, lora, recording.enter_layer))
         return recording.call_list(tensors, lora), attention, x

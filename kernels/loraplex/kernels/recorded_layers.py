@@ -14,14 +14,14 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
     """Inputs of the layers of a step: `residual` [T, C], which they change, cos and sin [T, 1, R/2] of each kind of
-    rotation, the sequences as the `AttentionKernel` laid them out, the step's adapters or None.
-    `begin_lora` (layer, group, x), where it is not None, is to be called before each linear."""
+    rotation, the sequences as the `AttentionKernel` laid them out, the step's adapters or None. `enter_layer` is to be
+    called with the number of each layer."""
 
     residual: torch.Tensor
     cos_sin: Sequence[CosSin]
     attention: Any
     lora: Any
-    begin_lora: Callable[[int, str, torch.Tensor], None] | None
+    enter_layer: Callable[[int], None] = lambda layer: None
 
 
 class RecordedLayers(Protocol):

@@ -125,6 +125,10 @@ def _choose_attention(
     choice: str, needs: AttentionNeeds, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
 ) -> AttentionChoice:
     check_name(choice)
+    if needs.is_mixed:
+        raise AttentionUnavailable(
+            "Triton's lays out a step for heads of one size; serve with --kernels torch"
+        )
     obstacles = {
         name: find(needs, dtype, device, batch_invariant=batch_invariant)
         for name, find in (

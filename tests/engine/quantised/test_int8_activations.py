@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from loraplex.engine.logprobs import join_scores
-from loraplex.engine.model.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.code_products import activations, bits_for_int8
+from loraplex.engine.model.layer_kinds import NormKind
+from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.loading import examine_dtype
 from loraplex.engine.model.outline import outline_model
 from loraplex.kernels.backend import make_kernels
@@ -128,14 +129,14 @@ def test_adapters_read_the_activations_before_they_are_rounded(group: str) -> No
     x, kept = (torch.randn(3, 64, generator=torch.Generator().manual_seed(2)) for _ in range(2))
     found, lora = {}, _Lora()
     for name, packed in (("int8", pack_integers(weight, x.dtype)), ("exact", pack_groups(weight, x.dtype))):
-        batch: Any = SimpleNamespace(lora=lora, lora_readers=None, begin_lora=None)
-        linears, linear = AdaptedLinears(kernels.ops, eps=1e-5, gemma=False), Linear(packed, None)
+        batch: Any = SimpleNamespace(lora=lora, lora_readers=None)
+        linears, linear = AdaptedLinears(kernels.ops, NormKind(1e-5)), Linear(packed, None, 0, group)
         if group == "gate_up":
-            found[name] = linears.gate(linear, x, 0, group, batch)
+            found[name] = linears.gate(linear, x, batch, "silu")
         elif group == "qkv":
-            found[name] = linears.apply(linear, x, 0, group, batch)
+            found[name] = linears.apply(linear, x, batch)
         else:
-            found[name] = linears.apply_and_norm(linear, x, 0, group, batch, torch.ones(64), None)
+            found[name] = linears.apply_and_norm(linear, x, batch, torch.ones(64), None)
     assert isinstance(pack_integers(weight, x.dtype), PackedIntegers)
     assert all(seen is x for seen in lora.seen)
     assert len(lora.seen) == 2

@@ -21,12 +21,13 @@ from loraplex.kernels.attention.triton_tiling import AttentionShape
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """Properties of a model that decide which kernels can compute its attention: its sizes, the windows of its layers,
-    each once, and whether scores have a softcap."""
+    """Properties of a model that decide which kernels can compute its attention: the sizes of its widest layer, the
+    windows of its layers, each once, whether scores have a softcap, and whether layers of other sizes are mixed in."""
 
     shape: AttentionShape
     windows: tuple[int | None, ...] = (None,)
     has_softcap: bool = False
+    is_mixed: bool = False
 
 
 class AttentionKernel(Protocol):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 
 _TABLE_STEP = 1024
@@ -40,6 +43,16 @@ class CosSinTable:
             more = rope_cos_sin(torch.arange(begin, end), self._inv_freq, self._factor)
             self._cos, self._sin = torch.cat((self._cos, more[0])), torch.cat((self._sin, more[1]))
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+def rotation(
+    inv_freq: Sequence[float], attention_factor: float, device: torch.device
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """`rope_cos_sin` of positions on a device."""
+    frequencies = torch.tensor(inv_freq, dtype=torch.float32, device=device)
+    if device.type == "cpu":
+        return CosSinTable(frequencies, attention_factor).rows
+    return partial(rope_cos_sin, inv_freq=frequencies, attention_factor=attention_factor)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -28,12 +28,10 @@ from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.model.base import ForwardBatch, TokenRows
 from loraplex.engine.model.config_fields import read_config_json
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
-from loraplex.engine.model.fused import DecoderReader, FusedDecoder
+from loraplex.engine.model.fused import DecoderReader, FusedDecoder, attention_needs
 from loraplex.engine.model.loading import read_model_config
 from loraplex.engine.model.plans import KeptPlans
 from loraplex.kernels.attention import BLOCK_SIZE
-from loraplex.kernels.attention.choice import AttentionChoice
-from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.lora.dispatch import CHUNK
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
@@ -117,7 +115,7 @@ def needed_memory(subject: Subject) -> int:
     )
     rows = sum(table.rows.shape[0] * spec.hidden_size for table in adapter.tokens)
     floats = 4 * linear + 2 * (ranks + rows) + tokens * (3 * spec.vocab_size + 8 * spec.intermediate_size)
-    floats += tokens * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
+    floats += tokens * sum(2 * kind.kv_heads * kind.head_dim for kind in spec.caches)
     return 4 * floats + _LIBRARY_BYTES
 
 
@@ -160,7 +158,7 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
     base."""
     spec, prompts = subject.spec, subject.prompts
     kernels = _kernels()
-    attention = TorchAttention(spec.num_kv_heads, spec.head_dim, torch.float32, _CPU)
+    attention = kernels.choose_attention("auto", attention_needs(spec), torch.float32)
     reader = DecoderReader(form, spec, torch.float32, _CPU, kernels.ops, None, form)
     rows = [token for prompt in prompts for token in prompt]
     known, compact = np.unique(np.array(rows, np.int64), return_inverse=True)
@@ -171,7 +169,7 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
         reader.final_norm(),
         form.read({HEAD: (spec.vocab_size, spec.hidden_size)}),
         ops=kernels.ops,
-        attention=AttentionChoice(attention, "the reference"),
+        attention=attention,
     )
     arena = _arena(model, subject, form, kernels)
     starts = accumulate((len(prompt) for prompt in prompts), initial=0)
@@ -189,7 +187,7 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
         ForwardBatch(
             token_ids=torch.from_numpy(compact),
             positions=torch.cat([torch.arange(count) for count in counts]),
-            attention=attention.lay_out(counts, counts, tables),
+            attention=model.attention.lay_out(counts, counts, tables),
             fresh_blocks=torch.arange(ends[-1]),
             logits_rows=torch.tensor(compared),
             kv=KVCache(model.shape.caches, ends[-1], torch.float32, _CPU),

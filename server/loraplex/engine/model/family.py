@@ -1,165 +1,252 @@
-"""The decoder families of `FusedDecoder`, and what a config must say to be one of them."""
+"""The decoder families of `FusedDecoder` as tables of layer kinds, and what a config must say to be one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.adapters.store.files import shown
+from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.config_fields import check_fields
+from loraplex.engine.model.layer_kinds import (
+    Activation,
+    AttentionKind,
+    GatedKind,
+    LayerKind,
+    NormKind,
+)
 from loraplex.engine.model.rope import RopePlan, plan_rope
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
-    """The differences of a family from Llama's plan. None for a bias: the config's own field decides. `sliding`: the
-    config may name a window; "all" means that it is every layer's, else layer_types decide. `fields`: config fields
-    that only some families have."""
+class LayerRow:
+    """One kind of layer of a family. The defaults are Llama's. A bias that is None is as the config's own field says.
+    Strings but `activation` are names of config fields; an empty one: the kind has no such property."""
 
-    qkv_bias: bool | None
-    o_bias: bool | None
-    mlp_bias: bool | None
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
     qk_norm: bool = False
-    sliding: bool | str = False
     packed: bool = False
+    """Whether the checkpoint has qkv_proj and gate_up_proj."""
+    norms_behind: bool = False
+    """Whether each half has a norm behind it too."""
+    activation: Activation = "silu"
+    activation_field: str = "hidden_act"
+    num_heads: str = "num_attention_heads"
+    kv_heads: str = "num_key_value_heads"
+    head_dim: str = "head_dim"
+    mlp_size: str = "intermediate_size"
+    window: str = ""
+    scale: str = ""
+    """A number whose inverse root scales the scores; empty: the head size."""
+    softcap: str = ""
+
+    @property
+    def config_fields(self) -> set[str]:
+        sizes = {self.num_heads, self.kv_heads, self.head_dim, self.mlp_size}
+        return sizes | {self.activation_field, self.window, self.scale, self.softcap}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`layers`: the kinds by their names in `layer_types`. A family of one kind does not read that field; the last kind
+    is that of all layers where a config has none."""
+
+    layers: Mapping[str, LayerRow]
+    norm_offset: float = 0.0
+    """Added to the stored weight of each norm."""
+    norm_in_float32: bool = False
+    scales_embedding: bool = False
+    """By the root of the hidden size."""
+    logits_softcap: str = ""
     partial_rope: bool = False
-    rope_by_layer_type: bool = False
-    gemma: bool = False
-    fields: frozenset[str] = frozenset()
+    rope_by_kind: bool = False
+    """Whether rope_parameters hold a set for each kind of layer."""
+    fields: frozenset[str] = field(default_factory=frozenset)
+    """Config fields that transformers has worked into others."""
 
 
-_GEMMA_FIELDS = frozenset(
-    {"hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _some_sliding(full: LayerRow) -> Mapping[str, LayerRow]:
+    return {_FULL: full, _SLIDING: replace(full, window="sliding_window")}
+
+
+_PLAIN = LayerRow(qkv_bias=False, o_bias=False, mlp_bias=False, window="sliding_window")
+_GEMMA = LayerRow(
+    mlp_bias=False,
+    norms_behind=True,
+    activation="gelu_tanh",
+    activation_field="hidden_activation",
+    scale="query_pre_attn_scalar",
 )
-_FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(None, None, None),  # SmolLM and SmolLM2 are of this model type too
-    "mistral": _Family(False, False, False, sliding="all"),
-    "qwen2": _Family(True, False, False, sliding=True),
-    "qwen3": _Family(None, None, False, qk_norm=True, sliding=True),
-    "phi3": _Family(
-        False, False, False, sliding="all", packed=True, partial_rope=True,
+_GEMMA2 = Family(
+    _some_sliding(replace(_GEMMA, softcap="attn_logit_softcapping")),
+    norm_offset=1.0,
+    norm_in_float32=True,
+    scales_embedding=True,
+    logits_softcap="final_logit_softcapping",
+)
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family({_FULL: LayerRow()}),  # SmolLM and SmolLM2 are of this model type too
+    "mistral": Family({_SLIDING: _PLAIN}),
+    "qwen2": Family(_some_sliding(LayerRow(qkv_bias=True, o_bias=False, mlp_bias=False))),
+    "qwen3": Family(_some_sliding(LayerRow(mlp_bias=False, qk_norm=True))),
+    "phi3": Family(
+        {_SLIDING: replace(_PLAIN, packed=True)},
+        partial_rope=True,
         fields=frozenset({"original_max_position_embeddings", "partial_rotary_factor"}),
     ),
-    "gemma2": _Family(None, None, False, sliding=True, gemma=True, fields=_GEMMA_FIELDS),
-    "gemma3_text": _Family(
-        None, None, False, qk_norm=True, sliding=True, rope_by_layer_type=True, gemma=True,
-        # transformers' Gemma 3 reads no attn_logit_softcapping, so ours must not either.
-        fields=_GEMMA_FIELDS - {"attn_logit_softcapping"}
-        | {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"},
+    "gemma2": _GEMMA2,
+    # transformers' Gemma 3 reads no attn_logit_softcapping, so ours must not either.
+    "gemma3_text": replace(
+        _GEMMA2,
+        layers=_some_sliding(replace(_GEMMA, qk_norm=True)),
+        rope_by_kind=True,
+        fields=frozenset({"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}),
     ),
-}  # fmt: skip
+}
+_ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh",),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A member of a family, with every number that its forward pass needs.
-
-    `windows[i]` is layer i's sliding window (None: it sees everything). `packed` says that the checkpoint has
-    qkv_proj and gate_up_proj, in the order of our own packed weights; adapters then have them as one site each.
-    `gemma`: norm weights are offsets from 1 and applied in float32, each half of a layer has a norm behind it too,
-    the activation is GELU's tanh approximation, and embeddings are scaled by sqrt(hidden_size). Softcaps are None
-    where the model has none. `trained_positions` is the longest sequence that the model can have; `ignored` are fields
-    of its config.json that are not defined anywhere.
-    """
+    """A member of a family, with every number that its forward pass needs."""
 
     model_type: str
-    num_layers: int
+    layers: tuple[LayerKind, ...]
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
-    rms_norm_eps: float
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    packed: bool
+    norm: NormKind
     tied: bool
-    gemma: bool
-    attention_scale: float
-    attention_softcap: float | None
+    """Whether the head is the embedding."""
+    embed_scale: float
     logits_softcap: float | None
-    windows: tuple[int | None, ...]
     rope: RopePlan
     trained_positions: int
+    """The longest sequence that the model can have."""
     ignored: tuple[str, ...]
+    """Fields of its config.json that are not defined anywhere."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def caches(self) -> tuple[CacheKind, ...]:
+        """Of each layer."""
+        return tuple(kind.mixer.cache for kind in self.layers)
+
+    @property
+    def intermediate_size(self) -> int:
+        """Of the widest layer."""
+        return max(kind.feed_forward.size for kind in self.layers)
 
 
 def is_fused(model_type: str) -> bool:
-    return model_type in _FAMILIES
+    return model_type in FAMILIES
 
 
 def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) -> DecoderSpec:
     """Read a transformers config. `raw` is its config.json: there a field that neither we nor transformers know is
     seen. `max_model_len` is the length that was asked for, 0 if none was: RoPE's frequencies may depend on it.
     Raises ModelUnsupported for anything that would make the computation another one than ours."""
-    family = _FAMILIES[config.model_type]
-    ignored = check_fields(config, raw, family.fields)
-    field, allowed = (
-        ("hidden_activation", ("gelu_pytorch_tanh",)) if family.gemma else ("hidden_act", ("silu", "swish"))
-    )
-    activation = getattr(config, field)
-    if activation not in allowed:
-        raise ModelUnsupported(
-            f"{field} is {shown(activation)}; {config.model_type} is served with '{allowed[0]}'"
-        )
-    num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    if num_heads % num_kv_heads or head_dim % 2:
-        raise ModelUnsupported(
-            f"{num_heads} heads of size {head_dim} over {num_kv_heads} key-value heads do not divide"
-        )
-    attention_bias = bool(getattr(config, "attention_bias", False))
-    mlp_bias = bool(getattr(config, "mlp_bias", False))
-    qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
-    if family.qkv_bias is not None and "attention_bias" in raw and attention_bias != qkv_bias:
-        raise ModelUnsupported(f"attention_bias {attention_bias} is not known for {config.model_type}")
-    if family.mlp_bias is not None and mlp_bias != family.mlp_bias:
-        raise ModelUnsupported(f"mlp_bias {mlp_bias} is not known for {config.model_type}")
-    rope = plan_rope(
+    family = FAMILIES[config.model_type]
+    named = {name for row in family.layers.values() for name in row.config_fields}
+    ignored = check_fields(config, raw, family.fields | named | {family.logits_softcap})
+    window = getattr(config, "sliding_window", None)
+    if window is not None and "sliding_window" not in named:
+        raise ModelUnsupported(f"sliding_window {window} is not known for {config.model_type}")
+    names = _layer_names(config, family)
+    rows = {name: family.layers[name] for name in names}
+    rope, rope_of = plan_rope(
         config,
-        head_dim,
+        {name: _head_dim(config, row) for name, row in rows.items()},
         max_model_len,
         partial=family.partial_rope,
-        by_layer_type=family.rope_by_layer_type,
+        by_kind=family.layers if family.rope_by_kind else (),
     )
+    kinds = {
+        name: _layer_kind(config, raw, row, rope_of[name], rope.max_positions) for name, row in rows.items()
+    }
     return DecoderSpec(
         model_type=config.model_type,
-        num_layers=config.num_hidden_layers,
+        layers=tuple(kinds[name] for name in names),
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         vocab_size=config.vocab_size,
-        rms_norm_eps=config.rms_norm_eps,
-        qkv_bias=qkv_bias,
-        o_bias=attention_bias if family.o_bias is None else family.o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=family.qk_norm,
-        packed=family.packed,
+        norm=NormKind(config.rms_norm_eps, family.norm_offset, family.norm_in_float32),
         tied=bool(config.tie_word_embeddings),
-        gemma=family.gemma,
-        attention_scale=_positive(config, "query_pre_attn_scalar") ** -0.5
-        if family.gemma
-        else head_dim**-0.5,
-        attention_softcap=_softcap(config, family, "attn_logit_softcapping"),
-        logits_softcap=_softcap(config, family, "final_logit_softcapping"),
-        windows=_windows(config, family, rope.max_positions),
+        embed_scale=config.hidden_size**0.5 if family.scales_embedding else 1.0,
+        logits_softcap=_softcap(config, family.logits_softcap),
         rope=rope,
         trained_positions=config.max_position_embeddings,
         ignored=ignored,
     )
 
 
-def _softcap(config: Any, family: _Family, name: str) -> float | None:
-    if name not in family.fields or getattr(config, name) is None:
-        return None
-    return _positive(config, name)
+def _layer_names(config: Any, family: Family) -> tuple[str, ...]:
+    """The kind of each layer."""
+    count, known = config.num_hidden_layers, [*family.layers]
+    types = getattr(config, "layer_types", None)
+    if types is None or len(known) == 1:
+        return (known[-1],) * count
+    if len(types) != count or not set(types) <= set(known):
+        raise ModelUnsupported(
+            f"layer_types of {config.model_type} must name {' or '.join(known)} {count} times"
+        )
+    return tuple(types)
+
+
+def _head_dim(config: Any, row: LayerRow) -> int:
+    num_heads, kv_heads = getattr(config, row.num_heads), getattr(config, row.kv_heads)
+    head_dim: int = getattr(config, row.head_dim, None) or config.hidden_size // num_heads
+    if num_heads % kv_heads or head_dim % 2:
+        raise ModelUnsupported(
+            f"{num_heads} heads of size {head_dim} over {kv_heads} key-value heads do not divide"
+        )
+    return head_dim
+
+
+def _layer_kind(
+    config: Any, raw: Mapping[str, Any], row: LayerRow, rope: int, max_positions: int
+) -> LayerKind:
+    allowed, activation = _ACTIVATIONS[row.activation], getattr(config, row.activation_field)
+    if activation not in allowed:
+        raise ModelUnsupported(
+            f"{row.activation_field} is {shown(activation)}; {config.model_type} is served with '{allowed[0]}'"
+        )
+    attention_bias = bool(getattr(config, "attention_bias", False))
+    mlp_bias = bool(getattr(config, "mlp_bias", False))
+    qkv_bias = attention_bias if row.qkv_bias is None else row.qkv_bias
+    if "attention_bias" in raw and row.qkv_bias is not None and attention_bias != qkv_bias:
+        raise ModelUnsupported(f"attention_bias {attention_bias} is not known for {config.model_type}")
+    if row.mlp_bias is not None and mlp_bias != row.mlp_bias:
+        raise ModelUnsupported(f"mlp_bias {mlp_bias} is not known for {config.model_type}")
+    head_dim = _head_dim(config, row)
+    mixer = AttentionKind(
+        num_heads=getattr(config, row.num_heads),
+        cache=CacheKind(getattr(config, row.kv_heads), head_dim, _window(config, row, max_positions)),
+        rope=rope,
+        scale=(_positive(config, row.scale) if row.scale else head_dim) ** -0.5,
+        softcap=_softcap(config, row.softcap),
+        qkv_bias=qkv_bias,
+        o_bias=attention_bias if row.o_bias is None else row.o_bias,
+        qk_norm=row.qk_norm,
+        packed=row.packed,
+    )
+    gated = GatedKind(getattr(config, row.mlp_size), row.activation, mlp_bias, row.packed)
+    return LayerKind(mixer, gated, row.norms_behind)
+
+
+def _softcap(config: Any, name: str) -> float | None:
+    return _positive(config, name) if name and getattr(config, name) is not None else None
 
 
 def _positive(config: Any, name: str) -> float:
@@ -169,26 +256,11 @@ def _positive(config: Any, name: str) -> float:
     return float(value)
 
 
-def _windows(config: Any, family: _Family, max_positions: int) -> tuple[int | None, ...]:
-    layers: int = config.num_hidden_layers
-    window: int | None = getattr(config, "sliding_window", None)
-    if not family.sliding:
-        if window is not None:
-            raise ModelUnsupported(f"sliding_window {window} is not known for {config.model_type}")
-        return (None,) * layers
-    if window is not None:
-        if type(window) is not int or window < 1:
-            raise ModelUnsupported(
-                f"the config's sliding_window is {shown(window)}; it must be a number above 0"
-            )
-        if window >= max_positions:
-            window = None  # nothing is ever outside of it
-    types = getattr(config, "layer_types", None)
-    if types is None or family.sliding == "all":
-        return (window,) * layers
-    known: dict[str, int | None] = {"full_attention": None, "sliding_attention": window}
-    if len(types) != layers or not set(types) <= known.keys():
-        raise ModelUnsupported(
-            f"layer_types of {config.model_type} must name full_attention or sliding_attention {layers} times"
-        )
-    return tuple(known[kind] for kind in types)
+def _window(config: Any, row: LayerRow, max_positions: int) -> int | None:
+    window = getattr(config, row.window, None) if row.window else None
+    if window is None:
+        return None
+    if type(window) is not int or window < 1:
+        raise ModelUnsupported(f"the config's {row.window} is {shown(window)}; it must be a number above 0")
+    # A longer one leaves nothing outside of it.
+    return window if window < max_positions else None

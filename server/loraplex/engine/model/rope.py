@@ -6,7 +6,8 @@ all keys before it wrong. Here the frequencies are chosen once, by the longest s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,44 +50,47 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class RopePlan:
-    """The different ropes of a model, which of them each layer has, and the longest sequence that they hold for."""
+    """The different ropes of a model, and the longest sequence that they hold for."""
 
     ropes: tuple[Rope, ...]
-    of_layer: tuple[int, ...]
     max_positions: int
 
 
 def plan_rope(
-    config: Any, head_dim: int, max_model_len: int, *, partial: bool, by_layer_type: bool
-) -> RopePlan:
-    """`max_model_len` is the length that was asked for, 0 if none was. `partial`: the family rotates a part of each
-    head where its config says so. `by_layer_type`: rope_parameters hold a set for each type of layer.
+    config: Any,
+    head_dims: Mapping[str, int],
+    max_model_len: int,
+    *,
+    partial: bool,
+    by_kind: Collection[str] = (),
+) -> tuple[RopePlan, Mapping[str, int]]:
+    """The plan, and the index of each kind of layer's rope. `head_dims`: of the kinds of layers that the model has.
+    `max_model_len` is the length that was asked for, 0 if none was. `partial`: the family rotates a part of each head
+    where its config says so. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one set.
 
     Raises ModelUnsupported.
     """
     parameters = config.rope_parameters or {}
-    kinds: tuple[str | None, ...]
-    if by_layer_type:
-        types = tuple(config.layer_types)
-        kinds = tuple(sorted(set(types)))
-        of_layer = tuple(kinds.index(kind) for kind in types)
-        stray = sorted(name for name in parameters if name not in ("full_attention", "sliding_attention"))
-        if stray:
-            raise ModelUnsupported(
-                f"the RoPE parameters {', '.join(stray)} of {config.model_type} belong to no type of layer"
-            )
-    else:
-        kinds, of_layer = (None,), (0,) * config.num_hidden_layers
+    stray = sorted(parameters.keys() - by_kind) if by_kind else ()
+    if stray:
+        raise ModelUnsupported(
+            f"the RoPE parameters {', '.join(stray)} of {config.model_type} belong to no type of layer"
+        )
     ropes: list[Rope] = []
     limits: list[int] = []
-    for kind in kinds:
-        chosen = parameters if kind is None else parameters.get(kind)
+    of_kind: dict[str, int] = {}
+    for kind, head_dim in sorted(head_dims.items()):
+        chosen = parameters.get(kind) if by_kind else parameters
         if not isinstance(chosen, dict) or not isinstance(chosen.get("rope_type", "default"), str):
-            raise ModelUnsupported(f"the config has no RoPE parameters for {kind or 'its layers'}")
-        rope, limit = _rope(config, chosen, kind, head_dim, max_model_len, partial)
-        ropes.append(rope)
+            raise ModelUnsupported(
+                f"the config has no RoPE parameters for {kind if by_kind else 'its layers'}"
+            )
+        rope, limit = _rope(config, chosen, kind if by_kind else None, head_dim, max_model_len, partial)
+        if rope not in ropes:
+            ropes.append(rope)
+        of_kind[kind] = ropes.index(rope)
         limits.append(limit)
-    return RopePlan(tuple(ropes), of_layer, min(limits))
+    return RopePlan(tuple(ropes), min(limits)), of_kind
 
 
 def _rope(
@@ -110,8 +114,10 @@ def _rope(
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
             extra = {} if layer_type is None else {"layer_type": layer_type}
+            own = copy.copy(config)
+            own.head_dim = head_dim
             inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](
-                config, torch.device("cpu"), seq_len=length, **extra
+                own, torch.device("cpu"), seq_len=length, **extra
             )
     except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ModelUnsupported(

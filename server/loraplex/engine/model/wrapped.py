@@ -53,18 +53,31 @@ class TransformersDecoder:
     """A transformers model whose attention is ours. Build it with `wrap`."""
 
     def __init__(self, model: Any, shape: ModelShape) -> None:
-        self._model = model
-        self._shape = shape
-        kind = max(shape.caches, key=lambda kind: kind.kv_heads * kind.head_dim)
-        self._kernel = TorchAttention(kind.kv_heads, kind.head_dim, model.dtype, model.device)
-        self._sites = find_sites(model, shape.num_layers)
-        self._groups = self._sites.groups
-        for (layer, site), module in self._sites.modules.items():
+        self.eager_model = model
+        """Of transformers, for the start's comparison with its own attention."""
+        self.shape, self.num_layers = shape, shape.num_layers
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        widest = max(shape.caches, key=lambda kind: kind.kv_heads * kind.head_dim)
+        self.attention: AttentionKernel = TorchAttention(
+            widest.kv_heads, widest.head_dim, self.dtype, self.device
+        )
+        self.attention_reason = "models that run through transformers have no other"
+        self.num_weights = sum(parameter.numel() for parameter in model.parameters())
+        sites = find_sites(model, shape.num_layers)
+        self.site_groups = sites.groups
+        self.site_layers = frozenset(sites.modules)
+        """The (layer, site) that exist: a site may be missing in some layers."""
+        for (layer, site), module in sites.modules.items():
             module.register_forward_hook(_adapter_hook(layer, site))
-        if self._sites.head is not None:
-            self._sites.head.register_forward_hook(_adapt_head)
-        if self._sites.embedding is not None:
-            self._sites.embedding.register_forward_hook(_adapt_embedding)
+        self.head_group: SiteGroup | None = None
+        if (head := sites.head) is not None:
+            self.head_group = SiteGroup(HEAD, (HEAD,), head.in_features, (head.out_features,))
+            head.register_forward_hook(_adapt_head)
+        self.embedding_shape: tuple[int, int] | None = None
+        if (table := sites.embedding) is not None:
+            self.embedding_shape = table.num_embeddings, table.embedding_dim
+            table.register_forward_hook(_adapt_embedding)
         for module in model.modules():
             if type(module) is torch.nn.Linear:
                 module.forward = partial(_linear, module)  # type: ignore[method-assign]
@@ -72,80 +85,21 @@ class TransformersDecoder:
         inner = model.base_model
         if inner is not model:
             inner.register_forward_hook(_take_hidden)
-        self._hidden_size = None if inner is model else int(model.config.get_text_config().hidden_size)
+        self.hidden_size = None if inner is model else int(model.config.get_text_config().hidden_size)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
-    def shape(self) -> ModelShape:
-        return self._shape
-
-    @property
     def weight_bytes(self) -> int:
-        return tensor_bytes((tuple(self._model.parameters()), tuple(self._model.buffers())))
-
-    @property
-    def num_weights(self) -> int:
-        return sum(parameter.numel() for parameter in self._model.parameters())
-
-    @property
-    def attention(self) -> AttentionKernel:
-        return self._kernel
-
-    @property
-    def attention_reason(self) -> str:
-        return "models that run through transformers have no other"
-
-    @property
-    def num_layers(self) -> int:
-        return self._shape.num_layers
-
-    @property
-    def hidden_size(self) -> int | None:
-        return self._hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self._model.dtype
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self._model.device
-        return device
-
-    @property
-    def site_groups(self) -> tuple[SiteGroup, ...]:
-        """One group a site, named like it."""
-        return self._groups
-
-    @property
-    def head_group(self) -> SiteGroup | None:
-        head = self._sites.head
-        return None if head is None else SiteGroup(HEAD, (HEAD,), head.in_features, (head.out_features,))
-
-    @property
-    def embedding_shape(self) -> tuple[int, int] | None:
-        table = self._sites.embedding
-        return None if table is None else (table.num_embeddings, table.embedding_dim)
-
-    @property
-    def site_layers(self) -> frozenset[tuple[int, str]]:
-        """The (layer, site) that exist: a site may be missing in some layers."""
-        return frozenset(self._sites.modules)
-
-    @property
-    def eager_model(self) -> Any:
-        """The transformers model itself, for the start's comparison with its own attention."""
-        return self._model
+        return tensor_bytes((tuple(self.eager_model.parameters()), tuple(self.eager_model.buffers())))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         batch.kv.clear_blocks(batch.fresh_blocks)
         arguments: dict[str, Any] = {"use_cache": False}
         if self._keeps_rows:
             arguments["logits_to_keep"] = batch.logits_rows
-        token, kernel_token = _BATCH.set(batch), _KERNEL.set(self._kernel)
+        token, kernel_token = _BATCH.set(batch), _KERNEL.set(self.attention)
         try:
-            answer = self._model(
+            answer = self.eager_model(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], **arguments
             )
         finally:

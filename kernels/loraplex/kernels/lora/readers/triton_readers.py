@@ -32,8 +32,8 @@ _MAX_NORM_COLUMNS = 4096
 
 
 class FusedReaders:
-    """See `loraplex.engine.model.base.LoraReaders`. `launcher`: of a recorded pass; its tiling says what is computed
-    here."""
+    """The adapters of one step in place of `LoraPass.apply` and the operation behind it. y is what the base's linear
+    returned for x. `launcher`: of a recorded pass; its tiling says what is computed here. False or None: it is not."""
 
     def __init__(self, launcher: LoraLauncher) -> None:
         self._launcher = launcher
@@ -54,9 +54,10 @@ class FusedReaders:
         k_norm: torch.Tensor | None,
         eps: float,
     ) -> bool:
-        """Compute a group of Q, K and V, or one site for the three. False also for heads that are wider than what a
-        program computes, and for a cache of codes: a program has no registers for what those take. Raises ValueError
-        where the shapes are not the group's, or not those of `loraplex.kernels.layers.triton_rope`."""
+        """Compute `Ops.rotate_and_write` of a group of Q, K and V, or one site for the three. y [T, (Hq + 2·Hkv)·D]:
+        its queries are changed in place. slots [T]: of the batch's attention. False also for heads that are wider than
+        what a program computes, and for a cache of codes: a program has no registers for what those take. Raises
+        ValueError where the shapes are not the group's, or not those of `loraplex.kernels.layers.triton_rope`."""
         tiling = self._launcher.tiling
         num_kv_heads, head_dim, half = cache.shape[3], cache.shape[4], cos.shape[-1]
         block_half, rest = triton.next_power_of_2(half), head_dim - 2 * half
@@ -112,8 +113,8 @@ class FusedReaders:
     def gated(
         self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
     ) -> torch.Tensor | None:
-        """Compute a group of gate and up, or one site for both. Raises ValueError where the shapes are not the
-        group's."""
+        """Compute `Ops.silu_and_mul`, or `Ops.gelu_tanh_and_mul`, of a group of gate and up, or one site for both: y
+        [T, 2·I] → [T, I]. Raises ValueError where the shapes are not the group's."""
         tiling = self._launcher.tiling
         if not tiling.fuse_gated:
             return None
@@ -152,8 +153,8 @@ class FusedReaders:
         eps: float,
         residual: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Compute a group of one site. Raises ValueError where the shapes are not the group's, or do not fit each
-        other."""
+        """Compute `Ops.add_rms_norm` of a group of one site, or `Ops.rms_norm` without a residual: [T, C]. Raises
+        ValueError where the shapes are not the group's, or do not fit each other."""
         tiling = self._launcher.tiling
         rows, columns = y.shape
         if rows > tiling.fuse_norm_rows or columns > _MAX_NORM_COLUMNS:

@@ -1,0 +1,61 @@
+"""Kinds of layers as data, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from loraplex.engine.kv.layers import CacheKind
+
+Activation = Literal["silu", "gelu_tanh"]
+"""The last is GELU's tanh approximation."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """Attention over rotated queries and keys."""
+
+    num_heads: int
+    cache: CacheKind
+    rope: int
+    """The index of its rotation in `RopePlan.ropes`."""
+    scale: float
+    softcap: float | None
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    """Whether queries and keys are normed by head."""
+    packed: bool
+    """Whether the checkpoint has qkv_proj, in the order of our own packed weights: one site for adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatedKind:
+    """A feed-forward: down(activation(gate(x)) · up(x))."""
+
+    size: int
+    activation: Activation
+    bias: bool
+    packed: bool
+    """Whether the checkpoint has gate_up_proj: one site for adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """A mixer and a feed-forward, each with a norm before it. `norms_behind`: each has one behind it too, before its
+    result is added."""
+
+    mixer: AttentionKind
+    feed_forward: GatedKind
+    norms_behind: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NormKind:
+    """RMSNorm, the same for all norms of a model."""
+
+    eps: float
+    offset: float = 0.0
+    """Added to the weights that the checkpoint stores."""
+    in_float32: bool = False
+    """Whether the weights are in float32, and the result is rounded once behind them."""

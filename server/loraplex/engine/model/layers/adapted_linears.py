@@ -1,0 +1,135 @@
+"""The linears of a decoder's layers, each with its adapters and with the operation that reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+
+from loraplex.engine.model.base import ForwardBatch
+from loraplex.engine.model.layer_kinds import Activation, NormKind
+from loraplex.kernels.attention.kv_codes import head_dim_of
+from loraplex.kernels.ops import Ops
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The weight [N, K], as `Ops.pack_weight` made it, and bias [N] or None: the linears of a site group of a layer,
+    stacked by rows."""
+
+    weight: Any
+    bias: torch.Tensor | None
+    layer: int
+    group: str
+
+
+class _Norms(TypedDict):
+    """Norms of queries and keys."""
+
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+
+
+class AdaptedLinears:
+    """Operations on a linear and x [T, K]. Where the batch's `lora_readers` compute the adapters in what follows the
+    linear, they do."""
+
+    def __init__(self, ops: Ops, norm: NormKind) -> None:
+        self._linear = ops.linear
+        self._eps = norm.eps
+        self._rms_norm = ops.rms_norm_float32 if norm.in_float32 else ops.rms_norm
+        self._add_rms_norm = ops.add_rms_norm_float32 if norm.in_float32 else ops.add_rms_norm
+        self._rotate_and_write = ops.rotate_and_write
+        self._activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[T, C]: see `loraplex.kernels.layers.norm`."""
+        return self._rms_norm(x, weight, self._eps)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[T, C]: residual += x, in place, and its norm."""
+        return self._add_rms_norm(x, residual, weight, self._eps)
+
+    def apply(self, linear: Linear, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, N]"""
+        y = self._linear(x, linear.weight, linear.bias)
+        if batch.lora is not None:
+            batch.lora.apply(linear.layer, linear.group, x, y)
+        return y
+
+    def apply_and_rotate(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        num_heads: int,
+        cos_sin: tuple[torch.Tensor, torch.Tensor],
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, num_heads, D]: the rotated queries. Keys and values are in the layer's cache afterwards."""
+        y = self._linear(x, linear.weight, linear.bias)
+        head_dim = head_dim_of(cache)
+        heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
+        norms: _Norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
+        readers = batch.lora_readers
+        if readers is None or not readers.rotary(
+            linear.layer, linear.group, x, y, num_heads, *cos_sin, cache, batch.attention.slots, **norms
+        ):
+            if batch.lora is not None:
+                batch.lora.apply(linear.layer, linear.group, x, y)
+            self._rotate_and_write(heads, num_heads, *cos_sin, cache, batch.attention, **norms)
+        return heads[:, :num_heads]
+
+    def gate(
+        self, linear: Linear, x: torch.Tensor, batch: ForwardBatch, activation: Activation
+    ) -> torch.Tensor:
+        """[T, N ÷ 2]: the activation of gate, times up."""
+        y = self._linear(x, linear.weight, linear.bias)
+        if batch.lora_readers is not None:
+            is_gelu = activation == "gelu_tanh"
+            found = batch.lora_readers.gated(linear.layer, linear.group, x, y, gelu=is_gelu)
+            if found is not None:
+                return found
+        if batch.lora is not None:
+            batch.lora.apply(linear.layer, linear.group, x, y)
+        return self._activations[activation](y)
+
+    def apply_and_norm(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        batch: ForwardBatch,
+        weight: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T, N]: the norm of the result, or of `residual` += the result where there is one."""
+        y = self._linear(x, linear.weight, linear.bias)
+        if batch.lora_readers is not None:
+            found = batch.lora_readers.norm(linear.layer, linear.group, x, y, weight, self._eps, residual)
+            if found is not None:
+                return found
+        if batch.lora is not None:
+            batch.lora.apply(linear.layer, linear.group, x, y)
+        return self.rms_norm(y, weight) if residual is None else self.add_rms_norm(y, residual, weight)
+
+    def add_and_norm(
+        self,
+        linear: Linear,
+        x: torch.Tensor,
+        batch: ForwardBatch,
+        residual: torch.Tensor,
+        behind: torch.Tensor | None,
+        following: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """residual += the linear's result, with the norm `behind` it where there is one, in place. Returns the
+        `following` norm of the sum; without one, what is still to be added."""
+        if behind is not None:
+            x = self.apply_and_norm(linear, x, batch, behind, None)
+            return x if following is None else self.add_rms_norm(x, residual, following)
+        if following is None:
+            return self.apply(linear, x, batch)
+        return self.apply_and_norm(linear, x, batch, following, residual)

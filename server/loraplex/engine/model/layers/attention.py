@@ -1,0 +1,67 @@
+"""A layer's attention: packed queries, keys and values, norms by head, rotation, the paged cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.engine.model.base import ForwardBatch
+from loraplex.engine.model.layer_kinds import AttentionKind
+from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
+from loraplex.engine.model.layers.tensors import LayerTensors
+from loraplex.kernels.attention.kernel import AttentionKernel
+from loraplex.kernels.lora.site_groups import SiteGroup
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """`q_norm` and `k_norm` are [D], None where the kind has none."""
+
+    qkv: Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: Linear
+
+
+def attention_groups(kind: AttentionKind, hidden: int) -> tuple[SiteGroup, SiteGroup]:
+    """Queries, keys and values, and the output."""
+    query, kv = kind.num_heads * kind.cache.head_dim, kind.cache.kv_heads * kind.cache.head_dim
+    qkv = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), hidden, (query, kv, kv))
+    if kind.packed:
+        qkv = SiteGroup("qkv", ("qkv_proj",), hidden, (query + 2 * kv,))
+    return qkv, SiteGroup("o", ("o_proj",), query, (hidden,))
+
+
+def read_attention(
+    kind: AttentionKind, tensors: LayerTensors, prefix: str, layer: int, qkv: SiteGroup, o: SiteGroup
+) -> AttentionWeights:
+    """Raises ModelUnsupported for tensors that do not fit."""
+    head_dim = kind.cache.head_dim
+    return AttentionWeights(
+        qkv=tensors.linear(prefix, layer, qkv, kind.qkv_bias),
+        q_norm=tensors.norm(f"{prefix}q_norm", head_dim) if kind.qk_norm else None,
+        k_norm=tensors.norm(f"{prefix}k_norm", head_dim) if kind.qk_norm else None,
+        o=tensors.linear(prefix, layer, o, kind.o_bias),
+    )
+
+
+def attend(
+    kind: AttentionKind,
+    weights: AttentionWeights,
+    x: torch.Tensor,
+    cache: torch.Tensor,
+    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    batch: ForwardBatch,
+    linears: AdaptedLinears,
+    kernel: AttentionKernel,
+) -> torch.Tensor:
+    """[T, C] → [T, Hq·D], before the output's linear. `cache` has the layer's keys and values, those of this step
+    afterwards too."""
+    queries = linears.apply_and_rotate(
+        weights.qkv, x, batch, cache, kind.num_heads, cos_sin, weights.q_norm, weights.k_norm
+    )
+    out = kernel.run(
+        queries, cache, batch.attention, scale=kind.scale, window=kind.cache.window, softcap=kind.softcap
+    )
+    return out.view(x.shape[0], kind.num_heads * kind.cache.head_dim)

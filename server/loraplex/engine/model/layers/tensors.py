@@ -1,0 +1,64 @@
+"""The tensors of a checkpoint, laid out as layers have them."""
+
+from __future__ import annotations
+
+import torch
+
+from loraplex.engine.model.layer_kinds import NormKind
+from loraplex.engine.model.layers.adapted_linears import Linear
+from loraplex.engine.model.stored_codes import PackedReader
+from loraplex.engine.model.weights import TensorSource
+from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.ops import Ops
+
+
+class LayerTensors:
+    """Reads into memory on one device. Its methods raise ModelUnsupported for a tensor that is missing or of another
+    shape."""
+
+    def __init__(
+        self,
+        checkpoint: TensorSource,
+        norm: NormKind,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Ops,
+        codes: PackedReader | None,
+    ) -> None:
+        """`codes` reads linears as codes; None: they are kept in `dtype`."""
+        self._checkpoint = checkpoint
+        self._norm = norm
+        self._dtype = dtype
+        self._device = device
+        self._ops = ops
+        self._codes = codes
+
+    def linear(self, prefix: str, layer: int, group: SiteGroup, bias: bool) -> Linear:
+        """The group's sites, one behind the other. `prefix`: of their names."""
+        parts = {f"{prefix}{site}": rows for site, rows in zip(group.sites, group.out_features, strict=True)}
+        packed_bias = self._stack(parts, "bias") if bias else None
+        weight = None
+        if self._codes is not None:
+            weight = self._codes.read({name: (rows, group.in_features) for name, rows in parts.items()})
+        if weight is None:
+            weight = self._ops.pack_weight(self._stack(parts, "weight", group.in_features))
+        return Linear(weight, packed_bias, layer, group.key)
+
+    def norm(self, module: str, size: int) -> torch.Tensor:
+        # 1 + w has too few digits for w in the model's own dtype.
+        kept = torch.float32 if self._norm.in_float32 else self._dtype
+        weight = torch.empty(size, dtype=kept, device=self._device)
+        self._checkpoint.read_into(f"{module}.weight", weight)
+        return weight.add_(self._norm.offset) if self._norm.offset else weight
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._checkpoint.read_into(name, tensor)
+        return tensor
+
+    def _stack(self, parts: dict[str, int], what: str, *inputs: int) -> torch.Tensor:
+        """The named tensors, each with its number of rows, one behind the other."""
+        out = torch.empty(sum(parts.values()), *inputs, dtype=self._dtype, device=self._device)
+        for (name, _), rows in zip(parts.items(), out.split(list(parts.values())), strict=True):
+            self._checkpoint.read_into(f"{name}.{what}", rows)
+        return out
