@@ -103,8 +103,6 @@ class Engine:
         parts = {
             "rms_norm": "norms",
             "add_rms_norm": "norms",
-            "rms_norm_float32": "norms",
-            "add_rms_norm_float32": "norms",
             "silu_and_mul": "activation",
             "gelu_tanh_and_mul": "activation",
             "rotate_and_write": "rotate and write",

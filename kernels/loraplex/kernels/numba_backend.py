@@ -46,8 +46,6 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
     return Ops(
         rms_norm=numba_norm.rms_norm,
         add_rms_norm=numba_norm.add_rms_norm,
-        rms_norm_float32=numba_norm.rms_norm_float32,
-        add_rms_norm_float32=numba_norm.add_rms_norm_float32,
         silu_and_mul=numba_activation.silu_and_mul,
         gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
         rotate_and_write=numba_rope.rotate_and_write,

@@ -51,8 +51,6 @@ class Ops:
 
     rms_norm: Norm
     add_rms_norm: AddNorm
-    rms_norm_float32: Norm
-    add_rms_norm_float32: AddNorm
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rotate_and_write: RotateAndWrite

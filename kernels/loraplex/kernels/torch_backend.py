@@ -48,8 +48,6 @@ def torch_ops(device: torch.device = _CPU) -> Ops:
     return Ops(
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
-        rms_norm_float32=norm.rms_norm_float32,
-        add_rms_norm_float32=norm.add_rms_norm_float32,
         silu_and_mul=activation.silu_and_mul,
         gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
@@ -82,10 +80,8 @@ def _rotate_and_write(
     num_kv_heads = cache.shape[3]
     if q_norm is not None and k_norm is not None:
         q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-        # A weight in float32 is one that must not be rounded first.
-        rms_norm = norm.rms_norm if q_norm.dtype is heads.dtype else norm.rms_norm_float32
-        q.copy_(rms_norm(q, q_norm, eps))
-        k.copy_(rms_norm(k, k_norm, eps))
+        q.copy_(norm.rms_norm(q, q_norm, eps))
+        k.copy_(norm.rms_norm(k, k_norm, eps))
     # q and k lie side by side: one rotation for both, and k beside v: one write for both.
     rope.apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
     kv = heads[:, num_heads:].view(num_rows, 2, num_kv_heads, head_dim)

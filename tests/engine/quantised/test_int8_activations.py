@@ -11,7 +11,6 @@ import torch
 
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.code_products import activations, bits_for_int8
-from loraplex.engine.model.layer_kinds import NormKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.loading import examine_dtype
 from loraplex.engine.model.outline import outline_model
@@ -130,7 +129,7 @@ def test_adapters_read_the_activations_before_they_are_rounded(group: str) -> No
     found, lora = {}, _Lora()
     for name, packed in (("int8", pack_integers(weight, x.dtype)), ("exact", pack_groups(weight, x.dtype))):
         batch: Any = SimpleNamespace(lora=lora, lora_readers=None)
-        linears, linear = AdaptedLinears(kernels.ops, NormKind(1e-5)), Linear(packed, None, 0, group)
+        linears, linear = AdaptedLinears(kernels.ops, 1e-5), Linear(packed, None, 0, group)
         if group == "gate_up":
             found[name] = linears.gate(linear, x, batch, "silu")
         elif group == "qkv":

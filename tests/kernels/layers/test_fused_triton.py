@@ -51,16 +51,15 @@ def test_residual_and_norm(dtype, columns, weights):
     x, residual = draw(5, columns, dtype=dtype), draw(5, columns, dtype=dtype, seed=1)
     # Gemma's weights are near 1 and in float32.
     weight = draw(columns, dtype=dtype, seed=2) if weights == "own" else 1 + draw(columns, seed=2) * 0.01
-    of = "" if weights == "own" else "_float32"
     total, kept = residual.clone(), x.clone()
-    reference = getattr(norm, f"add_rms_norm{of}")(x, total, weight, 1e-5)
-    got = getattr(triton_norm, f"add_rms_norm{of}")(x, residual, weight, 1e-5)
+    reference = norm.add_rms_norm(x, total, weight, 1e-5)
+    got = triton_norm.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(x, kept)
     assert got.dtype is residual.dtype is dtype
     assert torch.equal(residual, total)
     close(got, rms(residual, weight, 1e-5), dtype)
     close(got, reference, dtype, times=3)
-    assert torch.equal(getattr(triton_norm, f"rms_norm{of}")(residual, weight, 1e-5), got)
+    assert torch.equal(triton_norm.rms_norm(residual, weight, 1e-5), got)
 
 
 def test_heads_of_a_wider_row_are_normed_as_they_lie():
@@ -139,9 +138,8 @@ def test_rotation_and_kv_write_are_those_of_the_references(
     want = qkv.clone()
     queries, keys = want[:, :heads], want[:, heads : heads + kv_heads]
     if normed:
-        of = norm.rms_norm if normed == "own" else norm.rms_norm_float32
-        queries.copy_(of(queries, weights["q_norm"], 1e-6))
-        keys.copy_(of(keys, weights["k_norm"], 1e-6))
+        queries.copy_(norm.rms_norm(queries, weights["q_norm"], 1e-6))
+        keys.copy_(norm.rms_norm(keys, weights["k_norm"], 1e-6))
     rope.apply_rope(want[:, : heads + kv_heads], cos, sin)
     want_cache = kv_cache(8, block_size, kv_heads, head_dim, dtype)
     real = slots >= 0

@@ -33,11 +33,6 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return out
 
 
-# The kernel takes the weight in its own dtype and rounds once after it, which is Gemma's way too.
-rms_norm_float32 = rms_norm
-add_rms_norm_float32 = add_rms_norm
-
-
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> None:

@@ -60,7 +60,7 @@ class Family:
     """Added to the stored weight of each norm."""
     norm_in_float32: bool = False
     scales_embedding: bool = False
-    """By the root of the hidden size."""
+    """Whether embeddings are multiplied by the root of the hidden size."""
     logits_softcap: str = ""
     partial_rope: bool = False
     rope_by_kind: bool = False
@@ -141,12 +141,12 @@ class DecoderSpec:
 
     @property
     def caches(self) -> tuple[CacheKind, ...]:
-        """Of each layer."""
+        """Each layer's."""
         return tuple(kind.mixer.cache for kind in self.layers)
 
     @property
     def intermediate_size(self) -> int:
-        """Of the widest layer."""
+        """The widest layer's."""
         return max(kind.feed_forward.size for kind in self.layers)
 
 
@@ -193,8 +193,8 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
 
 def _layer_names(config: Any, family: Family) -> tuple[str, ...]:
     """The kind of each layer."""
-    count, known = config.num_hidden_layers, [*family.layers]
-    types = getattr(config, "layer_types", None)
+    count: int = config.num_hidden_layers
+    known, types = [*family.layers], getattr(config, "layer_types", None)
     if types is None or len(known) == 1:
         return (known[-1],) * count
     if len(types) != count or not set(types) <= set(known):

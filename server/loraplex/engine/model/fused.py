@@ -82,7 +82,7 @@ class FusedDecoder:
         self._rotations = tuple(
             rotation(rope.inv_freq, rope.attention_factor, self.device) for rope in spec.rope.ropes
         )
-        self._linears = AdaptedLinears(ops, spec.norm)
+        self._linears = AdaptedLinears(ops, spec.norm.eps)
         self._recorded = None if ops.record_layers is None else ops.record_layers()
         # As transformers rounds it: in the embeddings' dtype.
         self._embed_scale = float(torch.tensor(spec.embed_scale).to(embed.dtype))

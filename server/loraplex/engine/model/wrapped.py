@@ -54,7 +54,7 @@ class TransformersDecoder:
 
     def __init__(self, model: Any, shape: ModelShape) -> None:
         self.eager_model = model
-        """Of transformers, for the start's comparison with its own attention."""
+        """The model of transformers, for the start's comparison with its own attention."""
         self.shape, self.num_layers = shape, shape.num_layers
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from loraplex.engine.model.base import ForwardBatch
-from loraplex.engine.model.layer_kinds import Activation, NormKind
+from loraplex.engine.model.layer_kinds import Activation
 from loraplex.kernels.attention.kv_codes import head_dim_of
 from loraplex.kernels.ops import Ops
 
@@ -36,11 +36,11 @@ class AdaptedLinears:
     """Operations on a linear and x [T, K]. Where the batch's `lora_readers` compute the adapters in what follows the
     linear, they do."""
 
-    def __init__(self, ops: Ops, norm: NormKind) -> None:
+    def __init__(self, ops: Ops, eps: float) -> None:
+        """`eps`: of all norms."""
         self._linear = ops.linear
-        self._eps = norm.eps
-        self._rms_norm = ops.rms_norm_float32 if norm.in_float32 else ops.rms_norm
-        self._add_rms_norm = ops.add_rms_norm_float32 if norm.in_float32 else ops.add_rms_norm
+        self._eps = eps
+        self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
         self._activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}
 

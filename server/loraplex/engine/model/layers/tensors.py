@@ -59,6 +59,8 @@ class LayerTensors:
     def _stack(self, parts: dict[str, int], what: str, *inputs: int) -> torch.Tensor:
         """The named tensors, each with its number of rows, one behind the other."""
         out = torch.empty(sum(parts.values()), *inputs, dtype=self._dtype, device=self._device)
-        for (name, _), rows in zip(parts.items(), out.split(list(parts.values())), strict=True):
-            self._checkpoint.read_into(f"{name}.{what}", rows)
+        first = 0
+        for name, rows in parts.items():
+            self._checkpoint.read_into(f"{name}.{what}", out[first : first + rows])
+            first += rows
         return out
