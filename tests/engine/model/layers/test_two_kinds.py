@@ -1,0 +1,213 @@
+"""A family that the source does not know: one row of the table and its config's fields, and nothing else.
+
+Its layers are of two kinds that differ in all that a row can say: heads, KV heads, head size, window, rope, width,
+activation, biases, norms. The reference is torch over whole prompts, without a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import gelu, linear, rms_norm, silu
+from transformers import AutoConfig, PretrainedConfig
+
+from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.model import family
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.family import Family, LayerRow
+from loraplex.engine.model.loading import examine_model
+from support.models.checkpoints import PagedRun
+from support.models.loading import load_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+HIDDEN, VOCAB, EPS = 32, 131, 1e-6
+FULL = LayerRow(qkv_bias=True, o_bias=False, mlp_bias=False)
+SLIDING = LayerRow(
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=True,
+    norms_behind=True,
+    activation="gelu_tanh",
+    activation_field="swa_act",
+    num_heads="swa_heads",
+    kv_heads="swa_kv_heads",
+    head_dim="swa_head_dim",
+    mlp_size="swa_size",
+    window="sliding_window",
+    scale="swa_scale",
+    softcap="swa_softcap",
+)
+ROW = Family({"full_attention": FULL, "sliding_attention": SLIDING}, norm_offset=0.5, rope_by_kind=True)
+CONFIG: dict[str, Any] = {
+    "model_type": "two_kinds", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48, "hidden_act": "silu",
+    "swa_heads": 6, "swa_kv_heads": 3, "swa_head_dim": 8, "swa_size": 24, "swa_act": "gelu_pytorch_tanh",
+    "swa_scale": 5.0, "swa_softcap": 3.0, "sliding_window": 9,
+    "rms_norm_eps": EPS, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}  # fmt: skip
+SIZES = {"full_attention": (2, 1, 16, 48), "sliding_attention": (6, 3, 8, 24)}
+"""Heads, KV heads, head size, width of the feed-forward."""
+
+
+class TwoKindsConfig(PretrainedConfig):  # type: ignore[misc]
+    model_type = "two_kinds"
+
+
+def make_weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    for index, kind in enumerate(CONFIG["layer_types"]):
+        heads, kv_heads, dim, size = SIZES[kind]
+        own: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj.weight": (heads * dim, HIDDEN),
+            "self_attn.k_proj.weight": (kv_heads * dim, HIDDEN),
+            "self_attn.v_proj.weight": (kv_heads * dim, HIDDEN),
+            "self_attn.o_proj.weight": (HIDDEN, heads * dim),
+            "mlp.gate_proj.weight": (size, HIDDEN),
+            "mlp.up_proj.weight": (size, HIDDEN),
+            "mlp.down_proj.weight": (HIDDEN, size),
+            "input_layernorm.weight": (HIDDEN,),
+            "post_attention_layernorm.weight": (HIDDEN,),
+        }
+        if kind == "full_attention":
+            own |= {f"self_attn.{name}_proj.bias": own[f"self_attn.{name}_proj.weight"][:1] for name in "qkv"}
+        else:
+            own |= {f"self_attn.{name}_norm.weight": (dim,) for name in "qk"}
+            own |= {f"{place}_feedforward_layernorm.weight": (HIDDEN,) for place in ("pre", "post")}
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in own.items()}
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.3 + (0.5 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def reference_logits(weights: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
+    """[T, V]"""
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, x.shape[-1:], weights[f"{name}.weight"] + 0.5, EPS)
+
+    def rotate(x: torch.Tensor, theta: float) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        angles = torch.arange(len(x))[:, None] / theta ** (torch.arange(half) / half)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x.split(half, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    x, count = weights["model.embed_tokens.weight"][tokens], len(tokens)
+    distance = torch.arange(count)[:, None] - torch.arange(count)
+    for index, kind in enumerate(CONFIG["layer_types"]):
+        layer = f"model.layers.{index}."
+        attention, slides = f"{layer}self_attn.", kind == "sliding_attention"
+        heads, kv_heads, dim, _ = SIZES[kind]
+        y = norm(x, f"{layer}input_layernorm")
+        q, k, v = (
+            linear(
+                y, weights[f"{attention}{name}_proj.weight"], weights.get(f"{attention}{name}_proj.bias")
+            ).view(count, -1, dim)
+            for name in "qkv"
+        )
+        if slides:
+            q, k = norm(q, f"{attention}q_norm"), norm(k, f"{attention}k_norm")
+        theta = CONFIG["rope_parameters"][kind]["rope_theta"]
+        q, k = rotate(q, theta), rotate(k, theta)
+        k, v = (each.repeat_interleave(heads // kv_heads, 1) for each in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * (5.0 if slides else dim) ** -0.5
+        hidden = distance < 0
+        if slides:
+            scores, hidden = 3.0 * (scores / 3.0).tanh(), hidden | (distance >= CONFIG["sliding_window"])
+        shares = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        y = linear(torch.einsum("hqk,khd->qhd", shares, v).flatten(1), weights[f"{attention}o_proj.weight"])
+        y = norm(y, f"{layer}post_attention_layernorm") if slides else y
+        x = x + y
+        y = norm(x, f"{layer}{'pre_feedforward' if slides else 'post_attention'}_layernorm")
+        gate, up = (linear(y, weights[f"{layer}mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        gate = gelu(gate, approximate="tanh") if slides else silu(gate)
+        y = linear(gate * up, weights[f"{layer}mlp.down_proj.weight"])
+        x = x + (norm(y, f"{layer}post_feedforward_layernorm") if slides else y)
+    return linear(norm(x, "model.norm"), weights["lm_head.weight"])
+
+
+class DenseChanges:
+    """Stands for adapters: a full matrix for each group of each layer."""
+
+    def __init__(self, model: Any) -> None:
+        groups = {group.key: group for group in model.site_groups}
+        self.matrices: dict[tuple[int, str], torch.Tensor] = {}
+        self._groups, self._generator = groups, torch.Generator().manual_seed(2)
+
+    def apply(self, layer: int, key: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        group = self._groups[key]
+        if (layer, key) not in self.matrices:
+            shape = sum(group.out_features), group.in_features
+            self.matrices[layer, key] = torch.randn(shape, generator=self._generator) * 0.1
+        y += x @ self.matrices[layer, key].T
+
+    def added_to(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        changed = dict(weights)
+        for (layer, key), matrix in self.matrices.items():
+            group = self._groups[key]
+            for site, rows in zip(group.sites, matrix.split(group.out_features), strict=True):
+                part = "mlp" if site[:-5] in ("gate", "up", "down") else "self_attn"
+                changed[f"model.layers.{layer}.{part}.{site}.weight"] = (
+                    weights[f"model.layers.{layer}.{part}.{site}.weight"] + rows
+                )
+        return changed
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setitem(family.FAMILIES, "two_kinds", ROW)  # type: ignore[arg-type]
+    AutoConfig.register("two_kinds", TwoKindsConfig, exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    save_file(make_weights(), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def run_in_slices(model: Any, prompts: list[list[int]], lora: Any = None) -> PagedRun:
+    rng, run = random.Random(1), PagedRun(model, prompts)
+    while alive := [i for i, p in enumerate(prompts) if run.done[i] < len(p)]:
+        chosen = rng.sample(alive, rng.randint(1, len(alive)))
+        run.step({i: min(rng.choice([1, 1, 5, 16]), len(prompts[i]) - run.done[i]) for i in chosen}, lora)
+    return run
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+def test_a_family_of_two_kinds_is_one_row(kernels: str, model_dir: Path) -> None:
+    model = load_model(model_dir, "cpu", "float32", kernels=kernels)
+    assert model.shape.caches == (CacheKind(3, 8, 9), CacheKind(1, 16)) * 2
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40)]
+    lora = DenseChanges(model)
+    for run, weights in (
+        (run_in_slices(model, prompts), make_weights()),
+        (run_in_slices(model, prompts, lora), lora.added_to(make_weights())),
+    ):
+        for index, prompt in enumerate(prompts):
+            expected = reference_logits(weights, prompt)
+            torch.testing.assert_close(run.result(index), expected, atol=1e-4, rtol=1e-4)
+    assert len(lora.matrices) == 4 * 4
+
+
+def test_a_kind_that_the_row_has_not_is_refused(model_dir: Path) -> None:
+    assert "two_kinds on the fused decoder" in examine_model(model_dir)
+    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"layer_types": ["linear_attention"] * 4}))
+    with pytest.raises(ModelUnsupported, match="full_attention or sliding_attention 4 times"):
+        examine_model(model_dir)
