@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import pytest
@@ -17,6 +17,7 @@ from loraplex.engine.scheduling.timing.step_bound import (
     OTHERS_SHARE,
     PROMPTS_SHARE,
     RECENT_S,
+    ROWS_SHARE,
     StepBound,
 )
 from loraplex.engine.scheduling.timing.step_costs import StepCosts
@@ -144,6 +145,10 @@ class Mix:
             most = self._most(plan)
             self.fullest = max(self.fullest, took / most)
             assert took <= most + ROUNDING, f"seed {self.seed}, step {plan.step_id}: {took} s, over {most}"
+            decoding = StepLoad.of(
+                replace(row, num_tokens=1) for row in plan.scheduled if self.live[row.order].seq.num_outputs
+            )
+            assert self.times.seconds(decoding) <= self._most_of_rows(plan) + ROUNDING
         self.now += took
         self.scheduler.took(plan, took)
         forces = any(row.num_tokens > 1 and self.live[row.order].forced for row in plan.scheduled)
@@ -159,8 +164,8 @@ class Mix:
                 self._drew(one)
 
     def _most(self, plan: StepPlan) -> float:
-        """The most that a step may take."""
-        decoding, chunk = StepLoad(), 0.0
+        """The most that a step may take, with a chunk of each prompt that starts in it and of one other."""
+        decoding, started, largest = StepLoad(), 0.0, 0.0
         for row in plan.scheduled:
             one = self.live[row.order]
             if row.start >= one.seq.num_prompt or row.num_tokens == 1:
@@ -168,10 +173,21 @@ class Mix:
             else:
                 count = min(LEAST_CHUNK, row.num_tokens)
                 part = StepLoad(count, count * (row.start + count), scored=count if row.targets else 0)
-                chunk = max(chunk, self.times.seconds(part) - ONE_ROW + PER_ROW)
+                chunk = self.times.seconds(part) - ONE_ROW + PER_ROW
+                started, largest = (started, max(largest, chunk)) if row.start else (started + chunk, largest)
         of_rows = max(self.times.seconds(decoding), self.times.seconds(StepLoad(1)))
         least = max(of_rows, PROMPTS_SHARE * self.bound.max_s)
-        return max(self.bound.max_s, of_rows + min(least, self.bound.max_s)) + chunk
+        return max(self.bound.max_s, of_rows + min(least, self.bound.max_s)) + started + largest
+
+    def _most_of_rows(self, plan: StepPlan) -> float:
+        """The most that the decoding rows of a step may take: a share of the bound, or one row of each tenant."""
+        load, seen = StepLoad(), set()
+        for row in plan.scheduled:
+            one = self.live[row.order]
+            if one.seq.num_outputs and row.request.tenant_id not in seen:
+                seen.add(row.request.tenant_id)
+                load.add(row.start, 1, sampled=1)
+        return max(ROWS_SHARE * self.bound.max_s, self.times.seconds(load)) + 2 * PER_ROW
 
     def _drew(self, one: Live) -> None:
         promised = self._promised(one) if one.in_order and not one.seq.num_outputs else None

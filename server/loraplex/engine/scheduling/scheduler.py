@@ -203,7 +203,9 @@ class Scheduler:
         self._cache.begin_pass()
         self._preempter.begin_step(draft)
         decoding, forced, prefilling, measuring = step_draft.sort_running(self.running)
-        time = None if self._bound is None else self._bound.begin(now, decoding + forced)
+        time = None if self._bound is None else self._bound.begin(now, decoding + forced, self.queue.weight)
+        if time is not None:
+            decoding, forced = time.in_turn(decoding), time.in_turn(forced)
         before = self._preempter.positions_before_head(prefilling)
         if time is None or not before or time.fits(before):
             self._preempter.make_room(draft, len(decoding) + len(forced), before, self._cached_prefix)
@@ -244,8 +246,7 @@ class Scheduler:
     def _schedule_running(self, draft: StepDraft, behind: list[Sequence], *, most: int | None = None) -> None:
         behind = [seq for seq in behind if seq.state is SequenceState.RUNNING]
         if lacks_blocks(self.blocks, behind):
-            # Blocks run short, and a scheduled sequence cannot be a victim any more: schedule the last in the
-            # preemption order first.
+            # Blocks run short, and a scheduled sequence is no victim: the last in the preemption order goes first.
             behind = preemption_order(behind, self._preempter.shares())[::-1]
         for seq in behind:
             if draft.budget == 0:
@@ -441,6 +442,5 @@ class Scheduler:
         the background, with the blocks and lanes that this takes."""
         check_places(self.background.check_integrity(live), self.running, self.queue, self.held)
         self.adapters.check_integrity(self.queue.lanes_in_use)
-        resident = self._cache.residency()
-        tables = [seq.block_ids for seq in (*self.running, *self.background.begun)]
-        self.blocks.check_integrity(tables, resident.__contains__)
+        begun = (*self.running, *self.background.begun)
+        self.blocks.check_integrity([seq.block_ids for seq in begun], self._cache.residency().__contains__)

@@ -2,22 +2,26 @@
 
 256 positions behind a long context take many times what 256 first ones take, and every other tenant waits for them: for
 its next token, and for its first. So while another tenant is here, or was a moment ago, a step is planned up to
-`max_s`. Decoding rows are always in it; prompts get what they leave, and a share of `max_s` at least. How a prompt is
-cut changes no bit of what is computed (ADR 0071).
+`max_s`. Decoding rows are in it up to a share of that, and take turns beyond it; prompts get what they leave, and a
+share of `max_s` at least. How a prompt is cut, and which rows a step has, changes no bit of what is computed
+(ADR 0071).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from loraplex.engine.scheduling.fair_queue import FairQueue
+from loraplex.engine.scheduling.timing.row_turns import RowTurns, rank_of
 from loraplex.engine.scheduling.timing.step_times import StepLoad, StepTimes
 from loraplex.engine.types import Sequence
 
 RECENT_S = 10.0
 """Seconds for which a tenant that has left still counts as here: its next request would wait for a whole step."""
+ROWS_SHARE = 0.75
+"""The share of `max_s` beyond which the decoding rows of a tenant take turns."""
 PROMPTS_SHARE = 0.5
 """The least share of `max_s` that prompts get. Beside decoding rows that take longer they get as long as these, up to
 all of `max_s`: a short prompt would else take several of such steps."""
@@ -52,6 +56,12 @@ class PromptTime:
     """Rows of the step before the first prompt in order."""
     max_s: float
     """Seconds of a step where decoding rows leave prompts enough; `until` is longer where they do not."""
+    resting: frozenset[Sequence] = frozenset()
+    """Decoding sequences whose turn is not in this step."""
+
+    def in_turn(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Those of these sequences that have a row in the step."""
+        return [seq for seq in decoding if seq not in self.resting] if self.resting else decoding
 
     def share(self, part: float) -> None:
         """Give this part of the time that is left to what is added from now on."""
@@ -66,7 +76,7 @@ class PromptTime:
 
     def take_row(self, seq: Sequence) -> None:
         """The row that `begin` has counted for a sequence is about to be planned, with forced tokens behind it."""
-        self.load.add(seq.num_computed + 1, -1, sampled=-1, rank=_rank(seq))
+        self.load.add(seq.num_computed + 1, -1, sampled=-1, rank=rank_of(seq))
 
     def begin_prompts(self) -> None:
         """The first prompt in order comes now. It gets the beginning of a chunk, whatever others took."""
@@ -90,7 +100,7 @@ class PromptTime:
     def most(self, seq: Sequence, start: int, count: int, *, least: int, scores: bool) -> int:
         """How many of `count` positions of a sequence behind `start` others fit; `least` in any case, and some where no
         prompt has any yet."""
-        rank = _rank(seq) if start >= seq.request.adapter_from else 0
+        rank = rank_of(seq) if start >= seq.request.adapter_from else 0
         fits = self.times.most(self.load, start, count, self.limit, rank=rank, scores=scores)
         if fits == count:
             return count
@@ -111,6 +121,7 @@ class StepBound:
         self._here: Counter[str] = Counter()  # requests by tenant
         self._left: dict[str, float] = {}  # when a tenant's last request ended, the earliest first
         self._now = 0.0
+        self._turns = RowTurns()
 
     @property
     def max_s(self) -> float:
@@ -131,24 +142,26 @@ class StepBound:
             del self._here[tenant_id]
             self._left[tenant_id] = self._now
 
-    def begin(self, now: float, decoding: Iterable[Sequence]) -> PromptTime | None:
-        """The time of a step in which each of `decoding` has a row; None where nobody else would wait for it."""
+    def begin(
+        self, now: float, decoding: list[Sequence], weight: Callable[[str], float]
+    ) -> PromptTime | None:
+        """The time of a step in which each of `decoding` has a row, except those that are `resting`; None where nobody
+        else would wait for it. `weight` is that of a tenant."""
         self._now = now
         for tenant_id in [tenant_id for tenant_id, at in self._left.items() if at < now - RECENT_S]:
             del self._left[tenant_id]
         if len(self._here) + len(self._left) < 2:
             return None
-        load = StepLoad()
-        for seq in decoding:
-            load.add(seq.num_computed, 1, sampled=1, rank=_rank(seq))
-        return self.open(load)
+        most = ROWS_SHARE * self.max_s
+        load, resting = self._turns.take(decoding, weight, lambda load: self.times.seconds(load) <= most)
+        return self.open(load, resting)
 
-    def open(self, load: StepLoad) -> PromptTime:
+    def open(self, load: StepLoad, resting: frozenset[Sequence] = frozenset()) -> PromptTime:
         """The time of a step of this load, to which prompts are added, however many tenants are here."""
         most = self.max_s
         rows_s = self.times.seconds(load)
         until = max(most, rows_s + min(max(rows_s, PROMPTS_SHARE * most), most))
-        return PromptTime(self.times, load, until, until, load.rows, most)
+        return PromptTime(self.times, load, until, until, load.rows, most, resting)
 
 
 def make_bound(max_step_ms: float, times: StepTimes | None) -> StepBound | None:
@@ -182,17 +195,13 @@ def prompts_behind(
     in_order = sorted([*busy.values(), *heads], key=counter)
     most = counter(in_order[0]) + LEAD if in_order else 0.0
     near = [seq for seq in in_order[1 : 1 + MOST_SHARING] if counter(seq) <= most]
-    # Parts of what is left, so that they are equal.
-    shares = [
-        (seq, OTHERS_SHARE / (len(near) - OTHERS_SHARE * number), seq.num_tokens)
-        for number, seq in enumerate(near)
-    ]
+    shares = [(seq, seq.num_tokens) for seq in near]
     ahead = [seq for seq in in_order[1:] if counter(seq) > most]
     if ahead:
         least = min(ahead, key=lambda seq: (seq.num_tokens - seq.num_computed, seq.order))
-        shares.append((least, OTHERS_SHARE, AHEAD_CHUNK))
-    return shares
-
-
-def _rank(seq: Sequence) -> int:
-    return 0 if seq.request.adapter is None else seq.request.adapter.rank
+        shares.insert(0, (least, AHEAD_CHUNK))  # what it leaves of its part goes to the others
+    # Parts of what is left, so that they are equal.
+    return [
+        (seq, OTHERS_SHARE / (len(shares) - OTHERS_SHARE * number), positions)
+        for number, (seq, positions) in enumerate(shares)
+    ]
