@@ -193,6 +193,17 @@ def test_an_id_that_is_live_does_not_disturb_its_owner() -> None:
     assert "duplicate_request_id" in running.logged
 
 
+def test_a_reset_tells_all_states_again() -> None:
+    running = LoopInThread(FakeCore())
+    running.loop.post(wire.Prefetch((REF,)))
+    assert running.wait_for(wire.ResidencyChanged).states == {REF.digest: "hot"}
+    running.events.clear()
+    running.loop.post(wire.Reset(7))
+    assert running.wait_for(wire.Done) == wire.Done(7)
+    assert running.wait_for(wire.ResidencyChanged).states == {REF.digest: "hot"}
+    assert running.end() == 0
+
+
 def test_a_step_that_raises_is_fatal_and_the_engine_is_closed() -> None:
     class Broken(FakeCore):
         def step(self) -> Sequence[TokenEvent]:

@@ -130,6 +130,13 @@ class FakeCore:
             usage = Usage(len(running.request.prompt_ids), running.done)
             self._ended.append(TokenEvent(request_id, finish_reason="abort", usage=usage))
 
+    def reset(self) -> None:
+        for request_id in list(self._running):
+            self.abort(request_id)
+        self._pins.clear()
+        self._weights = dict.fromkeys(self._weights, 1.0)
+        self.elsewhere = frozenset()
+
     def end_background(self) -> None:
         for request_id in [name for name, live in self._running.items() if live.request.background]:
             self.abort(request_id)

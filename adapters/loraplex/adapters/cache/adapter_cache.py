@@ -195,6 +195,11 @@ class AdapterCache(Generic[ImageT]):
         if self._pins.remove(digest) and held and digest in self._entries.by_digest:
             self._on_idle(self._entries.by_digest[digest])
 
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        """The versions that are pinned, on the device or not."""
+        return tuple(self._pins.refs)
+
     def slot(self, digest: str) -> int:
         """The device slot of an adapter that is on the device. Raises KeyError if it is not."""
         return self._entries.on_device[digest].slot

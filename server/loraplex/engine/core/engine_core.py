@@ -31,7 +31,7 @@ from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_budget import StepBudget
 from loraplex.engine.scheduling.timing.step_bound import StepBound
-from loraplex.engine.tenant_terms import TenantTerms
+from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import (
     AdapterState,
     EngineError,
@@ -93,6 +93,7 @@ class EngineCore:
         )
         self._deadlines = SequenceTimers()
         self._max_loads = SequenceTimers()
+        self._with_terms: set[str] = set()  # tenants whose terms are not the default
         self._num_added = 0
         self._at_rest = False  # the last step did nothing, and found that nothing had happened
         self._moves = 0
@@ -230,6 +231,17 @@ class EngineCore:
         if seq is not None:
             self._tracker.end(seq, "abort")
 
+    def reset(self) -> None:
+        """End all that came from outside, as for another client: requests, pins, tenants' terms and what lives
+        elsewhere. Adapters and KV blocks stay in memory."""
+        for seq in list(self._tracker.live.values()):
+            self._tracker.end(seq, "abort")
+        for digest in self._cache.pinned:
+            self._cache.unpin(digest)
+        for tenant_id in list(self._with_terms):
+            self.set_terms(tenant_id, DEFAULT_TERMS)
+        self._cache.set_elsewhere(())
+
     def end_background(self) -> None:
         """End all background requests with finish_reason "abort": the engine is to stop."""
         for seq in [seq for seq in self._tracker.live.values() if seq.request.background]:
@@ -238,6 +250,7 @@ class EngineCore:
     def set_terms(self, tenant_id: str, terms: TenantTerms) -> None:
         """From now on a tenant is served by these, also what it has here already. A weight out of bounds counts as the
         nearest within them."""
+        (self._with_terms.discard if terms == DEFAULT_TERMS else self._with_terms.add)(tenant_id)
         self._scheduler.queue.set_weight(tenant_id, min(MAX_WEIGHT, max(MIN_WEIGHT, terms.weight)))
         self._cache.tenants.set_limits(tenant_id, terms.memory)
 

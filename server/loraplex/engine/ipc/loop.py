@@ -233,6 +233,8 @@ class EngineLoop:
             case wire.Notification():
                 command.run(core)
             case wire.Call():
+                if isinstance(command, wire.Reset):
+                    self._states, self._states_at, self._is_warming = {}, float("-inf"), False
                 try:
                     answer: wire.Event = command.run(core)
                 except LoraplexError as error:

@@ -58,8 +58,8 @@ class Done(Answer, frozen=True, tag=True):
 
 # Commands: client to engine. One class a command: its name is the command's, its fields are the arguments, the type
 # argument of `Call` is the answer, and `run` calls the handler in `EngineCore`. A new command needs its class, a place
-# in `Command` and its handler. `EngineSession.call`, the socket and the loop know no command by name, except `Add`,
-# `Measure` and `Shutdown`.
+# in `Command` and its handler; what it leaves behind ends in `EngineCore.reset`. `EngineSession.call`, the socket, the
+# relay and the loop know no command by name, except `Add`, `Measure`, `Reset` and `Shutdown`.
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
@@ -98,6 +98,15 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     `EngineLoop`."""
 
     drain_s: float = 0.0
+
+
+class Reset(Call[Done], frozen=True, tag=True):
+    """End all that a client has here: its requests, pins and tenants' terms. Adapters stay in memory, and `EngineLoop`
+    tells all their states again."""
+
+    def run(self, core: EngineCore) -> Done:
+        core.reset()
+        return Done(self.call)
 
 
 class Abort(Notification, frozen=True, tag=True):
@@ -211,6 +220,7 @@ Command = (
     Add
     | Measure
     | Shutdown
+    | Reset
     | Abort
     | Prefetch
     | Warm

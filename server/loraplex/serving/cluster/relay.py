@@ -3,8 +3,8 @@
     server ←TCP→ Link ← Relay → EngineSupervisor ←Unix socket→ engine process
 
 A connection stands for one life of the engine. When the engine dies the relay hangs up, so that the server hands its
-requests over at once, and dials again when the next one is ready. When the server goes away the relay aborts what it
-had running, keeps the engine and its adapters, and dials again until it is back.
+requests over at once, and dials again when the next one is ready. When the server goes away the relay resets the
+engine, which keeps its adapters, and dials again until the server is back.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.serving.cluster.engine_traces import BARRIER, TOKENS, EngineTraces
 from loraplex.serving.cluster.hello import HANDSHAKE_S, Draining, HandshakeRefused, Identity
 from loraplex.serving.cluster.link import Link
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
@@ -30,6 +31,25 @@ from loraplex.serving.supervision.supervisor import EngineProcess
 
 LOOK_S = 1.0
 """Time between two looks whether the supervisor has given up."""
+OWN_CALL = 0
+"""The number of a relay's own calls. Sessions number theirs from 1."""
+TOKENS = msgspec.msgpack.encode(wire.Events(()))[:-1]
+"""The first bytes of each encoded `Events`."""
+
+
+class _End(msgspec.Struct, gc=False):
+    """What a token event tells of its request's end."""
+
+    request_id: str
+    finish_reason: str | None = None
+    duplicate: bool = False
+
+
+class _Ends(msgspec.Struct, tag="Events"):
+    events: list[_End]
+
+
+_ends_decoder = msgspec.msgpack.Decoder(_Ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +92,9 @@ class Relay:
         self._log = rules.log
         self._dialling = dialling or DialPolicy()
         self._supervisor = EngineSupervisor(config, self, rules, self._on_payload)
-        self._traces = EngineTraces()
+        self.num_served = 0  # requests that came to a proper end, of all engines so far
+        self._live: set[str] = set()  # requests that have not ended
+        self._num_resets = 0  # that the engine has not answered
         self._info: EngineInfo | None = None
         self._link: Link | None = None
         self._last_reason = ""
@@ -90,7 +112,7 @@ class Relay:
     @property
     def num_live(self) -> int:
         """Requests of the server that the engine has not ended."""
-        return self._traces.num_live
+        return len(self._live)
 
     @property
     def places(self) -> int:
@@ -103,7 +125,7 @@ class Relay:
             raise EngineUnavailable(self._supervisor.reason or "the engine is not ready")
         if self._asked is None:
             self._asked = asyncio.get_running_loop().create_future()
-            self._supervisor.send(wire.GetStats(BARRIER))
+            self._supervisor.send(wire.GetStats(OWN_CALL))
         return await asyncio.shield(self._asked)
 
     async def run(self) -> None:
@@ -138,7 +160,7 @@ class Relay:
 
     async def _wait_until_ready(self) -> None:
         """Return when the engine can take requests and nothing of the last server's is left in it."""
-        while not (self._supervisor.healthy and self._traces.is_clean):
+        while not self._supervisor.healthy or self._num_resets or self._live:
             if self._supervisor.phase == "failed":
                 raise EngineStartError(self._supervisor.reason or "the engine stays down")
             self._changed.clear()
@@ -197,7 +219,8 @@ class Relay:
         assert self._info is not None
         self._link = link
         self._log("server_joined", server=self._server, replica=self._replica)
-        link.begin(wire.Ready(self._info), *self._traces.greeting())
+        link.begin(wire.Ready(self._info))
+        self._reset()  # the engine tells this server of the adapters that are there
         self.joined.set()
         if self._draining:
             link.send(Draining())
@@ -205,8 +228,12 @@ class Relay:
         self._link = None
         self._log("server_left", server=self._server, reason=reason)
         if self._supervisor.healthy and not self._draining:
-            for command in self._traces.clean_up():
-                self._supervisor.send(command)
+            self._reset()
+
+    def _reset(self) -> None:
+        """End what the last server had in the engine. The answer comes behind all those that it has not read."""
+        self._num_resets += 1
+        self._supervisor.send(wire.Reset(OWN_CALL))
 
     @property
     def _server(self) -> str:
@@ -219,17 +246,22 @@ class Relay:
     # Between the two.
 
     def _on_command(self, command: wire.Command, payload: bytes) -> None:
-        self._traces.note_command(command)
+        if isinstance(command, wire.Add | wire.Measure):
+            self._live.add(command.request.request_id)
         self._supervisor.send_payload(payload)
 
     def _on_payload(self, payload: bytes) -> bool:
-        """Pass tokens on as they came."""
+        """Pass tokens on as they came. Only what tells the end of a request is decoded."""
         if not payload.startswith(TOKENS):
             return False
         try:
-            self._traces.note_tokens(payload)
+            ends = _ends_decoder.decode(payload).events
         except framing.UNDECODABLE as error:
             raise framing.ProtocolError(f"not an event: {error}") from error
+        for end in ends:
+            if end.finish_reason is not None and not end.duplicate:
+                self._live.discard(end.request_id)
+                self.num_served += end.finish_reason in ("stop", "length")
         if self._link is not None:
             self._link.send_payload(payload)
         self._look()
@@ -251,16 +283,13 @@ class Relay:
 
     # The supervisor's user.
 
-    @property
-    def num_served(self) -> int:
-        return self._traces.num_served
-
     def on_event(self, event: wire.Event) -> None:
-        if isinstance(event, wire.Stats) and event.call == BARRIER:
-            self._tell(event.stats)
-            return
-        self._traces.note_event(event)
-        if self._link is not None:
+        if isinstance(event, wire.Answer) and event.call == OWN_CALL:
+            if isinstance(event, wire.Stats):
+                self._tell(event.stats)
+            else:
+                self._num_resets -= 1
+        elif self._link is not None:
             self._link.send(event)
         self._look()
 
@@ -270,7 +299,9 @@ class Relay:
         self._changed.set()
 
     def on_lost(self, code: Literal["draining", "engine_restarting"], reason: str, *, early: bool) -> int:
-        num_live = self._traces.forget()
+        num_live = len(self._live)
+        self._live.clear()
+        self._num_resets = 0
         self._tell(EngineUnavailable("the engine was lost"))
         self._hang_up("the engine was lost")
         return num_live
