@@ -29,7 +29,7 @@ from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.lifecycle.damage_reports import DamageReports
-from loraplex.lifecycle.tenant_terms import TermsWatch
+from loraplex.lifecycle.tenant_terms import TermsSender
 from loraplex.lifecycle.warming import Warming
 from loraplex.serving.demand import Demand
 from support.control.plane import ControlPlane
@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[type, str]] = {
     "running-arms": (RunningArmsWriter, "run"),
     "database-watch": (Database, "watch"),
     "damage-reports": (DamageReports, "run"),
-    "terms-watch": (TermsWatch, "run"),
+    "terms-watch": (TermsSender, "run"),
     "adapter-demand": (Warming, "run"),
     "budget-reports": (Budgets, "run"),
 }
@@ -181,7 +181,7 @@ async def test_an_unmapped_database_error_does_not_end_the_weight_watch(
     def refused(*_: object) -> dict[str, TenantTerms]:
         raise sqlalchemy.exc.ProgrammingError("SELECT", {}, InsufficientPrivilege("permission denied"))
 
-    watch = TermsWatch(plane.database, plane.tenants)
+    watch = TermsSender(plane.database, plane.tenants)
     with monkeypatch.context() as patch:
         patch.setattr(plane.tenants, "terms", refused)
         tasks.start("terms-watch", lambda: watch.run(engine, interval_s=0.001))

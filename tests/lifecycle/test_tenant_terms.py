@@ -14,7 +14,7 @@ from loraplex.control.db.database import Database
 from loraplex.control.errors import DatabaseUnavailable
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams
-from loraplex.lifecycle.tenant_terms import INTERVAL_S, TermsWatch
+from loraplex.lifecycle.tenant_terms import INTERVAL_S, TermsSender
 from support.control.plane import ControlPlane
 from support.engine.fake_engine import FakeEngineClient, Reply
 
@@ -43,7 +43,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         plane.tenants.create(tenant)
     rig = Rig(plane)
     await rig.engine.start()
-    watch = TermsWatch(plane.database, plane.tenants)
+    watch = TermsSender(plane.database, plane.tenants)
     task = asyncio.create_task(watch.run(rig.engine, interval_s=0.01))
     yield rig
     task.cancel()

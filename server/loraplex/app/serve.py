@@ -35,9 +35,8 @@ from loraplex.lifecycle.releases.rounds import Rounds
 from loraplex.lifecycle.releases.task import ReleaseTask, ReleaseWatch, WebhookTask
 from loraplex.lifecycle.releases.webhook import Webhook
 from loraplex.lifecycle.releases.webhook_address import AllowedHosts
-from loraplex.lifecycle.tenant_terms import TermsWatch
+from loraplex.lifecycle.tenant_terms import TermsSender
 from loraplex.lifecycle.warming import Warming
-from loraplex.serving.client.engine_client import EngineClient
 from loraplex.serving.client.socket_client import SocketEngineClient
 from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.cluster.members import Members
@@ -219,7 +218,7 @@ def engines_port(
 
 
 def start_background(
-    installation: Installation, engine: EngineClient, damage: DamageReports, warming: Warming
+    installation: Installation, engine: ClusterEngineClient, damage: DamageReports, warming: Warming
 ) -> None:
     """Start what runs beside the requests; the limits start theirs themselves. Call on the event loop. All of it ends
     with `installation.background`."""
@@ -233,7 +232,7 @@ def start_background(
     tasks.start("database-watch", database.watch)
     tasks.start("damage-reports", partial(damage.run, engine))
     tasks.start("adapter-demand", warming.run)
-    tasks.start("terms-watch", partial(TermsWatch(database, installation.tenants).run, engine))
+    tasks.start("terms-watch", partial(TermsSender(database, installation.tenants).run, engine))
 
 
 async def _start(
@@ -266,7 +265,7 @@ async def _start(
     return apps
 
 
-def start_releases(installation: Installation, engine: EngineClient, watch: ReleaseWatch) -> None:
+def start_releases(installation: Installation, engine: ClusterEngineClient, watch: ReleaseWatch) -> None:
     """Start this server's part in watched releases, and in what their webhook is told."""
     settings, database = installation.settings, installation.database
     rounds = Rounds(database, uuid.uuid4().hex, announces=bool(settings.webhook_url))
@@ -283,7 +282,7 @@ def _fail(joined: asyncio.Future[None], error: LoraplexError) -> None:
         joined.set_exception(error)
 
 
-async def _drain(settings: Settings, shared: Shared, engine: EngineClient, stop: StopSignals) -> None:
+async def _drain(settings: Settings, shared: Shared, engine: ClusterEngineClient, stop: StopSignals) -> None:
     """Drain as docs/operations.md says of SIGTERM; a second signal cuts it short."""
     log = structlog.get_logger("loraplex")
     log.info("draining", in_flight=shared.drain.in_flight, grace_s=settings.drain_grace)

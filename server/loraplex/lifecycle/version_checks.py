@@ -48,7 +48,8 @@ from loraplex.control.types import CheckOutcome, Refusal, VersionInfo
 from loraplex.lifecycle.base_errors import BaseErrors
 from loraplex.lifecycle.engine_turns import EngineTurns
 from loraplex.lifecycle.eviction import evict_removed
-from loraplex.serving.client.engine_client import EngineClient
+from loraplex.lifecycle.tenant_terms import TermsSender
+from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.errors import (
     EngineDraining,
     EngineLost,
@@ -125,7 +126,7 @@ class VersionChecks:
         validation: Validation,
         tenants: Tenants,
         store: Store,
-        engine: EngineClient,
+        engine: ClusterEngineClient,
         retention: Retention | None = None,
         base_errors: BaseErrors | None = None,
         on_outcome: Callable[[CheckOutcome], None] = lambda outcome: None,
@@ -138,7 +139,7 @@ class VersionChecks:
         self.catalog = catalog
         self.engine = engine
         self._validation = validation
-        self._tenants = tenants
+        self._terms = TermsSender(database, tenants)
         self._store = store
         self._retention = retention
         self._base_errors = base_errors
@@ -255,7 +256,7 @@ class VersionChecks:
             return _Attempt(info)
         began = self._clock()
         # Its tenant may never have sent a request to this engine.
-        self.engine.set_tenants(await run(self._tenants.terms, [info.tenant_id]))
+        await self._terms.tell(self.engine, [info.tenant_id])
         refusal, found = await self._verdict(info)
         if refusal is None:
             decision = await run(self._validation.accept, info, found)

@@ -17,9 +17,9 @@ from loraplex.control.catalog.releases import Releases
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import VersionInfo
-from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.lifecycle.demand_file import Recorded, read_demand, write_demand
-from loraplex.serving.client.engine_client import EngineClient
+from loraplex.lifecycle.tenant_terms import TermsSender
+from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.demand import Demand, Uses, rank
 from loraplex.serving.errors import EngineUnavailable
 
@@ -48,15 +48,15 @@ class Warming:
         self._database = database
         self._catalog = catalog
         self._releases = releases
-        self._tenants = tenants
+        self._terms = TermsSender(database, tenants)
         self._is_restored = False  # until then the file knows more
         self._num_saved = 0
 
-    async def pin(self, engine: EngineClient) -> None:
+    async def pin(self, engine: ClusterEngineClient) -> None:
         """The engine begins without pins: send it the catalog's, and wait for them for some seconds. A pinned version
         that does not come is logged, and comes later if it can. Raises DatabaseUnavailable, DatabaseBusy."""
         pinned = await self._database.run(self._catalog.pinned)
-        await self._tell_terms(engine, pinned)
+        await self._terms.tell(engine, {version.tenant_id for version in pinned})
         for version in pinned:
             try:
                 await engine.pin(version.ref())
@@ -72,7 +72,7 @@ class Warming:
             reason = entry.error or "it is not loaded yet, or waits for memory"
             log.warning("pin_not_loaded", adapter=f"{entry.ref.name}@v{entry.ref.version}", reason=reason)
 
-    async def begin(self, engine: EngineClient) -> None:
+    async def begin(self, engine: ClusterEngineClient) -> None:
         """Have the engine load the versions in demand, as far as they are there and ready, and behind them the latest
         releases. Without the database nothing is loaded, and the file stays as it is."""
         try:
@@ -80,7 +80,7 @@ class Warming:
         except LoraplexError as error:
             log.warning("warming_failed", reason=error.message)
 
-    async def _begin(self, engine: EngineClient) -> None:
+    async def _begin(self, engine: ClusterEngineClient) -> None:
         try:
             recorded = await asyncio.to_thread(read_demand, self._folder)
         except LoraplexError as error:
@@ -88,7 +88,7 @@ class Warming:
             recorded = []
         run = self._database.run
         ready = await run(find_ready, self._database, {each.digest: each.tenant_id for each in recorded})
-        terms = await self._tell_terms(engine, list(ready.values()))
+        terms = await self._terms.tell(engine, {version.tenant_id for version in ready.values()})
         self._demand.restore(
             Uses(ready[r.digest].ref(), r.uses) for r in reversed(recorded) if r.digest in ready
         )
@@ -123,13 +123,6 @@ class Warming:
             log.warning("demand_not_written", reason=str(error))
         else:
             self._num_saved = changes
-
-    async def _tell_terms(self, engine: EngineClient, versions: list[VersionInfo]) -> dict[str, TenantTerms]:
-        """Tell the engine the terms of these versions' tenants, before it loads for them."""
-        tenants = {version.tenant_id for version in versions}
-        terms = await self._database.run(self._tenants.terms, tenants)
-        engine.set_tenants(terms)
-        return terms
 
 
 def in_order(

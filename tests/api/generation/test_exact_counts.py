@@ -15,6 +15,7 @@ from loraplex.api.generation.planning import engine_requests, make_plan
 from loraplex.api.metrics import Metrics
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.schemas import CompletionRequest
+from loraplex.engine.tenant_terms import DEFAULT_TERMS
 from loraplex.engine.types import Usage
 from support.engine.fake_engine import FakeEngineClient, Reply
 from support.http.data_plane import BASE, DataPlane
@@ -78,7 +79,10 @@ class Script:
         requests = engine_requests(
             plan, internal_id="r", tenant_id="acme", adapter=None, max_output_tokens=None
         )
-        return Generation.start(self.engine, self._text, plan, requests, Metrics(BASE), continues=True)
+        metrics = Metrics(BASE)
+        return Generation.start(
+            self.engine, self._text, plan, requests, metrics, terms=DEFAULT_TERMS, continues=True
+        )
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ import pytest
 from loraplex.engine.build import build_engine
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client.engine_client import EngineClient, RequestStream
+from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.supervision.engine_supervisor import Supervision
 from support.cluster.inprocess import InProcessEngineClient
 from support.engine.grammars import CASES, regex_case, save_byte_model, text_of
@@ -51,7 +52,7 @@ async def read(stream: RequestStream) -> tuple[list[int], TokenEvent]:
     return [token for event in events for token in event.token_ids], events[-1]
 
 
-async def serve_all(client: EngineClient, label: str) -> None:
+async def serve_all(client: ClusterEngineClient, label: str) -> None:
     """A batch of every kind of grammar, and of requests without."""
     requests = [ask(f"{label} {n}", case.grammar, choice=n) for n, case in enumerate(CASES)]
     requests += [ask(f"{label} free {n}", None, max_tokens=9) for n in range(3)]

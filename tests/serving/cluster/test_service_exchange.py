@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
+from loraplex.serving.client.session import EngineSession
 from loraplex.serving.cluster.fairness import ServiceExchange
-from loraplex.serving.cluster.replica import Replica, ReplicaSession
+from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import EngineUnavailable
 
 
@@ -26,7 +27,7 @@ class Session:
 
 
 def replicas(*sessions: Session) -> list[Replica]:
-    return [Replica(f"replica-{number}", cast(ReplicaSession, each)) for number, each in enumerate(sessions)]
+    return [Replica(f"replica-{number}", cast(EngineSession, each)) for number, each in enumerate(sessions)]
 
 
 async def test_each_is_told_what_the_others_served() -> None:

@@ -20,7 +20,7 @@ STOP_GRACE_S = 5.0
 
 
 class InProcessEngineClient(EngineSession):
-    """An `EngineClient` over an `EngineLoop` in a thread. There is no restart: an engine that fails leaves the
+    """The session of an `EngineLoop` in a thread. There is no restart: an engine that fails leaves the
     client unhealthy, with the reason. Values are not copied on their way; they are frozen."""
 
     def __init__(

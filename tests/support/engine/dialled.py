@@ -158,8 +158,7 @@ async def dialling(number: int, replica: str = "one", **options: Any) -> AsyncIt
 
 
 class DialledClient:
-    """The session of an engine that dials in, with that engine and the port: an `EngineClient` for the conformance
-    suite."""
+    """The session of an engine that dials in, with that engine and the port, for the conformance suite."""
 
     def __init__(self, config: EngineConfig, on_damaged: Callable[[tuple[str, ...]], None]) -> None:
         self._config = config

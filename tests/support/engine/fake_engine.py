@@ -242,7 +242,7 @@ class FakeEngineClient(FakeClusterView):
     def live(self) -> list[str]:
         return list(self._streams)
 
-    # EngineClient.
+    # ClusterEngineClient.
 
     @property
     def info(self) -> EngineInfo:
@@ -269,7 +269,9 @@ class FakeEngineClient(FakeClusterView):
             self._end(stream, error_event(request_id, "draining", "the server is shutting down"))
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
+    def submit(self, *requests: EngineRequest, terms: TenantTerms | None = None) -> list[RequestStream]:
+        if terms is not None:
+            self.set_tenants({requests[0].tenant_id: terms})
         if self.closed_with is not None:
             raise EngineDraining("the server is shutting down")
         if not self.healthy:

@@ -30,7 +30,7 @@ def fake_report(name: str, reason: str | None = None, **changes: Any) -> Replica
 
 
 class FakeClusterView:
-    """What ClusterEngineClient has beside an EngineClient."""
+    """What ClusterEngineClient tells of its engines."""
 
     num_live: int
     healthy: bool

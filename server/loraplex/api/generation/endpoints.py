@@ -214,7 +214,6 @@ class GenerationEndpoint:
             entry = UsageEntry.open(services, context, principal, model, plan, self._kind.path)
             client.check()
             context.deadline.check()
-            services.engine.set_tenants({principal.tenant_id or "": principal.terms})
             requests = engine_requests(
                 plan,
                 internal_id=context.internal_id,
@@ -230,6 +229,7 @@ class GenerationEndpoint:
                 plan,
                 requests,
                 services.metrics,
+                terms=principal.terms,
                 continues=self._kind.continues,
             )
             await self._answer(client, context, model, reservation, plan, generation, entry)

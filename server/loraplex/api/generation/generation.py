@@ -21,9 +21,11 @@ from loraplex.api.openai.schemas import CompletionRequest
 from loraplex.api.outcome import RequestOutcome, SequenceEnd
 from loraplex.control.usage.records import CANCELLED
 from loraplex.engine.logprobs import ScoreRow
+from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
 from loraplex.kernels.attention import BLOCK_SIZE
-from loraplex.serving.client.engine_client import EngineClient, RequestStream
+from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.output.parser import OutputParser
 from loraplex.serving.output.parts import TextPart
 from loraplex.serving.text.detokenize import TextStream
@@ -130,15 +132,16 @@ class Generation:
     @classmethod
     def start(
         cls,
-        engine: EngineClient,
+        engine: ClusterEngineClient,
         text: TextProcessor,
         plan: GenerationPlan,
         requests: Sequence[EngineRequest],
         metrics: Metrics,
         *,
+        terms: TenantTerms,
         continues: bool,
     ) -> Generation:
-        """Hands all sequences to the engine, or none. Raises what `submit` raises."""
+        """Hands all sequences to the engine, or none; `terms` are the tenant's. Raises what `submit` raises."""
         choices: list[_Choice] = []
         num_top = plan.request.wanted_logprobs
         scored = num_top is not None
@@ -148,7 +151,7 @@ class Generation:
         ]
         # Before the submission: the engine's process may take its first step at once.
         started = time.monotonic()
-        streams = engine.submit(*requests)
+        streams = engine.submit(*requests, terms=terms)
         try:
             for index, stream in enumerate(streams):
                 stops = text.stream(

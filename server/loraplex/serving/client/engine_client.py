@@ -1,25 +1,16 @@
-"""The engine as the API sees it: submit a request, read its events, abort it.
-
-Two implementations pass one conformance suite: `SocketEngineClient` (one engine process, supervised) and
-`ClusterEngineClient` (several engines). All methods belong to one event loop's thread.
-"""
+"""The events of a request, on their way from the engine to the one who asked."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import msgspec
 
-from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.numerics import SiteOutputs
-from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.event_buffer import EventBuffer
 from loraplex.engine.logprobs import Logprobs, Scores
-from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
+from loraplex.engine.types import EngineError, EngineRequest, ErrorCode, TokenEvent
 
 
 class RequestStream:
@@ -132,105 +123,6 @@ class RequestStream:
         rest = prompt.part(repeated, len(prompt)) if repeated < len(prompt) else None
         scores = Scores(event.scores.output, rest)
         return msgspec.structs.replace(event, scores=scores if scores.num_values else None)
-
-
-class EngineClient(Protocol):
-    """The interface of an engine for the API. `info` is known once `start` has returned, and stays readable while the
-    engine is being replaced; `healthy` says whether requests are taken now; `unhealthy_reason` why not."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-    @property
-    def healthy(self) -> bool: ...
-    @property
-    def unhealthy_reason(self) -> str | None: ...
-    @property
-    def num_restarts(self) -> int: ...
-    @property
-    def num_live(self) -> int:
-        """Requests that have not ended, without those in the background."""
-        ...
-
-    async def start(self) -> None:
-        """Returns when the engine can take requests. Raises EngineStartError with one clear line."""
-        ...
-
-    async def close(self, *, drain_s: float = 0) -> None:
-        """Take nothing new, let what runs finish within `drain_s` seconds, end the rest, stop the engine."""
-        ...
-
-    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
-        """All of these requests of one tenant, or none. Raises EngineOverloaded at the bound on requests in flight,
-        EngineUnavailable (EngineDraining) where no engine takes requests, ValueError for an id that is live already."""
-        ...
-
-    def adapter_state(self, digest: str) -> AdapterState:
-        """Where the version was a moment ago; a hint. The truth is in a request's first event."""
-        ...
-
-    @property
-    def resident(self) -> Mapping[str, AdapterState]:
-        """The versions in memory a moment ago, by digest."""
-        ...
-
-    @property
-    def pins(self) -> Mapping[str, AdapterRef]:
-        """The versions that were pinned, by digest; also while no engine is up."""
-        ...
-
-    async def stats(self) -> EngineStats: ...
-    async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
-        """The versions of `digests` that the engine knows; None: all of them, which holds up a step where there are
-        thousands."""
-        ...
-
-    async def pin(self, ref: AdapterRef) -> None:
-        """Keep this version on the device; it comes back after a restart. Raises ServingError where the
-        engine refuses. Returns when the engine has noted it, which may be before it is loaded."""
-        ...
-
-    async def unpin(self, digest: str) -> None: ...
-    def prefetch(self, refs: Sequence[AdapterRef]) -> None:
-        """A hint that these versions will be asked for, the first of them first: bring them nearer as far as there is
-        room without evicting any. Says nothing of what came of it; nothing does where no engine is up."""
-        ...
-
-    def warm(self, refs: Sequence[AdapterRef]) -> None:
-        """Load these versions in their order, behind every load that a request waits for, as far as there is free
-        memory. They replace those of the last call. A hint, as `prefetch` is."""
-        ...
-
-    @property
-    def warming(self) -> bool:
-        """Whether loads of `warm`, or of a restart, go on."""
-        ...
-
-    async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
-        """Return when no pinned version is on its way to the device, or after some seconds. Those of `refs`, which were
-        pinned, that are not there: another one waits for them, they failed, or their pin was taken away meanwhile.
-        Raises EngineUnavailable."""
-        ...
-
-    @property
-    def served_tenants(self) -> set[str]:
-        """The tenants with a request that has not ended."""
-        ...
-
-    def set_tenants(self, terms: Mapping[str, TenantTerms]) -> None:
-        """From now on the engine serves these tenants by these terms, also what it has of them already; so does one
-        that comes in its place. Costs nothing where they are as before."""
-        ...
-
-    async def drop(self, digest: str) -> None:
-        """Forget a version that was deleted; what runs on it finishes."""
-        ...
-
-    async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
-        """Measure the outputs of this version's sites for the fixed probes, computed before all other requests of the
-        tenant that wait. It is loaded as for any request, within the tenant's limits of memory that the engine knows;
-        where that fails, the outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes
-        sense to try again, EngineLost where the engine died meanwhile, MeasureFailed with the engine's code else."""
-        ...
 
 
 def error_event(

@@ -34,7 +34,7 @@ PINS_TIMEOUT_S = 15.0
 """Time for the pinned versions to come to the device before requests are taken."""
 _PINS_LOOK_S = 0.02
 TERMS_A_COMMAND = 4096
-"""Tenants of one command to a new engine: far below the limit of a frame."""
+"""Tenants of one command: far below the limit of a frame."""
 
 TakeOver = Callable[[Sequence[RequestStream], EngineError], Collection[RequestStream]]
 """Takes streams whose engine is gone or ends, and the error that they would end with; returns those that another engine
@@ -49,7 +49,7 @@ def _take_none(streams: Sequence[RequestStream], error: EngineError) -> Collecti
 
 
 class EngineSession(ABC):
-    """An `EngineClient` without its transport: a subclass adds one.
+    """One engine of `Engines`, without its transport: a subclass adds one.
 
     It implements the abstract methods, calls `_dispatch` for each event that arrives and `_fail` when the engine is
     gone, on the event loop's thread. `on_damaged` hears of versions whose stored bytes the engine found damaged or
@@ -90,6 +90,33 @@ class EngineSession(ABC):
     @abstractmethod
     def retry_after_s(self) -> float:
         """Seconds as `EngineUnavailable` has them."""
+
+    @property
+    @abstractmethod
+    def num_restarts(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def is_coming_back(self) -> bool:
+        """Whether an engine that takes no requests is being started."""
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The engine process, while there is one."""
+
+    @property
+    @abstractmethod
+    def life(self) -> str:
+        """A name for the engine process that serves, or has served last; another one for each."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Returns when the engine can take requests. Raises EngineStartError with one clear line."""
+
+    @abstractmethod
+    async def close(self, *, drain_s: float = 0) -> None:
+        """Take nothing new, let what runs finish within `drain_s` seconds, and end the rest."""
 
     @abstractmethod
     def _send(self, command: wire.Command) -> None:
@@ -136,7 +163,7 @@ class EngineSession(ABC):
 
     def adopt(self, streams: Sequence[RequestStream], requests: Sequence[EngineRequest]) -> None:
         """Serve what another session has lost, each stream by its request: all of one tenant and adapter. Raises as
-        `EngineClient.submit` does; no stream has changed then."""
+        `Engines.submit` does; no stream has changed then."""
         self._send_all(requests, wire.Add)
         for stream, request in zip(streams, requests, strict=True):
             stream.hand_to(self._abort, request)
@@ -161,7 +188,7 @@ class EngineSession(ABC):
             raise
 
     def _take_room(self, requests: Sequence[EngineRequest]) -> None:
-        """Count the requests, all of one tenant, among those in flight. Raises as `EngineClient.submit` does."""
+        """Count the requests, all of one tenant, among those in flight. Raises as `Engines.submit` does."""
         self._check()
         # Twice what the engine takes: one tenant, who may have half, can fill it, and another still comes in. Whom to
         # refuse in a full queue is the engine's to say.
@@ -195,13 +222,18 @@ class EngineSession(ABC):
         return self._terms.get(tenant_id, DEFAULT_TERMS)
 
     def set_tenants(self, terms: Mapping[str, TenantTerms]) -> None:
+        """As `Engines` has it."""
         changed = {tenant: its for tenant, its in terms.items() if its != self.terms(tenant)}
         for tenant_id, its in changed.items():
             self._terms[tenant_id] = its
             if its == DEFAULT_TERMS:
                 del self._terms[tenant_id]
-        if changed:
-            self._send(wire.SetTenants(changed))
+        self._tell_terms(changed)
+
+    def _tell_terms(self, terms: Mapping[str, TenantTerms]) -> None:
+        told = list(terms.items())
+        for first in range(0, len(told), TERMS_A_COMMAND):
+            self._send(wire.SetTenants(dict(told[first : first + TERMS_A_COMMAND])))
 
     def _abort(self, request_id: str) -> None:
         if request_id in self._streams:
@@ -288,9 +320,7 @@ class EngineSession(ABC):
     def _restore(self, hot: frozenset[str], *, warm: bool) -> None:
         """Ask a new engine for what the old one had: its tenants' terms, the pins, and with `warm` by demand what else
         was in memory; `hot` was on the device, used or not."""
-        terms = list(self._terms.items())
-        for first in range(0, len(terms), TERMS_A_COMMAND):
-            self._send(wire.SetTenants(dict(terms[first : first + TERMS_A_COMMAND])))
+        self._tell_terms(self._terms)
         for ref in self._pins.values():
             self._next_call += 1
             self._send(wire.Pin(self._next_call, ref))

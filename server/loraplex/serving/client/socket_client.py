@@ -18,7 +18,7 @@ from loraplex.serving.supervision.supervisor import EngineProcess
 
 
 class SocketEngineClient(EngineSession):
-    """An `EngineClient` over an engine process that `EngineSupervisor` keeps alive by `rules`. `on_damaged(digests)` is
+    """The session of an engine process that `EngineSupervisor` keeps alive by `rules`. `on_damaged(digests)` is
     called when loads found the stored bytes of versions damaged or lost."""
 
     def __init__(
@@ -53,17 +53,14 @@ class SocketEngineClient(EngineSession):
 
     @property
     def is_coming_back(self) -> bool:
-        """Whether an engine is being started."""
         return self._supervisor.phase in ("starting", "restarting")
 
     @property
     def life(self) -> str:
-        """A name for the engine process; another one for each."""
         return str(self.num_restarts)
 
     @property
     def pid(self) -> int | None:
-        """The engine process, while there is one."""
         return self._supervisor.pid
 
     async def start(self) -> None:

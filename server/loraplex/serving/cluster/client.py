@@ -1,5 +1,5 @@
-"""Several engines behind one `EngineClient`: each request goes where it waits least, each adapter lives where
-`placement` says, and what a dead engine had goes on elsewhere. One engine is the plain case of many."""
+"""The engines as the API sees them: each request goes where it waits least, each adapter lives where `placement` says,
+and what a dead engine had goes on elsewhere. One engine is the plain case of many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
 from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
 from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.client.session import TERMS_A_COMMAND
 from loraplex.serving.cluster.choice import choose
 from loraplex.serving.cluster.failover import Failover, Group, most_tokens
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
@@ -41,9 +40,11 @@ T = TypeVar("T")
 
 
 class ClusterEngineClient:
-    """An `EngineClient` over replicas. Those that are given start and end with it; others may `join` and `leave`.
-    `num_wanted`: how many there should be; None: those that are given. `engines_dial`: whether others may join, so
-    that what has lost its engine waits for one. All methods belong to one event loop's thread."""
+    """Submit requests, read their events, abort them; ask and tell the engines of adapters and tenants.
+
+    Replicas that are given start and end with it; others may `join` and `leave`. `num_wanted`: how many there should
+    be; None: those that are given. `engines_dial`: whether others may join, so that what has lost its engine waits for
+    one. All methods belong to one event loop's thread."""
 
     def __init__(
         self,
@@ -80,9 +81,7 @@ class ClusterEngineClient:
         """Take in an engine that is ready."""
         self._add(replica)
         self._info = self.info  # it stays known where the engine leaves at once
-        terms = list(self._terms.items())
-        for first in range(0, len(terms), TERMS_A_COMMAND):
-            replica.session.set_tenants(dict(terms[first : first + TERMS_A_COMMAND]))
+        replica.session.set_tenants(self._terms)
         self._failover.look()
 
     def leave(self, name: str) -> None:
@@ -146,6 +145,7 @@ class ClusterEngineClient:
 
     @property
     def info(self) -> EngineInfo:
+        """Known once `start` has returned, also while engines are being replaced."""
         known = []
         for replica in self._replicas.values():
             try:
@@ -160,6 +160,7 @@ class ClusterEngineClient:
 
     @property
     def healthy(self) -> bool:
+        """Whether requests are taken now."""
         return any(replica.state == "ready" for replica in self._replicas.values())
 
     @property
@@ -176,11 +177,13 @@ class ClusterEngineClient:
 
     @property
     def num_live(self) -> int:
+        """Requests that have not ended, without those in the background."""
         return self._failover.num_waiting + sum(
             replica.session.num_live for replica in self._replicas.values()
         )
 
     async def start(self) -> None:
+        """Return when the engines can take requests. Raises EngineStartError with one clear line."""
         await run_all(replica.session.start() for replica in self._replicas.values())
 
     async def place_adapters(self) -> None:
@@ -197,15 +200,21 @@ class ClusterEngineClient:
             await exchange.exchange(self._healthy())
 
     async def close(self, *, drain_s: float = 0) -> None:
+        """Take nothing new, let what runs finish within `drain_s` seconds, end the rest, stop the engines."""
         self._closing = True
         self._failover.end(EngineError("draining", "the server shut down before it ended"))
         await run_all(replica.session.close(drain_s=drain_s) for replica in self._replicas.values())
 
     # Requests.
 
-    def submit(self, *requests: EngineRequest) -> list[RequestStream]:
+    def submit(self, *requests: EngineRequest, terms: TenantTerms | None = None) -> list[RequestStream]:
+        """All of these requests of one tenant and adapter, or none; by these `terms` of the tenant from now on. Raises
+        EngineOverloaded at the bound on requests in flight, EngineUnavailable (EngineDraining) where no engine takes
+        requests, ValueError for an id that is live already."""
         if self._closing:
             raise EngineDraining("the server is shutting down")
+        if terms is not None:
+            self.set_tenants({requests[0].tenant_id: terms})
         if any(request.request_id in self._groups for request in requests):
             raise ValueError(f"request id {requests[0].request_id} is live already")
         ready = self._ready()
@@ -291,9 +300,12 @@ class ClusterEngineClient:
 
     @property
     def served_tenants(self) -> set[str]:
+        """The tenants with a request that has not ended."""
         return set().union(*(replica.session.served_tenants for replica in self._replicas.values()))
 
     def set_tenants(self, terms: Mapping[str, TenantTerms]) -> None:
+        """Serve these tenants by these terms from now on, also what is here already, on engines that come later too.
+        Costs nothing where they are as before. `lifecycle.tenant_terms` reads them from the database."""
         for tenant_id, its in terms.items():
             if its == DEFAULT_TERMS:
                 self._terms.pop(tenant_id, None)
@@ -305,11 +317,13 @@ class ClusterEngineClient:
     # Adapters.
 
     def adapter_state(self, digest: str) -> AdapterState:
+        """Where the version was a moment ago; a hint. The truth is in a request's first event."""
         states = (replica.session.adapter_state(digest) for replica in self._replicas.values())
         return min(states, key=NEAREST.__getitem__, default="cold")
 
     @property
     def resident(self) -> dict[str, AdapterState]:
+        """The versions in memory a moment ago, by digest."""
         found: dict[str, AdapterState] = {}
         for replica in self._replicas.values():
             for digest, state in replica.session.resident.items():
@@ -318,6 +332,7 @@ class ClusterEngineClient:
 
     @property
     def pins(self) -> Mapping[str, AdapterRef]:
+        """The versions that were pinned, by digest; also while no engine is up."""
         return self.homes.pins
 
     async def stats(self) -> EngineStats:
@@ -326,9 +341,13 @@ class ClusterEngineClient:
         return self._totals.merge({lives[name]: its for name, its in found.items() if name in lives})
 
     async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
+        """The versions of `digests` that an engine knows; None: all of them, which holds up a step where there are
+        thousands."""
         return merge_cache(await self._ask_all(lambda replica: replica.session.cache(digests)))
 
     async def pin(self, ref: AdapterRef) -> None:
+        """Keep this version on a device; it comes back after a restart. Raises ServingError where the engines refuse.
+        Returns when one has noted it, which may be before it is loaded."""
         ready = self._ready()
         if not ready:
             raise self._unavailable()
@@ -351,13 +370,18 @@ class ClusterEngineClient:
         await run_some(replica.session.unpin(digest) for replica in having or self._replicas.values())
 
     async def drop(self, digest: str) -> None:
+        """Forget a version that was deleted; what runs on it finishes."""
         self.homes.forget(digest)
         await run_some(replica.session.drop(digest) for replica in self._replicas.values())
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
+        """Bring these versions nearer, the first of them first, as far as there is room without evicting any: a hint
+        that they will be asked for. Nothing happens where no engine is up."""
         self._deal(refs, lambda replica, its: replica.session.prefetch(its))
 
     def warm(self, refs: Sequence[AdapterRef]) -> None:
+        """Load these versions in their order, behind every load that a request waits for, as far as there is free
+        memory. They replace those of the last call. A hint, as `prefetch` is."""
         self._deal(refs, lambda replica, its: replica.session.warm(its))
 
     def _deal(
@@ -375,9 +399,13 @@ class ClusterEngineClient:
 
     @property
     def warming(self) -> bool:
+        """Whether loads of `warm`, or of a restart, go on."""
         return any(replica.session.warming for replica in self._replicas.values())
 
     async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
+        """Return when no pinned version is on its way to a device, or after some seconds. Those of `refs`, which were
+        pinned, that are not there: another one waits for them, they failed, or their pin was taken away meanwhile.
+        Raises EngineUnavailable."""
         by_replica = {
             replica: [ref for ref in refs if ref.digest in replica.session.pins]
             for replica in self._healthy()
@@ -388,6 +416,10 @@ class ClusterEngineClient:
         return [entry for entries in found for entry in entries]
 
     async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
+        """Measure the outputs of this version's sites for the fixed probes, computed before all other requests of the
+        tenant that wait. It is loaded as for any request, within the tenant's limits of memory that the engine knows;
+        where that fails, the outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes
+        sense to try again, EngineLost where the engine died meanwhile, MeasureFailed with the engine's code else."""
         replica = self.homes.home(ref.digest, self._ready())
         if replica is None:
             raise self._unavailable()

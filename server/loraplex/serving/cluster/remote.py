@@ -110,7 +110,6 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
 
     @property
     def life(self) -> str:
-        """A name for the engine process; another one for each."""
         return f"{self.hello.node} {self.hello.pid} {self.hello.num_restarts}"
 
     @property

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from loraplex.engine.reports import EngineInfo
-from loraplex.engine.types import EngineRequest
 from loraplex.serving.client.cluster_view import ReplicaReport, ReplicaState
-from loraplex.serving.client.engine_client import EngineClient, RequestStream
-from loraplex.serving.client.session import TakeOver
+from loraplex.serving.client.session import EngineSession
 from loraplex.serving.cluster.choice import Load
 from loraplex.serving.cluster.hashing import key_of
 from loraplex.serving.cluster.placement import Member
@@ -23,42 +19,12 @@ _NEWEST = 0.05
 """Weight of the last request in the mean duration."""
 
 
-class ReplicaSession(EngineClient, Protocol):
-    """An engine's session, as the cluster uses it."""
-
-    take_over: TakeOver
-    lives_here: Callable[[str], bool]
-
-    @property
-    def retry_after_s(self) -> float: ...
-    @property
-    def is_coming_back(self) -> bool:
-        """Whether an engine that takes no requests is being started."""
-        ...
-
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def life(self) -> str:
-        """A name for the engine process that serves, or has served last; another one for each."""
-        ...
-
-    @property
-    def hot(self) -> frozenset[str]:
-        """The versions on the device."""
-        ...
-
-    def set_elsewhere(self, digests: Collection[str]) -> None: ...
-    async def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]: ...
-    def adopt(self, streams: Sequence[RequestStream], requests: Sequence[EngineRequest]) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class Replica:
     """`id` is its name in the cluster, `node` the machine that it runs on. `mean_s`: seconds of a request, lately."""
 
     id: str
-    session: ReplicaSession
+    session: EngineSession
     node: str = ""
     is_draining: bool = False
     mean_s: float = FIRST_MEAN_S
