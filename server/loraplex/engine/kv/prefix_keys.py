@@ -74,15 +74,26 @@ def filled(seq: Sequence, scheduled: ScheduledSequence, start: int, end: int) ->
 
 def extend_keys(seq: Sequence) -> list[BlockKey]:
     """Name every block that `seq.token_ids` fill by now; what was named before is kept. Returns all keys."""
-    keys, place = seq.block_keys, seq.request.adapter_from
-    full = len(seq.token_ids) // BLOCK_SIZE
+    return _extend(seq.block_keys, seq.request, seq.token_ids)
+
+
+def first_key(request: EngineRequest) -> BlockKey:
+    """The key of the prompt's first block. A prompt that fills none has one of its own, which no block has."""
+    keys = _extend([], request, request.prompt_ids[:BLOCK_SIZE])
+    own = namespace(request)
+    return keys[0] if keys else (own, next_link(root_link(own), request.prompt_ids))
+
+
+def _extend(keys: list[BlockKey], request: EngineRequest, tokens: Row[int]) -> list[BlockKey]:
+    """Append the keys of the blocks that `tokens`, of the whole sequence, fill behind those named before."""
+    place, full = request.adapter_from, len(tokens) // BLOCK_SIZE
     if len(keys) < full:
-        own = namespace(seq.request)
+        own = namespace(request)
         before = (own[0], None) if place else own
         link = keys[-1][1] if keys else root_link(before)
         for start in range(len(keys) * BLOCK_SIZE, full * BLOCK_SIZE, BLOCK_SIZE):
             end = start + BLOCK_SIZE
-            token_ids = seq.token_ids[start:end]
+            token_ids = tokens[start:end]
             # Tokens alone do not tell where the adapter begins to act: an answer may spell the invocation once more.
             begins = place > 0 and start <= place < end
             link = next_link(link, (*token_ids, place) if begins else token_ids)

@@ -36,8 +36,8 @@ def choose(
 ) -> str | None:
     """The member for a request; None where there is none. `places`: where its adapter lives, `resident`: which members
     have it on their device, `load_s`: seconds that a load of it takes; all empty for the base. Members outside `places`
-    are asked where each of these would have it wait. `prefix`: what the request's first KV block is known by, with its
-    adapter."""
+    are asked where each of these would have it wait. `prefix`: the name of the request's first KV
+    block."""
     among = [name for name in places if name in members]
     if not among or all(members[name].load >= members[name].places for name in among):
         among = list(members)

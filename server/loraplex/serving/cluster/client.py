@@ -4,7 +4,6 @@ and what a dead engine had goes on elsewhere. One engine is the plain case of ma
 from __future__ import annotations
 
 import asyncio
-import struct
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo, EngineStats
+from loraplex.engine.scheduling.prefix_keys import first_key
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
 from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
@@ -34,8 +34,6 @@ from loraplex.serving.cluster.merged import (
 from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
 
-BLOCK = 16
-"""Tokens of a prompt by which a conversation is known: those of its first KV block."""
 T = TypeVar("T")
 
 
@@ -245,13 +243,17 @@ class ClusterEngineClient:
             return least, least.session.submit(*requests)
 
     def _choose(self, ready: Sequence[Replica], request: EngineRequest) -> Replica:
+        """Where the prompt's first KV block would be. One of an activated adapter that acts later is the base's: such a
+        request goes with the conversation on the base, and has its adapter loaded there."""
         if len(ready) == 1:
             return ready[0]
         most = most_tokens(request)
         # The context may follow the memory that an engine found.
         ready = [replica for replica in ready if replica.session.info.max_model_len >= most] or ready
         by_name = {replica.id: replica for replica in ready}
-        digest = "" if request.adapter is None else request.adapter.digest
+        (_, digest), link = first_key(request)
+        if request.max_load is not None and request.adapter is not None:
+            digest = request.adapter.digest  # it must not wait for a load, whoever has its first block
         places: list[str] = []
         resident: list[str] = list(by_name)
         if digest:
@@ -259,13 +261,12 @@ class ClusterEngineClient:
             if not any(name in by_name for name in places):
                 places = [self.homes.order(digest, ready)[0].id]
             resident = [each.id for each in ready if each.session.adapter_state(digest) == "hot"]
-        ids = request.prompt_ids[:BLOCK]
         name = choose(
             {replica.id: replica.load() for replica in ready},
             places=places,
             resident=resident,
             load_s=self.homes.load_s if digest else 0.0,
-            prefix=digest.encode() + struct.pack(f"<{len(ids)}I", *ids),
+            prefix=link,
         )
         assert name is not None, "there is a replica"
         return by_name[name]
