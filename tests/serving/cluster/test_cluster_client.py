@@ -172,7 +172,7 @@ async def test_a_pin_that_is_taken_away_on_its_way_does_not_stay(cluster: Cluste
     """A round may pin a version at its new engine while it is being unpinned."""
     late = cluster.replicas[0].session
     await late.pin(adapter(1))
-    await cluster.homes.round(cluster.replicas)
+    await cluster.placing.round(cluster.replicas)
     assert adapter(1).digest not in late.pins
     assert [entry.pinned for entry in await cluster.cache()] == [False]
 
@@ -236,10 +236,10 @@ async def test_a_full_engine_leaves_it_to_another() -> None:
 async def test_a_pin_moves_when_its_engine_is_gone(cluster: ClusterEngineClient) -> None:
     await cluster.pin(adapter(1))
     (pinned,) = [each for each in cluster.replicas if adapter(1).digest in each.session.pins]
-    await cluster.homes.round(cluster.replicas)
+    await cluster.placing.round(cluster.replicas)
     assert [each.pinned for each in await cluster.cache()] == [True]
     cluster.leave(pinned.id)
-    await cluster.homes.round(cluster.replicas)
+    await cluster.placing.round(cluster.replicas)
     assert [(entry.ref, entry.pinned, len(entry.replicas)) for entry in await cluster.cache()] == [
         (adapter(1), True, 1)
     ]
@@ -270,7 +270,7 @@ async def test_engines_are_told_what_lives_elsewhere() -> None:
         streams = [cluster.submit(replace(ask(ref.name, LONG), adapter=ref))[0] for ref in refs]
         async with asyncio.timeout(WAIT_S):
             while len(cluster.homes.places) < len(refs):  # demand rises within seconds
-                await cluster.homes.round(cluster.replicas)
+                await cluster.placing.round(cluster.replicas)
         await cluster.stats()  # behind what they were told
         told = [core.elsewhere for core in cores]
         assert told[0] | told[1] == {ref.digest for ref in refs}
@@ -318,7 +318,7 @@ async def test_thirty_two_streams_outlive_five_kills(cluster: ClusterEngineClien
 async def test_it_reports_its_engines_and_where_adapters_live(cluster: ClusterEngineClient) -> None:
     ref = adapter(1)
     await cluster.pin(ref)
-    await cluster.homes.round(cluster.replicas)
+    await cluster.placing.round(cluster.replicas)
     (placed,) = cluster.placed(10)
     assert placed.ref == ref
     assert [place.reason for place in placed.places] == ["home"]

@@ -78,7 +78,7 @@ class History:
     async def place(self, cluster: ClusterEngineClient) -> None:
         for _ in range(3):
             await asyncio.sleep(1.0)
-            await cluster.homes.round([each for each in cluster.replicas if each.state == "ready"])
+            await cluster.placing.round([each for each in cluster.replicas if each.state == "ready"])
 
     async def event(self, cluster: ClusterEngineClient, at: float) -> None:
         await asyncio.sleep(at)
@@ -169,7 +169,7 @@ def live_through(seed: int, *, is_mild: bool = False) -> History:
         for session in history.sessions:
             await session.close()
         await asyncio.sleep(3600)
-        await cluster.homes.round([])
+        await cluster.placing.round([])
         assert not cluster.homes.unplaced, "a request that has ended is still counted"
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:

@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
-from loraplex.serving.cluster.homes import ROUND_S, Homes
+from loraplex.serving.cluster.homes import Homes
+from loraplex.serving.cluster.placing import ROUND_S, Placing
 from loraplex.serving.cluster.replica import Replica
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_engine import fake_engine_info
@@ -43,14 +44,15 @@ def test_a_version_that_no_engine_has_loaded_is_not_brought_to_others() -> None:
         for session in sessions:
             await session.start()
         homes = Homes(asyncio.get_running_loop().time)
+        placing = Placing(homes)
         homes.begin(REF, 8)  # more than one engine has places for
         for _ in range(5):
             await asyncio.sleep(ROUND_S)
-            await homes.round(replicas)
+            await placing.round(replicas)
         assert len(homes.of(REF.digest)) == 2
         assert [session.prefetched for session in sessions] == [[], []]
         sessions[0].load()
-        await homes.round(replicas)
+        await placing.round(replicas)
         assert [session.prefetched for session in sessions] == [[], [REF]]
         for session in sessions:
             await session.close()

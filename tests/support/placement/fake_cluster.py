@@ -7,7 +7,8 @@ from typing import Any
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
+from loraplex.serving.client.cluster_view import ReplicaReport
+from loraplex.serving.cluster.homes import PlacedVersion
 from loraplex.serving.cluster.placement import Place
 
 

@@ -14,8 +14,9 @@ from loraplex.admin.problem import Problem
 from loraplex.admin.schemas.cluster import ClusterPage, PlacedRow, PlaceRow, ReplicaAdapters, ReplicaRow
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.control import rules
-from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
+from loraplex.serving.client.cluster_view import ReplicaReport
 from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.cluster.homes import PlacedVersion
 
 router = APIRouter(prefix="/cluster", route_class=AdminRoute)
 

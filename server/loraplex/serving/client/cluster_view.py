@@ -1,4 +1,4 @@
-"""The cluster as operators see it: its engines, and where adapters live."""
+"""The engines as operators see them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo
 
 ReplicaState = Literal["ready", "draining", "away"]
-PlaceReason = Literal["home", "copy", "overflow", "leaving"]
-"""Why an engine has an adapter, as `loraplex.serving.cluster.placement` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +28,6 @@ class ReplicaReport:
     num_hot: int
     num_warm: int
     info: EngineInfo | None
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedVersion:
-    """Where the version of `ref` lives: engines by name, with the reason. Equal bytes of several tenants are one; `ref`
-    names the one that came first."""
-
-    ref: AdapterRef
-    places: Sequence[tuple[str, PlaceReason]]
 
 
 def shortage(reports: Sequence[ReplicaReport], num_wanted: int) -> str | None:

@@ -16,12 +16,12 @@ from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.scheduling.prefix_keys import first_key
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
-from loraplex.serving.client.cluster_view import PlacedVersion, ReplicaReport
+from loraplex.serving.client.cluster_view import ReplicaReport
 from loraplex.serving.client.engine_client import RequestStream
 from loraplex.serving.cluster.choice import choose
 from loraplex.serving.cluster.failover import Failover, Group, most_tokens
 from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
-from loraplex.serving.cluster.homes import ROUND_S, Homes
+from loraplex.serving.cluster.homes import Homes, PlacedVersion
 from loraplex.serving.cluster.merged import (
     NEAREST,
     Totals,
@@ -31,7 +31,8 @@ from loraplex.serving.cluster.merged import (
     run_all,
     run_some,
 )
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.cluster.placing import ROUND_S, Placing
+from loraplex.serving.cluster.replica import Replica, in_order
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class ClusterEngineClient:
         self._closing = False
         self._past_restarts: dict[str, int] = {}  # of replicas that are away, each one's in all
         self.homes = Homes(clock)
+        self.placing = Placing(self.homes)
         self._failover = Failover(self._replicas, self._choose, clock, engines_dial=engines_dial)
         for replica in replicas:
             self._add(replica)
@@ -125,7 +127,12 @@ class ClusterEngineClient:
         self._replicas[replica.id] = replica
 
     def _lives_at(self, replica: Replica, digest: str) -> bool:
-        return self.homes.home(digest, self._replicas.values()) is replica
+        return self._home(digest, self._replicas.values()) is replica
+
+    def _home(self, digest: str, replicas: Iterable[Replica]) -> Replica | None:
+        """The first of these replicas where a version lives, or would."""
+        order, named = in_order(digest, replicas), self.homes.staying(digest)
+        return next((replica for replica in order if replica.id in named), order[0] if order else None)
 
     def _ready(self) -> list[Replica]:
         return [replica for replica in self._replicas.values() if replica.state == "ready"]
@@ -188,7 +195,7 @@ class ClusterEngineClient:
         """Run rounds of placement without end."""
         while True:
             await asyncio.sleep(ROUND_S)
-            await self.homes.round(self._ready())
+            await self.placing.round(self._ready())
 
     async def exchange_service(self) -> None:
         """Tell each engine what the others serve its tenants, without end."""
@@ -259,7 +266,7 @@ class ClusterEngineClient:
         if digest:
             places = [each.member for each in self.homes.of(digest)]
             if not any(name in by_name for name in places):
-                places = [self.homes.order(digest, ready)[0].id]
+                places = [in_order(digest, ready)[0].id]
             resident = [each.id for each in ready if each.session.adapter_state(digest) == "hot"]
         name = choose(
             {replica.id: replica.load() for replica in ready},
@@ -354,7 +361,7 @@ class ClusterEngineClient:
             raise self._unavailable()
         refusal: ServingError | None = None
         self.homes.pins[ref.digest] = ref  # a round that finds a pin which is not there takes it away
-        for replica in self.homes.order(ref.digest, ready):
+        for replica in in_order(ref.digest, ready):
             try:
                 await replica.session.pin(ref)
             except ServingError as error:
@@ -392,7 +399,7 @@ class ClusterEngineClient:
         dealt: dict[Replica, list[AdapterRef]] = {}
         ready = self._ready()
         for ref in refs:
-            home = self.homes.home(ref.digest, ready)
+            home = self._home(ref.digest, ready)
             if home is not None:
                 dealt.setdefault(home, []).append(ref)
         for replica, its in dealt.items():
@@ -421,7 +428,7 @@ class ClusterEngineClient:
         tenant that wait. It is loaded as for any request, within the tenant's limits of memory that the engine knows;
         where that fails, the outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes
         sense to try again, EngineLost where the engine died meanwhile, MeasureFailed with the engine's code else."""
-        replica = self.homes.home(ref.digest, self._ready())
+        replica = self._home(ref.digest, self._ready())
         if replica is None:
             raise self._unavailable()
         return await replica.session.measure_sites(ref)

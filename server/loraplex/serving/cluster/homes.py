@@ -1,24 +1,16 @@
-"""Where adapters live in a running cluster: demand as it is measured, `placement`'s word on it, and what has engines
-follow it."""
+"""Where adapters live in a running cluster: demand as it is measured, and `placement`'s word on it."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.serving.client.cluster_view import PlacedVersion
 from loraplex.serving.cluster.demand import DemandLevels
-from loraplex.serving.cluster.hashing import digest_key, score
-from loraplex.serving.cluster.placement import Demand, Place, Places, elsewhere, place
-from loraplex.serving.cluster.replica import Replica
-from loraplex.serving.errors import ServingError
+from loraplex.serving.cluster.placement import Demand, Member, Place, Places, place
 
-ROUND_S = 2.0
-"""Time between two rounds of placement."""
 FIRST_LOAD_S = 0.5
 """The assumed duration of a load before one was seen."""
 _NEWEST = 0.1
@@ -26,8 +18,14 @@ _NEWEST = 0.1
 _MOST_AT_ONCE = 8192
 """Adapters times members up to which a round is computed on the event loop: less than a millisecond. Ten thousand among
 64 members take 35 ms."""
-_ASKED = 64
-"""Adapters whose size one round asks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedVersion:
+    """Where the version of `ref` lives. Equal bytes of several tenants are one; `ref` names the one that came first."""
+
+    ref: AdapterRef
+    places: Sequence[Place]
 
 
 @dataclass(slots=True)
@@ -42,6 +40,7 @@ class Homes:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._levels = DemandLevels()
+        self._asked: dict[str, float] = {}  # sequences in flight by digest, as of the last `advance`
         self._known: dict[str, _Known] = {}
         self.pins: dict[str, AdapterRef] = {}
         """The versions that are kept on a device, by digest."""
@@ -83,100 +82,54 @@ class Homes:
         )
         return [PlacedVersion(self._known[digest].ref, self.places[digest]) for digest in digests]
 
-    def home(self, digest: str, replicas: Iterable[Replica]) -> Replica | None:
-        """The first of these replicas where a version lives, or would."""
-        order = self.order(digest, replicas)
-        named = {each.member for each in self.of(digest) if each.reason != "leaving"}
-        return next((replica for replica in order if replica.id in named), order[0] if order else None)
+    def staying(self, digest: str) -> set[str]:
+        """The members where a version lives, without those that it leaves."""
+        return {each.member for each in self.of(digest) if each.reason != "leaving"}
 
-    @staticmethod
-    def order(digest: str, replicas: Iterable[Replica]) -> list[Replica]:
-        """Replicas in the rendezvous order of a version."""
-        key = digest_key(digest)
-        return sorted(replicas, key=lambda replica: (score(key, replica.key), replica.id), reverse=True)
+    def to_bring(self, member: str, hot: Collection[str]) -> list[AdapterRef]:
+        """The versions that a member should load ahead of requests: those of several places, of which it is one. One
+        with a single place comes with its request."""
+        return [
+            known.ref
+            for digest, places in self.places.items()
+            if len(places) > 1
+            and digest not in hot
+            and (known := self._known.get(digest)) is not None
+            and known.size is not None  # one that no engine has loaded may be what ends them
+            and member in self.staying(digest)
+        ]
 
     # A round.
 
-    async def round(self, replicas: Sequence[Replica]) -> None:
-        """Place all adapters among these replicas, which take requests, and have them follow."""
-        levels = self._levels.levels(self._clock())
+    def advance(self) -> None:
+        """Bring the demand to this moment; what is neither asked for nor pinned is forgotten."""
+        self._asked = self._levels.levels(self._clock())
         self._known = {
-            digest: known for digest, known in self._known.items() if digest in levels or digest in self.pins
+            digest: known
+            for digest, known in self._known.items()
+            if digest in self._asked or digest in self.pins
         }
         for digest, ref in self.pins.items():
             self._known.setdefault(digest, _Known(ref))
-        if len(replicas) > 1:
-            await self._learn_sizes(replicas)
+
+    def without_size(self) -> list[str]:
+        """The versions whose size on a device is not known."""
+        return [digest for digest, known in self._known.items() if known.size is None]
+
+    def learn_size(self, digest: str, device_bytes: int) -> None:
+        """Note the size of a version; 0: it is not known."""
+        if device_bytes and digest in self._known:
+            self._known[digest].size = device_bytes
+
+    async def place(self, members: Sequence[Member]) -> None:
+        """Place all adapters among these members, which take requests."""
         demand = {
-            digest: Demand(levels.get(digest, 0.0), known.size or 0, digest in self.pins)
+            digest: Demand(self._asked.get(digest, 0.0), known.size or 0, digest in self.pins)
             for digest, known in self._known.items()
         }
-        members = [replica.member() for replica in replicas]
         if len(members) * len(demand) <= _MOST_AT_ONCE:
             placed = place(members, demand, self.places)
         else:
             placed = await asyncio.to_thread(place, members, demand, self.places)
         self.places, self.unplaced = placed.places, placed.unplaced
         self.num_moved += placed.moved
-        if len(replicas) > 1:
-            self._bring(replicas)
-            for replica, member in zip(replicas, members, strict=True):
-                replica.session.set_elsewhere(elsewhere(member, self.places))
-        await self._move_pins(replicas)
-
-    def _bring(self, replicas: Sequence[Replica]) -> None:
-        """Load adapters of several places where they are not yet. One with a single place comes with its request."""
-        for replica in replicas:
-            hot = replica.session.hot
-            refs = [
-                self._known[digest].ref
-                for digest, places in self.places.items()
-                if len(places) > 1
-                and digest not in hot
-                and digest in self._known
-                and self._known[digest].size
-                is not None  # one that no engine has loaded may be what ends them
-                and any(each.member == replica.id and each.reason != "leaving" for each in places)
-            ]
-            replica.session.prefetch(refs)
-
-    async def _move_pins(self, replicas: Sequence[Replica]) -> None:
-        """Pin where pinned versions live now. A replica is left when another one has the version."""
-        by_name = {replica.id: replica for replica in replicas}
-        for digest, ref in list(self.pins.items()):
-            targets = [
-                by_name[each.member]
-                for each in self.of(digest)
-                if each.reason != "leaving" and each.member in by_name
-            ]
-            for replica in targets:
-                if digest in self.pins and digest not in replica.session.pins:
-                    await _try(replica.session.pin(ref))
-            if digest in self.pins and any(digest in replica.session.hot for replica in targets):
-                for replica in replicas:
-                    if replica not in targets and digest in replica.session.pins:
-                        await _try(replica.session.unpin(digest))
-        for replica in replicas:
-            # A pin that was taken away while it was on its way to this engine.
-            for digest in replica.session.pins.keys() - self.pins.keys():
-                await _try(replica.session.unpin(digest))
-
-    async def _learn_sizes(self, replicas: Sequence[Replica]) -> None:
-        unknown = [digest for digest, known in self._known.items() if known.size is None]
-        for replica in replicas:
-            asked = [digest for digest in unknown if digest in replica.session.hot][:_ASKED]
-            if not asked:
-                continue
-            try:
-                entries = await replica.session.cache(asked)
-            except ServingError:
-                continue  # it has just gone
-            for entry in entries:
-                if entry.device_bytes and entry.ref.digest in self._known:
-                    self._known[entry.ref.digest].size = entry.device_bytes
-
-
-async def _try(call: Awaitable[None]) -> None:
-    """Await a call to an engine; the next round tries again what it refuses now."""
-    with contextlib.suppress(ServingError):
-        await call

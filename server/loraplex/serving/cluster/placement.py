@@ -13,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.serving.client.cluster_view import PlaceReason
 from loraplex.serving.cluster.hashing import digest_key, key_of, scores
 
 FILL = 0.6
@@ -34,7 +33,7 @@ SLACK = 1.15
 MOVED = 0.01
 """Most adapters that move a round without need, of all that have places; at least one."""
 
-Reason = PlaceReason
+Reason = Literal["home", "copy", "overflow", "leaving"]
 """Why a member has an adapter: it is first in the adapter's order; it is next, and demand needs more than one; those
 before it are full; or it keeps the adapter until its new place has loaded it."""
 

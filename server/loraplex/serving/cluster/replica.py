@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from loraplex.engine.reports import EngineInfo
 from loraplex.serving.client.cluster_view import ReplicaReport, ReplicaState
 from loraplex.serving.client.session import EngineSession
 from loraplex.serving.cluster.choice import Load
-from loraplex.serving.cluster.hashing import key_of
+from loraplex.serving.cluster.hashing import digest_key, key_of, score
 from loraplex.serving.cluster.placement import Member
 from loraplex.serving.errors import EngineUnavailable
 
@@ -84,3 +85,9 @@ class Replica:
     def ended(self, seconds: float) -> None:
         """A request of this duration has ended here."""
         self.mean_s += _NEWEST * (seconds - self.mean_s)
+
+
+def in_order(digest: str, replicas: Iterable[Replica]) -> list[Replica]:
+    """Replicas in the rendezvous order of a version."""
+    key = digest_key(digest)
+    return sorted(replicas, key=lambda replica: (score(key, replica.key), replica.id), reverse=True)
