@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.app.cli import create_cli
-from loraplex.app.setting_groups import GROUPS, is_hidden, server_limits
+from loraplex.app.setting_groups import GROUPS, is_hidden
+from loraplex.app.setting_types import server_limits
 from loraplex.app.settings import Settings, SettingsInvalid, load_settings
+from loraplex.control.types import Limits
 
 OTHER: dict[str, tuple[str, Any]] = {
     "model": ("/models/x", "/models/x"),
@@ -54,13 +56,10 @@ OTHER: dict[str, tuple[str, Any]] = {
     "adapter_base_error": ("false", False),
     "adapter_base_error_warning": ("0.25", 0.25),
     "max_body": ("1MiB", 1 << 20),
-    "server_requests_per_minute": ("600", 600),
-    "server_tokens_per_minute": ("100000", 100_000),
-    "server_max_concurrency": ("50", 50),
-    "server_max_sequences": ("80", 80),
-    "server_max_output_tokens": ("512", 512),
-    "server_token_budget": ("1000000000", 10**9),
-    "server_budget_period": ("day", "day"),
+    "server_limit": (
+        "max_concurrency=50, token_budget=1000000000",
+        ["max_concurrency=50", "token_budget=1000000000"],
+    ),
     "lookahead": ("1", "1"),
     "speculation": ("off", "off"),
     "threads": ("3", 3),
@@ -302,14 +301,34 @@ def test_the_help_lists_every_setting() -> None:
     assert "--help-all" in brief
 
 
-def test_limits_of_the_server_are_one_option(tmp_path: Path) -> None:
-    limits = server_limits(["tokens-per-minute=500", "max_concurrency=3"])
-    assert load_settings(limits).server_tokens_per_minute == 500
-    assert load_settings(limits).server_max_concurrency == 3
-    with pytest.raises(SettingsInvalid, match=r"no limit 'tokens_per_minut'.*tokens_per_minute"):
-        server_limits(["tokens_per_minut=5"])
-    with pytest.raises(SettingsInvalid, match="'max_sequences' has no value"):
-        server_limits(["max_sequences"])
+def test_limits_of_the_server_are_one_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    again = ("--server-limit", "tokens-per-minute=500", "--server-limit", "max_concurrency=3,token_budget=9")
+    limits = server_limits(from_cli(monkeypatch, *again).server_limit)
+    wanted = Limits(tokens_per_minute=500, max_concurrency=3, token_budget=9, budget_period="month")
+    assert limits == wanted
+    monkeypatch.setenv("LORAPLEX_SERVER_LIMIT", "token_budget=9, budget_period=day, max_sequences=0")
+    from_environment = server_limits(from_cli(monkeypatch).server_limit)
+    assert from_environment == Limits(token_budget=9, budget_period="day")
+    assert server_limits(["budget_period=hour"]) == Limits(), "there is no budget to have a period"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("tokens_per_minut=5", r"no limit 'tokens_per_minut'.*tokens_per_minute"),
+        ("max_adapters=5", "no limit 'max_adapters'"),
+        ("max_sequences", "'max_sequences' has no value"),
+        ("max_sequences=", "whole number"),
+        ("max_sequences=-1", "whole number"),
+        ("max_sequences=1e3", "whole number"),
+        (f"max_sequences={2**53 + 1}", "whole number"),
+        (f"max_sequences={'9' * 5000}", "whole number"),
+        ("budget_period=week", "one of hour, day, month, forever"),
+    ],
+)
+def test_a_limit_of_the_server_that_is_none_is_refused(given: str, said: str) -> None:
+    with pytest.raises(SettingsInvalid, match=said):
+        load_settings({"server_limit": given})
 
 
 def test_settings_do_not_change_afterwards() -> None:

@@ -35,7 +35,7 @@ from loraplex.app.base_model.output_formats import base_formats, check_named_for
 from loraplex.app.base_model.own_chats import ChatExaminer, OwnChatsOfVersions
 from loraplex.app.base_model.source import cache_dir, kept_dir
 from loraplex.app.installation import Installation
-from loraplex.app.setting_types import ANY_ADDRESS
+from loraplex.app.setting_types import ANY_ADDRESS, server_limits
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.redis import make_limiter
@@ -46,7 +46,6 @@ from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.service import RequestLimits
-from loraplex.control.types import Limits
 from loraplex.http.routing import exact
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.version_checks import VersionChecks
@@ -162,7 +161,7 @@ def _shared(installation: Installation, engine: ClusterEngineClient) -> Shared:
         metrics=metrics,
         drain=drain,
         limiter=limiter,
-        limits=RequestLimits(limiter, budgets, server=_server_limits(settings), background=tasks),
+        limits=RequestLimits(limiter, budgets, server=server_limits(settings.server_limit), background=tasks),
         text=text,
         templates=TemplateRenderer(str(model_dir), max_model_len=engine.info.max_model_len, log=warn),
         grammars=GrammarChecker(
@@ -285,16 +284,3 @@ def _data_services(installation: Installation, shared: Shared, admin_services: A
 def _owns_serve(settings: Settings) -> bool:
     """Whether versions' own chat templates are used."""
     return settings.adapter_templates == "own"
-
-
-def _server_limits(settings: Settings) -> Limits:
-    budget = settings.server_token_budget or None
-    return Limits(
-        requests_per_minute=settings.server_requests_per_minute or None,
-        tokens_per_minute=settings.server_tokens_per_minute or None,
-        max_concurrency=settings.server_max_concurrency or None,
-        max_sequences=settings.server_max_sequences or None,
-        max_output_tokens=settings.server_max_output_tokens or None,
-        token_budget=budget,
-        budget_period=None if budget is None else settings.server_budget_period,
-    )

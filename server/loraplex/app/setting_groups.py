@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from loraplex.app.settings import SettingsInvalid
-from loraplex.http.text import did_you_mean
-
 GROUPS: dict[str, tuple[str, ...]] = {
     "Model": (
         "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "tokenizer", "tool_format",
@@ -26,8 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Limits": (
         "max_adapter_rank", "max_adapter_upload", "max_body", "adapter_load_timeout", "adapter_base_error",
         "adapter_base_error_warning", "grammar_processes", "grammar_time_limit", "keep_versions", "limits_when_apart",
-        "server_requests_per_minute", "server_tokens_per_minute", "server_max_concurrency", "server_max_sequences",
-        "server_max_output_tokens", "server_token_budget", "server_budget_period",
+        "server_limit",
     ),
     "Storage": (
         "data_dir", "database_url", "database_staleness", "redis_url", "artifact_url", "artifact_cache_size",
@@ -47,9 +41,6 @@ ENGINE_SETTINGS = (
     "artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level",
 )  # fmt: skip
 """Settings of an engine, which `loraplex engine` takes too."""
-_LIMITS = "server_"
-SERVER_LIMITS = tuple(name.removeprefix(_LIMITS) for name in GROUPS["Limits"] if name.startswith(_LIMITS))
-"""Names that `--server-limit NAME=VALUE` takes."""
 EXPERT = frozenset(
     {
         "adapter_base_error", "adapter_base_error_warning", "adapter_image_cache", "adapter_load_timeout",
@@ -64,21 +55,4 @@ EXPERT = frozenset(
 
 def is_hidden(name: str) -> bool:
     """Whether `--help` leaves the option out."""
-    return name in EXPERT or name.startswith(_LIMITS)
-
-
-def server_limits(given: Iterable[str]) -> dict[str, str]:
-    """The settings that `--server-limit NAME=VALUE` stands for. Raises SettingsInvalid."""
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        name = name.strip().replace("-", "_")
-        if name not in SERVER_LIMITS:
-            raise SettingsInvalid(
-                f"--server-limit: there is no limit '{name}'{did_you_mean(name, SERVER_LIMITS)}; "
-                f"NAME is one of {', '.join(SERVER_LIMITS)}"
-            )
-        if not equals:
-            raise SettingsInvalid(f"--server-limit: '{name}' has no value: say {name}=VALUE")
-        found[f"{_LIMITS}{name}"] = value.strip()
-    return found
+    return name in EXPERT

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Annotated, Any, get_args
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BeforeValidator, Field
 
 from loraplex.adapters.sources.urls import AllowedSources
+from loraplex.control.types import ADAPTER_LIMITS, BudgetPeriod, Limits
+from loraplex.http.text import did_you_mean
 from loraplex.lifecycle.releases.webhook_address import AllowedHosts
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - only compared
 """Hosts that stand for each address of the machine, and so name none."""
+SERVER_LIMITS = tuple(field.name for field in fields(Limits) if field.name not in ADAPTER_LIMITS)
+"""Names that `--server-limit NAME=VALUE` takes."""
+MAX_COUNT = 1 << 53
 _UNITS = {
     "": 1,
     "b": 1,
@@ -98,6 +105,37 @@ def checked_hosts(value: list[str] | str) -> list[str] | str:
     return value
 
 
+def checked_server_limits(value: list[str] | str) -> list[str] | str:
+    server_limits(value)
+    return value
+
+
+def server_limits(given: Iterable[str]) -> Limits:
+    """The limits that texts as "max_concurrency=64" stand for. A token budget without a period is one of each month.
+    Raises ValueError."""
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        name = name.replace("-", "_")
+        if name not in SERVER_LIMITS:
+            listed = ", ".join(SERVER_LIMITS)
+            raise ValueError(
+                f"has no limit '{name}'{did_you_mean(name, SERVER_LIMITS)}; NAME is one of {listed}"
+            )
+        if not equals:
+            raise ValueError(f"'{name}' has no value: say {name}=VALUE")
+        if name == "budget_period":
+            if value not in get_args(BudgetPeriod):
+                raise ValueError(f"'{name}' must be one of {', '.join(get_args(BudgetPeriod))}")
+            found[name] = value
+        elif not (value.isascii() and value.isdecimal() and len(value) <= 16 and int(value) <= MAX_COUNT):
+            raise ValueError(f"'{name}' must be a whole number of at most {MAX_COUNT}")
+        else:
+            found[name] = int(value) or None
+    found["budget_period"] = found.get("budget_period", "month") if found.get("token_budget") else None
+    return Limits(**found)
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size)]
-Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Port = Annotated[int, Field(ge=0, le=65535)]

@@ -22,11 +22,12 @@ from pydantic_settings import (
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.setting_types import (
+    SERVER_LIMITS,
     Bytes,
-    Count,
     Port,
     checked_headers,
     checked_hosts,
+    checked_server_limits,
     checked_sources,
     comma_list,
     data_plane_url,
@@ -174,20 +175,12 @@ class Settings(BaseSettings):
     grammar_time_limit: float = Field(
         0.5, ge=0.05, le=60, description="Seconds of processor time that building one of them may take"
     )
-    server_requests_per_minute: Count = Field(0, description="Requests a minute of all tenants (0: no limit)")
-    server_tokens_per_minute: Count = Field(
-        0, description="Prompt and answer tokens a minute of all tenants (0: no limit)"
-    )
-    server_max_concurrency: Count = Field(0, description="Requests at a time of all tenants (0: no limit)")
-    server_max_sequences: Count = Field(
-        0, description="Sequences of all tenants that run and wait at a time (0: no limit)"
-    )
-    server_max_output_tokens: Count = Field(0, description="Longest answer in tokens (0: no limit)")
-    server_token_budget: Count = Field(
-        0, description="Tokens of all tenants on this database in a period (0: no limit)"
-    )
-    server_budget_period: Literal["hour", "day", "month", "forever"] = Field(
-        "month", description="The period of that budget: hour, day, month (in UTC) or forever"
+    server_limit: Annotated[
+        list[str] | str, BeforeValidator(comma_list), AfterValidator(checked_server_limits)
+    ] = Field(
+        [],
+        description="Limits of all tenants on this server, as max_concurrency=64, separated by commas; the option may "
+        f"be given again (0: no limit): {', '.join(SERVER_LIMITS)}",
     )
     lookahead: Literal["auto", "0", "1"] = Field(
         "auto", description="Plan the next step while one runs: 0, 1 or auto (1 on cuda)"

@@ -147,8 +147,8 @@ def test_a_keys_limits_change_while_it_is_used(server: WholeServer) -> None:
 
 
 def test_limits_over_all_tenants(tmp_path: Path) -> None:
-    limits = {"server_requests_per_minute": 4, "server_max_output_tokens": 5}
-    with whole_server(tmp_path, **limits, server_token_budget=1000) as server:
+    limits = "requests_per_minute=4, max_output_tokens=5, token_budget=1000"
+    with whole_server(tmp_path, server_limit=limits) as server:
         server.plane.engine.default = ENDLESS
         keys = []
         for tenant in ("one", "two"):

@@ -11,12 +11,14 @@ from pydantic.fields import FieldInfo
 
 from loraplex.app.commands.shared.errors import json_failures
 from loraplex.app.output import Output
-from loraplex.app.setting_groups import GROUPS, SERVER_LIMITS, is_hidden, server_limits
+from loraplex.app.setting_groups import GROUPS, is_hidden
 from loraplex.app.setting_types import parse_size
 from loraplex.app.settings import Settings, load_settings
 from loraplex.app.supported_platform import require_supported_platform
 from loraplex.engine.ipc.quick_imports import quick_imports
 
+_ANNOTATIONS: dict[str, Any] = {"server_limit": list[str] | None}
+"""Options that may be given again."""
 _PANELS = {name: panel for panel, names in GROUPS.items() for name in names}
 
 
@@ -71,10 +73,9 @@ def with_settings(run: Any, only: tuple[str, ...] = (), **flags: Any) -> Any:
     def command(**given: Any) -> None:
         config = given.pop("config")
         given.pop("help_all")
-        limits = given.pop("server_limit", None) or ()
+        given["server_limit"] = ",".join(given.get("server_limit") or ()) or None
         own = {name: given.pop(name) for name in flags}
         with json_failures(Output(own.get("as_json", False))):
-            given |= server_limits(limits)
             run(load_settings(given, Path(config) if config else None), **own)
 
     parameters = [*_setting_parameters(only), *_common_parameters(only)]
@@ -107,7 +108,7 @@ def _setting_parameters(only: tuple[str, ...]) -> list[inspect.Parameter]:
                 rich_help_panel=_PANELS[name],
                 hidden=is_hidden(name) and not only,
             ),
-            annotation=(bool | None) if field.annotation is bool else (str | None),
+            annotation=_ANNOTATIONS.get(name, (bool | None) if field.annotation is bool else (str | None)),
         )
         for name, field in Settings.model_fields.items()
         if not only or name in only
@@ -117,21 +118,6 @@ def _setting_parameters(only: tuple[str, ...]) -> list[inspect.Parameter]:
 def _common_parameters(only: tuple[str, ...]) -> list[inspect.Parameter]:
     """Those that are no setting by themselves."""
     parameters = []
-    if not only:
-        parameters.append(
-            inspect.Parameter(
-                "server_limit",
-                inspect.Parameter.KEYWORD_ONLY,
-                default=typer.Option(
-                    None,
-                    "--server-limit",
-                    metavar="<name=value>",
-                    help=f"A limit of all tenants on this server; may be repeated: {', '.join(SERVER_LIMITS)}",
-                    rich_help_panel="Limits",
-                ),
-                annotation=list[str] | None,
-            )
-        )
     parameters.append(
         inspect.Parameter(
             "help_all",
