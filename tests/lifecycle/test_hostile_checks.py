@@ -160,7 +160,7 @@ async def test_a_version_that_was_measured_beside_one_that_the_engine_dies_of_is
     plane: AdminPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_checks, "FIRST_RETRY_S", 0.02)
-    monkeypatch.setattr(version_checks, "DEATH_PAUSES_S", (0.02,))
+    monkeypatch.setattr(version_checks, "FIRST_PAUSE_S", 0.02)
     bad, fair = (version(plane, plane.make_tenant(tenant)) for tenant in ("poison", "acme"))
     measure = plane.measure
     inside: set[str] = set()

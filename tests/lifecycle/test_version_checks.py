@@ -315,7 +315,7 @@ async def test_a_version_that_the_engine_dies_of_twice_is_rejected(
     plane: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_checks, "FIRST_RETRY_S", 0.02)
-    monkeypatch.setattr(version_checks, "DEATH_PAUSES_S", (0.02,))
+    monkeypatch.setattr(version_checks, "FIRST_PAUSE_S", 0.02)
     plane.make_tenant()
     plane.measure.error = EngineLost("the engine process has ended")
     problem = assert_problem(await push(plane, tmp_path), 422, "numerical_crash")

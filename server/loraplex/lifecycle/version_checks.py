@@ -76,11 +76,10 @@ LEFT_ALONE_S = 120.0
 FIRST_RETRY_S, LONGEST_RETRY_S = 2.0, 300.0
 MAX_DEATHS = 2
 """Deaths of the engine while it measures a version that reject it. Before the last one it was measured alone."""
-DEATH_PAUSES_S = (10.0, 120.0, 600.0, 3600.0)
-"""Pauses of a tenant's checks after the first death of the engine during one of them, the second, and so on. Five
-within five minutes, with nothing served between them, and the engine would stay down."""
-FORGET_DEATHS_S = 3600.0
-"""After the pause, without another one."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 3600.0
+"""Pauses of a tenant's checks after deaths of the engine during one of them, each `_PAUSE_FACTOR` times the one before:
+after five deaths within five minutes, with nothing served between them, the engine would stay down."""
+_PAUSE_FACTOR = 8
 _MOST_DOUBLINGS = 16
 _SHORTEST_PAUSE_S = 1.0
 _CRASHED = (
@@ -339,7 +338,7 @@ class VersionChecks:
         if isinstance(error, EngineLost):
             self._note_death(info.tenant_id, now)
         if isinstance(error, EngineLost | _ChecksPaused):
-            pause = max(pause, self._paused[info.tenant_id].due - now)
+            pause = max(pause, self._paused_until(info.tenant_id) - now)
         retry.due = now + pause
         self._failed.set()
         is_expected = isinstance(error, LoraplexError | OSError)
@@ -360,26 +359,21 @@ class VersionChecks:
 
     def _check_paused(self, tenant: str) -> None:
         """Raises _ChecksPaused."""
-        last = self._last_death(tenant)
-        if last is not None and self._clock() < last.due:
+        if self._clock() < self._paused_until(tenant):
             raise _ChecksPaused(
                 "the engine ended during a check of this tenant's, and the next one waits for a while"
             )
 
-    def _last_death(self, tenant: str) -> _Retry | None:
-        """The last death of the engine during one of the tenant's checks, if that is not long ago."""
+    def _paused_until(self, tenant: str) -> float:
         last = self._paused.get(tenant)
-        if last is not None and self._clock() >= last.due + FORGET_DEATHS_S:
-            del self._paused[tenant]
-            return None
-        return last
+        return 0.0 if last is None else last.due
 
     def _note_death(self, tenant: str, now: float) -> None:
         """The engine died during one of the tenant's checks. Another version that was measured at that moment may be
-        the reason, so the first pause is short."""
-        last = self._last_death(tenant)
-        count = 1 if last is None else last.failures + 1
-        pause = DEATH_PAUSES_S[min(count, len(DEATH_PAUSES_S)) - 1]
+        the reason, so the first pause is short. A death is forgotten an hour after its pause."""
+        last = self._paused.get(tenant)
+        count = 1 if last is None or now >= last.due + LONGEST_PAUSE_S else last.failures + 1
+        pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * _PAUSE_FACTOR ** min(count - 1, _MOST_DOUBLINGS))
         self._paused[tenant] = _Retry(count, now + pause)
 
     async def _delete_surplus(self, info: VersionInfo, by: Actor) -> None:
