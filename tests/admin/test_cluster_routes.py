@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
-from loraplex.serving.cluster.placement import Place
+from loraplex.serving.placement.placement import Place
 from support.engine.fake_engine import fake_engine_info
 from support.http.admin_plane import AdminPlane, assert_problem
 from support.placement.fake_cluster import fake_report

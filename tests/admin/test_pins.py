@@ -11,7 +11,7 @@ import pytest
 
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.engine.config import EngineConfig
-from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.engines.local import LocalEngine
 from loraplex.serving.supervision.engine_supervisor import Supervision
 from loraplex.serving.supervision.supervisor import RestartPolicy
 from support.engine.fake_processes import FAKE_ENGINE, until
@@ -21,8 +21,8 @@ VERSION = "/tenants/acme/adapters/support/versions/v1"
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[SocketEngineClient]:
-    client = SocketEngineClient(
+async def engine() -> AsyncIterator[LocalEngine]:
+    client = LocalEngine(
         EngineConfig("ok", "/nowhere"),
         Supervision(command=FAKE_ENGINE, restart=RestartPolicy(first_delay_s=0.3)),
     )
@@ -31,11 +31,11 @@ async def engine() -> AsyncIterator[SocketEngineClient]:
     await client.close()
 
 
-async def pinned(engine: SocketEngineClient) -> list[str]:
+async def pinned(engine: LocalEngine) -> list[str]:
     return [entry.ref.digest for entry in await engine.cache() if entry.pinned]
 
 
-async def die(engine: SocketEngineClient) -> None:
+async def die(engine: LocalEngine) -> None:
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
     await until(lambda: not engine.healthy)
@@ -45,7 +45,7 @@ async def die(engine: SocketEngineClient) -> None:
 @pytest.mark.parametrize("port", ["operators", "tenants"])
 @pytest.mark.parametrize("away", [False, True], ids=["before", "while away"])
 async def test_a_restart_does_not_bring_a_pin_back(
-    plane: AdminPlane, engine: SocketEngineClient, port: str, path: str, away: bool
+    plane: AdminPlane, engine: LocalEngine, port: str, path: str, away: bool
 ) -> None:
     """The bytes are also those of another tenant, who has pinned nothing."""
     services = dataclasses.replace(plane.services, engine=engine)
@@ -74,6 +74,6 @@ async def test_a_restart_does_not_bring_a_pin_back(
     assert await pinned(engine) == [kept]
 
 
-async def until_pinned(engine: SocketEngineClient, number: int) -> None:
+async def until_pinned(engine: LocalEngine, number: int) -> None:
     while len(await pinned(engine)) != number:
         pass

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from loraplex.app.engines.logs import engine_rules, log_engine
 from loraplex.engine.config import EngineConfig
-from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.engines.local import LocalEngine
 from support.engine.fake_processes import FAKE_ENGINE, until
 from support.http.quiet import all_levels
 
@@ -22,7 +22,7 @@ async def test_each_line_names_the_engine_of_several(
 ) -> None:
     with all_levels(), capture_logs() as of_server:
         rules = engine_rules(name, keep_spare=False, command=FAKE_ENGINE)
-        client = SocketEngineClient(EngineConfig("ok", "/nowhere"), rules)
+        client = LocalEngine(EngineConfig("ok", "/nowhere"), rules)
         await client.start()
         rules.on_progress("loading", 1.0)
         assert client.pid is not None

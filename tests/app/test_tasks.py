@@ -13,7 +13,7 @@ NOT_SUPERVISED = {
     "BackgroundTasks.start": "the supervisor",
     "Budgets._refreshed": "requests wait for what it does; it gives each of them the failure",
     "RedisLink._connect": "calls wait for what it reads; it gives each of them the failure, and logs a bug",
-    "SocketEngineClient.on_ready": "waited for, or until the process has gone",
+    "LocalEngine.on_ready": "waited for, or until the process has gone",
     "GenerationEndpoint._answer": "waited for",
     "watch_client": "waits for the server's word that the client has gone; ends with the answer",
     "EngineSupervisor._on_lost": "supervises the engine by rules of its own; its end is logged",

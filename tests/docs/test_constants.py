@@ -48,8 +48,9 @@ from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.lifecycle import tenant_terms
 from loraplex.lifecycle.release_guard import repeats, window
 from loraplex.lifecycle.releases import deliveries, rounds, webhook
-from loraplex.serving.cluster import failover, hello, members, tcp
-from loraplex.serving.cluster.relay import DialPolicy
+from loraplex.serving.dialling import hello, members, tcp
+from loraplex.serving.dialling.relay import DialPolicy
+from loraplex.serving.engines import failover
 from loraplex.serving.grammar import builders, checker, schema_rules
 from loraplex.serving.supervision import supervisor, watchdog
 from loraplex.serving.supervision.engine_supervisor import Supervision

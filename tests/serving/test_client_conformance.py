@@ -15,11 +15,11 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.client.session import EngineSession
-from loraplex.serving.client.socket_client import SocketEngineClient
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.local import LocalEngine
+from loraplex.serving.engines.replica import Replica
+from loraplex.serving.engines.session import EngineSession
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.errors import (
     EngineDraining,
     EngineOverloaded,
@@ -45,14 +45,12 @@ def make_client(
     model_path: str = "ok",
     on_damaged: Callable[[tuple[str, ...]], None] = lambda digests: None,
     **config: int,
-) -> ClusterEngineClient:
+) -> Engines:
     engine_config = EngineConfig(model_path, "/nowhere", **config)  # type: ignore[arg-type]
     if kind.startswith("cluster of"):
         made = [make_engine("socket", engine_config, on_damaged)]
         made += [make_engine("inprocess", engine_config, on_damaged) for _ in range(int(kind[-1]) - 1)]
-        return ClusterEngineClient(
-            Replica(f"replica-{number}", session) for number, session in enumerate(made)
-        )
+        return Engines(Replica(f"replica-{number}", session) for number, session in enumerate(made))
     return make_engine(kind, engine_config, on_damaged)
 
 
@@ -60,7 +58,7 @@ def make_engine(
     kind: str, engine_config: EngineConfig, on_damaged: Callable[[tuple[str, ...]], None]
 ) -> EngineSession:
     if kind == "socket":
-        return SocketEngineClient(
+        return LocalEngine(
             engine_config, Supervision(command=FAKE_ENGINE, start_timeout_s=60), on_damaged=on_damaged
         )
     if kind == "remote":
@@ -74,7 +72,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-async def client(kind: str) -> AsyncIterator[ClusterEngineClient]:
+async def client(kind: str) -> AsyncIterator[Engines]:
     client = make_client(kind)
     await client.start()
     yield client
@@ -108,14 +106,14 @@ async def first(stream: RequestStream) -> TokenEvent:
     return await anext(stream)
 
 
-async def test_info_is_known_after_start(client: ClusterEngineClient) -> None:
+async def test_info_is_known_after_start(client: Engines) -> None:
     assert client.healthy
     assert client.unhealthy_reason is None
     assert client.info.vocab_size == 1000
     assert client.info.eos_ids == (0,)
 
 
-async def test_tokens_arrive_in_order_and_end_once(client: ClusterEngineClient) -> None:
+async def test_tokens_arrive_in_order_and_end_once(client: Engines) -> None:
     requests = [ask(f"r{i}", 40, (i,), adapter(i % 3) if i % 4 else None) for i in range(32)]
     streams = [client.submit(request)[0] for request in requests]
     assert client.num_live == 32
@@ -127,7 +125,7 @@ async def test_tokens_arrive_in_order_and_end_once(client: ClusterEngineClient) 
     assert client.num_live == 0
 
 
-async def test_terms_are_sent_when_they_change(client: ClusterEngineClient) -> None:
+async def test_terms_are_sent_when_they_change(client: Engines) -> None:
     stream = client.submit(ask("r", LONG))[0]
     await first(stream)
     assert client.served_tenants == {"acme"}
@@ -142,7 +140,7 @@ async def test_terms_are_sent_when_they_change(client: ClusterEngineClient) -> N
     assert client.served_tenants == set()
 
 
-async def test_the_first_event_tells_where_the_adapter_was(client: ClusterEngineClient) -> None:
+async def test_the_first_event_tells_where_the_adapter_was(client: Engines) -> None:
     assert client.adapter_state(adapter(1).digest) == "cold"
     events = [event async for event in client.submit(ask("r", adapter=adapter(1)))[0]]
     assert events[0].adapter_state == "cold"
@@ -152,7 +150,7 @@ async def test_the_first_event_tells_where_the_adapter_was(client: ClusterEngine
             await client.stats()
 
 
-async def test_sites_are_measured(client: ClusterEngineClient) -> None:
+async def test_sites_are_measured(client: Engines) -> None:
     stream = client.submit(ask("r", LONG))[0]
     await first(stream)
     found = await asyncio.gather(*(client.measure_sites(adapter(n)) for n in (1, 2, 1)))
@@ -161,7 +159,7 @@ async def test_sites_are_measured(client: ClusterEngineClient) -> None:
     await read(stream)
 
 
-async def test_a_version_that_cannot_be_loaded_has_no_outputs(client: ClusterEngineClient) -> None:
+async def test_a_version_that_cannot_be_loaded_has_no_outputs(client: Engines) -> None:
     found = await client.measure_sites(replace(adapter(1), name=DAMAGED))
     assert (found.sites, found.failure) == ((), "its stored bytes are damaged")
 
@@ -185,7 +183,7 @@ async def test_a_measurement_that_is_given_up_leaves_no_request(kind: str) -> No
         await client.measure_sites(adapter(1))
 
 
-async def test_a_prefetched_adapter_is_there_before_it_is_asked_for(client: ClusterEngineClient) -> None:
+async def test_a_prefetched_adapter_is_there_before_it_is_asked_for(client: Engines) -> None:
     client.prefetch([adapter(1)])
     async with asyncio.timeout(60):
         while client.adapter_state(adapter(1).digest) != "hot":
@@ -194,7 +192,7 @@ async def test_a_prefetched_adapter_is_there_before_it_is_asked_for(client: Clus
     assert events[0].adapter_state == "hot"
 
 
-async def test_abort_mid_stream(client: ClusterEngineClient) -> None:
+async def test_abort_mid_stream(client: Engines) -> None:
     stream, other = client.submit(ask("r", LONG))[0], client.submit(ask("other", 50))[0]
     await first(stream)
     stream.abort()
@@ -208,14 +206,14 @@ async def test_abort_mid_stream(client: ClusterEngineClient) -> None:
     assert (await client.stats()).num_running == 0
 
 
-async def test_leaving_the_stream_as_a_context_aborts(client: ClusterEngineClient) -> None:
+async def test_leaving_the_stream_as_a_context_aborts(client: Engines) -> None:
     async with client.submit(ask("r", LONG))[0] as stream:
         await first(stream)
     _, last = await read(stream)
     assert last.finish_reason == "abort"
 
 
-async def test_a_slow_reader_gets_merged_events(client: ClusterEngineClient) -> None:
+async def test_a_slow_reader_gets_merged_events(client: Engines) -> None:
     for number, length in enumerate(LENGTHS):
         request = ask(f"r{number}", length)
         stream = client.submit(request)[0]
@@ -230,7 +228,7 @@ async def test_a_slow_reader_gets_merged_events(client: ClusterEngineClient) -> 
     assert begun.token_ids + event.token_ids == fake_tokens(request)
 
 
-async def test_a_cancelled_read_loses_nothing(client: ClusterEngineClient) -> None:
+async def test_a_cancelled_read_loses_nothing(client: Engines) -> None:
     request = ask("r", 100)
     stream = client.submit(request)[0]
     tokens: list[int] = []
@@ -315,7 +313,7 @@ async def test_an_error_of_one_request_is_its_terminal_event(kind: str) -> None:
         await client.close()
 
 
-async def test_a_live_id_is_refused(client: ClusterEngineClient) -> None:
+async def test_a_live_id_is_refused(client: Engines) -> None:
     stream = client.submit(ask("r", LONG))[0]
     with pytest.raises(ValueError, match="live already"):
         client.submit(ask("r"))
@@ -323,7 +321,7 @@ async def test_a_live_id_is_refused(client: ClusterEngineClient) -> None:
     assert (await read(stream))[1].finish_reason == "abort"
 
 
-async def test_pins_and_the_cache(client: ClusterEngineClient) -> None:
+async def test_pins_and_the_cache(client: Engines) -> None:
     await client.pin(adapter(1))
     assert [(e.ref, e.state, e.pinned) for e in await client.cache()] == [(adapter(1), "hot", True)]
     await client.unpin(adapter(1).digest)
@@ -335,12 +333,12 @@ async def test_pins_and_the_cache(client: ClusterEngineClient) -> None:
 
 
 @pytest.mark.parametrize("kind", ALONE)
-async def test_concurrent_questions_share_an_answer(client: ClusterEngineClient) -> None:
+async def test_concurrent_questions_share_an_answer(client: Engines) -> None:
     answers = await asyncio.gather(*(client.stats() for _ in range(50)))
     assert all(answer is answers[0] for answer in answers)
 
 
-async def test_an_idle_engine_takes_no_steps(client: ClusterEngineClient, kind: str) -> None:
+async def test_an_idle_engine_takes_no_steps(client: Engines, kind: str) -> None:
     num_engines = 3 if kind == "cluster of 3" else 1
     await read(client.submit(ask("r"))[0])
     before = (await client.stats()).num_steps

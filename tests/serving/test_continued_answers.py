@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.engines.stream import RequestStream
 from support.cluster.inprocess import InProcessEngineClient
 from support.engine.fake_core import build_fake_engine
 

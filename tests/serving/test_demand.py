@@ -14,9 +14,9 @@ from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineStats
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams
-from loraplex.serving.client import session as session_module
-from loraplex.serving.client.session import TERMS_A_COMMAND, EngineSession
 from loraplex.serving.demand import HALF_LIFE_S, MAX_KNOWN, MAX_RANKED, Demand, Uses
+from loraplex.serving.engines import session as session_module
+from loraplex.serving.engines.session import TERMS_A_COMMAND, EngineSession
 from support.engine.fake_engine import fake_engine_info
 
 

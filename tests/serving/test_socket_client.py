@@ -17,7 +17,7 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.reports import EngineInfo
-from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.engines.local import LocalEngine
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import Supervision
 from loraplex.serving.supervision.supervisor import MAX_SOCKET_PATH_BYTES, EngineProcess, RestartPolicy
@@ -26,10 +26,8 @@ from support.engine.fake_processes import FAKE_ENGINE, LONG, adapter, ask, engin
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[SocketEngineClient]:
-    client = SocketEngineClient(
-        EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE, start_timeout_s=60)
-    )
+async def client() -> AsyncIterator[LocalEngine]:
+    client = LocalEngine(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE, start_timeout_s=60))
     await client.start()
     yield client
     await client.close()
@@ -37,7 +35,7 @@ async def client() -> AsyncIterator[SocketEngineClient]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
-    client: SocketEngineClient, number: signal.Signals
+    client: LocalEngine, number: signal.Signals
 ) -> None:
     await client.pin(adapter(9))
     streams = [client.submit(ask(f"r{i}", LONG, number=1 + i % 2))[0] for i in range(8)]
@@ -72,7 +70,7 @@ async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
 
 
 async def test_an_engine_that_dies_right_behind_its_pins_is_started_again(
-    client: SocketEngineClient, monkeypatch: pytest.MonkeyPatch
+    client: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.pin(adapter(9))
     deaths = [1]
@@ -94,7 +92,7 @@ async def test_an_engine_that_dies_right_behind_its_pins_is_started_again(
 
 
 async def test_an_engine_that_dies_while_its_pins_come_is_missed_at_once(
-    client: SocketEngineClient, monkeypatch: pytest.MonkeyPatch
+    client: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await client.pin(adapter(9))
     waits: list[int] = []
@@ -116,7 +114,7 @@ async def test_an_engine_that_dies_while_its_pins_come_is_missed_at_once(
 
 
 async def test_deaths_with_service_between_them_are_no_crash_loop() -> None:
-    client = SocketEngineClient(
+    client = LocalEngine(
         EngineConfig("ok", "/nowhere"),
         Supervision(command=FAKE_ENGINE, restart=RestartPolicy(first_delay_s=0.01, max_deaths=2)),
     )
@@ -131,7 +129,7 @@ async def test_deaths_with_service_between_them_are_no_crash_loop() -> None:
 
 async def test_a_restart_that_fails_by_a_bug_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     logs: list[str] = []
-    client = SocketEngineClient(
+    client = LocalEngine(
         EngineConfig("ok", "/nowhere"),
         Supervision(
             command=FAKE_ENGINE,
@@ -160,7 +158,7 @@ async def test_a_restarter_that_fails_is_logged_and_the_engine_reported_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     logs: list[str] = []
-    client = SocketEngineClient(
+    client = LocalEngine(
         EngineConfig("ok", "/nowhere"),
         Supervision(command=FAKE_ENGINE, log=lambda event, **_: logs.append(event)),
     )
@@ -180,7 +178,7 @@ async def test_a_restarter_that_fails_is_logged_and_the_engine_reported_down(
 
 
 async def test_request_during_a_restart_is_told_when_to_retry() -> None:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
+    client = LocalEngine(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     await client.start()
     stream = client.submit(ask("r", LONG))[0]
     assert client.pid is not None
@@ -198,7 +196,7 @@ async def test_request_during_a_restart_is_told_when_to_retry() -> None:
     await client.close()
 
 
-async def test_no_request_is_run_a_second_time_after_a_death(client: SocketEngineClient) -> None:
+async def test_no_request_is_run_a_second_time_after_a_death(client: LocalEngine) -> None:
     """A request that kills the engine whenever it runs kills it once."""
     events = [event async for event in client.submit(ask("poison", prompt=(CRASH,)))[0]]
     assert events[-1].error is not None
@@ -210,7 +208,7 @@ async def test_no_request_is_run_a_second_time_after_a_death(client: SocketEngin
 
 
 async def test_a_crash_loop_ends_with_the_reason() -> None:
-    client = SocketEngineClient(
+    client = LocalEngine(
         EngineConfig("ok", "/nowhere"),
         Supervision(command=FAKE_ENGINE, restart=RestartPolicy(first_delay_s=0.01, max_deaths=3)),
     )
@@ -229,7 +227,7 @@ async def test_a_crash_loop_ends_with_the_reason() -> None:
 
 
 async def test_close_during_a_restart_leaves_no_process() -> None:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
+    client = LocalEngine(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     await client.start()
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
@@ -240,7 +238,7 @@ async def test_close_during_a_restart_leaves_no_process() -> None:
 
 @pytest.mark.slow
 async def test_a_stopped_engine_is_not_waited_for_when_closing() -> None:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
+    client = LocalEngine(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     await client.start()
     stream = client.submit(ask("r", LONG))[0]
     assert client.pid is not None
@@ -254,14 +252,14 @@ async def test_a_stopped_engine_is_not_waited_for_when_closing() -> None:
 
 async def test_a_process_that_dies_before_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_EXIT", "7")
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
+    client = LocalEngine(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     with pytest.raises(EngineStartError, match="exited with status 7"):
         await client.start()
     await client.close()
 
 
 async def test_a_command_that_is_not_there() -> None:
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=("/nowhere/python",)))
+    client = LocalEngine(EngineConfig("ok", "/nowhere"), Supervision(command=("/nowhere/python",)))
     with pytest.raises(EngineStartError, match="could not be started"):
         await client.start()
     await client.close()
@@ -270,7 +268,7 @@ async def test_a_command_that_is_not_there() -> None:
 async def test_a_start_that_takes_too_long_is_ended_and_shows_progress_before() -> None:
     progress: list[str] = []
     for timeout_s in (1, 4, 16, 64):  # a busy machine takes long for a process and its imports
-        client = SocketEngineClient(
+        client = LocalEngine(
             EngineConfig("slow", "/nowhere"),
             Supervision(
                 command=FAKE_ENGINE,
@@ -289,7 +287,7 @@ async def test_a_start_that_takes_too_long_is_ended_and_shows_progress_before() 
 
 
 async def test_a_cancelled_start_leaves_no_process() -> None:
-    client = SocketEngineClient(EngineConfig("slow", "/nowhere"), Supervision(command=FAKE_ENGINE))
+    client = LocalEngine(EngineConfig("slow", "/nowhere"), Supervision(command=FAKE_ENGINE))
     task = asyncio.create_task(client.start())
     await until(lambda: bool(engines()))
     task.cancel()
@@ -303,13 +301,13 @@ async def test_a_long_temporary_path_is_no_obstacle(tmp_path: Path, monkeypatch:
     long = tmp_path / ("x" * MAX_SOCKET_PATH_BYTES)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
-    client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
+    client = LocalEngine(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
     await client.start()
     await client.close()
     assert list(long.iterdir()) == []
 
 
-async def test_a_request_above_the_frame_limit_is_refused_alone(client: SocketEngineClient) -> None:
+async def test_a_request_above_the_frame_limit_is_refused_alone(client: LocalEngine) -> None:
     with pytest.raises(Exception, match="too large"):
         client.submit(ask("huge", prompt=(70_000,) * 8_000_000))
     assert client.num_live == 0
@@ -321,11 +319,11 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     script = (
         "import asyncio, sys\n"
         "from loraplex.engine.config import EngineConfig\n"
-        "from loraplex.serving.client.socket_client import SocketEngineClient\n"
+        "from loraplex.serving.engines.local import LocalEngine\n"
         "from loraplex.serving.supervision.engine_supervisor import Supervision\n"
         f"rules = Supervision(command={FAKE_ENGINE!r}, keep_spare=True)\n"
         "async def main():\n"
-        f"    client = SocketEngineClient(EngineConfig('ok', '/'), rules)\n"
+        f"    client = LocalEngine(EngineConfig('ok', '/'), rules)\n"
         "    await client.start()\n"
         "    print(client.pid, flush=True)\n"
         "    await asyncio.sleep(60)\n"
@@ -346,7 +344,7 @@ def test_client_works_on_the_servers_event_loop() -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def life() -> None:
-        client = SocketEngineClient(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
+        client = LocalEngine(EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE))
         await client.start()
         stream = client.submit(ask("r", LONG))[0]
         await anext(stream)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from loraplex.engine.config import EngineConfig
-from loraplex.serving.client.socket_client import SocketEngineClient
+from loraplex.serving.engines.local import LocalEngine
 from loraplex.serving.errors import EngineUnavailable
 from loraplex.serving.supervision import supervisor
 from loraplex.serving.supervision.engine_supervisor import Supervision
@@ -25,14 +25,14 @@ LATE_S = 5.0
 """A time-out for an engine that does not hang: a busy machine may hold it up for some of it."""
 
 
-def make_client(**options: Any) -> SocketEngineClient:
-    return SocketEngineClient(
+def make_client(**options: Any) -> LocalEngine:
+    return LocalEngine(
         EngineConfig("ok", "/nowhere"), Supervision(command=FAKE_ENGINE, start_timeout_s=60, **options)
     )
 
 
 @pytest.fixture
-async def watched() -> AsyncIterator[SocketEngineClient]:
+async def watched() -> AsyncIterator[LocalEngine]:
     client = make_client(watchdog=WatchdogPolicy(hang_timeout_s=120))
     await client.start()
     yield client
@@ -41,7 +41,7 @@ async def watched() -> AsyncIterator[SocketEngineClient]:
 
 
 @pytest.fixture
-async def spared() -> AsyncIterator[SocketEngineClient]:
+async def spared() -> AsyncIterator[LocalEngine]:
     client = make_client(keep_spare=True)
     await client.start()
     yield client
@@ -49,7 +49,7 @@ async def spared() -> AsyncIterator[SocketEngineClient]:
     assert engines() == []
 
 
-def watch_closely(client: SocketEngineClient) -> None:
+def watch_closely(client: LocalEngine) -> None:
     """This engine from now on, and not its successor: a busy machine may hold up one that does not hang."""
     assert client._supervisor._process is not None
     client._supervisor._process._watchdog._policy = WatchdogPolicy(hang_timeout_s=HANG_TIMEOUT_S)
@@ -59,34 +59,34 @@ def pids() -> set[int]:
     return {process.pid for process in engines()}
 
 
-def kill(client: SocketEngineClient, number: signal.Signals) -> None:
+def kill(client: LocalEngine, number: signal.Signals) -> None:
     assert client.pid is not None
     os.kill(client.pid, number)
 
 
-async def serves(client: SocketEngineClient) -> bool:
+async def serves(client: LocalEngine) -> bool:
     return [event async for event in client.submit(ask("one"))[0]][-1].finish_reason == "length"
 
 
-def stop_process(client: SocketEngineClient) -> None:
+def stop_process(client: LocalEngine) -> None:
     kill(client, signal.SIGSTOP)
 
 
-def spin_main_thread(client: SocketEngineClient) -> None:
+def spin_main_thread(client: LocalEngine) -> None:
     kill(client, signal.SIGUSR1)
 
 
-def hang_step(client: SocketEngineClient) -> None:
+def hang_step(client: LocalEngine) -> None:
     client.submit(ask("hang", prompt=(HANG,)))
 
 
-def spin_step(client: SocketEngineClient) -> None:
+def spin_step(client: LocalEngine) -> None:
     client.submit(ask("spin", prompt=(SPIN,)))
 
 
 @pytest.mark.parametrize("hang", [stop_process, spin_main_thread, hang_step, spin_step])
 async def test_a_hung_engine_is_noticed_killed_and_replaced(
-    watched: SocketEngineClient, hang: Callable[[SocketEngineClient], None]
+    watched: LocalEngine, hang: Callable[[LocalEngine], None]
 ) -> None:
     """Stopped as a whole, deaf, or stuck in a step while its main thread still answers."""
     stream = watched.submit(ask("r", LONG, number=1))[0]
@@ -149,7 +149,7 @@ async def test_an_engine_that_fails_and_cannot_end_is_ended(monkeypatch: pytest.
     assert engines() == []
 
 
-async def test_a_spare_becomes_the_next_engine_and_has_a_successor(spared: SocketEngineClient) -> None:
+async def test_a_spare_becomes_the_next_engine_and_has_a_successor(spared: LocalEngine) -> None:
     for life in range(1, 4):
         (spare,) = pids() - {spared.pid}
         kill(spared, signal.SIGKILL)
@@ -159,7 +159,7 @@ async def test_a_spare_becomes_the_next_engine_and_has_a_successor(spared: Socke
         assert len(pids()) == 2
 
 
-async def test_a_spare_that_dies_costs_nothing(spared: SocketEngineClient) -> None:
+async def test_a_spare_that_dies_costs_nothing(spared: LocalEngine) -> None:
     (spare,) = pids() - {spared.pid}
     os.kill(spare, signal.SIGKILL)
     await until(lambda: len(engines()) == 1)

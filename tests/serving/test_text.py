@@ -251,7 +251,7 @@ def test_a_raw_prompt_may_write_control_tokens(tmp_path: Path) -> None:
 
 def test_serving_needs_no_torch_and_no_transformers() -> None:
     code = (
-        "import sys, loraplex.serving.text.processor, loraplex.serving.client.socket_client\n"
+        "import sys, loraplex.serving.text.processor, loraplex.serving.engines.local\n"
         "sys.exit(bool({'torch', 'transformers', 'loraplex.engine.ipc.process'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -25,7 +25,7 @@ from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Serving
 from loraplex.lifecycle.version_checks import VersionChecks
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 from loraplex.serving.fair_share import FairShare
 from loraplex.serving.tenant_threads import TenantThreads
 from loraplex.serving.text.own_chat import ChatFound
@@ -101,7 +101,7 @@ class AdminServices:
     releases: Releases
     artifacts: Artifacts
     audit: AuditLog
-    engine: ClusterEngineClient
+    engine: Engines
     checks: VersionChecks
     sources: AllowedSources = field(default_factory=AllowedSources)
     retention: Retention | None = None

@@ -26,7 +26,7 @@ from loraplex.api.routes.probes import probe_routes
 from loraplex.api.routes.tokenizer import tokenizer_routes
 from loraplex.http.application import START_RETRY_S, create_app, refused_until_started
 from loraplex.http.routing import OrderedRoute
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 
 TITLE = "Loraplex API"
 MAX_BODIES = 64
@@ -104,7 +104,7 @@ def service_probes(services: ApiServices, *, in_document: bool = True) -> list[O
 
 
 def create_starting_data_app(
-    engine: ClusterEngineClient, served_model_name: str, *, extra_routes: Sequence[BaseRoute] = ()
+    engine: Engines, served_model_name: str, *, extra_routes: Sequence[BaseRoute] = ()
 ) -> ASGIApp:
     """The data port's application until the engine is there: the probes, `extra_routes`, which make their own error
     answers, and a 503 `engine_restarting` for the rest."""

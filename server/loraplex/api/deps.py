@@ -22,7 +22,7 @@ from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.running_arms import RunningArms
 from loraplex.engine.types import EngineRequest
 from loraplex.http.edge import AccessLog, access_log
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 from loraplex.serving.grammar.checker import GrammarChecker
 from loraplex.serving.output.formats import NO_FORMATS, OutputFormats
 from loraplex.serving.templates.messages import Conversation, Encoded
@@ -79,7 +79,7 @@ class ApiServices:
     `formats` are the base model's. `text_build` is of `loraplex.serving.text.text_build`. `own_chats` None: every chat
     is rendered by the base's template, and ends as the base's do. `shadows` None: no shadow version runs."""
 
-    engine: ClusterEngineClient
+    engine: Engines
     text: TextProcessor
     grammars: GrammarChecker
     authenticator: KeyCache

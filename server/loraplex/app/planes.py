@@ -49,7 +49,7 @@ from loraplex.control.limits.service import RequestLimits
 from loraplex.http.routing import exact
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.version_checks import VersionChecks
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
 from loraplex.serving.templates.renderer import TemplateRenderer
 from loraplex.serving.text.processor import TextProcessor
@@ -63,7 +63,7 @@ TENANT_CONSOLE = "/console"
 """The console's page on the data port; on the admin port it is at `/`."""
 
 
-def create_starting_apps(installation: Installation, engine: ClusterEngineClient) -> tuple[ASGIApp, ASGIApp]:
+def create_starting_apps(installation: Installation, engine: Engines) -> tuple[ASGIApp, ASGIApp]:
     """The data plane and the admin plane until the engine has been started: probes, metrics, and a 503 for the rest."""
     name = installation.served_name
     metrics = Metrics(name)
@@ -98,7 +98,7 @@ def _tenant_mount(app: ASGIApp) -> BaseRoute:
 class Shared:
     """Parts that both planes use, or that begin and end with the server."""
 
-    engine: ClusterEngineClient
+    engine: Engines
     metrics: Metrics
     drain: Drain
     limiter: Limiter
@@ -120,7 +120,7 @@ class Apps:
     shared: Shared
 
 
-def create_apps(installation: Installation, engine: ClusterEngineClient) -> Apps:
+def create_apps(installation: Installation, engine: Engines) -> Apps:
     """The data plane and the admin plane around an engine that has been started."""
     shared = _shared(installation, engine)
     admin_services = _admin_services(installation, shared)
@@ -142,7 +142,7 @@ def create_apps(installation: Installation, engine: ClusterEngineClient) -> Apps
     )
 
 
-def _shared(installation: Installation, engine: ClusterEngineClient) -> Shared:
+def _shared(installation: Installation, engine: Engines) -> Shared:
     settings, tasks, model_dir = installation.settings, installation.background, installation.model_dir
     metrics = _metrics(installation)
     limiter = make_limiter(settings, metrics.limiter, tasks)

@@ -37,12 +37,12 @@ from loraplex.lifecycle.releases.webhook import Webhook
 from loraplex.lifecycle.releases.webhook_address import AllowedHosts
 from loraplex.lifecycle.tenant_terms import TermsSender
 from loraplex.lifecycle.warming import Warming
-from loraplex.serving.client.socket_client import SocketEngineClient
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.members import Members
-from loraplex.serving.cluster.remote import RemoteEngine
-from loraplex.serving.cluster.replica import Replica
 from loraplex.serving.demand import Demand
+from loraplex.serving.dialling.members import Members
+from loraplex.serving.dialling.remote import RemoteEngine
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.local import LocalEngine
+from loraplex.serving.engines.replica import Replica
 
 LAST_EVENTS_S = 2.0
 """How long a client may take to read why its answer was cut."""
@@ -100,7 +100,7 @@ async def _serve(installation: Installation, ports: Ports, *, by_ray: bool) -> i
             tenants=installation.tenants,
         )
         local = [] if by_ray else local_replicas(installation, damage, demand)
-        engine = ClusterEngineClient(local, num_wanted=settings.replicas, engines_dial=bool(ports.engine))
+        engine = Engines(local, num_wanted=settings.replicas, engines_dial=bool(ports.engine))
         # The ports first: clients can distinguish a starting server from none, and get their answer at once.
         data, admin = create_starting_apps(installation, engine)
         listening = Listening(ports, data=data, admin=admin)
@@ -136,7 +136,7 @@ async def _serve_on(
     listening: Listening,
     installation: Installation,
     ports: Ports,
-    engine: ClusterEngineClient,
+    engine: Engines,
     warming: Warming,
     stop: StopSignals,
     at_end: contextlib.AsyncExitStack,
@@ -184,7 +184,7 @@ def local_replicas(installation: Installation, damage: DamageReports, demand: De
     for number in range(settings.replicas):
         name = f"replica-{number + 1}"
         rules = engine_rules(name if settings.replicas > 1 else None, keep_spare=settings.engine_spare)
-        session = SocketEngineClient(config, rules, on_damaged=damage.put, demand=demand)
+        session = LocalEngine(config, rules, on_damaged=damage.put, demand=demand)
         replicas.append(Replica(name, session, platform.node()))
     return replicas
 
@@ -192,7 +192,7 @@ def local_replicas(installation: Installation, damage: DamageReports, demand: De
 def engines_port(
     installation: Installation,
     ports: Ports,
-    engine: ClusterEngineClient,
+    engine: Engines,
     damage: DamageReports,
     demand: Demand,
     joined: asyncio.Future[None],
@@ -218,7 +218,7 @@ def engines_port(
 
 
 def start_background(
-    installation: Installation, engine: ClusterEngineClient, damage: DamageReports, warming: Warming
+    installation: Installation, engine: Engines, damage: DamageReports, warming: Warming
 ) -> None:
     """Start what runs beside the requests; the limits start theirs themselves. Call on the event loop. All of it ends
     with `installation.background`."""
@@ -237,7 +237,7 @@ def start_background(
 
 async def _start(
     installation: Installation,
-    engine: ClusterEngineClient,
+    engine: Engines,
     warming: Warming,
     at_end: contextlib.AsyncExitStack,
     joined: asyncio.Future[None],
@@ -265,7 +265,7 @@ async def _start(
     return apps
 
 
-def start_releases(installation: Installation, engine: ClusterEngineClient, watch: ReleaseWatch) -> None:
+def start_releases(installation: Installation, engine: Engines, watch: ReleaseWatch) -> None:
     """Start this server's part in watched releases, and in what their webhook is told."""
     settings, database = installation.settings, installation.database
     rounds = Rounds(database, uuid.uuid4().hex, announces=bool(settings.webhook_url))
@@ -282,7 +282,7 @@ def _fail(joined: asyncio.Future[None], error: LoraplexError) -> None:
         joined.set_exception(error)
 
 
-async def _drain(settings: Settings, shared: Shared, engine: ClusterEngineClient, stop: StopSignals) -> None:
+async def _drain(settings: Settings, shared: Shared, engine: Engines, stop: StopSignals) -> None:
     """Drain as docs/operations.md says of SIGTERM; a second signal cuts it short."""
     log = structlog.get_logger("loraplex")
     log.info("draining", in_flight=shared.drain.in_flight, grace_s=settings.drain_grace)

@@ -17,7 +17,7 @@ from loraplex.control.catalog.all_versions import find_living
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.lifecycle.tenant_terms import TermsSender
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
 INTERVAL_S = 1.0
@@ -52,7 +52,7 @@ class CatalogWatch:
         self._surplus: set[str] = set()  # digests to unpin, by the round before
         self._refused: dict[str, float] = {}  # when the engine refused to pin them
 
-    async def run(self, engine: ClusterEngineClient, *, interval_s: float = INTERVAL_S) -> None:
+    async def run(self, engine: Engines, *, interval_s: float = INTERVAL_S) -> None:
         """Until it is cancelled. While the database or the engine does not answer, the engine stays as it is."""
         while True:
             await asyncio.sleep(interval_s)
@@ -61,7 +61,7 @@ class CatalogWatch:
             except LoraplexError as error:
                 log.debug("catalog_not_followed", reason=error.message)
 
-    async def _round(self, engine: ClusterEngineClient) -> None:
+    async def _round(self, engine: Engines) -> None:
         if not engine.healthy:
             return
         last = await self._database.run(last_row, self._database)
@@ -80,7 +80,7 @@ class CatalogWatch:
         await self._unpin(engine, wanted)
         self._seen = last
 
-    async def _pin(self, engine: ClusterEngineClient, wanted: Mapping[str, AdapterRef]) -> None:
+    async def _pin(self, engine: Engines, wanted: Mapping[str, AdapterRef]) -> None:
         missing, now = wanted.keys() - engine.pins.keys(), self._clock()
         self._refused = {digest: at for digest, at in self._refused.items() if digest in missing}
         due = {digest for digest in missing if now - self._refused.get(digest, -RETRY_S) >= RETRY_S}
@@ -98,7 +98,7 @@ class CatalogWatch:
                     log.warning("pin_failed", adapter=f"{ref.name}@v{ref.version}", reason=error.message)
                 self._refused[ref.digest] = now
 
-    async def _unpin(self, engine: ClusterEngineClient, wanted: Mapping[str, AdapterRef]) -> None:
+    async def _unpin(self, engine: Engines, wanted: Mapping[str, AdapterRef]) -> None:
         surplus = engine.pins.keys() - wanted.keys()
         agreed, self._surplus = surplus & self._surplus, surplus - self._surplus
         for digest in sorted(agreed):

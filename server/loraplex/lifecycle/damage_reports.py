@@ -11,7 +11,7 @@ import structlog
 from loraplex.adapters.errors import LoraplexError
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.db.database import Database
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import ServingError
 
 MAX_WAITING = 4096
@@ -35,7 +35,7 @@ class DamageReports:
                 self._waiting[digest] = None
         self._arrived.set()
 
-    async def run(self, engine: ClusterEngineClient) -> None:
+    async def run(self, engine: Engines) -> None:
         """Until it is cancelled."""
         while True:
             while self._waiting:
@@ -45,7 +45,7 @@ class DamageReports:
             self._arrived.clear()
             await self._arrived.wait()
 
-    async def _see_to(self, digest: str, engine: ClusterEngineClient) -> None:
+    async def _see_to(self, digest: str, engine: Engines) -> None:
         try:
             damaged = await self._database.run(self._catalog.mark_damaged, digest)
         except Exception as error:

@@ -11,7 +11,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.db.database import Database
 from loraplex.control.types import Removal
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
 log = structlog.get_logger("loraplex.admin")
@@ -25,7 +25,7 @@ class EngineAndCatalog(Protocol):
     @property
     def catalog(self) -> Catalog: ...
     @property
-    def engine(self) -> ClusterEngineClient: ...
+    def engine(self) -> Engines: ...
 
 
 async def evict_removed(services: EngineAndCatalog, removal: Removal) -> None:

@@ -11,7 +11,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 
 INTERVAL_S = 1.0
 log = structlog.get_logger("loraplex")
@@ -25,13 +25,13 @@ class TermsSender:
         self._database = database
         self._tenants = tenants
 
-    async def tell(self, engine: ClusterEngineClient, tenant_ids: Collection[str]) -> dict[str, TenantTerms]:
+    async def tell(self, engine: Engines, tenant_ids: Collection[str]) -> dict[str, TenantTerms]:
         """Tell the engine these tenants' terms of now, and return them. Raises DatabaseUnavailable, DatabaseBusy."""
         terms = await self._database.look_up(self._tenants.terms, tuple(tenant_ids))
         engine.set_tenants(terms)
         return terms
 
-    async def run(self, engine: ClusterEngineClient, *, interval_s: float = INTERVAL_S) -> None:
+    async def run(self, engine: Engines, *, interval_s: float = INTERVAL_S) -> None:
         """Send changes for requests that wait and run already, whichever server made them, until it is cancelled. A
         tenant that is not being served costs nothing. While the database does not answer, the terms stay as they
         are."""

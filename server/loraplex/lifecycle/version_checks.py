@@ -49,7 +49,7 @@ from loraplex.lifecycle.base_errors import BaseErrors
 from loraplex.lifecycle.engine_turns import EngineTurns
 from loraplex.lifecycle.eviction import evict_removed
 from loraplex.lifecycle.tenant_terms import TermsSender
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import (
     EngineDraining,
     EngineLost,
@@ -125,7 +125,7 @@ class VersionChecks:
         validation: Validation,
         tenants: Tenants,
         store: Store,
-        engine: ClusterEngineClient,
+        engine: Engines,
         retention: Retention | None = None,
         base_errors: BaseErrors | None = None,
         on_outcome: Callable[[CheckOutcome], None] = lambda outcome: None,

@@ -19,8 +19,8 @@ from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import VersionInfo
 from loraplex.lifecycle.demand_file import Recorded, read_demand, write_demand
 from loraplex.lifecycle.tenant_terms import TermsSender
-from loraplex.serving.cluster.client import ClusterEngineClient
 from loraplex.serving.demand import Demand, Uses, rank
+from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import EngineUnavailable
 
 SAVE_INTERVAL_S = 60.0
@@ -52,7 +52,7 @@ class Warming:
         self._is_restored = False  # until then the file knows more
         self._num_saved = 0
 
-    async def pin(self, engine: ClusterEngineClient) -> None:
+    async def pin(self, engine: Engines) -> None:
         """The engine begins without pins: send it the catalog's, and wait for them for some seconds. A pinned version
         that does not come is logged, and comes later if it can. Raises DatabaseUnavailable, DatabaseBusy."""
         pinned = await self._database.run(self._catalog.pinned)
@@ -72,7 +72,7 @@ class Warming:
             reason = entry.error or "it is not loaded yet, or waits for memory"
             log.warning("pin_not_loaded", adapter=f"{entry.ref.name}@v{entry.ref.version}", reason=reason)
 
-    async def begin(self, engine: ClusterEngineClient) -> None:
+    async def begin(self, engine: Engines) -> None:
         """Have the engine load the versions in demand, as far as they are there and ready, and behind them the latest
         releases. Without the database nothing is loaded, and the file stays as it is."""
         try:
@@ -80,7 +80,7 @@ class Warming:
         except LoraplexError as error:
             log.warning("warming_failed", reason=error.message)
 
-    async def _begin(self, engine: ClusterEngineClient) -> None:
+    async def _begin(self, engine: Engines) -> None:
         try:
             recorded = await asyncio.to_thread(read_demand, self._folder)
         except LoraplexError as error:

@@ -22,9 +22,9 @@ from loraplex.control.limits.budget_store import budget_states
 from loraplex.control.types import Limits
 from loraplex.control.usage.records import Ended
 from loraplex.engine.types import EngineRequest, SamplingParams
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.remote import RemoteEngine
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.dialling.remote import RemoteEngine
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.replica import Replica
 from support.cluster.scripted import ScriptedSession
 from support.control.usage import rows_of
 from support.engine import fake_core
@@ -90,10 +90,10 @@ async def ask(http: httpx.AsyncClient, url: str, tenant: str, key: str, number: 
 
 
 @contextmanager
-def cluster_server(root: Path) -> Iterator[tuple[WholeServer, ClusterEngineClient]]:
+def cluster_server(root: Path) -> Iterator[tuple[WholeServer, Engines]]:
     """Both ports over three engines that dial in."""
     before = Replica("before", ScriptedSession(fake_engine_info()))  # the apps ask for the sizes once
-    cluster = ClusterEngineClient([before])
+    cluster = Engines([before])
 
     def on_join(replica: str, node: str, session: RemoteEngine) -> None:
         cluster.join(Replica(replica, session, node))
@@ -116,7 +116,7 @@ def cluster_server(root: Path) -> Iterator[tuple[WholeServer, ClusterEngineClien
             server.call(stack.aclose)
 
 
-async def kill_engines(cluster: ClusterEngineClient) -> None:
+async def kill_engines(cluster: Engines) -> None:
     """One after the other, while answers are being written; two of three lie down at the same time."""
     while True:
         await until(lambda: len(cluster.replicas) == len(ENGINES))
@@ -128,7 +128,7 @@ async def kill_engines(cluster: ClusterEngineClient) -> None:
             await until(lambda left=left: len(cluster.replicas) == left)  # type: ignore[misc]
 
 
-async def drive(server: WholeServer, cluster: ClusterEngineClient, keys: dict[str, str]) -> list[Answer]:
+async def drive(server: WholeServer, cluster: Engines, keys: dict[str, str]) -> list[Answer]:
     killing = asyncio.run_coroutine_threadsafe(kill_engines(cluster), server.loop)
     answers: list[Answer] = []
     async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=100)) as http:

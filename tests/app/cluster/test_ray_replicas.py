@@ -16,8 +16,8 @@ from loraplex.app.cluster import process as event_process
 from loraplex.app.cluster import ray_life, ray_replicas
 from loraplex.app.cluster.ray_replicas import RayReplicas, RayUnusable
 from loraplex.app.cluster.spec import ClusterSpec
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.replica import Replica
 from support.cluster.fake_manager import COMMAND, HEAD, LINE, OTHER
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_engine import fake_engine_info
@@ -30,7 +30,7 @@ SPEC = ClusterSpec(join="127.0.0.1:1", min_replicas=1)
 class Running:
     """A `RayReplicas` that runs, with what it says."""
 
-    def __init__(self, mode: str, client: ClusterEngineClient, logs: list[Any]) -> None:
+    def __init__(self, mode: str, client: Engines, logs: list[Any]) -> None:
         self.lines: list[str] = []
         self.unusable: list[RayUnusable] = []
         self.logs = logs
@@ -54,9 +54,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def running(mode: str, client: ClusterEngineClient | None = None) -> AsyncIterator[Running]:
+async def running(mode: str, client: Engines | None = None) -> AsyncIterator[Running]:
     with all_levels(), capture_logs() as logs:
-        found = Running(mode, client or ClusterEngineClient(engines_dial=True), logs)
+        found = Running(mode, client or Engines(engines_dial=True), logs)
         try:
             yield found
         finally:
@@ -83,7 +83,7 @@ async def test_a_manager_is_ready_and_ends_with_the_server() -> None:
 
 
 async def test_a_manager_that_ends_is_followed_by_another_on_the_same_ray() -> None:
-    client = ClusterEngineClient(engines_dial=True)
+    client = Engines(engines_dial=True)
     async with running("dying", client) as found:
         lost = await found.has_logged("ray_manager_lost", 2)
         assert OTHER in lost[0]["reason"]
@@ -97,7 +97,7 @@ async def test_a_manager_that_ends_is_followed_by_another_on_the_same_ray() -> N
 
 
 async def test_engines_that_no_manager_finds_serve_until_others_of_a_new_ray_do() -> None:
-    client = ClusterEngineClient(engines_dial=True)
+    client = Engines(engines_dial=True)
     old = await join(client, "ray-1-a")
     async with running("lost", client) as found:
         await found.has_logged("ray_head_lost")
@@ -128,7 +128,7 @@ async def test_a_head_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_ray_that_never_starts_is_reported_with_its_reason() -> None:
-    client = ClusterEngineClient(engines_dial=True)
+    client = Engines(engines_dial=True)
     async with running("failing", client) as found:
         await until(lambda: bool(found.unusable))
         assert client.num_managers_lost >= 3
@@ -143,7 +143,7 @@ def heads() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if child.cmdline()[1:] == list(HEAD[1:])]
 
 
-async def join(client: ClusterEngineClient, name: str, device: str = "cpu") -> Replica:
+async def join(client: Engines, name: str, device: str = "cpu") -> Replica:
     session = ScriptedSession(fake_engine_info(device=device))
     await session.start()
     replica = Replica(name, session, "vm")
@@ -152,7 +152,7 @@ async def join(client: ClusterEngineClient, name: str, device: str = "cpu") -> R
 
 
 async def test_without_a_head_the_old_engines_serve_until_new_ones_do() -> None:
-    client = ClusterEngineClient(engines_dial=True)
+    client = Engines(engines_dial=True)
     old = await join(client, "ray-1-a")
     async with running("headless", client) as found:
         await found.has_logged("ray_head_lost")
@@ -171,7 +171,7 @@ async def test_without_a_head_the_old_engines_serve_until_new_ones_do() -> None:
 
 
 async def test_engines_on_gpus_end_before_new_ones_start() -> None:
-    client = ClusterEngineClient(engines_dial=True)
+    client = Engines(engines_dial=True)
     await join(client, "ray-1-a", device="cuda:0")
     async with running("headless", client) as found:
         first, _ = await found.has_logged("ray_ready", 2)

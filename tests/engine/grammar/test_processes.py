@@ -11,9 +11,9 @@ import pytest
 from loraplex.engine.build import build_engine
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.client.socket_client import SocketEngineClient
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.local import LocalEngine
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.supervision.engine_supervisor import Supervision
 from support.cluster.inprocess import InProcessEngineClient
 from support.engine.grammars import CASES, regex_case, save_byte_model, text_of
@@ -52,7 +52,7 @@ async def read(stream: RequestStream) -> tuple[list[int], TokenEvent]:
     return [token for event in events for token in event.token_ids], events[-1]
 
 
-async def serve_all(client: ClusterEngineClient, label: str) -> None:
+async def serve_all(client: Engines, label: str) -> None:
     """A batch of every kind of grammar, and of requests without."""
     requests = [ask(f"{label} {n}", case.grammar, choice=n) for n, case in enumerate(CASES)]
     requests += [ask(f"{label} free {n}", None, max_tokens=9) for n in range(3)]
@@ -79,7 +79,7 @@ async def test_in_a_thread(config: EngineConfig) -> None:
 
 
 async def test_an_engine_that_dies_fails_what_it_had_and_serves_again(config: EngineConfig) -> None:
-    client = SocketEngineClient(config, Supervision(start_timeout_s=WAIT_S))
+    client = LocalEngine(config, Supervision(start_timeout_s=WAIT_S))
     await client.start()
     try:
         await serve_all(client, "first")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from loraplex.serving.cluster.merged import SLOW_S, answers
+from loraplex.serving.engines.merged import SLOW_S, answers
 from loraplex.serving.errors import EngineUnavailable
 from support.virtual_time import VirtualTimeLoop
 

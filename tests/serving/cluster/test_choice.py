@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.serving.cluster.choice import Load, choose
-from loraplex.serving.cluster.demand import HALF_LIFE_S, RISE_S, DemandLevels
-from loraplex.serving.cluster.hashing import key_of
+from loraplex.serving.placement.choice import Load, choose
+from loraplex.serving.placement.hashing import key_of
+from loraplex.serving.placement.levels import HALF_LIFE_S, RISE_S, DemandLevels
 
 
 def load(name: str, running: int = 0, *, places: int = 16, mean_s: float = 2.0) -> Load:

@@ -15,11 +15,11 @@ import pytest
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client.cluster_view import shortage
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.client.socket_client import SocketEngineClient
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.local import LocalEngine
+from loraplex.serving.engines.replica import Replica
+from loraplex.serving.engines.reports import shortage
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import Supervision
 from support.cluster.inprocess import InProcessEngineClient
@@ -34,13 +34,13 @@ WAIT_S = 60
 
 def replica(number: int, **config: int) -> Replica:
     engine = EngineConfig("ok", "/nowhere", **config)  # type: ignore[arg-type]
-    session = SocketEngineClient(engine, Supervision(command=FAKE_ENGINE, start_timeout_s=WAIT_S))
+    session = LocalEngine(engine, Supervision(command=FAKE_ENGINE, start_timeout_s=WAIT_S))
     return Replica(f"replica-{number}", session)
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[ClusterEngineClient]:
-    cluster = ClusterEngineClient(replica(number) for number in range(3))
+async def cluster() -> AsyncIterator[Engines]:
+    cluster = Engines(replica(number) for number in range(3))
     await cluster.start()
     yield cluster
     await cluster.close()
@@ -67,13 +67,13 @@ def kill(found: Replica) -> None:
     os.kill(found.session.pid, signal.SIGKILL)
 
 
-def holder(cluster: ClusterEngineClient) -> Replica:
+def holder(cluster: Engines) -> Replica:
     """The only replica with requests."""
     (found,) = [replica for replica in cluster.replicas if replica.session.num_live]
     return found
 
 
-async def test_requests_are_spread_over_the_engines(cluster: ClusterEngineClient) -> None:
+async def test_requests_are_spread_over_the_engines(cluster: Engines) -> None:
     streams = [cluster.submit(ask(f"r{number}", LONG, (number,)))[0] for number in range(12)]
     assert {replica.session.num_live for replica in cluster.replicas} <= {3, 4, 5}
     for stream in streams:
@@ -83,7 +83,7 @@ async def test_requests_are_spread_over_the_engines(cluster: ClusterEngineClient
     assert cluster.num_live == 0
 
 
-async def test_what_has_no_token_goes_on_elsewhere(cluster: ClusterEngineClient) -> None:
+async def test_what_has_no_token_goes_on_elsewhere(cluster: Engines) -> None:
     """The first prompt keeps its engine busy, so that nothing behind it begins."""
     request = ask("slow", 40, (SLOW, 1))
     stream = cluster.submit(request)[0]
@@ -102,7 +102,7 @@ async def until_away(lost: Replica) -> None:
 
 
 async def test_one_engine_alone_tells_at_once() -> None:
-    cluster = ClusterEngineClient([replica(0)])
+    cluster = Engines([replica(0)])
     await cluster.start()
     try:
         stream = cluster.submit(ask("slow", 40, (SLOW, 1)))[0]
@@ -115,7 +115,7 @@ async def test_one_engine_alone_tells_at_once() -> None:
         await cluster.close()
 
 
-async def test_it_waits_for_an_engine_that_is_being_started(cluster: ClusterEngineClient) -> None:
+async def test_it_waits_for_an_engine_that_is_being_started(cluster: Engines) -> None:
     request = ask("slow", 40, (SLOW, 1))
     stream = cluster.submit(request)[0]
     lost = holder(cluster)
@@ -130,7 +130,7 @@ async def test_it_waits_for_an_engine_that_is_being_started(cluster: ClusterEngi
         assert (await read(stream))[0] == fake_tokens(request)
 
 
-async def test_a_request_that_ends_its_engine_ends_two_at_most(cluster: ClusterEngineClient) -> None:
+async def test_a_request_that_ends_its_engine_ends_two_at_most(cluster: Engines) -> None:
     async with asyncio.timeout(WAIT_S):
         _, last = await read(cluster.submit(ask("crash", prompt=(CRASH,)))[0])
         assert last.error is not None
@@ -142,7 +142,7 @@ async def test_a_request_that_ends_its_engine_ends_two_at_most(cluster: ClusterE
     assert cluster.num_live == 0
 
 
-async def test_one_that_is_given_up_while_it_waits_is_not_served(cluster: ClusterEngineClient) -> None:
+async def test_one_that_is_given_up_while_it_waits_is_not_served(cluster: Engines) -> None:
     stream = cluster.submit(ask("slow", 40, (SLOW, 1)))[0]
     lost = holder(cluster)
     for other in cluster.replicas:
@@ -156,7 +156,7 @@ async def test_one_that_is_given_up_while_it_waits_is_not_served(cluster: Cluste
     assert cluster.num_live == 0
 
 
-async def test_a_draining_engine_gets_nothing_new(cluster: ClusterEngineClient) -> None:
+async def test_a_draining_engine_gets_nothing_new(cluster: Engines) -> None:
     first = cluster.submit(ask("first", LONG))[0]
     drained = holder(cluster)
     cluster.drain(drained.id)
@@ -168,7 +168,7 @@ async def test_a_draining_engine_gets_nothing_new(cluster: ClusterEngineClient) 
         await read(stream)
 
 
-async def test_a_pin_that_is_taken_away_on_its_way_does_not_stay(cluster: ClusterEngineClient) -> None:
+async def test_a_pin_that_is_taken_away_on_its_way_does_not_stay(cluster: Engines) -> None:
     """A round may pin a version at its new engine while it is being unpinned."""
     late = cluster.replicas[0].session
     await late.pin(adapter(1))
@@ -177,7 +177,7 @@ async def test_a_pin_that_is_taken_away_on_its_way_does_not_stay(cluster: Cluste
     assert [entry.pinned for entry in await cluster.cache()] == [False]
 
 
-async def test_what_is_forgotten_needs_no_engine_that_is_away(cluster: ClusterEngineClient) -> None:
+async def test_what_is_forgotten_needs_no_engine_that_is_away(cluster: Engines) -> None:
     await cluster.pin(adapter(1))
     (pinned,) = [each for each in cluster.replicas if adapter(1).digest in each.session.pins]
     kill(next(each for each in cluster.replicas if each is not pinned))
@@ -190,7 +190,7 @@ async def test_what_is_forgotten_needs_no_engine_that_is_away(cluster: ClusterEn
         await cluster.drop(adapter(1).digest)
 
 
-async def test_one_that_joins_serves_and_knows_the_terms(cluster: ClusterEngineClient) -> None:
+async def test_one_that_joins_serves_and_knows_the_terms(cluster: Engines) -> None:
     for each in cluster.replicas:
         cluster.drain(each.id)
     with pytest.raises(EngineUnavailable, match="draining"):
@@ -206,7 +206,7 @@ async def test_one_that_joins_serves_and_knows_the_terms(cluster: ClusterEngineC
 
 
 async def test_restarts_of_an_engine_that_is_away_stay_in_the_count() -> None:
-    cluster = ClusterEngineClient(engines_dial=True)
+    cluster = Engines(engines_dial=True)
     for restarts in (2, 3):
         session = ScriptedSession(fake_engine_info())
         session.num_restarts = restarts
@@ -217,9 +217,7 @@ async def test_restarts_of_an_engine_that_is_away_stay_in_the_count() -> None:
 
 
 async def test_a_full_engine_leaves_it_to_another() -> None:
-    cluster = ClusterEngineClient(
-        [replica(0, max_num_seqs=2, max_waiting=2), replica(1, max_num_seqs=2, max_waiting=2)]
-    )
+    cluster = Engines([replica(0, max_num_seqs=2, max_waiting=2), replica(1, max_num_seqs=2, max_waiting=2)])
     await cluster.start()
     try:
         streams = [cluster.submit(ask(f"r{number}", LONG, (7,)))[0] for number in range(8)]
@@ -233,7 +231,7 @@ async def test_a_full_engine_leaves_it_to_another() -> None:
         await cluster.close()
 
 
-async def test_a_pin_moves_when_its_engine_is_gone(cluster: ClusterEngineClient) -> None:
+async def test_a_pin_moves_when_its_engine_is_gone(cluster: Engines) -> None:
     await cluster.pin(adapter(1))
     (pinned,) = [each for each in cluster.replicas if adapter(1).digest in each.session.pins]
     await cluster.placing.round(cluster.replicas)
@@ -256,9 +254,7 @@ async def test_engines_are_told_what_lives_elsewhere() -> None:
         cores.append(built.core)
         return built
 
-    cluster = ClusterEngineClient(
-        Replica(f"replica-{number}", InProcessEngineClient(build)) for number in range(2)
-    )
+    cluster = Engines(Replica(f"replica-{number}", InProcessEngineClient(build)) for number in range(2))
     await cluster.start()
     try:
         refs = [adapter(number) for number in (1, 2, 3)]
@@ -281,7 +277,7 @@ async def test_engines_are_told_what_lives_elsewhere() -> None:
         await cluster.close()
 
 
-async def test_thirty_two_streams_outlive_five_kills(cluster: ClusterEngineClient) -> None:
+async def test_thirty_two_streams_outlive_five_kills(cluster: Engines) -> None:
     """One of three engines is killed, five times; whatever it was writing goes on within a second."""
     for life in range(1, 6):
         requests = [
@@ -315,7 +311,7 @@ async def test_thirty_two_streams_outlive_five_kills(cluster: ClusterEngineClien
             await read(lost.session.submit(ask(f"{life}-served"))[0])
 
 
-async def test_it_reports_its_engines_and_where_adapters_live(cluster: ClusterEngineClient) -> None:
+async def test_it_reports_its_engines_and_where_adapters_live(cluster: Engines) -> None:
     ref = adapter(1)
     await cluster.pin(ref)
     await cluster.placing.round(cluster.replicas)
@@ -335,7 +331,7 @@ async def test_it_reports_its_engines_and_where_adapters_live(cluster: ClusterEn
     assert set(await cluster.replica_stats()) == reports.keys()
 
 
-async def test_it_says_which_engine_is_missing(cluster: ClusterEngineClient) -> None:
+async def test_it_says_which_engine_is_missing(cluster: Engines) -> None:
     lost = cluster.replicas[1]
     kill(lost)
     await until_away(lost)
@@ -347,7 +343,7 @@ async def test_it_says_which_engine_is_missing(cluster: ClusterEngineClient) -> 
     assert set(await cluster.replica_stats()) == {"replica-0", "replica-2"}
 
 
-async def test_it_counts_what_went_on_elsewhere(cluster: ClusterEngineClient) -> None:
+async def test_it_counts_what_went_on_elsewhere(cluster: Engines) -> None:
     stream = cluster.submit(ask("slow", 2, (SLOW, 1)))[0]
     assert cluster.num_failed_over == 0
     kill(holder(cluster))

@@ -9,8 +9,8 @@ from typing import Any
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import EngineRequest, SamplingParams
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.replica import Replica
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_engine import fake_engine_info
 from support.virtual_time import VirtualTimeLoop
@@ -24,7 +24,7 @@ PLAIN = AdapterRef("acme", "plain", 1, "e" * 64, 8)
 class Asker:
     """Asks a cluster of four engines one request after the other."""
 
-    def __init__(self, cluster: ClusterEngineClient) -> None:
+    def __init__(self, cluster: Engines) -> None:
         self.cluster = cluster
         self.num_asked = 0
 
@@ -47,7 +47,7 @@ def on_four_engines(story: Callable[[Asker], Coroutine[Any, Any, None]]) -> None
     async def run() -> None:
         sessions = [ScriptedSession(fake_engine_info()) for _ in range(4)]
         replicas = [Replica(f"replica-{number}", session) for number, session in enumerate(sessions)]
-        cluster = ClusterEngineClient(replicas, clock=asyncio.get_running_loop().time)
+        cluster = Engines(replicas, clock=asyncio.get_running_loop().time)
         await cluster.start()
         await story(Asker(cluster))
         await cluster.close()

@@ -8,10 +8,10 @@ import signal
 from typing import Any
 
 from loraplex.engine.types import EngineRequest
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.remote import RemoteEngine
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.dialling.remote import RemoteEngine
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.replica import Replica
+from loraplex.serving.engines.stream import RequestStream
 from support.engine.dialled import dialling, listening
 from support.engine.fake_core import fake_tokens
 from support.engine.fake_processes import ask, until
@@ -22,7 +22,7 @@ async def check(stream: RequestStream, request: EngineRequest) -> None:
     assert tuple(tokens) == fake_tokens(request)
 
 
-def connect(cluster: ClusterEngineClient) -> dict[str, Any]:
+def connect(cluster: Engines) -> dict[str, Any]:
     """Callbacks of a port by which engines are the cluster's."""
 
     def on_join(replica: str, node: str, session: RemoteEngine) -> None:
@@ -32,7 +32,7 @@ def connect(cluster: ClusterEngineClient) -> dict[str, Any]:
 
 
 async def test_requests_of_a_killed_engine_are_answered_by_another() -> None:
-    cluster = ClusterEngineClient()
+    cluster = Engines()
     async with listening(**connect(cluster)) as port:
         async with dialling(port.number, "one"), dialling(port.number, "two"):
             await until(lambda: len(cluster.replicas) == 2)
@@ -52,7 +52,7 @@ async def test_requests_of_a_killed_engine_are_answered_by_another() -> None:
 
 
 async def test_an_engine_that_drains_gives_its_place_up() -> None:
-    cluster = ClusterEngineClient()
+    cluster = Engines()
     async with listening(**connect(cluster)) as port, dialling(port.number, "one") as one:
         async with dialling(port.number, "two") as two:
             await until(lambda: len(cluster.replicas) == 2)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.serving.cluster.hello import (
+from loraplex.serving.dialling.hello import (
     Challenge,
     Expected,
     HandshakeRefused,

@@ -12,9 +12,9 @@ import pytest
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.replica import Replica
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.errors import EngineOverloaded, ServingError
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_core import CRASH, fake_tokens
@@ -59,9 +59,9 @@ class History:
         self.sessions.append(ScriptedSession(info, restarts=restarts))
         return Replica(f"replica-{self.names}", self.sessions[-1])
 
-    async def run(self) -> ClusterEngineClient:
+    async def run(self) -> Engines:
         loop = asyncio.get_running_loop()
-        cluster = ClusterEngineClient(
+        cluster = Engines(
             [self.replica(restarts=True) for _ in range(3 if self.is_mild else self.random.randint(1, 4))],
             engines_dial=self.engines_dial,
             clock=loop.time,
@@ -75,12 +75,12 @@ class History:
             group.create_task(self.place(cluster))
         return cluster
 
-    async def place(self, cluster: ClusterEngineClient) -> None:
+    async def place(self, cluster: Engines) -> None:
         for _ in range(3):
             await asyncio.sleep(1.0)
             await cluster.placing.round([each for each in cluster.replicas if each.state == "ready"])
 
-    async def event(self, cluster: ClusterEngineClient, at: float) -> None:
+    async def event(self, cluster: Engines, at: float) -> None:
         await asyncio.sleep(at)
         kinds = ["kill", "kill", "kill", "hang", "drain", "join", "leave"]
         kind = self.random.choice(kinds[2:4] if self.is_mild else kinds)
@@ -102,7 +102,7 @@ class History:
             session.kill()
             cluster.leave(replica.id)
 
-    async def client(self, cluster: ClusterEngineClient, number: int, at: float) -> None:
+    async def client(self, cluster: Engines, number: int, at: float) -> None:
         draw = self.random
         adapter = AdapterRef("acme", "a", 1, f"{draw.randrange(5):064x}", 8) if draw.random() < 0.7 else None
         is_poisonous = draw.random() < 0.04 and not self.is_mild
@@ -139,7 +139,7 @@ class History:
                 stream.abort()
 
 
-def check(history: History, cluster: ClusterEngineClient) -> None:
+def check(history: History, cluster: Engines) -> None:
     for story in history.stories:
         expected = fake_tokens(story.request)
         assert len(story.ends) == 1, story
@@ -219,7 +219,7 @@ def test_the_orphans_of_a_full_cluster_wait_their_turn() -> None:
         info = fake_engine_info(max_num_seqs=8, max_waiting=4)
         sessions = [CountingSession(info, restarts=False) for _ in range(2)]
         replicas = [Replica(f"replica-{number}", session) for number, session in enumerate(sessions)]
-        cluster = ClusterEngineClient(replicas, clock=loop.time)
+        cluster = Engines(replicas, clock=loop.time)
         await cluster.start()
         requests = [
             EngineRequest(f"r{number}", "acme", (number,), SamplingParams(60)) for number in range(20)

@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc import protocol as wire
-from loraplex.serving.cluster.homes import Homes
-from loraplex.serving.cluster.placing import ROUND_S, Placing
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.placing import ROUND_S, Placing
+from loraplex.serving.engines.replica import Replica
+from loraplex.serving.placement.homes import Homes
 from support.cluster.scripted import ScriptedSession
 from support.engine.fake_engine import fake_engine_info
 from support.virtual_time import VirtualTimeLoop

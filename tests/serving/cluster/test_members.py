@@ -15,9 +15,9 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.types import Timing, TokenEvent
-from loraplex.serving.cluster import hello as handshake
-from loraplex.serving.cluster import members as members_module
-from loraplex.serving.cluster.hello import Challenge, Draining, Hello, Identity, Refused, Welcome
+from loraplex.serving.dialling import hello as handshake
+from loraplex.serving.dialling import members as members_module
+from loraplex.serving.dialling.hello import Challenge, Draining, Hello, Identity, Refused, Welcome
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
 from loraplex.serving.supervision.watchdog import WatchdogPolicy
 from support.engine.dialled import CONTENT, EXPECTED, PROBE, TOKEN, Port, dialling, listen
@@ -365,7 +365,7 @@ async def test_an_engine_that_breaks_the_protocol_leaves_and_others_stay(
 async def test_an_engine_that_is_not_ready_in_time_never_joins(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.serving.cluster.remote.READY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("loraplex.serving.dialling.remote.READY_TIMEOUT_S", 0.1)
     peer = await Peer.dial(port)
     await peer.shake_hands()
     await peer.message(Welcome)
@@ -376,8 +376,8 @@ async def test_an_engine_that_is_not_ready_in_time_never_joins(
 
 async def test_an_engine_that_does_not_read_is_cut(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before that it is full: a burst is not its fault."""
-    monkeypatch.setattr("loraplex.serving.cluster.tcp.MAX_UNSENT_BYTES", 1 << 20)
-    monkeypatch.setattr("loraplex.serving.cluster.tcp.UNREAD_S", 0.5)
+    monkeypatch.setattr("loraplex.serving.dialling.tcp.MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr("loraplex.serving.dialling.tcp.UNREAD_S", 0.5)
     peer = await Peer.dial(port)
     await peer.join()
     session = await port.session()

@@ -8,7 +8,7 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineStats, SpeculationCounts, TenantStats
-from loraplex.serving.cluster.merged import COUNTERS, Totals, merge_cache, merge_info, merge_stats
+from loraplex.serving.engines.merged import COUNTERS, Totals, merge_cache, merge_info, merge_stats
 from support.engine.fake_engine import fake_engine_info
 
 FIRST = EngineStats(

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loraplex.serving.cluster.hashing import digest_key, key_of, score, scores
-from loraplex.serving.cluster.placement import (
+from loraplex.serving.placement.hashing import digest_key, key_of, score, scores
+from loraplex.serving.placement.placement import (
     BOUND,
     FILL,
     KEEP,

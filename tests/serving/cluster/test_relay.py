@@ -15,8 +15,8 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.serving.client.session import EngineSession
-from loraplex.serving.cluster.hello import Expected, check_hello, make_welcome, new_challenge
+from loraplex.serving.dialling.hello import Expected, check_hello, make_welcome, new_challenge
+from loraplex.serving.engines.session import EngineSession
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.supervisor import RestartPolicy
 from support.engine.dialled import CONTENT, EXPECTED, TOKEN, Dialling, Port, dial, dialling, listen, listening
@@ -159,7 +159,7 @@ async def test_a_server_may_come_later_than_its_engine(port: Port) -> None:
 async def test_a_refusal_is_told_once_and_the_engine_stays(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("loraplex.serving.cluster.members.COUNT_S", 0.1)
+    monkeypatch.setattr("loraplex.serving.dialling.members.COUNT_S", 0.1)
     async with dialling(port.number, token=b"wrong") as dialled:
         await until(lambda: len(port.logged("engine_refused")) >= 3)  # the first, and two that count others
         (line,) = dialled.logged("server_not_joined")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from loraplex.serving.client.session import EngineSession
-from loraplex.serving.cluster.fairness import ServiceExchange
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.fairness import ServiceExchange
+from loraplex.serving.engines.replica import Replica
+from loraplex.serving.engines.session import EngineSession
 from loraplex.serving.errors import EngineUnavailable
 
 

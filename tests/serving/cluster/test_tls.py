@@ -13,8 +13,8 @@ import uvloop
 
 from loraplex.app.engines.tls import engine_tls, port_tls
 from loraplex.app.settings import Settings, SettingsInvalid
-from loraplex.serving.cluster import hello as handshake
-from loraplex.serving.cluster import members as members_module
+from loraplex.serving.dialling import hello as handshake
+from loraplex.serving.dialling import members as members_module
 from support.engine.dialled import dialling, listening
 from support.engine.fake_core import fake_tokens
 from support.engine.fake_processes import ask, until
@@ -79,7 +79,7 @@ async def test_both_ends_say_that_one_has_no_tls(
     certificates: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.5)
-    monkeypatch.setattr("loraplex.serving.cluster.relay.HANDSHAKE_S", 0.5)
+    monkeypatch.setattr("loraplex.serving.dialling.relay.HANDSHAKE_S", 0.5)
     async with listening(tls=server_end(certificates)) as port, dialling(port.number) as plain:
         await until(lambda: bool(plain.logged("server_not_joined")))
         assert "then give --engine-tls-ca" in plain.logged("server_not_joined")[0]["reason"]

@@ -11,10 +11,10 @@ import pytest
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.failover import PATIENCE_S
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.failover import PATIENCE_S
+from loraplex.serving.engines.replica import Replica
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.errors import EngineUnavailable
 from support.cluster.scripted import STEP_S, ScriptedSession
 from support.engine.fake_core import fake_tokens
@@ -32,7 +32,7 @@ ACTIVATED = replace(
 
 
 async def join(
-    cluster: ClusterEngineClient, numerics: str = "wide", name: str = "one", max_model_len: int = 4096
+    cluster: Engines, numerics: str = "wide", name: str = "one", max_model_len: int = 4096
 ) -> ScriptedSession:
     """An engine that dials in; each connection of an engine process has the same `life` here."""
     info = fake_engine_info(numerics=numerics, max_model_len=max_model_len)
@@ -42,7 +42,7 @@ async def join(
     return session
 
 
-def lose(cluster: ClusterEngineClient, session: ScriptedSession, name: str = "one") -> None:
+def lose(cluster: Engines, session: ScriptedSession, name: str = "one") -> None:
     session.kill()
     cluster.leave(name)
 
@@ -53,10 +53,10 @@ async def read(stream: RequestStream) -> tuple[tuple[int, ...], TokenEvent]:
 
 
 def in_virtual_time(
-    story: Callable[[ClusterEngineClient], Coroutine[Any, Any, None]], *, engines_dial: bool = True
+    story: Callable[[Engines], Coroutine[Any, Any, None]], *, engines_dial: bool = True
 ) -> None:
     async def run() -> None:
-        cluster = ClusterEngineClient(engines_dial=engines_dial, clock=asyncio.get_running_loop().time)
+        cluster = Engines(engines_dial=engines_dial, clock=asyncio.get_running_loop().time)
         await story(cluster)
         assert cluster.num_live == 0
         await cluster.close()
@@ -71,7 +71,7 @@ def in_virtual_time(
 def test_an_engine_that_dials_again_goes_on_where_it_was(
     steps: int, away_s: float, request_: EngineRequest
 ) -> None:
-    async def story(cluster: ClusterEngineClient) -> None:
+    async def story(cluster: Engines) -> None:
         session = await join(cluster)
         (stream,) = cluster.submit(request_)
         await asyncio.sleep((steps + 0.5) * STEP_S)
@@ -89,7 +89,7 @@ def test_an_engine_that_dials_again_goes_on_where_it_was(
 
 
 def test_no_engine_comes() -> None:
-    async def story(cluster: ClusterEngineClient) -> None:
+    async def story(cluster: Engines) -> None:
         session = await join(cluster)
         (stream,) = cluster.submit(REQUEST)
         lose(cluster, session)
@@ -108,7 +108,7 @@ def test_no_engine_comes() -> None:
 
 @pytest.mark.parametrize(("steps", "ends"), [(0, "length"), (3, "error")])
 def test_an_engine_of_other_numerics_serves_what_has_not_begun(steps: int, ends: str) -> None:
-    async def story(cluster: ClusterEngineClient) -> None:
+    async def story(cluster: Engines) -> None:
         session = await join(cluster)
         (stream,) = cluster.submit(REQUEST)
         await asyncio.sleep((steps + 0.5) * STEP_S)
@@ -120,7 +120,7 @@ def test_an_engine_of_other_numerics_serves_what_has_not_begun(steps: int, ends:
 
 
 def test_an_engine_of_a_shorter_context_is_not_waited_for() -> None:
-    async def story(cluster: ClusterEngineClient) -> None:
+    async def story(cluster: Engines) -> None:
         session = await join(cluster)
         (stream,) = cluster.submit(REQUEST)
         lose(cluster, session)
@@ -137,7 +137,7 @@ def test_an_engine_of_a_shorter_context_is_not_waited_for() -> None:
 
 
 def test_the_second_loss_ends_it_at_once() -> None:
-    async def story(cluster: ClusterEngineClient) -> None:
+    async def story(cluster: Engines) -> None:
         first = await join(cluster)
         (stream,) = cluster.submit(REQUEST)
         lose(cluster, first)
@@ -151,7 +151,7 @@ def test_the_second_loss_ends_it_at_once() -> None:
 
 
 def test_sequences_that_are_lost_one_after_the_other_are_one_loss() -> None:
-    async def story(cluster: ClusterEngineClient) -> None:
+    async def story(cluster: Engines) -> None:
         first = await join(cluster)
         requests = [replace(REQUEST, request_id=f"r{number}") for number in range(3)]
         streams = cluster.submit(*requests)
@@ -169,7 +169,7 @@ def test_sequences_that_are_lost_one_after_the_other_are_one_loss() -> None:
 
 
 def test_a_request_that_waits_may_be_given_up() -> None:
-    async def story(cluster: ClusterEngineClient) -> None:
+    async def story(cluster: Engines) -> None:
         session = await join(cluster)
         (stream,) = cluster.submit(REQUEST)
         lose(cluster, session)
@@ -181,7 +181,7 @@ def test_a_request_that_waits_may_be_given_up() -> None:
 
 
 def test_where_no_engine_dials_it_ends_at_once() -> None:
-    async def story(cluster: ClusterEngineClient) -> None:
+    async def story(cluster: Engines) -> None:
         session = await join(cluster)
         (stream,) = cluster.submit(REQUEST)
         lose(cluster, session)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.loop import Build, EngineLoop, Log, Outbox
 from loraplex.engine.reports import EngineInfo
-from loraplex.serving.client.session import EngineSession
 from loraplex.serving.demand import Demand
+from loraplex.serving.engines.session import EngineSession
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 
 STOP_GRACE_S = 5.0

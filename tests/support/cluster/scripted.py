@@ -7,7 +7,7 @@ import os
 
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo
-from loraplex.serving.client.session import EngineSession
+from loraplex.serving.engines.session import EngineSession
 from support.engine.fake_core import FakeCore
 
 STEP_S = 0.01

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loraplex.engine.config import EngineConfig
-from loraplex.serving.cluster.hello import Expected
-from loraplex.serving.cluster.members import Members, OnJoin, OnLeave
-from loraplex.serving.cluster.relay import DialPolicy, Door, Relay
-from loraplex.serving.cluster.remote import RemoteEngine
+from loraplex.serving.dialling.hello import Expected
+from loraplex.serving.dialling.members import Members, OnJoin, OnLeave
+from loraplex.serving.dialling.relay import DialPolicy, Door, Relay
+from loraplex.serving.dialling.remote import RemoteEngine
 from loraplex.serving.supervision.engine_supervisor import Supervision
 from loraplex.serving.supervision.supervisor import RestartPolicy
 from loraplex.serving.supervision.watchdog import WatchdogPolicy

@@ -37,7 +37,7 @@ from loraplex.engine.types import (
     TokenEvent,
     Usage,
 )
-from loraplex.serving.client.engine_client import RequestStream, error_event
+from loraplex.serving.engines.stream import RequestStream, error_event
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable
 from support.engine.logprobs import Row, pack_logprobs, with_ranks
 from support.placement.fake_cluster import FakeClusterView
@@ -177,7 +177,7 @@ class Reply:
 
 
 class FakeEngineClient(FakeClusterView):
-    """Implements ClusterEngineClient. `requests` are all that were submitted, `aborted` the ids that were aborted, in
+    """Implements Engines. `requests` are all that were submitted, `aborted` the ids that were aborted, in
     order; `pins` by digest, `drops` and `prefetches` in order; `warmed` by the last
     call, `memory` by tenant, `looked_up` what `cache` was last asked for; `states` is what `adapter_state` answers;
     `held_at`: when each stream came to where it waits, by the monotonic clock."""
@@ -242,7 +242,7 @@ class FakeEngineClient(FakeClusterView):
     def live(self) -> list[str]:
         return list(self._streams)
 
-    # ClusterEngineClient.
+    # Engines.
 
     @property
     def info(self) -> EngineInfo:

@@ -28,7 +28,7 @@ from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.tenancy.key_use import KeyUse
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.writer import UsageWriter
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 from support.http.admin_plane import SERVED_NAME, AdminPlane
 from support.models.byte_tokenizer import write_byte_tokenizer
 from support.waiting import eventually
@@ -73,7 +73,7 @@ class WholeServer:
 
 @contextmanager
 def whole_server(
-    root: Path, *, budget_answer_s: float = 60.0, engine: ClusterEngineClient | None = None, **settings: Any
+    root: Path, *, budget_answer_s: float = 60.0, engine: Engines | None = None, **settings: Any
 ) -> Iterator[WholeServer]:
     """On free ports of the loopback address. `settings` are fields of Settings; `budget_answer_s` is how long a request
     waits for the database: by default longer than a busy machine holds up a thread. `engine` serves in place of the

@@ -7,9 +7,9 @@ from typing import Any
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.serving.client.cluster_view import ReplicaReport
-from loraplex.serving.cluster.homes import PlacedVersion
-from loraplex.serving.cluster.placement import Place
+from loraplex.serving.engines.reports import ReplicaReport
+from loraplex.serving.placement.homes import PlacedVersion
+from loraplex.serving.placement.placement import Place
 
 
 def fake_report(name: str, reason: str | None = None, **changes: Any) -> ReplicaReport:
@@ -31,7 +31,7 @@ def fake_report(name: str, reason: str | None = None, **changes: Any) -> Replica
 
 
 class FakeClusterView:
-    """What ClusterEngineClient tells of its engines."""
+    """What Engines tells of its engines."""
 
     num_live: int
     healthy: bool

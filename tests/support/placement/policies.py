@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from loraplex.serving.cluster.choice import Load, choose
-from loraplex.serving.cluster.demand import DemandLevels
-from loraplex.serving.cluster.hashing import digest_key, first, key_of, score
-from loraplex.serving.cluster.placement import Demand, Member, Places, elsewhere, place
+from loraplex.serving.placement.choice import Load, choose
+from loraplex.serving.placement.hashing import digest_key, first, key_of, score
+from loraplex.serving.placement.levels import DemandLevels
+from loraplex.serving.placement.placement import Demand, Member, Places, elsewhere, place
 from support.placement.simulator import LOAD_S, SimulatedMember
 from support.placement.workloads import Arrival
 

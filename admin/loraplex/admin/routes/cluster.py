@@ -14,9 +14,9 @@ from loraplex.admin.problem import Problem
 from loraplex.admin.schemas.cluster import ClusterPage, PlacedRow, PlaceRow, ReplicaAdapters, ReplicaRow
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.control import rules
-from loraplex.serving.client.cluster_view import ReplicaReport
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.homes import PlacedVersion
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.reports import ReplicaReport
+from loraplex.serving.placement.homes import PlacedVersion
 
 router = APIRouter(prefix="/cluster", route_class=AdminRoute)
 
@@ -54,7 +54,7 @@ async def drain_replica(
     return next(_replica(report) for report in services.engine.reports() if report.id == replica)
 
 
-def _check_drain(view: ClusterEngineClient, name: str) -> ReplicaReport:
+def _check_drain(view: Engines, name: str) -> ReplicaReport:
     """The engine of this name. Raises Problem where there is none, or no other one takes requests."""
     reports = {report.id: report for report in view.reports()}
     if name not in reports:

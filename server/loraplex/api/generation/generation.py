@@ -24,8 +24,8 @@ from loraplex.engine.logprobs import ScoreRow
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import AdapterState, EngineRequest, FinishReason, TokenEvent, Usage
 from loraplex.kernels.attention import BLOCK_SIZE
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.output.parser import OutputParser
 from loraplex.serving.output.parts import TextPart
 from loraplex.serving.text.detokenize import TextStream
@@ -132,7 +132,7 @@ class Generation:
     @classmethod
     def start(
         cls,
-        engine: ClusterEngineClient,
+        engine: Engines,
         text: TextProcessor,
         plan: GenerationPlan,
         requests: Sequence[EngineRequest],

@@ -27,8 +27,8 @@ from loraplex.api.metrics.part_meters import ShadowMeter
 from loraplex.control.catalog.shadow_store import TEXT_BYTES, ShadowKey, ShadowStore, ShadowSums, began_of
 from loraplex.control.types import ResolvedModel
 from loraplex.engine.types import EngineRequest, ErrorCode, SamplingParams, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
 from loraplex.serving.text.processor import TextProcessor
 
@@ -112,7 +112,7 @@ class Shadows:
 
     def __init__(
         self,
-        engine: ClusterEngineClient,
+        engine: Engines,
         text: TextProcessor,
         drain: Drain,
         store: ShadowStore,

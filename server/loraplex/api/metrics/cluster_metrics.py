@@ -9,13 +9,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from loraplex.engine.reports import EngineStats
-from loraplex.serving.client.cluster_view import ReplicaReport
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.reports import ReplicaReport
 
 
 @dataclass(frozen=True)
 class ClusterSnapshot:
-    """A `ClusterEngineClient` at the moment of a scrape. `stats`: those of the engines that are up, by name."""
+    """A `Engines` at the moment of a scrape. `stats`: those of the engines that are up, by name."""
 
     num_wanted: int = 0
     reports: Sequence[ReplicaReport] = ()
@@ -26,7 +26,7 @@ class ClusterSnapshot:
     num_managers_lost: int = 0
 
 
-def cluster_snapshot(view: ClusterEngineClient, stats: Mapping[str, EngineStats]) -> ClusterSnapshot:
+def cluster_snapshot(view: Engines, stats: Mapping[str, EngineStats]) -> ClusterSnapshot:
     return ClusterSnapshot(
         view.num_wanted,
         view.reports(),

@@ -11,7 +11,7 @@ from loraplex.api.metrics.api_metrics import Metrics
 from loraplex.api.metrics.cluster_metrics import cluster_snapshot
 from loraplex.api.metrics.engine_metrics import EngineSnapshot
 from loraplex.engine.reports import EngineStats
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 
 
 class Scraper:
@@ -21,7 +21,7 @@ class Scraper:
     def __init__(
         self,
         metrics: Metrics,
-        engine: ClusterEngineClient,
+        engine: Engines,
         *,
         tenant_data: bool = True,
         engine_timeout: float = 2.0,

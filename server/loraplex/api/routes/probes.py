@@ -13,8 +13,8 @@ from pydantic.json_schema import SkipJsonSchema
 from loraplex.api.drain import Drain
 from loraplex.control.db.outage import DatabaseHealth
 from loraplex.http.routing import OrderedRoute
-from loraplex.serving.client.cluster_view import shortage
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.reports import shortage
 
 _HEADERS = {"cache-control": "no-store"}
 
@@ -35,7 +35,7 @@ class ProbeFailure(BaseModel):
 
 
 def probe_routes(
-    engine: ClusterEngineClient,
+    engine: Engines,
     drain: Drain,
     *,
     serving: bool = True,

@@ -21,8 +21,8 @@ import structlog
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.cluster.ray_life import HEAD_COMMAND, MANAGER_COMMAND, RayLife
 from loraplex.app.cluster.spec import ClusterSpec, Event
-from loraplex.serving.cluster.client import ClusterEngineClient
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.replica import Replica
 
 FIRST_DELAY_S = 0.5
 MOST_DELAY_S = 30.0
@@ -58,7 +58,7 @@ class RayReplicas:
     def __init__(
         self,
         spec: ClusterSpec,
-        client: ClusterEngineClient,
+        client: Engines,
         drain_s: float,
         *,
         on_unusable: Callable[[RayUnusable], None],

@@ -18,9 +18,9 @@ from loraplex.app.engines.logs import log_engine
 from loraplex.app.engines.tls import port_tls
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.control.tenancy.secrets import load_or_create
-from loraplex.serving.cluster.hello import Expected
-from loraplex.serving.cluster.members import Members, OnJoin, OnLeave
 from loraplex.serving.demand import Demand
+from loraplex.serving.dialling.hello import Expected
+from loraplex.serving.dialling.members import Members, OnJoin, OnLeave
 
 RENEW_S = 6 * 3600.0
 """Age of a probe that is replaced: a server that starts sweeps what no version has from a bucket after a day."""

@@ -22,8 +22,8 @@ from loraplex.app.logs import configure_logging, log_everything
 from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
 from loraplex.app.stop_signals import StopSignals
 from loraplex.app.storage.artifacts import artifact_store
-from loraplex.serving.cluster.hello import MAX_NAME, NAME
-from loraplex.serving.cluster.relay import Door, Relay
+from loraplex.serving.dialling.hello import MAX_NAME, NAME
+from loraplex.serving.dialling.relay import Door, Relay
 from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND
 
 

@@ -18,7 +18,7 @@ from loraplex.lifecycle.releases.deliveries import Delivery, due_deliveries, rec
 from loraplex.lifecycle.releases.look import Change, RollbackCause
 from loraplex.lifecycle.releases.rounds import Rounds, Watched
 from loraplex.lifecycle.releases.webhook import Webhook
-from loraplex.serving.cluster.client import ClusterEngineClient
+from loraplex.serving.engines.engines import Engines
 
 INTERVAL_S = 1.0
 LOAD_AGAIN_S = 60.0
@@ -54,7 +54,7 @@ class ReleaseTask:
         self._clock = clock
         self._loaded: dict[Watched, float] = {}  # when the engine was last asked for its arms
 
-    async def run(self, engine: ClusterEngineClient, *, interval_s: float = INTERVAL_S) -> None:
+    async def run(self, engine: Engines, *, interval_s: float = INTERVAL_S) -> None:
         try:
             while True:
                 await asyncio.sleep(interval_s)
@@ -63,7 +63,7 @@ class ReleaseTask:
             with contextlib.suppress(LoraplexError):
                 await asyncio.shield(self._database.run(self._rounds.give_up))
 
-    async def round(self, engine: ClusterEngineClient) -> None:
+    async def round(self, engine: Engines) -> None:
         """One round of looks, and loads of versions that it shows to be needed."""
         try:
             await self._database.run(self._rounds.round, self._on_change)
@@ -88,7 +88,7 @@ class ReleaseTask:
         if change.cause is not None:
             self._watch.rolled_back(change.cause)
 
-    async def _load(self, engine: ClusterEngineClient) -> None:
+    async def _load(self, engine: Engines) -> None:
         now, watched = self._clock(), self._rounds.watched[:MAX_LOADED]
         due = [each for each in watched if now - self._loaded.get(each, -LOAD_AGAIN_S) >= LOAD_AGAIN_S]
         if due:

@@ -11,9 +11,9 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.loop import Log
-from loraplex.serving.cluster import hello as handshake
-from loraplex.serving.cluster.hello import Draining, HandshakeRefused, Identity
-from loraplex.serving.cluster.tcp import MAX_UNSENT_BYTES, is_stuck, watch_peer
+from loraplex.serving.dialling import hello as handshake
+from loraplex.serving.dialling.hello import Draining, HandshakeRefused, Identity
+from loraplex.serving.dialling.tcp import MAX_UNSENT_BYTES, is_stuck, watch_peer
 
 OnCommand = Callable[[wire.Command, bytes], None]
 """on_command(command, payload): the server's command, and as it came."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Sequence
 
-from loraplex.serving.cluster.homes import Homes
-from loraplex.serving.cluster.placement import elsewhere
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.replica import Replica
 from loraplex.serving.errors import ServingError
+from loraplex.serving.placement.homes import Homes
+from loraplex.serving.placement.placement import elsewhere
 
 ROUND_S = 2.0
 """Time between two rounds of placement."""

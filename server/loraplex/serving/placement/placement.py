@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.serving.cluster.hashing import digest_key, key_of, scores
+from loraplex.serving.placement.hashing import digest_key, key_of, scores
 
 FILL = 0.6
 """Share of a member's places that an adapter's sequences may fill before it gets another copy."""

@@ -7,7 +7,7 @@ import uuid
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import EngineError, ErrorCode, MeasureRequest
-from loraplex.serving.client.engine_client import RequestStream
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.errors import EngineDraining, EngineLost, EngineOverloaded, ServingError
 
 MEASURE_DEADLINE_S = 60.0

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from loraplex.engine.reports import EngineInfo
-from loraplex.serving.client.cluster_view import ReplicaReport, ReplicaState
-from loraplex.serving.client.session import EngineSession
-from loraplex.serving.cluster.choice import Load
-from loraplex.serving.cluster.hashing import digest_key, key_of, score
-from loraplex.serving.cluster.placement import Member
+from loraplex.serving.engines.reports import ReplicaReport, ReplicaState
+from loraplex.serving.engines.session import EngineSession
 from loraplex.serving.errors import EngineUnavailable
+from loraplex.serving.placement.choice import Load
+from loraplex.serving.placement.hashing import digest_key, key_of, score
+from loraplex.serving.placement.placement import Member
 
 FIRST_MEAN_S = 2.0
 """The assumed duration of a request before one has ended."""

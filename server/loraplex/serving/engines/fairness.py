@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.replica import Replica
 from loraplex.serving.errors import ServingError
 
 EXCHANGE_S = 1.0

@@ -23,8 +23,8 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.serving.cluster.hello import HANDSHAKE_S, Draining, HandshakeRefused, Identity
-from loraplex.serving.cluster.link import Link
+from loraplex.serving.dialling.hello import HANDSHAKE_S, Draining, HandshakeRefused, Identity
+from loraplex.serving.dialling.link import Link
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import EngineSupervisor, Supervision
 from loraplex.serving.supervision.supervisor import EngineProcess
@@ -38,7 +38,7 @@ TOKENS = msgspec.msgpack.encode(wire.Events(()))[:-1]
 
 
 class _End(msgspec.Struct, gc=False):
-    """What a token event tells of its request's end."""
+    """The end of a request, as its token event tells it."""
 
     request_id: str
     finish_reason: str | None = None

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from loraplex.engine.types import EngineError, EngineRequest, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream, error_event
-from loraplex.serving.cluster.replica import Replica
+from loraplex.serving.engines.replica import Replica
+from loraplex.serving.engines.stream import RequestStream, error_event
 from loraplex.serving.errors import EngineOverloaded, EngineUnavailable, ServingError
 
 Choose = Callable[[Sequence[Replica], EngineRequest], Replica]

@@ -10,14 +10,14 @@ from typing import Literal
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo
-from loraplex.serving.client.session import EngineSession
 from loraplex.serving.demand import Demand
+from loraplex.serving.engines.session import EngineSession
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import DEFAULT_RULES, EngineSupervisor, Supervision
 from loraplex.serving.supervision.supervisor import EngineProcess
 
 
-class SocketEngineClient(EngineSession):
+class LocalEngine(EngineSession):
     """The session of an engine process that `EngineSupervisor` keeps alive by `rules`. `on_damaged(digests)` is
     called when loads found the stored bytes of versions damaged or lost."""
 

@@ -21,11 +21,11 @@ from typing import cast
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.ipc.loop import Log
-from loraplex.serving.cluster import hello as handshake
-from loraplex.serving.cluster.hello import Challenge, Expected, HandshakeRefused, Hello
-from loraplex.serving.cluster.remote import RemoteEngine
-from loraplex.serving.cluster.tcp import watch_peer
 from loraplex.serving.demand import Demand
+from loraplex.serving.dialling import hello as handshake
+from loraplex.serving.dialling.hello import Challenge, Expected, HandshakeRefused, Hello
+from loraplex.serving.dialling.remote import RemoteEngine
+from loraplex.serving.dialling.tcp import watch_peer
 from loraplex.serving.errors import EngineStartError
 from loraplex.serving.supervision.watchdog import WatchdogPolicy
 

@@ -16,13 +16,9 @@ from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.scheduling.prefix_keys import first_key
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
-from loraplex.serving.client.cluster_view import ReplicaReport
-from loraplex.serving.client.engine_client import RequestStream
-from loraplex.serving.cluster.choice import choose
-from loraplex.serving.cluster.failover import Failover, Group, most_tokens
-from loraplex.serving.cluster.fairness import EXCHANGE_S, ServiceExchange
-from loraplex.serving.cluster.homes import Homes, PlacedVersion
-from loraplex.serving.cluster.merged import (
+from loraplex.serving.engines.failover import Failover, Group, most_tokens
+from loraplex.serving.engines.fairness import EXCHANGE_S, ServiceExchange
+from loraplex.serving.engines.merged import (
     NEAREST,
     Totals,
     answers,
@@ -31,14 +27,18 @@ from loraplex.serving.cluster.merged import (
     run_all,
     run_some,
 )
-from loraplex.serving.cluster.placing import ROUND_S, Placing
-from loraplex.serving.cluster.replica import Replica, in_order
+from loraplex.serving.engines.placing import ROUND_S, Placing
+from loraplex.serving.engines.replica import Replica, in_order
+from loraplex.serving.engines.reports import ReplicaReport
+from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
+from loraplex.serving.placement.choice import choose
+from loraplex.serving.placement.homes import Homes, PlacedVersion
 
 T = TypeVar("T")
 
 
-class ClusterEngineClient:
+class Engines:
     """Submit requests, read their events, abort them; ask and tell the engines of adapters and tenants.
 
     Replicas that are given start and end with it; others may `join` and `leave`. `num_wanted`: how many there should
@@ -260,7 +260,7 @@ class ClusterEngineClient:
         by_name = {replica.id: replica for replica in ready}
         (_, digest), link = first_key(request)
         if request.max_load is not None and request.adapter is not None:
-            digest = request.adapter.digest  # it must not wait for a load, whoever has its first block
+            digest = request.adapter.digest  # it must not wait for a load, wherever its first block is
         places: list[str] = []
         resident: list[str] = list(by_name)
         if digest:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from loraplex.serving.cluster.hashing import first, key_of
+from loraplex.serving.placement.hashing import first, key_of
 
 LOAD_WEIGHT = 2.0
 """Weight of a load's seconds beside a wait's: it takes memory from others, too."""

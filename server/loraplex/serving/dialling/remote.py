@@ -13,10 +13,10 @@ import msgspec
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.types import TokenEvent
-from loraplex.serving.client.session import EngineSession
-from loraplex.serving.cluster import tcp
-from loraplex.serving.cluster.hello import Draining, Hello
 from loraplex.serving.demand import Demand
+from loraplex.serving.dialling import tcp
+from loraplex.serving.dialling.hello import Draining, Hello
+from loraplex.serving.engines.session import EngineSession
 from loraplex.serving.errors import (
     EngineOverloaded,
     EngineStartError,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.serving.cluster.demand import DemandLevels
-from loraplex.serving.cluster.placement import Demand, Member, Place, Places, place
+from loraplex.serving.placement.levels import DemandLevels
+from loraplex.serving.placement.placement import Demand, Member, Place, Places, place
 
 FIRST_LOAD_S = 0.5
 """The assumed duration of a load before one was seen."""
@@ -87,8 +87,8 @@ class Homes:
         return {each.member for each in self.of(digest) if each.reason != "leaving"}
 
     def to_bring(self, member: str, hot: Collection[str]) -> list[AdapterRef]:
-        """The versions that a member should load ahead of requests: those of several places, of which it is one. One
-        with a single place comes with its request."""
+        """The versions that a member should load ahead of requests: those that live here and elsewhere. One with a
+        single place comes with its request."""
         return [
             known.ref
             for digest, places in self.places.items()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from functools import partial
+from typing import Concatenate, ParamSpec
 
 import msgspec
 
@@ -17,19 +18,18 @@ from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
-from loraplex.serving.client.engine_client import RequestStream, error_event
-from loraplex.serving.client.measuring import measure_request, read_outputs
 from loraplex.serving.demand import Demand
+from loraplex.serving.engines.calls import AnswerT, Calls
+from loraplex.serving.engines.measuring import measure_request, read_outputs
+from loraplex.serving.engines.stream import RequestStream, error_event
 from loraplex.serving.errors import (
     EngineDraining,
     EngineOverloaded,
     EngineUnavailable,
-    ServingError,
     TextTooLong,
 )
 from loraplex.serving.fair_share import FairShare
 
-CALL_TIMEOUT_S = 10.0
 PINS_TIMEOUT_S = 15.0
 """Time for the pinned versions to come to the device before requests are taken."""
 _PINS_LOOK_S = 0.02
@@ -41,7 +41,6 @@ TakeOver = Callable[[Sequence[RequestStream], EngineError], Collection[RequestSt
 will serve."""
 
 ArgsP = ParamSpec("ArgsP")
-AnswerT = TypeVar("AnswerT", bound=wire.Answer)
 
 
 def _take_none(streams: Sequence[RequestStream], error: EngineError) -> Collection[RequestStream]:
@@ -62,9 +61,7 @@ class EngineSession(ABC):
         self._info: EngineInfo | None = None
         self._streams: dict[str, RequestStream] = {}
         self._fair_share = FairShare()
-        self._calls: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._shared: dict[type, asyncio.Future[wire.Answer]] = {}
-        self._next_call = 0
+        self._calls = Calls(lambda command: self._send(command))
         self._states: dict[str, AdapterState] = {}
         self._terms: dict[str, TenantTerms] = {}  # of tenants that have others than the default
         self.warming = False
@@ -222,7 +219,7 @@ class EngineSession(ABC):
         return self._terms.get(tenant_id, DEFAULT_TERMS)
 
     def set_tenants(self, terms: Mapping[str, TenantTerms]) -> None:
-        """As `Engines` has it."""
+        """Tell the engine those of these terms that it does not have."""
         changed = {tenant: its for tenant, its in terms.items() if its != self.terms(tenant)}
         for tenant_id, its in changed.items():
             self._terms[tenant_id] = its
@@ -293,15 +290,13 @@ class EngineSession(ABC):
     async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
         until = asyncio.get_running_loop().time() + PINS_TIMEOUT_S
         while True:
-            stats = await self._wait(self._begin(wire.GetStats))
-            assert isinstance(stats, wire.Stats)
+            stats = await self._calls.ask(wire.GetStats)
             if not stats.stats.num_pins_coming or asyncio.get_running_loop().time() >= until:
                 break
             await asyncio.sleep(_PINS_LOOK_S)
         if stats.stats.num_pins_held >= len(refs):
             return []
-        cache = await self._wait(self._begin(wire.GetCache))
-        assert isinstance(cache, wire.Cache)
+        cache = await self._calls.ask(wire.GetCache)
         pinned = {entry.ref.digest: entry for entry in cache.entries if entry.pinned}
         lost = "its pin is gone: its stored bytes are damaged or lost, or it was unpinned"
         asked = [pinned.get(ref.digest, CacheEntry(ref, "cold", error=lost)) for ref in refs]
@@ -322,8 +317,7 @@ class EngineSession(ABC):
         was in memory; `hot` was on the device, used or not."""
         self._tell_terms(self._terms)
         for ref in self._pins.values():
-            self._next_call += 1
-            self._send(wire.Pin(self._next_call, ref))
+            self._calls.tell(partial(wire.Pin, ref=ref))
         ranked = [uses.ref for uses in self._demand.ranked(hot)] if warm else []
         if refs := tuple(
             ref for ref in ranked if ref.digest not in self._pins and self.lives_here(ref.digest)
@@ -341,24 +335,17 @@ class EngineSession(ABC):
         """Have the engine run a command of the protocol's table with these arguments. Raises ServingError where the
         engine refuses, EngineUnavailable where it does not answer."""
         self._check()
-        return cast(AnswerT, await self._wait(self._begin(lambda call: command(call, *args, **kwargs))))
-
-    async def _ask(self, question: type[wire.Call[AnswerT]]) -> AnswerT:
-        """A call without arguments, one at a time: a caller that arrives meanwhile shares its answer."""
-        self._check()
-        future = self._shared.get(question)
-        if future is None:
-            future = self._shared[question] = self._begin(question)
-            future.add_done_callback(lambda _: self._shared.pop(question, None))
-        return cast(AnswerT, await self._wait(future))
+        return await self._calls.ask(lambda call: command(call, *args, **kwargs))
 
     async def stats(self) -> EngineStats:
-        return (await self._ask(wire.GetStats)).stats
+        self._check()
+        return (await self._calls.share(wire.GetStats)).stats
 
     async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
         if digests is not None:
             return list((await self.call(wire.GetCache, tuple(digests))).entries)
-        return list((await self._ask(wire.GetCache)).entries)
+        self._check()
+        return list((await self._calls.share(wire.GetCache)).entries)
 
     async def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
         """Have the engine count what others served these tenants; returns what it served since the last time. In units
@@ -368,24 +355,6 @@ class EngineSession(ABC):
     async def ping(self) -> None:
         """Returns when the step thread has answered between two steps."""
         await self.call(wire.Ping)
-
-    def _begin(self, make: Callable[[int], wire.Call[AnswerT]]) -> asyncio.Future[wire.Answer]:
-        self._next_call += 1
-        call = self._next_call
-        self._send(cast(wire.Command, make(call)))  # a test holds that every call is in the table
-        future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
-        self._calls[call] = future
-        future.add_done_callback(lambda _: self._calls.pop(call, None))
-        return future
-
-    async def _wait(self, future: asyncio.Future[wire.Answer]) -> wire.Answer:
-        await asyncio.wait([future], timeout=CALL_TIMEOUT_S)  # does not cancel it: others may share it
-        if not future.done():
-            future.set_exception(EngineUnavailable(f"the engine did not answer within {CALL_TIMEOUT_S:g} s"))
-        answer = future.result()
-        if isinstance(answer, wire.Done) and answer.error is not None:
-            raise ServingError(answer.error)
-        return answer
 
     # What the transport calls.
 
@@ -406,9 +375,7 @@ class EngineSession(ABC):
             case wire.Damaged(digests):
                 self._on_damaged(digests)
             case wire.Answer():
-                future = self._calls.get(event.call)
-                if future is not None and not future.done():
-                    future.set_result(event)
+                self._calls.take(event)
             case wire.Starting() | wire.Ready() | wire.Heartbeat() | wire.Fatal():
                 pass  # the transport's own affair
 
@@ -446,10 +413,7 @@ class EngineSession(ABC):
         for request_id, stream in streams.items():
             if stream not in taken:
                 stream.put(error_event(request_id, code, message, retry_after_s))
-        for future in list(self._calls.values()):
-            if not future.done():
-                future.set_exception(EngineUnavailable(message))
-                future.exception()  # the waiter may have been cancelled: then there is no error to report
+        self._calls.fail(message)
         self._states.clear()
         self.warming = False
         return len(streams)
