@@ -7,7 +7,7 @@ import pytest
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
-from loraplex.serving.placement.placement import Place
+from loraplex.serving.placement.placement import AdapterPlace
 from support.engine.fake_engine import fake_engine_info
 from support.http.admin_plane import AdminPlane, assert_problem
 from support.placement.fake_cluster import fake_report
@@ -24,7 +24,7 @@ def two(plane: AdminPlane) -> None:
         "replica-2": fake_report("replica-2", "it is being started", pid=None, info=None),
     }
     plane.engine.places = {
-        ref: (Place("replica-1", "home"), Place("replica-2", "copy")) for ref in reversed(REFS)
+        ref: (AdapterPlace("replica-1", "home"), AdapterPlace("replica-2", "copy")) for ref in reversed(REFS)
     }
 
 

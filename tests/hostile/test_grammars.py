@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.messages import JobDone
 from loraplex.serving.forks.process import ForkProcess
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
 from support.http.data_plane import BASE, DataPlane, running_data_plane
@@ -172,7 +172,7 @@ def test_client_that_goes_away_leaves_nothing_behind(
     assert isinstance(checker, GrammarChecker)
     check, all_left = ForkProcess.run, asyncio.Event()
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> JobDone:
         done = await check(process, body, owner=owner, weight=weight)
         if b"left " in body:  # a busy machine may hold up the client for longer than the check takes
             await all_left.wait()

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.messages import JobDone
 from loraplex.serving.forks.process import ForkProcess
 from support.engine.fake_engine import Reply
 from support.http.admin_plane import ADMIN_TOKEN, adapter_files
@@ -189,7 +189,7 @@ def test_a_neighbours_chats_are_served_meanwhile(own: Server, monkeypatch: pytes
     own.push("alpaca", tenant="rival", **{"chat_template.jinja": ALPACA.encode()})
     run, answered = ForkProcess.run, threading.Event()
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> JobDone:
         done = await run(process, body, owner=owner, weight=weight)
         while owner.startswith("acme") and not answered.is_set():  # however fast the machine is
             await asyncio.sleep(0.01)

@@ -27,7 +27,7 @@ def test_every_command_is_in_the_table_and_has_its_handler(command: type) -> Non
 
 
 def test_every_answer_is_an_event() -> None:
-    assert set(wire.Answer.__subclasses__()) <= set(get_args(wire.Event))
+    assert set(wire.CallAnswer.__subclasses__()) <= set(get_args(wire.Event))
 
 
 @pytest.mark.parametrize(

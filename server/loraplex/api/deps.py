@@ -25,7 +25,7 @@ from loraplex.http.edge import AccessLog, access_log
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.grammar.checker import GrammarChecker
 from loraplex.serving.output.formats import NO_FORMATS, OutputFormats
-from loraplex.serving.templates.messages import Conversation, Encoded
+from loraplex.serving.templates.messages import Encoded, RenderJob
 from loraplex.serving.text.processor import TextProcessor
 
 if TYPE_CHECKING:  # it imports OpenTelemetry
@@ -39,7 +39,7 @@ class OwnChats(Protocol):
         """None of the base model, and of a version that brings nothing. Raises what reading the database does."""
         ...
 
-    async def encode(self, tenant: str, conversation: Conversation) -> Encoded:
+    async def encode(self, tenant: str, conversation: RenderJob) -> Encoded:
         """Raises TemplateError, TextTooLong, TemplateTimeSpent, TemplatesUnavailable."""
         ...
 

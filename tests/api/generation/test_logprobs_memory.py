@@ -16,7 +16,7 @@ from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import AnswerFormat, CompletionFormat, WholeChoice
 from loraplex.api.openai.logprobs import ChatLogprobs, CompletionLogprobs, ScoredToken
 from loraplex.engine.types import Usage
-from loraplex.serving.output.parts import TextPart
+from loraplex.serving.output.parts import AnswerText
 from support.engine.fake_engine import Reply
 from support.http.data_plane import BASE, DataPlane, running_data_plane
 from support.waiting import eventually
@@ -115,7 +115,7 @@ def test_the_memory_of_a_whole_answer(
             )
             for place in range(first, first + 64)
         )
-        answer.add(choice, Delta(0, (TextPart("x" * 64),), tokens=tokens))
+        answer.add(choice, Delta(0, (AnswerText("x" * 64),), tokens=tokens))
     del tokens
     kept, _ = tracemalloc.get_traced_memory()
     body = answer.whole([choice], Usage(1, 1))
@@ -142,9 +142,9 @@ def test_parts_that_choices_share_are_rendered_once(plane: DataPlane) -> None:
     own = (ScoredToken(98, -1.0, (), 5),)
     choices = [WholeChoice() for _ in range(3)]
     for index, choice in enumerate(choices):
-        answer.add(choice, Delta(index, (TextPart("aaaaa"),), tokens=shared))
+        answer.add(choice, Delta(index, (AnswerText("aaaaa"),), tokens=shared))
     for index, choice in enumerate(choices):
-        answer.add(choice, Delta(index, (TextPart("b"),), "stop", tokens=own if index else own + own))
+        answer.add(choice, Delta(index, (AnswerText("b"),), "stop", tokens=own if index else own + own))
     assert rendered == [5, 2, 1]
     told = json.loads(answer.whole(choices, Usage(1, 1)))["choices"]
     assert [choice["logprobs"]["tokens"] for choice in told] == [

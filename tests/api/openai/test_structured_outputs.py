@@ -15,7 +15,7 @@ import pytest
 from pydantic import BaseModel
 
 from loraplex.serving.errors import GrammarRefused, GrammarsUnavailable, GrammarTimeSpent
-from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.messages import JobDone
 from loraplex.serving.forks.process import ForkProcess
 from loraplex.serving.grammar import builders
 from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
@@ -324,7 +324,7 @@ def test_others_are_answered_while_hostile_schemas_are_checked(
     slow = {"type": "string", "allOf": [{"pattern": f"x{chr(97 + i) * 2}"} for i in range(22)]}
     check, others_answered = ForkProcess.run, asyncio.Event()
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> JobDone:
         done = await check(process, body, owner=owner, weight=weight)
         if b"allOf" in body:  # whatever the machine does meanwhile, it takes longer than all of the others
             await others_answered.wait()

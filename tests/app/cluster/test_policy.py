@@ -19,14 +19,14 @@ from loraplex.app.cluster.policy import (
     PRESSURES,
     QUEUE,
     STARTING_S,
-    Bounds,
+    ScaleBounds,
     Scaling,
     engine_pressure,
     wanted_replicas,
 )
 from loraplex.engine.reports import EngineStats
 
-BOUNDS = Bounds(minimum=1, maximum=8, up_delay_s=10.0, down_delay_s=300.0)
+BOUNDS = ScaleBounds(minimum=1, maximum=8, up_delay_s=10.0, down_delay_s=300.0)
 Loads = Sequence[dict[str, float]]
 
 
@@ -39,7 +39,7 @@ def even(load: float, engines: int, name: str = QUEUE) -> Loads:
 class Run:
     """Decisions once a second, from a number of engines that all serve."""
 
-    bounds: Bounds = BOUNDS
+    bounds: ScaleBounds = BOUNDS
     state: Scaling = field(default_factory=lambda: Scaling(2))
     now: float = 1000.0
     counts: list[int] = field(default_factory=list)
@@ -134,7 +134,7 @@ def test_a_pressure_that_is_no_number_counts_as_none(value: float) -> None:
 )
 def test_bounds_that_do_not_fit_together_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=r"at least|delays"):
-        Bounds(**({"minimum": 1, "maximum": 8, "up_delay_s": 1.0, "down_delay_s": 1.0} | wrong))  # type: ignore[arg-type]
+        ScaleBounds(**({"minimum": 1, "maximum": 8, "up_delay_s": 1.0, "down_delay_s": 1.0} | wrong))  # type: ignore[arg-type]
 
 
 loads = st.lists(st.tuples(st.integers(1, 400), st.floats(0, 12), st.integers(0, 3)), min_size=1, max_size=12)
@@ -145,7 +145,7 @@ delays = st.tuples(st.sampled_from([0.0, 5.0, 10.0, 60.0]), st.sampled_from([0.0
 def test_decisions_stay_in_bounds_and_never_follow_each_other_sooner_than_the_delays(
     pieces: list[tuple[int, float, int]], pair: tuple[float, float], least: int, more: int
 ) -> None:
-    bounds = Bounds(least, least + more, *pair)
+    bounds = ScaleBounds(least, least + more, *pair)
     run = Run(bounds=bounds, state=Scaling(least))
     for seconds, load, dead in pieces:
         run.go(seconds, load, serving=max(0, run.state.number - dead))
@@ -233,7 +233,7 @@ class Outcome:
         return sum(one != other for one, other in itertools.pairwise(self.counts))
 
 
-def simulate(arrivals: Callable[[int], float], seconds: int, bounds: Bounds = BOUNDS) -> Outcome:
+def simulate(arrivals: Callable[[int], float], seconds: int, bounds: ScaleBounds = BOUNDS) -> Outcome:
     """A fluid queue at `arrivals(second)` requests a second, decided once a second over the mean of five."""
     state, queue = Scaling(bounds.minimum), 0.0
     starting: list[int] = []  # the second in which each begins to serve

@@ -210,7 +210,7 @@ def test_whatever_is_sent_is_bounded(exchanges: list[tuple[dict[str, float], int
 def test_the_command_reaches_the_counters_of_an_engine() -> None:
     engine = CoreEngine()
 
-    def exchange(call: int, elsewhere: dict[str, float]) -> wire.Answer:
+    def exchange(call: int, elsewhere: dict[str, float]) -> wire.CallAnswer:
         command = wire.decode_command(msgspec.msgpack.encode(wire.ExchangeService(call, elsewhere)))
         assert isinstance(command, wire.ExchangeService)
         return command.run(engine.core)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.serving.placement.choice import Load, choose
+from loraplex.serving.placement.choice import MemberLoad, choose
 from loraplex.serving.placement.hashing import key_of
 from loraplex.serving.placement.levels import HALF_LIFE_S, RISE_S, DemandLevels
 
 
-def load(name: str, running: int = 0, *, places: int = 16, mean_s: float = 2.0) -> Load:
-    return Load(key_of(name.encode()), running, places, mean_s)
+def load(name: str, running: int = 0, *, places: int = 16, mean_s: float = 2.0) -> MemberLoad:
+    return MemberLoad(key_of(name.encode()), running, places, mean_s)
 
 
-def cluster(*running: int) -> dict[str, Load]:
+def cluster(*running: int) -> dict[str, MemberLoad]:
     return {f"m{number}": load(f"m{number}", count) for number, count in enumerate(running)}
 
 

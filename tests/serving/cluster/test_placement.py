@@ -19,9 +19,9 @@ from loraplex.serving.placement.placement import (
     MOVED,
     SLACK,
     WEIGHS,
-    Demand,
+    AdapterDemand,
+    AdapterPlace,
     Member,
-    Place,
     Places,
     elsewhere,
     place,
@@ -39,7 +39,9 @@ def members(count: int, resident: Iterable[str] = (), first: int = 0) -> list[Me
     return [Member(f"m{number}", PLACES, BYTES, found) for number in range(first, first + count)]
 
 
-def settle(among: list[Member], demand: Mapping[str, Demand], before: Places, rounds: int = 400) -> Places:
+def settle(
+    among: list[Member], demand: Mapping[str, AdapterDemand], before: Places, rounds: int = 400
+) -> Places:
     """Places when nothing moves any more: each round, all have loaded what they were given."""
     for _ in range(rounds):
         placed = place([replace(member, resident=demand.keys()) for member in among], demand, before)
@@ -49,14 +51,14 @@ def settle(among: list[Member], demand: Mapping[str, Demand], before: Places, ro
     raise AssertionError("it never comes to rest")
 
 
-def names(places: tuple[Place, ...]) -> set[str]:
+def names(places: tuple[AdapterPlace, ...]) -> set[str]:
     return {each.member for each in places}
 
 
 demands = st.dictionaries(
     st.integers(0, 60).map(digest),  # few, so that those of two rounds are often the same
     st.builds(
-        Demand,
+        AdapterDemand,
         st.sampled_from([0.0, 1.0, 4.0, 12.0]) | st.floats(0, 60),
         st.sampled_from([1, 400, 700]) | st.integers(1, 1200),
         st.booleans(),
@@ -70,9 +72,9 @@ capacities = st.lists(st.sampled_from([BYTES, BYTES, 500, 300]), max_size=6)
 @settings(deadline=None)
 def test_whatever_was_before(
     bytes_now: list[int],
-    demand: dict[str, Demand],
+    demand: dict[str, AdapterDemand],
     count_before: int,
-    demand_before: dict[str, Demand],
+    demand_before: dict[str, AdapterDemand],
     rng: random.Random,
 ) -> None:
     """Members and adapters that come and go: each has a place or is told of; bytes and moves stay within bounds; the
@@ -112,15 +114,17 @@ def test_whatever_was_before(
 
 @given(st.integers(1, 6), demands)
 @settings(deadline=None, max_examples=50)
-def test_at_rest_nothing_moves(count: int, demand: dict[str, Demand]) -> None:
+def test_at_rest_nothing_moves(count: int, demand: dict[str, AdapterDemand]) -> None:
     among = members(count)
     before = settle(among, demand, {})
     assert place([replace(m, resident=demand.keys()) for m in among], demand, before).moved == 0
 
 
-def zipf(count: int, total: float) -> dict[str, Demand]:
+def zipf(count: int, total: float) -> dict[str, AdapterDemand]:
     weights = [1 / (rank + 1) ** 1.1 for rank in range(count)]
-    return {digest(rank): Demand(total * weight / sum(weights), 1) for rank, weight in enumerate(weights)}
+    return {
+        digest(rank): AdapterDemand(total * weight / sum(weights), 1) for rank, weight in enumerate(weights)
+    }
 
 
 def test_a_member_that_comes_takes_its_share_and_gives_it_back() -> None:
@@ -169,7 +173,7 @@ def test_copies_follow_demand_with_hysteresis() -> None:
     step = FILL * PLACES
 
     def copies(concurrency: float, before: Places) -> tuple[int, Places]:
-        found = settle(among, others | {key: Demand(concurrency, 1)}, before)
+        found = settle(among, others | {key: AdapterDemand(concurrency, 1)}, before)
         return len(found[key]), found
 
     count, before = copies(0.9 * step, {})
@@ -186,7 +190,7 @@ def test_copies_follow_demand_with_hysteresis() -> None:
 
 
 def test_heavy_adapters_are_spread() -> None:
-    heavy = {digest(number): Demand(6.0, 1) for number in range(24)}
+    heavy = {digest(number): AdapterDemand(6.0, 1) for number in range(24)}
     found = settle(members(8), heavy, {})
     loads = dict.fromkeys((member.id for member in members(8)), 0.0)
     for places in found.values():
@@ -197,13 +201,13 @@ def test_heavy_adapters_are_spread() -> None:
 
 
 def test_equal_adapters_are_placed_alike_in_any_order() -> None:
-    heavy = {digest(number): Demand(6.0, 400, number % 3 == 0) for number in range(24)}
+    heavy = {digest(number): AdapterDemand(6.0, 400, number % 3 == 0) for number in range(24)}
     back = dict(reversed(heavy.items()))
     assert place(members(8), heavy, {}) == place(members(8)[::-1], back, {})
 
 
 def test_a_place_without_room_is_left_at_once() -> None:
-    (key,) = heavy = {digest(1): Demand(1.0, 600)}
+    (key,) = heavy = {digest(1): AdapterDemand(1.0, 600)}
     before = place(members(2), heavy, {}).places
     (home,) = names(before[key])
     among = [replace(m, adapter_bytes=500 if m.id == home else BYTES) for m in members(2)]
@@ -229,9 +233,9 @@ def test_demand_that_swings_does_not_thrash() -> None:
 def test_what_fits_nowhere_is_told() -> None:
     key = digest(1)
     for concurrency, is_pinned in ((0.0, True), (0.1, False), (50.0, False)):
-        placed = place(members(3), {key: Demand(concurrency, BYTES + 1, is_pinned)}, {})
+        placed = place(members(3), {key: AdapterDemand(concurrency, BYTES + 1, is_pinned)}, {})
         assert placed.unplaced == {key}
-    many = {digest(number): Demand(0.0, 400, True) for number in range(9)}
+    many = {digest(number): AdapterDemand(0.0, 400, True) for number in range(9)}
     placed = place(members(3), many, {})
     assert (len(placed.places), len(placed.unplaced)) == (6, 3)
     assert place([], many, {}).unplaced == many.keys()
@@ -241,9 +245,9 @@ def test_what_fits_nowhere_is_told() -> None:
 def test_what_is_at_home_elsewhere() -> None:
     here, there, both, unknown = map(digest, range(4))
     places = {
-        here: (Place("m0", "home"),),
-        there: (Place("m1", "home"),),
-        both: (Place("m1", "home"), Place("m0", "leaving")),
+        here: (AdapterPlace("m0", "home"),),
+        there: (AdapterPlace("m1", "home"),),
+        both: (AdapterPlace("m1", "home"), AdapterPlace("m0", "leaving")),
     }
     member = Member("m0", PLACES, BYTES, {here, there, both, unknown})
     assert elsewhere(member, places) == {there}
@@ -262,7 +266,7 @@ def test_the_order_of_members_is_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize("count", [2, 5, 8])
 def test_light_adapters_are_spread_evenly(count: int) -> None:
-    demand = {digest(number): Demand(0.1, 1) for number in range(2000)}
+    demand = {digest(number): AdapterDemand(0.1, 1) for number in range(2000)}
     found = place(members(count), demand, {}).places
     held = [sum(names(places) == {f"m{number}"} for places in found.values()) for number in range(count)]
     assert max(held) <= 1.2 * 2000 / count

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from loraplex.engine.ipc.framing import MAX_FRAME_BYTES
 from loraplex.serving.errors import GrammarRefused, GrammarsUnavailable, GrammarTimeSpent
-from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.messages import JobDone
 from loraplex.serving.forks.process import ForkProcess
 from loraplex.serving.grammar import builders
 from loraplex.serving.grammar.checker import (
@@ -178,7 +178,7 @@ async def test_slow_grammars_of_one_tenant_do_not_hold_up_another(
     begun: list[str] = []
     check = ForkProcess.run
 
-    async def note(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+    async def note(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> JobDone:
         begun.append(msgspec.msgpack.decode(body, type=Check).text)
         return await check(process, body, owner=owner, weight=weight)
 

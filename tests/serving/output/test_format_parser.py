@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from loraplex.serving.output.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     Part,
     ReasoningPart,
-    TextPart,
     merge_parts,
     text_of,
 )
@@ -174,31 +174,31 @@ NO_CALLS = [
 def test_what_is_no_call_is_text_to_the_letter(tool_format: str, text: str) -> None:
     for size in (1, 3, len(text) or 1):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
-        assert parse(tool_format, pieces) == ([TextPart(text)] if text else [])
+        assert parse(tool_format, pieces) == ([AnswerText(text)] if text else [])
 
 
 def test_text_around_calls_loses_the_white_space_next_to_them() -> None:
     one = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
     text = f" Let me see.\n\n{one}\n{one} \t Done.\n"
     assert parse("hermes", [text]) == [
-        TextPart(" Let me see."), *call(0, "{}"), *call(1, "{}"), TextPart("Done.\n"),
+        AnswerText(" Let me see."), *call(0, "{}"), *call(1, "{}"), AnswerText("Done.\n"),
     ]  # fmt: skip
 
 
 def test_a_marker_behind_a_broken_block_counts() -> None:
     good = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
     assert parse("hermes", [f"<tool_call><tool_call>{good}"]) == [
-        TextPart("<tool_call><tool_call>"), *call(0, "{}"),
+        AnswerText("<tool_call><tool_call>"), *call(0, "{}"),
     ]  # fmt: skip
     broken = '<tool_call>{"name":"f","arguments":{"a":}}</tool_call>'
-    assert parse("hermes", [broken, good]) == [TextPart(broken), *call(0, "{}")]
+    assert parse("hermes", [broken, good]) == [AnswerText(broken), *call(0, "{}")]
     # Where the marker begins as the expected one does.
     unclosed = '<tool_call>{"name":"f","arguments":{}}'
     assert parse("hermes", [unclosed, good]) == [
-        TextPart(unclosed), CallStart(0, "f", "id1"), CallArguments(0, "{}"),
+        AnswerText(unclosed), CallStart(0, "f", "id1"), CallArguments(0, "{}"),
     ]  # fmt: skip
     args = "[TOOL_CALLS]f[ARGS]{}"
-    assert parse("mistral", [f"[TOOL_CALLS]{args}"]) == [TextPart("[TOOL_CALLS]"), *call(0, "{}")]
+    assert parse("mistral", [f"[TOOL_CALLS]{args}"]) == [AnswerText("[TOOL_CALLS]"), *call(0, "{}")]
 
 
 def test_a_call_without_a_grammar_is_told_when_it_is_complete() -> None:
@@ -226,7 +226,7 @@ def test_what_a_limit_cuts_off_under_a_grammar() -> None:
     for length in range(len(text)):
         parts = parse("hermes", [text[:length]], streams=True)
         if length <= head:
-            assert parts == ([TextPart(text[:length])] if length else [])
+            assert parts == ([AnswerText(text[:length])] if length else [])
         else:
             assert parts == call(0, text[head : min(length, end + 1)])
 
@@ -247,13 +247,13 @@ def test_what_a_limit_cuts_off_where_the_answer_is_calls_only() -> None:
 @pytest.mark.parametrize(
     ("text", "opened", "parts"),
     [
-        ("<think>\nHm.\n</think>\n\nYes.", False, [ReasoningPart("Hm."), TextPart("Yes.")]),
-        ("\nHm. </think>Yes.", True, [ReasoningPart("Hm."), TextPart("Yes.")]),
-        ("<think>\n\n</think>\n\nYes.", False, [TextPart("Yes.")]),
+        ("<think>\nHm.\n</think>\n\nYes.", False, [ReasoningPart("Hm."), AnswerText("Yes.")]),
+        ("\nHm. </think>Yes.", True, [ReasoningPart("Hm."), AnswerText("Yes.")]),
+        ("<think>\n\n</think>\n\nYes.", False, [AnswerText("Yes.")]),
         ("<think>Hm.\n", False, [ReasoningPart("Hm.\n")]),
-        ("Yes. <think>No.</think>", False, [TextPart("Yes. <think>No.</think>")]),
-        ("Yes.</think>", False, [TextPart("Yes.</think>")]),
-        (" <thin", False, [TextPart(" <thin")]),
+        ("Yes. <think>No.</think>", False, [AnswerText("Yes. <think>No.</think>")]),
+        ("Yes.</think>", False, [AnswerText("Yes.</think>")]),
+        (" <thin", False, [AnswerText(" <thin")]),
     ],
 )
 def test_reasoning(text: str, opened: bool, parts: list[Part]) -> None:
@@ -300,7 +300,7 @@ def test_white_space_before_what_is_no_call_comes_to_an_end(
     """A parser that looks at the same character again and again holds the event loop of the whole server."""
     for pieces in ([text], list(text)):
         parts = parse(tool_format, pieces, streams=streams, reasoning=THINK, in_reasoning=False)
-        assert "".join(part.text for part in parts if isinstance(part, TextPart)).strip() == text.strip()
+        assert "".join(part.text for part in parts if isinstance(part, AnswerText)).strip() == text.strip()
 
 
 NOTATION = re.compile(
@@ -372,7 +372,7 @@ def test_arguments_are_what_a_json_library_takes(
         # The edit reached out of the arguments: other keys, or two values.
         assert text_of(parts) in (text, "")
     else:
-        assert parts == [TextPart(text)]
+        assert parts == [AnswerText(text)]
 
 
 def is_object(text: str) -> bool:

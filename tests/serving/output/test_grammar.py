@@ -17,7 +17,7 @@ from loraplex.serving.errors import GrammarRefused
 from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import REASONING_FORMATS, TOOL_FORMATS, Shape, ToolFormat
 from loraplex.serving.output.grammar import NO_ARGUMENTS, OfferedTool, ToolGrammar, ToolRefused
-from loraplex.serving.output.parts import CallArguments, CallStart, Part, TextPart, merge_parts
+from loraplex.serving.output.parts import AnswerText, CallArguments, CallStart, Part, merge_parts
 from loraplex.serving.text.processor import TextProcessor
 from support.models.byte_tokenizer import EOS_ID, write_byte_tokenizer
 
@@ -122,7 +122,7 @@ def test_what_a_grammar_allows_is_read_as_calls_that_fit(model: Model, name: Any
             if isinstance(part, CallArguments):
                 schema = SCHEMAS[starts[part.position].name]
                 assert jsonschema_rs.is_valid(schema, json.loads(part.text)), part
-        texts = [part.text for part in parts if isinstance(part, TextPart)]
+        texts = [part.text for part in parts if isinstance(part, AnswerText)]
         assert len(starts) <= 1 or not options.get("single")
         assert not (options.get("called") and (texts or not starts)), parts
         if "answer" in options and not starts:

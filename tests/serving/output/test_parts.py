@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from loraplex.serving.output.parser import PlainParser
 from loraplex.serving.output.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     Part,
     ReasoningPart,
-    TextPart,
     merge_parts,
     text_of,
 )
@@ -20,11 +20,11 @@ from loraplex.serving.output.parts import (
 def test_neighbours_of_one_kind_are_joined() -> None:
     start = CallStart(0, "f", "call_1")
     parts: list[Part] = [
-        ReasoningPart("a"), ReasoningPart("b"), TextPart("c"), TextPart(""), TextPart("d"),
-        start, CallArguments(0, "{"), CallArguments(0, "}"), CallArguments(1, "[]"), TextPart("e"),
+        ReasoningPart("a"), ReasoningPart("b"), AnswerText("c"), AnswerText(""), AnswerText("d"),
+        start, CallArguments(0, "{"), CallArguments(0, "}"), CallArguments(1, "[]"), AnswerText("e"),
     ]  # fmt: skip
     assert merge_parts(parts) == [
-        ReasoningPart("ab"), TextPart("cd"), start, CallArguments(0, "{}"), CallArguments(1, "[]"), TextPart("e"),
+        ReasoningPart("ab"), AnswerText("cd"), start, CallArguments(0, "{}"), CallArguments(1, "[]"), AnswerText("e"),
     ]  # fmt: skip
     assert text_of(parts) == "cde"
 
@@ -35,7 +35,7 @@ def test_calls_are_never_joined() -> None:
 
 
 def test_empty_parts_vanish() -> None:
-    assert merge_parts([TextPart(""), ReasoningPart(""), CallArguments(0, "")]) == []
+    assert merge_parts([AnswerText(""), ReasoningPart(""), CallArguments(0, "")]) == []
 
 
 @given(st.lists(st.text()))
@@ -43,5 +43,5 @@ def test_a_plain_answer_is_its_text(pieces: list[str]) -> None:
     parser = PlainParser()
     parts = [part for piece in pieces for part in parser.push(piece)] + [*parser.finish()]
     whole = "".join(pieces)
-    assert merge_parts(parts) == ([TextPart(whole)] if whole else [])
+    assert merge_parts(parts) == ([AnswerText(whole)] if whole else [])
     assert parser.num_calls == 0

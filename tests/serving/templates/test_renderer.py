@@ -16,9 +16,9 @@ import pytest_asyncio
 
 from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.serving.errors import TemplateError, TemplatesUnavailable, TemplateTimeSpent, TextTooLong
-from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.messages import JobDone
 from loraplex.serving.forks.process import ForkProcess
-from loraplex.serving.templates.messages import Conversation, Encoded, Trial
+from loraplex.serving.templates.messages import Encoded, RenderJob, Trial
 from loraplex.serving.templates.renderer import TemplateLimits, TemplateRenderer
 from support.models.byte_tokenizer import (
     CHAT_TEMPLATE,
@@ -109,9 +109,9 @@ def own(template: str, **more: str) -> OwnChat:
 
 def ask(
     chat: OwnChat, messages: list[Message] | None = None, tools: list[Any] | None = None, **fields: Any
-) -> Conversation:
+) -> RenderJob:
     content = json.dumps({"messages": [USER] if messages is None else messages, "tools": tools or []})
-    return Conversation(chat, chat.digest, content.encode(), **fields)
+    return RenderJob(chat, chat.digest, content.encode(), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ async def test_slow_templates_of_one_tenant_do_not_hold_up_another(
 ) -> None:
     run, other_answered = ForkProcess.run, asyncio.Event()
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> JobDone:
         done = await run(process, body, owner=owner, weight=weight)
         if owner.startswith("hostile"):  # however fast the machine is, it takes longer than the other's
             await other_answered.wait()
@@ -257,7 +257,7 @@ async def test_slow_templates_of_many_tenants_do_not_hold_up_another(
     run, other_answered = ForkProcess.run, asyncio.Event()
     num_begun = 0
 
-    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+    async def slower(process: ForkProcess, body: bytes, *, owner: str = "", weight: int = 1) -> JobDone:
         nonlocal num_begun
         if owner.startswith("hostile"):
             num_begun += 1

@@ -9,7 +9,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.serving.engines.reports import ReplicaReport
 from loraplex.serving.placement.homes import PlacedVersion
-from loraplex.serving.placement.placement import Place
+from loraplex.serving.placement.placement import AdapterPlace
 
 
 def fake_report(name: str, reason: str | None = None, **changes: Any) -> ReplicaReport:
@@ -44,7 +44,7 @@ class FakeClusterView:
         self.replicas: dict[str, ReplicaReport] | None = None
         """Engines by name in place of the only one."""
         self.replica_figures: dict[str, EngineStats] = {}
-        self.places: dict[AdapterRef, tuple[Place, ...]] = {}
+        self.places: dict[AdapterRef, tuple[AdapterPlace, ...]] = {}
 
     def reports(self) -> list[ReplicaReport]:
         if self.replicas is not None:

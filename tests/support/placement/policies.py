@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from loraplex.serving.placement.choice import Load, choose
+from loraplex.serving.placement.choice import MemberLoad, choose
 from loraplex.serving.placement.hashing import digest_key, first, key_of, score
 from loraplex.serving.placement.levels import DemandLevels
-from loraplex.serving.placement.placement import Demand, Member, Places, elsewhere, place
+from loraplex.serving.placement.placement import AdapterDemand, Member, Places, elsewhere, place
 from support.placement.simulator import LOAD_S, SimulatedMember
 from support.placement.workloads import Arrival
 
@@ -71,7 +71,7 @@ class Ours:
         for member in members:
             if member.name not in self._keys:
                 self._keys[member.name] = key_of(member.name.encode())
-        loads = {m.name: Load(self._keys[m.name], m.load, m.places, MEAN_S) for m in members}
+        loads = {m.name: MemberLoad(self._keys[m.name], m.load, m.places, MEAN_S) for m in members}
         places = [each.member for each in self.places.get(digest, ())]
         self._number += 1
         found = choose(
@@ -87,7 +87,7 @@ class Ours:
         self._demand.end(arrival.digest, now)
 
     def tick(self, members: Members, now: float) -> Iterator[tuple[SimulatedMember, str]]:
-        demand = {digest: Demand(level, 1) for digest, level in self._demand.levels(now).items()}
+        demand = {digest: AdapterDemand(level, 1) for digest, level in self._demand.levels(now).items()}
         seen = {m.name: Member(m.name, m.places, m.slots, m.resident.keys()) for m in members}
         placed = place(seen.values(), demand, self.places)
         self.places = placed.places

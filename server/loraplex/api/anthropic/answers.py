@@ -18,7 +18,7 @@ from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import WholeChoice
 from loraplex.api.sealed import seal
 from loraplex.engine.types import Usage
-from loraplex.serving.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
+from loraplex.serving.output.parts import AnswerText, CallArguments, CallStart, Part, ReasoningPart
 
 _NOT_SERVED = {"cache_creation": None, "inference_geo": None, "service_tier": "standard"}
 """Fields of Anthropic's answers that this server has nothing for."""
@@ -125,7 +125,7 @@ class MessagesAnswer:
 
     def _part(self, part: Part) -> bytes:
         match part:
-            case TextPart(text=text):
+            case AnswerText(text=text):
                 return self._more("text", text, {"type": "text_delta", "text": text}) if text else b""
             case ReasoningPart(text=text):
                 return (

@@ -27,7 +27,7 @@ from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.output.parser import OutputParser
-from loraplex.serving.output.parts import TextPart
+from loraplex.serving.output.parts import AnswerText
 from loraplex.serving.text.detokenize import TextStream
 from loraplex.serving.text.processor import TextProcessor
 
@@ -309,13 +309,13 @@ class Generation:
             return []
         if not self._scored:
             choice.echoed = True
-            return [Delta(choice.index, (TextPart(echo.take(None)[0]),))]
+            return [Delta(choice.index, (AnswerText(echo.take(None)[0]),))]
         if choice.index % self._plan.n:
             return []
         text, tokens = echo.take(None if event.scores is None else event.scores.prompt)
         deltas: list[Delta] = []
         for other in self._choices[choice.index : choice.index + self._plan.n]:
-            deltas.append(Delta(other.index, (TextPart(text),), tokens=tokens))
+            deltas.append(Delta(other.index, (AnswerText(text),), tokens=tokens))
             if echo.complete:
                 deltas += other.held
                 other.held.clear()

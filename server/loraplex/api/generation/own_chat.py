@@ -10,7 +10,7 @@ from typing import Any
 from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.api.deps import OwnChats
 from loraplex.serving.output.formats import OutputFormats
-from loraplex.serving.templates.messages import Conversation, Encoded
+from loraplex.serving.templates.messages import Encoded, RenderJob
 
 InThread = Callable[..., Awaitable[Any]]
 
@@ -32,7 +32,7 @@ async def own_tokens(
     content = await in_thread(partial(_content, messages, tools))
     return await chats.encode(
         tenant,
-        Conversation(
+        RenderJob(
             own,
             own.digest,
             content,

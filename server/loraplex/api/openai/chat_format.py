@@ -13,11 +13,11 @@ from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import AnswerFormat, WholeChoice
 from loraplex.engine.types import Usage
 from loraplex.serving.output.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     Part,
     ReasoningPart,
-    TextPart,
     merge_parts,
     text_of,
 )
@@ -91,7 +91,7 @@ class ChatFormat(AnswerFormat):
 
 def _piece(part: Part) -> dict[str, Any]:
     match part:
-        case TextPart(text):
+        case AnswerText(text):
             return {"content": text}
         case ReasoningPart(text):
             return {"reasoning_content": text, "reasoning": text}

@@ -17,7 +17,7 @@ from loraplex.api.openai.logprobs import ChatLogprobs
 from loraplex.api.responses.schemas import SEALED_REASONING, ResponsesRequest
 from loraplex.api.sealed import seal
 from loraplex.engine.types import Usage
-from loraplex.serving.output.parts import CallArguments, CallStart, Part, ReasoningPart, TextPart
+from loraplex.serving.output.parts import AnswerText, CallArguments, CallStart, Part, ReasoningPart
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 _FAILURES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
@@ -124,7 +124,7 @@ class ResponsesAnswer:
 
     def _part(self, part: Part) -> bytes:
         match part:
-            case TextPart(text=text):
+            case AnswerText(text=text):
                 return self._text("message", text) if text else b""
             case ReasoningPart(text=text):
                 return self._text("reasoning", text) if text else b""

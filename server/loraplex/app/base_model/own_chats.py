@@ -18,7 +18,7 @@ from loraplex.control.db.read_through import ReadThrough
 from loraplex.control.types import ResolvedModel, Serving
 from loraplex.http.text import printable
 from loraplex.serving.errors import ServingError, TemplateError, TextTooLong
-from loraplex.serving.templates.messages import Conversation, Encoded, Trial
+from loraplex.serving.templates.messages import Encoded, RenderJob, Trial
 from loraplex.serving.templates.renderer import TemplateRenderer
 from loraplex.serving.text.own_chat import TEMPLATE_CHECK, TOKENIZER_CHECK, ChatFound, compare_chat
 from loraplex.serving.text.processor import TextProcessor
@@ -46,7 +46,7 @@ class OwnChatsOfVersions:
         get = self._catalog.get_chat
         return await self._read.get(key, get, ref.tenant_id, ref.name, f"v{ref.version}")
 
-    async def encode(self, tenant: str, conversation: Conversation) -> Encoded:
+    async def encode(self, tenant: str, conversation: RenderJob) -> Encoded:
         return await self._renderer.encode(tenant, conversation)
 
 

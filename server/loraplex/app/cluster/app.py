@@ -9,7 +9,7 @@ import msgspec
 from ray import serve
 
 from loraplex.app.cluster.autoscaling import autoscaling_config
-from loraplex.app.cluster.replica import Engine
+from loraplex.app.cluster.replica import RayEngine
 from loraplex.app.cluster.spec import ClusterSpec
 from loraplex.app.settings import Settings, load_settings
 
@@ -39,7 +39,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_surge_percent=0 if resources["num_gpus"] else 100,  # a GPU has no room for a second engine
         logging_config={"log_level": "WARNING", "enable_access_log": False},
         **counted,
-    )(Engine)
+    )(RayEngine)
     return deployment.bind(msgspec.to_builtins(spec))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, Final, Protocol
 
-from loraplex.app.cluster.policy import PRESSURES, Bounds, Scaling, wanted_replicas
+from loraplex.app.cluster.policy import PRESSURES, ScaleBounds, Scaling, wanted_replicas
 
 LOOK_BACK_S: Final = 5.0
 """Time over which Serve takes the mean of an engine's pressures. Five reports fall into it; how often they reach
@@ -42,7 +42,7 @@ class EngineScaling:
 
     def __call__(self, context: Context) -> tuple[int, dict[str, Any]]:
         """The wanted number of replicas, and the state that Serve keeps until the next call."""
-        bounds = Bounds(
+        bounds = ScaleBounds(
             context.capacity_adjusted_min_replicas,
             context.capacity_adjusted_max_replicas,
             self._up_delay_s,
@@ -58,8 +58,8 @@ class EngineScaling:
 
 
 def autoscaling_config(minimum: int, maximum: int, up_delay_s: float, down_delay_s: float) -> dict[str, Any]:
-    """Fields of `ray.serve.config.AutoscalingConfig`. Raises ValueError as `Bounds` does."""
-    Bounds(minimum, maximum, up_delay_s, down_delay_s)
+    """Fields of `ray.serve.config.AutoscalingConfig`. Raises ValueError as `ScaleBounds` does."""
+    ScaleBounds(minimum, maximum, up_delay_s, down_delay_s)
     return {
         "min_replicas": minimum,
         "max_replicas": maximum,

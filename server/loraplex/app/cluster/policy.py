@@ -31,7 +31,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ScaleBounds:
     """Engines at least and at most, and the seconds for which more, or fewer, must have been enough.
 
     Raises ValueError where these do not fit together.
@@ -87,7 +87,7 @@ def engine_pressure(stats: EngineStats, places: int) -> dict[str, float]:
 
 
 def wanted_replicas(
-    stats: Collection[Mapping[str, float]], bounds: Bounds, before: Scaling, now: float
+    stats: Collection[Mapping[str, float]], bounds: ScaleBounds, before: Scaling, now: float
 ) -> Scaling:
     """The decision at `now`, in seconds of a clock that may be set back.
 

@@ -23,7 +23,7 @@ from loraplex.app.settings import load_settings
 from loraplex.serving.errors import EngineUnavailable
 
 
-class Engine:
+class RayEngine:
     """One engine. `spec` is a `ClusterSpec` as plain data."""
 
     # Serve awaits it, so that a replica counts when its engine serves; Python's types know no such constructor.

@@ -270,7 +270,7 @@ class EngineLoop:
         is_warming = core.is_warming
         if is_warming != self._is_warming:
             self._is_warming = is_warming
-            self._emit(wire.Warming(is_warming))
+            self._emit(wire.WarmingChanged(is_warming))
         states = core.residency()
         if states == self._states:
             return

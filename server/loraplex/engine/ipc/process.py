@@ -229,7 +229,7 @@ def _frames(event: wire.Event) -> bytes:
     try:
         return framing.encode_frame(event)
     except framing.FrameTooLarge as error:
-        if isinstance(event, wire.Answer):
+        if isinstance(event, wire.CallAnswer):
             return framing.encode_frame(wire.Done(event.call, str(error)))
         raise
 

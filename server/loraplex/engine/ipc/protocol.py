@@ -26,31 +26,31 @@ HEARTBEAT_INTERVAL_S = 1.0
 # Answers: engine to client, one for each `Call`.
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class CallAnswer(msgspec.Struct, frozen=True, tag=True):
     """`call` is the number of the `Call` that it answers."""
 
     call: int
 
 
-class Stats(Answer, frozen=True, tag=True):
+class Stats(CallAnswer, frozen=True, tag=True):
     stats: EngineStats
 
 
-class Cache(Answer, frozen=True, tag=True):
+class Cache(CallAnswer, frozen=True, tag=True):
     entries: tuple[CacheEntry, ...]
 
 
-class Served(Answer, frozen=True, tag=True):
+class Served(CallAnswer, frozen=True, tag=True):
     """Units of service by tenant since the last exchange."""
 
     units: dict[str, float]
 
 
-class Pong(Answer, frozen=True, tag=True):
+class Pong(CallAnswer, frozen=True, tag=True):
     pass
 
 
-class Done(Answer, frozen=True, tag=True):
+class Done(CallAnswer, frozen=True, tag=True):
     """The answer of a call that returns nothing, and of every call that fails: `error` says why."""
 
     error: str | None = None
@@ -61,7 +61,7 @@ class Done(Answer, frozen=True, tag=True):
 # in `Command` and its handler; what it leaves behind ends in `EngineCore.reset`. `EngineSession.call`, the socket, the
 # relay and the loop know no command by name, except `Add`, `Measure`, `Reset` and `Shutdown`.
 
-AnswerT = TypeVar("AnswerT", bound=Answer)
+AnswerT = TypeVar("AnswerT", bound=CallAnswer)
 
 
 class Notification(msgspec.Struct, frozen=True, tag=True):
@@ -262,7 +262,7 @@ class ResidencyChanged(msgspec.Struct, frozen=True, tag=True):
     states: dict[str, AdapterState]
 
 
-class Warming(msgspec.Struct, frozen=True, tag=True):
+class WarmingChanged(msgspec.Struct, frozen=True, tag=True):
     """The loads of `Warm` have begun, or have ended."""
 
     is_active: bool
@@ -294,7 +294,7 @@ Event = (
     | Ready
     | Events
     | ResidencyChanged
-    | Warming
+    | WarmingChanged
     | Damaged
     | Stats
     | Cache

@@ -85,7 +85,7 @@ class Members:
         self._servers: list[asyncio.Server] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._handshakes: dict[_Handshake, None] = {}  # the oldest first
-        self._refusals = _Refusals(log)
+        self._refusals = _RefusalLog(log)
         self._sessions: dict[str, RemoteEngine] = {}
         self._joined: set[RemoteEngine] = set()
         self._joins: set[asyncio.Task[None]] = set()
@@ -226,7 +226,7 @@ class _Peer:
     last: str = ""
 
 
-class _Refusals:
+class _RefusalLog:
     """Log lines of refused connections, few of each address: one for each of its first reasons, and one for each
     `COUNT_S` with the number of the others."""
 

@@ -284,7 +284,7 @@ class Relay:
     # The supervisor's user.
 
     def on_event(self, event: wire.Event) -> None:
-        if isinstance(event, wire.Answer) and event.call == OWN_CALL:
+        if isinstance(event, wire.CallAnswer) and event.call == OWN_CALL:
             if isinstance(event, wire.Stats):
                 self._tell(event.stats)
             else:

@@ -11,7 +11,7 @@ from loraplex.serving.errors import EngineUnavailable, ServingError
 
 CALL_TIMEOUT_S = 10.0
 
-AnswerT = TypeVar("AnswerT", bound=wire.Answer)
+AnswerT = TypeVar("AnswerT", bound=wire.CallAnswer)
 
 
 class Calls:
@@ -19,8 +19,8 @@ class Calls:
 
     def __init__(self, send: Callable[[wire.Command], None]) -> None:
         self._send = send
-        self._waiting: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._shared: dict[type, asyncio.Future[wire.Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[wire.CallAnswer]] = {}
+        self._shared: dict[type, asyncio.Future[wire.CallAnswer]] = {}
         self._num_made = 0
 
     def tell(self, make: Callable[[int], wire.Call[AnswerT]]) -> int:
@@ -42,7 +42,7 @@ class Calls:
             future.add_done_callback(lambda _: self._shared.pop(question, None))
         return cast(AnswerT, await self._answer(future))
 
-    def take(self, answer: wire.Answer) -> None:
+    def take(self, answer: wire.CallAnswer) -> None:
         """The engine's answer to one of them."""
         future = self._waiting.get(answer.call)
         if future is not None and not future.done():
@@ -55,15 +55,15 @@ class Calls:
                 future.set_exception(EngineUnavailable(message))
                 future.exception()  # the waiter may have been cancelled: then there is no error to report
 
-    def _begin(self, make: Callable[[int], wire.Call[AnswerT]]) -> asyncio.Future[wire.Answer]:
+    def _begin(self, make: Callable[[int], wire.Call[AnswerT]]) -> asyncio.Future[wire.CallAnswer]:
         call = self.tell(make)
-        future: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[wire.CallAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[call] = future
         future.add_done_callback(lambda _: self._waiting.pop(call, None))
         return future
 
     @staticmethod
-    async def _answer(future: asyncio.Future[wire.Answer]) -> wire.Answer:
+    async def _answer(future: asyncio.Future[wire.CallAnswer]) -> wire.CallAnswer:
         await asyncio.wait([future], timeout=CALL_TIMEOUT_S)  # does not cancel it: others may share it
         if not future.done():
             future.set_exception(EngineUnavailable(f"the engine did not answer within {CALL_TIMEOUT_S:g} s"))

@@ -10,7 +10,7 @@ from loraplex.engine.reports import EngineInfo
 from loraplex.serving.engines.reports import ReplicaReport, ReplicaState
 from loraplex.serving.engines.session import EngineSession
 from loraplex.serving.errors import EngineUnavailable
-from loraplex.serving.placement.choice import Load
+from loraplex.serving.placement.choice import MemberLoad
 from loraplex.serving.placement.hashing import digest_key, key_of, score
 from loraplex.serving.placement.placement import Member
 
@@ -45,8 +45,8 @@ class Replica:
         """The replica, and which engine process of it."""
         return self.id, self.session.life
 
-    def load(self) -> Load:
-        return Load(self.key, self.session.num_live, self.session.info.max_num_seqs, self.mean_s)
+    def load(self) -> MemberLoad:
+        return MemberLoad(self.key, self.session.num_live, self.session.info.max_num_seqs, self.mean_s)
 
     def member(self) -> Member:
         """The replica as placement sees it."""

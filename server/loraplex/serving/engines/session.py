@@ -370,11 +370,11 @@ class EngineSession(ABC):
                     else:
                         self._states[digest] = state
                 self._demand.loaded(digest for digest, state in states.items() if state != "cold")
-            case wire.Warming(is_active):
+            case wire.WarmingChanged(is_active):
                 self.warming = is_active
             case wire.Damaged(digests):
                 self._on_damaged(digests)
-            case wire.Answer():
+            case wire.CallAnswer():
                 self._calls.take(event)
             case wire.Starting() | wire.Ready() | wire.Heartbeat() | wire.Fatal():
                 pass  # the transport's own affair

@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True):
     weight: int = 1
 
 
-class Done(msgspec.Struct, frozen=True):
+class JobDone(msgspec.Struct, frozen=True):
     """`body` is empty unless the outcome is "done"."""
 
     id: int

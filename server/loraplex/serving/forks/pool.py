@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from loraplex.engine.ipc.loop import Log
 from loraplex.serving.errors import ServingError, WorkTimeSpent, WorkUnavailable
 from loraplex.serving.fair_share import FairShare
-from loraplex.serving.forks.messages import Done, Start
+from loraplex.serving.forks.messages import JobDone, Start
 from loraplex.serving.forks.process import ForkProcess, ProcessFailed
 
 WALL_FACTOR, MIN_WALL_S = 60.0, 30.0
@@ -107,7 +107,7 @@ class ForkPool:
 
     async def run(
         self, tenant: str, body: bytes, *, owner: str = "", weight: int = 1, account: str = ""
-    ) -> Done:
+    ) -> JobDone:
         """The job's outcome. A fork never does jobs of two owners; those of one have one weight. `account` has its CPU
         time, the tenant's own without it. Raises the errors of `PoolWords`."""
         words, account = self._words, account or tenant
@@ -127,7 +127,7 @@ class ForkPool:
         finally:
             self._waiting.release(tenant)
 
-    async def _in_turn(self, tenant: str, account: str, body: bytes, owner: str, weight: int) -> Done:
+    async def _in_turn(self, tenant: str, account: str, body: bytes, owner: str, weight: int) -> JobDone:
         """Tenants that have used much CPU time share half of the turns. Of any other one job runs at a time: it may
         show to be long. So a tenant with short jobs finds a turn, however many others have long ones."""
         async with self._single_of.setdefault(tenant, asyncio.Lock()):
@@ -137,7 +137,7 @@ class ForkPool:
         async with self._turns_of_heavy, self._turns:
             return await self._done(account, body, owner, weight)
 
-    async def _done(self, account: str, body: bytes, owner: str, weight: int) -> Done:
+    async def _done(self, account: str, body: bytes, owner: str, weight: int) -> JobDone:
         self._check_spent(account)
         done = await (await self._running()).run(body, owner=owner, weight=weight)
         self._spent[account] = _Spent(self._left(account) + done.cpu_s, self._clock())

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from loraplex.engine.ipc.framing import HEADER_BYTES, FrameTooLarge, ProtocolError, encode_frame, frame_length
-from loraplex.serving.forks.messages import Done, Job, Start, Started
+from loraplex.serving.forks.messages import Job, JobDone, Start, Started
 from loraplex.serving.supervision.child import Child
 
 START_TIMEOUT_S = 60.0
@@ -40,7 +40,7 @@ class ForkProcess:
         self._reader = reader
         self._writer = writer
         self._ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Done]] = {}
+        self._waiting: dict[int, asyncio.Future[JobDone]] = {}
         self.alive = True
         self._reading = asyncio.create_task(self._read(), name="fork-process")
 
@@ -76,7 +76,7 @@ class ForkProcess:
         """Jobs that it has."""
         return len(self._waiting)
 
-    async def run(self, body: bytes, *, owner: str = "", weight: int = 1) -> Done:
+    async def run(self, body: bytes, *, owner: str = "", weight: int = 1) -> JobDone:
         """Raises ProcessFailed where the process is lost meanwhile."""
         if not self.alive:
             raise ProcessFailed("was lost")
@@ -84,8 +84,8 @@ class ForkProcess:
         try:
             job = encode_frame(Job(number, owner, body, weight))
         except FrameTooLarge:
-            return Done(number, "too_large")
-        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+            return JobDone(number, "too_large")
+        answer: asyncio.Future[JobDone] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         self._writer.write(job)
         try:
@@ -103,7 +103,7 @@ class ForkProcess:
     async def _read(self) -> None:
         try:
             while True:
-                done = msgspec.msgpack.decode(await _next(self._reader), type=Done)
+                done = msgspec.msgpack.decode(await _next(self._reader), type=JobDone)
                 answer = self._waiting.get(done.id)
                 if answer is not None and not answer.done():
                     answer.set_result(done)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from loraplex.engine.ipc.framing import HEADER_BYTES, ProtocolError, encode_frame, frame_length
-from loraplex.serving.forks.messages import Done, Job, Outcome, Start, Started
+from loraplex.serving.forks.messages import Job, JobDone, Outcome, Start, Started
 
 NICENESS = 10
 """The engine goes first."""
@@ -61,7 +61,7 @@ def serve_forks(set_up: Callable[[bytes], Work]) -> None:
 class _Answer(msgspec.Struct, frozen=True):
     """From a fork. `is_last`: it ends, and takes no other job."""
 
-    done: Done
+    done: JobDone
     is_last: bool
 
 
@@ -150,7 +150,7 @@ class _Forks:
             outcome, body = self._do(job)
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            done = Done(job.id, outcome, body, time.process_time() - before)
+            done = JobDone(job.id, outcome, body, time.process_time() - before)
             grown = _address_space() - self._address_space
             is_last = not left or grown > start.memory * KEPT_SHARE or outcome != "done"
             connection.sendall(encode_frame(_Answer(done, is_last)))
@@ -171,7 +171,7 @@ class _Forks:
             status, cpu_s = self._reap(fork)
             if fork.number is not None:
                 self._server.sendall(
-                    encode_frame(Done(fork.number, _cause(status), cpu_s=cpu_s - fork.cpu_s))
+                    encode_frame(JobDone(fork.number, _cause(status), cpu_s=cpu_s - fork.cpu_s))
                 )
             return
         fork.number = None

@@ -13,10 +13,10 @@ import msgspec
 
 from loraplex.engine.ipc.loop import Log
 from loraplex.serving.errors import GrammarRefused, GrammarsUnavailable, GrammarTimeSpent
-from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.messages import JobDone
 from loraplex.serving.forks.pool import ForkPool, PoolLimits, PoolWords, wall_s
-from loraplex.serving.grammar.messages import Check, Checked, Setup
-from loraplex.serving.grammar.verdicts import Verdict, VerdictCache, verdict_key
+from loraplex.serving.grammar.messages import Check, Checked, CheckerSetup
+from loraplex.serving.grammar.verdicts import GrammarVerdict, VerdictCache, verdict_key
 
 WORKER_COMMAND = (sys.executable, "-m", "loraplex.serving.grammar.worker")
 CACHE_BYTES = 8 << 20
@@ -80,7 +80,7 @@ class GrammarChecker:
     ) -> None:
         self._limits = limits or GrammarLimits()
         self.pool = ForkPool(
-            msgspec.msgpack.encode(Setup(model_dir, tuple(eos_ids))),
+            msgspec.msgpack.encode(CheckerSetup(model_dir, tuple(eos_ids))),
             command,
             self._limits.of_pool(),
             _WORDS,
@@ -90,7 +90,7 @@ class GrammarChecker:
         self._on_check = on_check
         self._clock = clock
         self._cache = VerdictCache(CACHE_BYTES)
-        self._checks: dict[tuple[str, bytes], asyncio.Task[Verdict]] = {}
+        self._checks: dict[tuple[str, bytes], asyncio.Task[GrammarVerdict]] = {}
 
     def start(self) -> None:
         """Begin to start the process; the first check waits for it."""
@@ -110,7 +110,7 @@ class GrammarChecker:
         """The grammar of a GBNF text, checked as above. Raises the same."""
         return (await self._verdict(tenant, text, gbnf=True)).lark
 
-    async def _verdict(self, tenant: str, text: str, *, gbnf: bool) -> Verdict:
+    async def _verdict(self, tenant: str, text: str, *, gbnf: bool) -> GrammarVerdict:
         key = verdict_key(text, gbnf=gbnf)
         verdict = self._cache.get(tenant, key)
         if verdict is None:
@@ -125,7 +125,7 @@ class GrammarChecker:
             raise GrammarRefused(verdict.reason)
         return verdict
 
-    async def _checked(self, tenant: str, key: bytes, text: str, *, gbnf: bool) -> Verdict:
+    async def _checked(self, tenant: str, key: bytes, text: str, *, gbnf: bool) -> GrammarVerdict:
         began = self._clock()
         outcome: CheckOutcome = "unavailable"
         try:
@@ -145,23 +145,23 @@ class GrammarChecker:
         finally:
             self._on_check(outcome, self._clock() - began)
 
-    def _ended(self, tenant: str, key: bytes, task: asyncio.Task[Verdict]) -> None:
+    def _ended(self, tenant: str, key: bytes, task: asyncio.Task[GrammarVerdict]) -> None:
         del self._checks[tenant, key]
         if not task.cancelled():
             task.exception()  # its callers may all have gone
 
-    def _verdict_of(self, done: Done) -> Verdict:
+    def _verdict_of(self, done: JobDone) -> GrammarVerdict:
         match done.outcome:
             case "done":
                 checked = msgspec.msgpack.decode(done.body, type=Checked)
-                return Verdict(checked.reason, checked.lark)
+                return GrammarVerdict(checked.reason, checked.lark)
             case "too_slow":
-                return Verdict(
+                return GrammarVerdict(
                     f"it takes more than {self._limits.cpu_s:g} s of processing time to build or to follow; use fewer "
                     "or simpler patterns"
                 )
             case "too_large":
-                return Verdict(
+                return GrammarVerdict(
                     f"building it takes more than {self._limits.memory >> 20} MiB of memory, or of nesting"
                 )
             case _:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Setup(msgspec.Struct, frozen=True):
+class CheckerSetup(msgspec.Struct, frozen=True):
     """The model, for its tokenizer."""
 
     model_dir: str

@@ -11,7 +11,7 @@ ENTRY_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GrammarVerdict:
     """`reason`: why it is refused, None where it is not. `lark`: of an accepted GBNF, what it was converted to."""
 
     reason: str | None = None
@@ -29,21 +29,21 @@ class VerdictCache:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._of_tenant: dict[str, OrderedDict[bytes, Verdict]] = {}
+        self._of_tenant: dict[str, OrderedDict[bytes, GrammarVerdict]] = {}
         self._bytes_of: dict[str, int] = {}
 
     @property
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def get(self, tenant: str, key: bytes) -> Verdict | None:
+    def get(self, tenant: str, key: bytes) -> GrammarVerdict | None:
         verdicts = self._of_tenant.get(tenant)
         if verdicts is None or key not in verdicts:
             return None
         verdicts.move_to_end(key)
         return verdicts[key]
 
-    def put(self, tenant: str, key: bytes, verdict: Verdict) -> None:
+    def put(self, tenant: str, key: bytes, verdict: GrammarVerdict) -> None:
         verdicts = self._of_tenant.setdefault(tenant, OrderedDict())
         if key not in verdicts:
             verdicts[key] = verdict

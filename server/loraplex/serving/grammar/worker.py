@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from loraplex.engine.grammar.dictated import DictatesTooMuch, dictated_text
 from loraplex.engine.grammar.tokenizer import GrammarsUnsupported, load_grammar_tokenizer, new_matcher
 from loraplex.serving.forks.worker import SetupFailed, Work, serve_forks
-from loraplex.serving.grammar.messages import Check, Checked, Setup
+from loraplex.serving.grammar.messages import Check, Checked, CheckerSetup
 
 WALKED_TOKENS = 32
 """Tokens sampled from the grammar by way of trial: a grammar that builds quickly may have slow masks, or none. A text
@@ -28,7 +28,7 @@ _NOT_VERBOSE = "\n<non-verbose/>"
 
 
 def set_up(setup: bytes) -> Work:
-    model = msgspec.msgpack.decode(setup, type=Setup)
+    model = msgspec.msgpack.decode(setup, type=CheckerSetup)
     try:
         tokenizer = load_grammar_tokenizer(Path(model.model_dir), model.eos_ids)
     except GrammarsUnsupported as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from loraplex.serving.output.blocks import Block
 from loraplex.serving.output.formats import Notation, ReasoningFormat, Shape
 from loraplex.serving.output.json_readers import WHITE, Malformed
-from loraplex.serving.output.parts import Part, ReasoningPart, TextPart
+from loraplex.serving.output.parts import AnswerText, Part, ReasoningPart
 
 PIECE_LENGTH = 1024
 
@@ -140,7 +140,7 @@ class FormatParser:
         return parts
 
     def _part(self, text: str) -> Part:
-        return ReasoningPart(text) if self.in_reasoning else TextPart(text)
+        return ReasoningPart(text) if self.in_reasoning else AnswerText(text)
 
     def _show(self, text: str) -> None:
         """Text or reasoning without a marker. White space at its end waits for what follows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from loraplex.serving.output.parts import Part, TextPart
+from loraplex.serving.output.parts import AnswerText, Part
 
 
 class OutputParser(Protocol):
@@ -36,7 +36,7 @@ class PlainParser:
     in_reasoning = False
 
     def push(self, text: str) -> tuple[Part, ...]:
-        return (TextPart(text),) if text else ()
+        return (AnswerText(text),) if text else ()
 
     def finish(self) -> tuple[Part, ...]:
         return ()

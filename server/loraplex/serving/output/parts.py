@@ -9,7 +9,7 @@ import msgspec
 # Structs: with nearly every token one is made.
 
 
-class TextPart(msgspec.Struct, frozen=True, gc=False):
+class AnswerText(msgspec.Struct, frozen=True, gc=False):
     """More of the answer's text."""
 
     text: str
@@ -37,7 +37,7 @@ class CallArguments(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-Part = TextPart | ReasoningPart | CallStart | CallArguments
+Part = AnswerText | ReasoningPart | CallStart | CallArguments
 
 
 def merge_parts(parts: Iterable[Part]) -> list[Part]:
@@ -72,4 +72,4 @@ def _is_continued(part: Part, other: Part) -> bool:
 
 def text_of(parts: Iterable[Part]) -> str:
     """The text of an answer, without reasoning and calls."""
-    return "".join([part.text for part in parts if isinstance(part, TextPart)])
+    return "".join([part.text for part in parts if isinstance(part, AnswerText)])

@@ -16,7 +16,7 @@ EVEN = 1.25
 counts (bounded loads, as in `placement`)."""
 
 
-class Load(NamedTuple):
+class MemberLoad(NamedTuple):
     """A member that takes requests. `key`: `hashing.key_of` its id. `load`: sequences that run or wait there; `places`:
     sequences at once; `mean_s`: seconds of a request, lately."""
 
@@ -27,7 +27,7 @@ class Load(NamedTuple):
 
 
 def choose(
-    members: Mapping[str, Load],
+    members: Mapping[str, MemberLoad],
     *,
     places: Collection[str] = (),
     resident: Collection[str] = (),

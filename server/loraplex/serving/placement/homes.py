@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.serving.placement.levels import DemandLevels
-from loraplex.serving.placement.placement import Demand, Member, Place, Places, place
+from loraplex.serving.placement.placement import AdapterDemand, AdapterPlace, Member, Places, place
 
 FIRST_LOAD_S = 0.5
 """The assumed duration of a load before one was seen."""
@@ -25,11 +25,11 @@ class PlacedVersion:
     """Where the version of `ref` lives. Equal bytes of several tenants are one; `ref` names the one that came first."""
 
     ref: AdapterRef
-    places: Sequence[Place]
+    places: Sequence[AdapterPlace]
 
 
 @dataclass(slots=True)
-class _Known:
+class _Asked:
     ref: AdapterRef
     size: int | None = None  # bytes on a device
 
@@ -41,7 +41,7 @@ class Homes:
         self._clock = clock
         self._levels = DemandLevels()
         self._asked: dict[str, float] = {}  # sequences in flight by digest, as of the last `advance`
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _Asked] = {}
         self.pins: dict[str, AdapterRef] = {}
         """The versions that are kept on a device, by digest."""
         self.places: Places = {}
@@ -56,7 +56,7 @@ class Homes:
 
     def begin(self, ref: AdapterRef, count: int) -> None:
         """Sequences of this version have begun."""
-        self._known.setdefault(ref.digest, _Known(ref))
+        self._known.setdefault(ref.digest, _Asked(ref))
         self._levels.begin(ref.digest, self._clock(), count)
 
     def end(self, digest: str, load_s: float | None = None) -> None:
@@ -71,7 +71,7 @@ class Homes:
 
     # Where it is.
 
-    def of(self, digest: str) -> Sequence[Place]:
+    def of(self, digest: str) -> Sequence[AdapterPlace]:
         """The places of a version, of the last round; none where it had none."""
         return self.places.get(digest, ())
 
@@ -110,7 +110,7 @@ class Homes:
             if digest in self._asked or digest in self.pins
         }
         for digest, ref in self.pins.items():
-            self._known.setdefault(digest, _Known(ref))
+            self._known.setdefault(digest, _Asked(ref))
 
     def without_size(self) -> list[str]:
         """The versions whose size on a device is not known."""
@@ -124,7 +124,7 @@ class Homes:
     async def place(self, members: Sequence[Member]) -> None:
         """Place all adapters among these members, which take requests."""
         demand = {
-            digest: Demand(self._asked.get(digest, 0.0), known.size or 0, digest in self.pins)
+            digest: AdapterDemand(self._asked.get(digest, 0.0), known.size or 0, digest in self.pins)
             for digest, known in self._known.items()
         }
         if len(members) * len(demand) <= _MOST_AT_ONCE:

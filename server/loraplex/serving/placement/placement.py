@@ -50,7 +50,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class AdapterDemand:
     """`concurrency`: sequences in flight, smoothed. `size`: bytes on a device. Pinned adapters have a place whether or
     not anybody asks for them."""
 
@@ -59,19 +59,19 @@ class Demand:
     is_pinned: bool = False
 
 
-class Place(NamedTuple):
+class AdapterPlace(NamedTuple):
     """A member that has an adapter, by its id. (A tuple, since ten thousand of them are compared in a round.)"""
 
     member: str
     reason: Reason
 
 
-Places = Mapping[str, tuple[Place, ...]]
+Places = Mapping[str, tuple[AdapterPlace, ...]]
 """Places by digest."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PlacedAdapters:
     """`unplaced`: digests that no member has room for; all of them where there is no member. `moved`: adapters that
     began to move without need in this round."""
 
@@ -80,11 +80,11 @@ class Placement:
     moved: int = 0
 
 
-def place(members: Collection[Member], demand: Mapping[str, Demand], before: Places) -> Placement:
+def place(members: Collection[Member], demand: Mapping[str, AdapterDemand], before: Places) -> PlacedAdapters:
     """Places of all adapters with demand, by those of the round before. The result depends on neither the order of the
     members nor that of the adapters. `members`: those that take requests; one that is draining is not among them."""
     if not members:
-        return Placement({}, frozenset(demand))
+        return PlacedAdapters({}, frozenset(demand))
     return _Round(sorted(members, key=lambda member: member.id), demand, before).run()
 
 
@@ -100,7 +100,7 @@ def elsewhere(member: Member, places: Places) -> frozenset[str]:
 @dataclass(slots=True)
 class _Round:
     members: Sequence[Member]
-    demand: Mapping[str, Demand]
+    demand: Mapping[str, AdapterDemand]
     before: Places
     loads: NDArray[np.float64] = field(init=False)  # planned sequences, by member
     room: NDArray[np.float64] = field(init=False)  # bytes that are not promised yet, by member
@@ -109,7 +109,7 @@ class _Round:
     budget: int = field(init=False)
     moved: int = 0
 
-    def run(self) -> Placement:
+    def run(self) -> PlacedAdapters:
         digests = sorted(self.demand)
         order = scores([digest_key(each) for each in digests], [key_of(m.id.encode()) for m in self.members])
         places = np.array([member.places for member in self.members], np.float64)
@@ -130,7 +130,7 @@ class _Round:
             digest = digests[number]
             if placed := self._place_bounded(digest, order[number], mean):
                 found[digest] = placed
-        return Placement(found, frozenset(digests) - found.keys(), self.moved)
+        return PlacedAdapters(found, frozenset(digests) - found.keys(), self.moved)
 
     def _place_light(
         self,
@@ -138,21 +138,21 @@ class _Round:
         order: NDArray[np.uint64],
         is_light: NDArray[np.bool_],
         asked: NDArray[np.float64],
-    ) -> dict[str, tuple[Place, ...]]:
+    ) -> dict[str, tuple[AdapterPlace, ...]]:
         sizes = np.array([self.demand[digest].size for digest in digests], np.float64)
         fits = sizes[:, None] <= self.room[None, :]
         homes = np.where(fits, order, 0).argmax(1)
         placed = is_light & fits.any(1)
         self.loads += np.bincount(homes[placed], asked[placed], len(self.members))
-        at = [(Place(member.id, "home"),) for member in self.members]
-        found: dict[str, tuple[Place, ...]] = {}
+        at = [(AdapterPlace(member.id, "home"),) for member in self.members]
+        found: dict[str, tuple[AdapterPlace, ...]] = {}
         for number, member in zip(np.flatnonzero(placed).tolist(), homes[placed].tolist(), strict=True):
             digest = digests[number]
             home = at[member]
             found[digest] = home if self.before.get(digest) == home else self._settle(digest, home)
         return found
 
-    def _place_bounded(self, digest: str, order: NDArray[np.uint64], mean: float) -> tuple[Place, ...]:
+    def _place_bounded(self, digest: str, order: NDArray[np.uint64], mean: float) -> tuple[AdapterPlace, ...]:
         demand = self.demand[digest]
         current = {each.member for each in self.before.get(digest, ()) if each.reason != "leaving"}
         current &= self.index.keys()
@@ -174,7 +174,7 @@ class _Round:
         if not taken:
             return ()
         wanted = tuple(
-            Place(self.members[number].id, self._reason(number, ranked, at))
+            AdapterPlace(self.members[number].id, self._reason(number, ranked, at))
             for at, number in enumerate(taken)
         )
         placed = self._settle(digest, wanted)
@@ -192,13 +192,13 @@ class _Round:
         return "copy" if at else "home"
 
     @staticmethod
-    def _copies(demand: Demand, current: int, mean: float) -> int:
+    def _copies(demand: AdapterDemand, current: int, mean: float) -> int:
         step = FILL * mean
         needed = max(1, math.ceil(demand.concurrency / step))
         is_kept = needed < current and demand.concurrency >= KEEP * step * (current - 1)
         return current if is_kept else needed
 
-    def _settle(self, digest: str, wanted: tuple[Place, ...]) -> tuple[Place, ...]:
+    def _settle(self, digest: str, wanted: tuple[AdapterPlace, ...]) -> tuple[AdapterPlace, ...]:
         """`wanted`, with the places that are left for as long as the new ones have not loaded the adapter; where too
         many move in this round, the places of before."""
         # A member that is gone, or has no room any more, is left at once.
@@ -216,6 +216,6 @@ class _Round:
             if self.moved == self.budget:
                 return tuple(before)
             self.moved += 1
-        staying = tuple(Place(each.member, "leaving") for each in before if each.member not in targets)
+        staying = tuple(AdapterPlace(each.member, "leaving") for each in before if each.member not in targets)
         is_loaded = all(digest in self.members[self.index[member]].resident for member in targets)
         return wanted if is_loaded else wanted + staying

@@ -7,14 +7,14 @@ import msgspec
 from loraplex.adapters.admission.chat_files import OwnChat
 
 
-class Setup(msgspec.Struct, frozen=True):
+class RendererSetup(msgspec.Struct, frozen=True):
     """The model, for its tokenizer."""
 
     model_dir: str
     max_model_len: int
 
 
-class Conversation(msgspec.Struct, frozen=True, tag=True):
+class RenderJob(msgspec.Struct, frozen=True, tag=True):
     """To be rendered by `own`, whose digest is `digest`. `content` is JSON: messages and tools; the rest as
     `ChatEncoder.encode` has it, the format by its name."""
 
@@ -63,12 +63,12 @@ class Compared(msgspec.Struct, frozen=True, tag=True):
     difference: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RenderRefused(msgspec.Struct, frozen=True, tag=True):
     """The template, or what it makes of a conversation; `is_length`: it is too long."""
 
     reason: str
     is_length: bool = False
 
 
-Body = Conversation | Trial | OtherTokenizer
-RenderAnswer = Encoded | Tried | Compared | Refused
+Body = RenderJob | Trial | OtherTokenizer
+RenderAnswer = Encoded | Tried | Compared | RenderRefused

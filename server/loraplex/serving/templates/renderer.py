@@ -18,17 +18,17 @@ from loraplex.serving.errors import (
     TemplateTimeSpent,
     TextTooLong,
 )
-from loraplex.serving.forks.messages import Done
+from loraplex.serving.forks.messages import JobDone
 from loraplex.serving.forks.pool import ForkPool, PoolLimits, PoolWords, wall_s
 from loraplex.serving.templates.messages import (
     Body,
     Compared,
-    Conversation,
     Encoded,
     OtherTokenizer,
-    Refused,
     RenderAnswer,
-    Setup,
+    RendererSetup,
+    RenderJob,
+    RenderRefused,
     Trial,
     Tried,
 )
@@ -70,7 +70,7 @@ class TemplateRenderer:
         self._limits = limits = limits or TemplateLimits()
         self._cpu_s = limits.cpu_s + TOKEN_S * max_model_len
         self.pool = ForkPool(
-            msgspec.msgpack.encode(Setup(model_dir, max_model_len)),
+            msgspec.msgpack.encode(RendererSetup(model_dir, max_model_len)),
             command,
             PoolLimits(
                 self._cpu_s,
@@ -95,7 +95,7 @@ class TemplateRenderer:
             log=log,
             clock=clock,
         )
-        self._running: set[asyncio.Task[Done]] = set()
+        self._running: set[asyncio.Task[JobDone]] = set()
 
     def start(self) -> None:
         """Begin to start the process; the first conversation waits for it."""
@@ -106,7 +106,7 @@ class TemplateRenderer:
             task.cancel()
         await self.pool.close()
 
-    async def encode(self, tenant: str, conversation: Conversation) -> Encoded:
+    async def encode(self, tenant: str, conversation: RenderJob) -> Encoded:
         """Raises TemplateError and TextTooLong with the template's own words, TemplateTimeSpent,
         TemplatesUnavailable."""
         encoded = await self._answer(tenant, conversation, owner=f"{tenant} {conversation.digest}")
@@ -138,7 +138,7 @@ class TemplateRenderer:
         weight: int = 1,
     ) -> RenderAnswer:
         # The checks of a tenant's uploads take no time from its chats.
-        account = tenant if isinstance(body, Conversation) else f"{tenant} uploads"
+        account = tenant if isinstance(body, RenderJob) else f"{tenant} uploads"
         packed = msgspec.msgpack.encode(body)
         job = self.pool.run(tenant, packed, owner=owner, weight=weight, account=account)
         task = asyncio.create_task(job)
@@ -149,16 +149,16 @@ class TemplateRenderer:
         if done.outcome != "done":
             raise self._killed(done, what, weight)
         answer: RenderAnswer = msgspec.msgpack.decode(done.body, type=RenderAnswer)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RenderRefused):
             raise (TextTooLong if answer.is_length else TemplateError)(answer.reason)
         return answer
 
-    def _ended(self, task: asyncio.Task[Done]) -> None:
+    def _ended(self, task: asyncio.Task[JobDone]) -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # its caller may have gone
 
-    def _killed(self, done: Done, what: str, weight: int) -> ServingError:
+    def _killed(self, done: JobDone, what: str, weight: int) -> ServingError:
         """A template has nothing to wait for: where it was only time that ran out, the machine was busy."""
         if done.outcome == "timed_out":
             return TemplatesUnavailable(f"The machine is too busy for {what}. Please try again.")

@@ -20,12 +20,12 @@ from loraplex.serving.output.formats import NO_FORMATS
 from loraplex.serving.templates.messages import (
     Body,
     Compared,
-    Conversation,
     Encoded,
     OtherTokenizer,
-    Refused,
     RenderAnswer,
-    Setup,
+    RendererSetup,
+    RenderJob,
+    RenderRefused,
     Trial,
     Tried,
 )
@@ -51,7 +51,7 @@ _TALKS: tuple[list[dict[str, Any]], ...] = (
 def set_up(setup: bytes) -> Work:
     # Its threads would not be there in a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    model = msgspec.msgpack.decode(setup, type=Setup)
+    model = msgspec.msgpack.decode(setup, type=RendererSetup)
     try:
         text = TextProcessor(model.model_dir, max_model_len=model.max_model_len)
     except ServingError as error:
@@ -74,17 +74,19 @@ class _Renderer:
         try:
             if isinstance(job, OtherTokenizer):
                 return self._compared(job)
-            return self._encoded(job) if isinstance(job, Conversation) else self._tried(job)
+            return self._encoded(job) if isinstance(job, RenderJob) else self._tried(job)
         except TextTooLong as error:
-            return Refused(_reason(error.message), is_length=True)
+            return RenderRefused(_reason(error.message), is_length=True)
         except TemplateError as error:
-            return Refused(_reason(error.message))
+            return RenderRefused(_reason(error.message))
         except (RecursionError, MemoryError):
             raise
         except Exception as error:  # a program's, whatever it is
-            return Refused(_reason(f"this version's chat template fails: {type(error).__name__}: {error}"))
+            return RenderRefused(
+                _reason(f"this version's chat template fails: {type(error).__name__}: {error}")
+            )
 
-    def _encoded(self, job: Conversation) -> RenderAnswer:
+    def _encoded(self, job: RenderJob) -> RenderAnswer:
         chat = self._chats.get(job.digest)
         if chat is None:
             chat = self._chats[job.digest] = self._text.own_chat(job.own)
@@ -111,11 +113,11 @@ class _Renderer:
         except (RecursionError, MemoryError):
             raise
         except OSError:
-            return Refused("the upload has ended")
+            return RenderRefused("the upload has ended")
         except BaseException as error:  # the library's, over a stranger's file
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 raise
-            return Refused(_reason(f"it is no tokenizer: {shown(str(error), 200)}"))
+            return RenderRefused(_reason(f"it is no tokenizer: {shown(str(error), 200)}"))
         told = (
             "" if difference is None else difference.told("by the tokenizer that serves", "by the version's")
         )

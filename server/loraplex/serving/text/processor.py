@@ -18,7 +18,7 @@ from loraplex.adapters.end_tokens import added_tokens
 from loraplex.serving.errors import TemplateError, TokenizerUnsupported
 from loraplex.serving.output.format_parser import FormatParser
 from loraplex.serving.output.formats import Notation, ReasoningFormat, ToolFormat
-from loraplex.serving.output.parts import ReasoningPart, TextPart, merge_parts
+from loraplex.serving.output.parts import AnswerText, ReasoningPart, merge_parts
 from loraplex.serving.output.writing import written_notation
 from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN, ChatEncoder, check_length
 from loraplex.serving.text.chat_template import ChatTemplate, encodable
@@ -140,7 +140,7 @@ class TextProcessor:
             ids = self.encode(f"{reasoning.opens}x{reasoning.closes}y", add_special_tokens=False)
             parser = FormatParser((), frozenset(), str, reasoning)
             text = self._read(ids, reasoning.markers)
-            if merge_parts([*parser.push(text), *parser.finish()]) != [ReasoningPart("x"), TextPart("y")]:
+            if merge_parts([*parser.push(text), *parser.finish()]) != [ReasoningPart("x"), AnswerText("y")]:
                 raise TemplateError(
                     f"this model's tokenizer does not keep '{reasoning.opens}' as it is written"
                 )

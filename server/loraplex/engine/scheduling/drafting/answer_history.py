@@ -25,7 +25,7 @@ _HISTORY_BYTES = 1536
 """A namespace without its answers and its table, and what its tenant has of its own."""
 
 
-class Answer:
+class KeptAnswer:
     """The tokens of a finished answer, behind the last ones of its prompt."""
 
     __slots__ = ("history", "slot", "tokens")
@@ -47,7 +47,7 @@ class AnswerHistory:
 
     def __init__(self, space: Namespace) -> None:
         self.space = space
-        self.slots: list[Answer | None] = []
+        self.slots: list[KeptAnswer | None] = []
         self.num_answers = 0
         self._free: list[int] = []
         self._num_tokens = 0
@@ -59,12 +59,12 @@ class AnswerHistory:
         lists = getsizeof(self._places) + getsizeof(self.slots) + getsizeof(self._free)
         return _HISTORY_BYTES + lists + self.num_answers * _ANSWER_BYTES + self._num_tokens * 4
 
-    def add(self, tokens: array[int]) -> Answer:
+    def add(self, tokens: array[int]) -> KeptAnswer:
         """Keep an answer and index it. No more than `_MAX_SLOTS` can be here at once."""
         slot = self._free.pop() if self._free else len(self.slots)
         if slot == len(self.slots):
             self.slots.append(None)
-        answer = self.slots[slot] = Answer(self, slot, tokens)
+        answer = self.slots[slot] = KeptAnswer(self, slot, tokens)
         self.num_answers += 1
         self._num_tokens += len(tokens)
         while self._num_buckets * _TOKENS_A_BUCKET < self._num_tokens:
@@ -80,13 +80,15 @@ class AnswerHistory:
             one, two = two, token
         return answer
 
-    def remove(self, answer: Answer) -> None:
+    def remove(self, answer: KeptAnswer) -> None:
         self.slots[answer.slot] = None
         self._free.append(answer.slot)
         self.num_answers -= 1
         self._num_tokens -= len(answer.tokens)
 
-    def find(self, tokens: list[int], follow: Answer | None, offset: int) -> tuple[int, Answer | None, int]:
+    def find(
+        self, tokens: list[int], follow: KeptAnswer | None, offset: int
+    ) -> tuple[int, KeptAnswer | None, int]:
         """The longest match of the end of `tokens`, the answer and the offset behind it; (0, None, 0) if there is none.
         `offset` in the answer `follow` is one more place to look at."""
         first = self._first(tokens[-2], tokens[-1])
@@ -152,8 +154,8 @@ class Histories:
         self._bytes_per_tenant = min(bytes_per_tenant, total_bytes, _MAX_SLOTS * _ANSWER_BYTES)
         self._total_bytes = total_bytes
         self.by_namespace: dict[Namespace, AnswerHistory] = {}
-        self._answers: OrderedDict[Answer, None] = OrderedDict()  # the one used longest ago first
-        self._by_tenant: dict[str, OrderedDict[Answer, None]] = {}
+        self._answers: OrderedDict[KeptAnswer, None] = OrderedDict()  # the one used longest ago first
+        self._by_tenant: dict[str, OrderedDict[KeptAnswer, None]] = {}
         self._tenant_bytes: dict[str, int] = {}
         self.num_bytes = 0
 
@@ -174,12 +176,12 @@ class Histories:
         self._by_tenant.setdefault(tenant_id, OrderedDict())[answer] = None
         self._make_room(tenant_id, 0)  # arrays grow ahead of what they hold
 
-    def used(self, answer: Answer) -> None:
+    def used(self, answer: KeptAnswer) -> None:
         if answer in self._answers:
             self._answers.move_to_end(answer)
             self._by_tenant[answer.history.space[0]].move_to_end(answer)
 
-    def holds(self, answer: Answer) -> bool:
+    def holds(self, answer: KeptAnswer) -> bool:
         return answer in self._answers
 
     def forget(self, digest: str) -> None:
@@ -194,7 +196,7 @@ class Histories:
         while self._answers and self.num_bytes + needed > self._total_bytes:
             self._drop(next(iter(self._answers)))
 
-    def _drop(self, answer: Answer) -> None:
+    def _drop(self, answer: KeptAnswer) -> None:
         history = answer.history
         tenant_id = history.space[0]
         before = history.num_bytes

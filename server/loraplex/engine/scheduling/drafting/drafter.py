@@ -9,7 +9,7 @@ from typing import Literal
 
 from loraplex.engine.kv.prefix_keys import namespace
 from loraplex.engine.scheduling.drafting.acceptance import TRIAL_GAIN, Acceptance, cell_of
-from loraplex.engine.scheduling.drafting.answer_history import Answer, Histories
+from loraplex.engine.scheduling.drafting.answer_history import Histories, KeptAnswer
 from loraplex.engine.scheduling.drafting.own_index import MAX_MATCH, MIN_MATCH, OwnIndex
 from loraplex.engine.types import Namespace, Sequence
 
@@ -58,7 +58,7 @@ class _Drafting:
         self.space: Namespace = namespace(seq.request)
         self.index = OwnIndex(min(seq.most_computed + 1, num_tokens + _NEW_TOKENS))
         self.own_from = -1
-        self.answer: Answer | None = None
+        self.answer: KeptAnswer | None = None
         self.answer_from = 0
         self.num_tokens = num_tokens
         self.cells = [-1, -1]
