@@ -41,7 +41,7 @@ def test_every_answer_is_an_event() -> None:
         {"type": "SetTenants", "terms": {"acme": {"weight": "heavy"}}},
         {"type": "SetElsewhere", "digests": "abc"},
         {"type": "ExchangeService", "call": 1, "elsewhere": {"acme": "much"}},
-        {"type": "Ping", "call": None},
+        {"type": "GetStats", "call": None},
         {"type": "Done", "call": 1},
     ],
     ids=str,

@@ -43,7 +43,7 @@ async def test_death_in_mid_stream_is_told_at_once_and_service_comes_back(
         await anext(stream)
     await until(lambda: client.adapter_state(adapter(1).digest) == "hot")
     assert client.pid is not None
-    question = asyncio.create_task(client.ping())
+    question = asyncio.create_task(client.stats())
     os.kill(client.pid, number)
     for stream in streams:
         events = [event async for event in stream]
@@ -88,7 +88,7 @@ async def test_an_engine_that_dies_right_behind_its_pins_is_started_again(
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
     await until(lambda: client.healthy and client.num_restarts == 2)
-    await client.ping()
+    await client.stats()
 
 
 async def test_an_engine_that_dies_while_its_pins_come_is_missed_at_once(

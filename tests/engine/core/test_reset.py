@@ -44,7 +44,7 @@ def test_terms_are_the_default_again() -> None:
     for number in range(2):
         engine.add(f"capped {number}", adapter(number))
     engine.run()
-    assert engine.core.memory_by_tenant()["acme"].device == 2 * PAGE_BYTES
+    assert engine.core.stats().tenant_bytes["acme"].device == 2 * PAGE_BYTES
     engine.add("acme", ignore_eos=True, max_tokens=40)
     engine.add("other", ignore_eos=True, max_tokens=40, tenant_id="other")
     for _ in range(20):

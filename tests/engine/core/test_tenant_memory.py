@@ -15,7 +15,7 @@ def test_more_adapters_than_a_cap_holds_are_a_schedule() -> None:
     engine.run()
     for request in requests:
         assert engine.tokens(request.request_id) == expected(request, 5)
-    assert engine.core.memory_by_tenant()["acme"].device == PAGE_BYTES
+    assert engine.core.stats().tenant_bytes["acme"].device == PAGE_BYTES
 
 
 def test_a_tenant_at_its_cap_holds_up_nobody_else() -> None:

@@ -134,8 +134,8 @@ def test_sigint_is_the_parents_affair_and_sigterm_is_clean(peer: Peer) -> None:
     peer.send(wire.Add(ask("r", 1_000_000)))
     peer.process.send_signal(signal.SIGINT)
     peer.next(wire.Events)
-    peer.send(wire.Ping(1))
-    peer.next(wire.Pong)
+    peer.send(wire.GetStats(1))
+    peer.next(wire.Stats)
     peer.process.send_signal(signal.SIGTERM)
     ends = [e for b in peer.events() if isinstance(b, wire.Events) for e in b.events if e.finish_reason]
     assert [e.finish_reason for e in ends] == ["abort"]
@@ -200,8 +200,8 @@ def test_what_waited_is_sent_as_soon_as_it_is_read(tmp_path: Path, monkeypatch: 
         ended = 0
         while ended < len(requests):
             ended += sum(event.finish_reason is not None for event in peer.next(wire.Events).events)
-        peer.send(wire.Ping(1))
-        assert peer.next(wire.Pong) == wire.Pong(1)
+        peer.send(wire.GetStats(1))
+        assert peer.next(wire.Stats).call == 1
     finally:
         peer.close()
 

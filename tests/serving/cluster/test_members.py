@@ -83,7 +83,7 @@ async def test_an_engine_joins_and_leaves(port: Port) -> None:
     session = await port.session()
     assert (session.healthy, session.pid, session.info) == (True, 1, INFO)
     stream = session.submit(ask("r", LONG))[0]
-    question = asyncio.create_task(session.ping())
+    question = asyncio.create_task(session.stats())
     await peer.message(wire.Command)
     peer.writer.close()
     event = await anext(stream)

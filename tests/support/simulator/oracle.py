@@ -273,7 +273,7 @@ class Oracle:
         for digest, since in self.deleted.items():
             if started > since + 2 * LOAD_TIMEOUT_S and digest in core.residency():
                 raise Violation(f"{digest[:6]} was deleted and is still in memory")
-        held = core.memory_by_tenant() if self._world.caps else {}
+        held = core.stats().tenant_bytes if self._world.caps else {}
         for tenant, cap in self._world.caps.items():
             if tenant in held and held[tenant].device > cap and tenant not in self.brought_before:
                 raise Violation(f"{tenant} has {held[tenant].device} bytes on the device, above its cap")

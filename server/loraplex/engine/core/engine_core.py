@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.admission import check_deadline, check_request, check_room, too_slow
@@ -367,10 +366,6 @@ class EngineCore:
     def residency(self) -> dict[str, AdapterState]:
         """The versions on the device or in host memory."""
         return self._cache.residency()
-
-    def memory_by_tenant(self) -> dict[str, TenantBytes]:
-        """Bytes of each tenant's adapters on the device and in host memory."""
-        return self._cache.tenants.tenant_bytes()
 
     def take_damaged(self) -> tuple[str, ...]:
         """The versions whose stored bytes loads have found damaged or lost since this was last called."""

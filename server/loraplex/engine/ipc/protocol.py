@@ -46,10 +46,6 @@ class Served(CallAnswer, frozen=True, tag=True):
     units: dict[str, float]
 
 
-class Pong(CallAnswer, frozen=True, tag=True):
-    pass
-
-
 class Done(CallAnswer, frozen=True, tag=True):
     """The answer of a call that returns nothing, and of every call that fails: `error` says why."""
 
@@ -209,13 +205,6 @@ class GetCache(Call[Cache], frozen=True, tag=True):
         return Cache(self.call, tuple(core.cache_entries(self.digests)))
 
 
-class Ping(Call[Pong], frozen=True, tag=True):
-    """Answered by the step thread, so that an answer shows that steps still pass."""
-
-    def run(self, core: EngineCore) -> Pong:
-        return Pong(self.call)
-
-
 Command = (
     Add
     | Measure
@@ -232,7 +221,6 @@ Command = (
     | ExchangeService
     | GetStats
     | GetCache
-    | Ping
 )
 
 
@@ -300,7 +288,6 @@ Event = (
     | Cache
     | Served
     | Done
-    | Pong
     | Heartbeat
     | Fatal
 )

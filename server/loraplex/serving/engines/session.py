@@ -352,10 +352,6 @@ class EngineSession(ABC):
         of service."""
         return (await self.call(wire.ExchangeService, dict(elsewhere))).units
 
-    async def ping(self) -> None:
-        """Returns when the step thread has answered between two steps."""
-        await self.call(wire.Ping)
-
     # What the transport calls.
 
     def _dispatch(self, event: wire.Event) -> None:
