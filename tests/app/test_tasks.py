@@ -27,7 +27,7 @@ NOT_SUPERVISED = {
     "RayReplicas._retire": "waited for at the end; the old manager ends with it in any case",
     "EventProcess.run": "waited for when the process has ended",
     "RayLife._run": "waited for; what either raises is the life's own",
-    "Engine.__init__": "waited for; its failure is the replica's, by check_health",
+    "RayEngine.__init__": "waited for; its failure is the replica's, by check_health",
     "_run": "waited for",
     "listen_for_engines": "it logs its failure and tries again; waited for when the port closes",
     "_drain": "waited for",

@@ -16,7 +16,8 @@ from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.demand import HALF_LIFE_S, MAX_KNOWN, MAX_RANKED, Demand, Uses
 from loraplex.serving.engines import session as session_module
-from loraplex.serving.engines.session import TERMS_A_COMMAND, EngineSession
+from loraplex.serving.engines.session import TERMS_A_COMMAND
+from support.cluster.scripted import ScriptedSession
 from support.engine.fake_engine import fake_engine_info
 
 
@@ -104,26 +105,15 @@ def test_what_was_recorded_is_added_to_what_came_since(demand: Demand) -> None:
     ]
 
 
-class Session(EngineSession):
+class Session(ScriptedSession):
     """A session whose engine is a list of the commands that were sent."""
 
+    healthy = True
+
     def __init__(self, demand: Demand) -> None:
-        super().__init__(lambda digests: None, demand)
-        self._info = fake_engine_info()
+        super().__init__(fake_engine_info(), demand=demand)
         self.sent: list[wire.Command] = []
         self.answers: dict[type, Callable[[int], wire.Event]] = {}
-
-    @property
-    def healthy(self) -> bool:
-        return True
-
-    @property
-    def unhealthy_reason(self) -> str | None:
-        return None
-
-    @property
-    def retry_after_s(self) -> float:
-        return 1.0
 
     def _send(self, command: wire.Command) -> None:
         self.sent.append(command)

@@ -79,7 +79,7 @@ MAX_DEATHS = 2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 3600.0
 """Pauses of a tenant's checks after deaths of the engine during one of them, each `_PAUSE_FACTOR` times the one before:
 after five deaths within five minutes, with nothing served between them, the engine would stay down."""
-_PAUSE_FACTOR = 8
+_PAUSE_FACTOR = 12
 _MOST_DOUBLINGS = 16
 _SHORTEST_PAUSE_S = 1.0
 _CRASHED = (

@@ -7,6 +7,7 @@ import os
 
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo
+from loraplex.serving.demand import Demand
 from loraplex.serving.engines.session import EngineSession
 from support.engine.fake_core import FakeCore
 
@@ -19,15 +20,16 @@ RESTART_S = 0.5
 class ScriptedSession(EngineSession):
     """`info` is that of every life. `restarts`: whether it comes back by itself."""
 
-    def __init__(self, info: EngineInfo, *, restarts: bool = True) -> None:
-        super().__init__(lambda digests: None)
+    num_restarts = 0
+
+    def __init__(self, info: EngineInfo, *, restarts: bool = True, demand: Demand | None = None) -> None:
+        super().__init__(lambda digests: None, demand)
         self._info = info
         self._restarts = restarts
         self._core = FakeCore(max_waiting=info.max_waiting + info.max_num_seqs)
         self._state: str = "new"
         self._hung_since: float | None = None
         self._runs: asyncio.Task[None] | None = None
-        self.num_restarts = 0
         self.num_crashes = 0
         """Deaths by a request."""
 
