@@ -80,7 +80,7 @@ class Clock:
         self.spent: dict[str, float] = defaultdict(float)
         self._inner = [0.0]
 
-    def around(self, part: str | Callable[..., str], call: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._inner.append(0.0)
             begin = time.perf_counter()
@@ -90,7 +90,7 @@ class Clock:
                 took = time.perf_counter() - begin
                 own = took - self._inner.pop()
                 self._inner[-1] += took
-                self.spent[part if isinstance(part, str) else part(*args)] += own
+                self.spent[part] += own
 
         return timed
 
@@ -112,9 +112,12 @@ class Engine:
             if not by_part:
                 return ops
             changed: Any = {name: clock.around(part, getattr(ops, name)) for name, part in parts.items()}
-            changed["linear"] = clock.around(
-                lambda x, weight, *_: "head" if weight.shape[0] == VOCABULARY else "linears", ops.linear
-            )
+
+            def pack(*given: Any) -> Any:
+                packed = ops.pack(*given)
+                return clock.around("head" if packed.shape[0] == VOCABULARY else "linears", packed)
+
+            changed["pack"] = pack
             return dataclasses.replace(ops, **changed, record_layers=None)
 
         def timed_kernels(*args: Any, **kwargs: Any) -> Any:
@@ -206,10 +209,9 @@ def product_rate(dtype: torch.dtype) -> float:
     instructions for 16 bits, the library is slower in them than in float32."""
     x, weight = torch.randn(1024, 1536), torch.randn(1536, 1536)
     ways: list[Callable[[], object]] = [
-        partial(dense.linear, x.to(each), dense.pack_weight(weight.to(each)))
-        for each in {dtype, torch.float32}
+        partial(dense.pack_weight(weight.to(each)), x.to(each)) for each in {dtype, torch.float32}
     ]
-    ways.append(partial(numba_dense.linear, x.to(dtype), numba_dense.pack_weight(weight.to(dtype))))
+    ways.append(partial(numba_dense.pack_weight(weight.to(dtype)), x.to(dtype)))
     times = []
     for multiply in ways:
         for _ in range(10):

@@ -136,10 +136,14 @@ def decoder_of(
     attention: str = "auto",
     pack: Pack | None = None,
 ) -> FusedDecoder:
-    """`pack` makes what `Ops.linear` takes of a weight, in place of `Ops.pack_weight`."""
+    """`pack` packs weights in place of `Ops.pack`."""
     kernels = resolve_kernels("triton", device, batch_invariant=batch_invariant)
     chosen = kernels.choose_attention(attention, attention_needs(spec), dtype)
-    ops = kernels.ops if pack is None else replace(kernels.ops, pack_weight=partial(pack, kernels.ops))
+    ops = (
+        kernels.ops
+        if pack is None
+        else replace(kernels.ops, pack=lambda weight, *_: pack(kernels.ops, weight))
+    )
     return fused_decoder(tensors, spec, dtype, device, ops=ops, attention=chosen)
 
 

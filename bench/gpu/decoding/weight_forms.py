@@ -12,9 +12,10 @@ from bench.gpu.steps import StepBench, StepsShape
 from bench.gpu.timing import Ceilings
 from loraplex.kernels import triton_backend
 from loraplex.kernels.linear import humming
-from loraplex.kernels.linear.floats import FloatWeight
 from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.packed import FloatWeight, PackedLinear
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.weight_form import FLOATS, WeightForm
 
 _GROUP = 128
 _MOST_E4M3 = 448.0
@@ -29,7 +30,7 @@ class Codes:
     widened: bool
     by_library: bool = False
 
-    def __call__(self, ops: Ops, weight: torch.Tensor) -> Any:
+    def __call__(self, ops: Ops, weight: torch.Tensor) -> PackedLinear:
         columns, inputs = weight.shape
         group = _GROUP if inputs % _GROUP == 0 else inputs
         groups = weight.float().view(columns, -1, group)
@@ -37,7 +38,8 @@ class Codes:
         scales = torch.exp2(torch.ceil(torch.log2(groups.abs().amax(2) / self.most)))
         codes = torch.round(groups / scales[:, :, None]).to(torch.int8)
         if self.widened:
-            return ops.pack_weight((codes * scales[:, :, None]).to(weight.dtype).view(weight.shape))
+            dense = (codes * scales[:, :, None]).to(weight.dtype).view(weight.shape)
+            return ops.pack(dense, FLOATS, weight.dtype)
         grouped = GroupedWeight(codes.view(weight.shape), scales, None, group)
         if self.by_library:
             packed = humming.pack_codes(grouped, weight.dtype, device=weight.device)
@@ -52,13 +54,13 @@ class Floats:
 
     widened: bool
 
-    def __call__(self, ops: Ops, weight: torch.Tensor) -> Any:
+    def __call__(self, ops: Ops, weight: torch.Tensor) -> PackedLinear:
         scales = torch.exp2(torch.ceil(torch.log2(weight.float().abs().amax(1, keepdim=True) / _MOST_E4M3)))
         values = (weight.float() / scales).to(torch.float8_e4m3fn)
         if self.widened:
-            return ops.pack_weight((values.float() * scales).to(weight.dtype))
-        assert ops.pack_floats is not None
-        return ops.pack_floats(FloatWeight(values, scales, activations=True), weight.dtype)
+            return ops.pack((values.float() * scales).to(weight.dtype), FLOATS, weight.dtype)
+        form = WeightForm("float8", 8, activations="float8")
+        return ops.pack(FloatWeight(values, scales, activations=True), form, weight.dtype)
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,11 @@ def run_case(case: CodesCase, device: torch.device, ceilings: Ceilings | None = 
     weight = GroupedWeight(codes, scales, offsets, case.group)
     x = torch.randn(case.rows, case.inputs, generator=generator).to(device, dtype)
     packed = triton_groups.pack_groups(weight, dtype, device=device)
-    y = triton_groups.linear(x, packed)
+    y = packed(x)
     values = weight.to(device).dense()
     checked = slice(0, min(case.columns, 4096))
     error = relative_error(y[:, checked], x.double() @ values[checked].double().T)
-    is_lone = all(
-        torch.equal(triton_groups.linear(x[row : row + 1].contiguous(), packed)[0], y[row])
-        for row in (0, case.rows - 1)
-    )
+    is_lone = all(torch.equal(packed(x[row : row + 1].contiguous())[0], y[row]) for row in (0, case.rows - 1))
     found: dict[str, Any] = {
         "case": case.name,
         "ok": error < (5e-3 if dtype is torch.bfloat16 else 1e-5) and is_lone,
@@ -83,7 +80,7 @@ def run_case(case: CodesCase, device: torch.device, ceilings: Ceilings | None = 
     num_bytes = codes.numel() + 4 * scales.numel() * (2 if case.offsets else 1)
     num_bytes += x.element_size() * (x.numel() + y.numel())
     floor = ceilings.floor_ms(num_bytes, 2.0 * case.rows * codes.numel())
-    ms = median_ms(lambda: triton_groups.linear(x, packed), device)
+    ms = median_ms(lambda: packed(x), device)
     found |= {"bytes": num_bytes, "floor_ms": floor, "graph_ms": ms}
     if ms is not None:
         plain = values.to(dtype)

@@ -13,8 +13,8 @@ import torch
 
 from bench.gpu.timing import Ceilings, median_ms, relative_error
 from loraplex.kernels.linear import dense, scaled_mm, triton_fp8, triton_groups
-from loraplex.kernels.linear.floats import FloatWeight
 from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.packed import FloatWeight
 
 _CODES_GROUP = 64
 _CHECKED = 2048
@@ -80,14 +80,13 @@ def run_case(case: Fp8Case, device: torch.device, ceilings: Ceilings | None = No
     weight = FloatWeight(values, scales, activations=True)
     x = draw(case.rows, case.inputs).to(dtype)
     packed = triton_fp8.pack_floats(weight, dtype, device=device)
-    assert packed is not None
-    y = triton_fp8.linear(x, packed)
+    y = packed(x)
     checked = slice(0, min(case.columns, _CHECKED))
     wide = values[checked].double() * scales[checked].double().repeat_interleave(weight.group, 1)
     exact = x.double() @ wide.T
     most = 5e-3 if dtype is torch.bfloat16 else 1e-5
     found: dict[str, Any] = {"case": case.name, "error": relative_error(y[:, checked], exact)}
-    found["ok"] = found["error"] <= most and _is_alone(lambda x: triton_fp8.linear(x, packed), x, y)
+    found["ok"] = found["error"] <= most and _is_alone(packed, x, y)
     if case.block is None:
         found |= _by_torch(x.bfloat16(), packed, wide, exact, checked)
         found["ok"] = found["ok"] and found["scaled_error"] <= 2e-2 and found["rounding"] <= 0.1
@@ -105,11 +104,12 @@ def _by_torch(
     """`exact`: the product [M, n] in float64 with the weights `wide` [n, K] of the outputs that are `checked`."""
     rounded, row_scales = scaled_mm.to_floats(x)
     coarse = (rounded.double() * row_scales.double()) @ wide.T
-    y = scaled_mm.linear(x, replace(packed, dtype=torch.bfloat16))
+    scaled = scaled_mm.prefer_library(replace(packed, dtype=torch.bfloat16))
+    y = scaled(x)
     return {
         "scaled_error": relative_error(y[:, checked], coarse),
         "rounding": relative_error(coarse, exact),
-        "scaled_alone": _is_alone(lambda x: scaled_mm.linear(x, packed), x, y),
+        "scaled_alone": _is_alone(scaled, x, y),
     }
 
 
@@ -119,7 +119,7 @@ def _timed(
     """Runs to time, by the name of their column."""
     plain = (weight.values.float() * weight.scales.repeat_interleave(weight.group, 1)).to(x.dtype)
     runs: dict[str, Callable[[], object]] = {
-        "tile_ms": lambda: triton_fp8.linear(x, packed),
+        "tile_ms": lambda: packed(x),
         "dense_ms": lambda: dense.linear(x, plain),
     }
     if case.block is None:
@@ -133,7 +133,7 @@ def _timed(
             scales = torch.ones(case.columns, case.inputs // _CODES_GROUP, device=x.device)
             codes = GroupedWeight(weight.values.view(torch.int8), scales, None, _CODES_GROUP)
             held = triton_groups.pack_groups(codes, x.dtype, device=x.device)
-            runs["codes_ms"] = lambda: triton_groups.linear(x, held)
+            runs["codes_ms"] = lambda: held(x)
     return runs
 
 

@@ -83,15 +83,14 @@ def run_case(case: HummingCase, device: torch.device, ceilings: Ceilings | None 
     x = torch.randn(case.rows, case.inputs, generator=generator, device=device).to(case.dtype)
     packed = humming.pack_codes(weight, case.dtype, device=device)
     assert packed is not None
-    y = humming.linear(x, packed)
+    y = packed(x)
     checked = min(case.columns, _CHECKED)
     error = relative_error(y[:, :checked], groups.linear(x.float(), weight.rows(0, checked)))
     found: dict[str, Any] = {
         "case": case.name,
         "error": error,
         "alone": all(
-            torch.equal(humming.linear(x[row : row + 1].contiguous(), packed)[0], y[row])
-            for row in (0, case.rows - 1)
+            torch.equal(packed(x[row : row + 1].contiguous())[0], y[row]) for row in (0, case.rows - 1)
         ),
         "ok": error <= _MOST_ERROR[case.dtype],
     }
@@ -102,12 +101,12 @@ def run_case(case: HummingCase, device: torch.device, ceilings: Ceilings | None 
     floor = ceilings.floor_ms(num_bytes, 2.0 * case.rows * case.columns * case.inputs)
     found |= {"bytes": num_bytes, "floor_ms": floor}
     plain = weight.dense().to(case.dtype)
-    for name, make, product in (
-        ("humming_ms", lambda: humming.pack_codes(weight, case.dtype, device=device), humming.linear),
-        ("nibbles_ms", lambda: triton_nibbles.pack_nibbles(weight, case.dtype, device=device), triton_nibbles.linear),
-        ("dense_ms", plain.clone, dense.linear),
-    ):  # fmt: skip
-        found[name] = _median_ms(x, make, product, case, device)
+    for name, make in (
+        ("humming_ms", lambda: humming.pack_codes(weight, case.dtype, device=device)),
+        ("nibbles_ms", lambda: triton_nibbles.pack_nibbles(weight, case.dtype, device=device)),
+        ("dense_ms", lambda: dense.pack_weight(plain.clone())),
+    ):
+        found[name] = _median_ms(x, make, case, device)
     return found
 
 
@@ -123,11 +122,10 @@ def draw_weight(case: HummingCase, device: torch.device) -> GroupedWeight:
 def _median_ms(
     x: torch.Tensor,
     make: Callable[[], Any],
-    product: Callable[[torch.Tensor, Any], torch.Tensor],
     case: HummingCase,
     device: torch.device,
 ) -> float | None:
     """The time of a product, each over another copy of its weight, so that none comes from the cache."""
     count = min(_MOST_COPIES, math.ceil(_READ_BYTES / (case.columns * case.inputs / 2)))
     turns = cycle([make() for _ in range(count)])
-    return median_ms(lambda: product(x, next(turns)), device, runs=max(10, count), rounds=5)
+    return median_ms(lambda: next(turns)(x), device, runs=max(10, count), rounds=5)

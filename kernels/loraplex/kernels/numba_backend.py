@@ -14,12 +14,13 @@ from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import numba_activation, numba_norm, numba_rope, numba_widen
-from loraplex.kernels.linear import dense, groups, numba_dense, numba_groups, numba_int8
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear import dense, numba_dense, numba_groups, numba_int8
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.weight_form import WeightForm
 
 
 def numba_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
@@ -42,37 +43,26 @@ def numba_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
 
 def numba_ops(*, batch_invariant: bool = False) -> Ops:
     """Functions for tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
-    pool = HugePagePool()
     return Ops(
         rms_norm=numba_norm.rms_norm,
         add_rms_norm=numba_norm.add_rms_norm,
         silu_and_mul=numba_activation.silu_and_mul,
         gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
         rotate_and_write=numba_rope.rotate_and_write,
-        pack_weight=partial(numba_dense.pack_weight, batch_invariant=batch_invariant, pool=pool),
-        pack_groups=partial(numba_groups.pack_groups, pool=pool),
-        pack_integers=partial(_pack_integers, pool=pool),
-        linear=_linear,
+        pack=partial(_pack, batch_invariant=batch_invariant, pool=HugePagePool()),
         to_float32=numba_widen.to_float32,
         record_layers=numba_layers.NumbaRecordedLayers,
     )
 
 
-def _pack_integers(weight: GroupedWeight, dtype: torch.dtype, most_bits: int, *, pool: HugePagePool) -> Any:
-    bits = numba_int8.bits_of(weight)
-    if bits is not None and bits <= most_bits:
-        return numba_int8.pack_integers(weight, dtype, pool=pool)
-    return numba_groups.pack_groups(weight, dtype, pool=pool)
-
-
-def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if isinstance(weight, numba_int8.PackedIntegers):
-        return numba_int8.linear(x, weight, bias)
-    if isinstance(weight, numba_groups.PackedGroups):
-        return numba_groups.linear(x, weight, bias)
-    if isinstance(weight, groups.GroupedWeight):
-        return groups.linear(x, weight, bias)
-    return numba_dense.linear(x, weight, bias)
+def _pack(
+    weight: Any, form: WeightForm, dtype: torch.dtype, *, batch_invariant: bool, pool: HugePagePool
+) -> PackedLinear:
+    if form.codes == "floats":
+        return numba_dense.pack_weight(weight, batch_invariant=batch_invariant, pool=pool)
+    rounds = form.activations == "int8"
+    found = numba_int8.pack_integers(weight, dtype, form.bits, pool=pool) if rounds else None
+    return found or numba_groups.pack_groups(weight, dtype, pool=pool)
 
 
 def _choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:

@@ -18,6 +18,7 @@ from loraplex.kernels.sampling.numba_argmax import largest
 from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.numba_sampling import draw
 from loraplex.kernels.sampling.types import TokenMasks
+from loraplex.kernels.weight_form import WeightForm
 
 
 def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool = False) -> None:
@@ -42,7 +43,7 @@ def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool
     run_calls(0, 0, 0)
     for inputs in (2, numba_dense_tiles.INPUTS):  # of the second number tiles are used, where there are some
         row = torch.zeros(1, inputs, dtype=dtype)
-        ops.linear(row, numba_dense.pack_weight(row, batch_invariant=True), None)
+        numba_dense.pack_weight(row, batch_invariant=True)(row)
     if codes:
         _warm_up_codes(dtype, ops)
     numba_lora.warm_up(dtype, dtype)
@@ -64,15 +65,14 @@ def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool
 
 
 def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:
+    exact, rounded = WeightForm("groups", 8), WeightForm("groups", 8, activations="int8")
     for offsets in (None, torch.zeros(1, 1)):
         weight = GroupedWeight(torch.zeros(1, 2, dtype=torch.int8), torch.zeros(1, 1), offsets, 2)
         for rows in (1, 64):  # of many rows other kernels are used
-            ops.linear(torch.zeros(rows, 2, dtype=dtype), ops.pack_groups(weight, dtype), None)
-    if ops.pack_integers is None:
-        return
+            ops.pack(weight, exact, dtype)(torch.zeros(rows, 2, dtype=dtype))
     codes = torch.zeros(1, 32, dtype=torch.int8)
     for most in (0, 127):  # codes of 4 bits, and of 8
         codes[0, 0] = most
         for scale in (1.0, 1.0 + 2**-20):  # in float16, and one that float16 does not hold
             weight = GroupedWeight(codes, torch.full((1, 1), scale), None, 32)
-            ops.linear(torch.zeros(1, 32, dtype=dtype), ops.pack_integers(weight, dtype, 8), None)
+            ops.pack(weight, rounded, dtype)(torch.zeros(1, 32, dtype=dtype))

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-from loraplex.kernels.linear.floats import FloatWeight
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.recorded_layers import RecordedLayers
+from loraplex.kernels.weight_form import WeightForm
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -41,23 +41,16 @@ class RotateAndWrite(Protocol):
 @dataclass(frozen=True, slots=True)
 class Ops:
     """One implementation of each, with the shapes and the rounding of `loraplex.kernels.layers.norm`, `.activation` and
-    `.rope`, and of `loraplex.kernels.linear.dense`. What `pack_weight` and `pack_groups` return is for `linear` alone;
-    `pack_groups` takes a weight on the CPU and the dtype of x and y; so does `pack_integers`, and the most bits, 4 or
-    8, of codes that `linear` multiplies as whole numbers, with x in codes of 8 bits too
-    (`loraplex.kernels.linear.numba_int8`); what has more bits is packed as by `pack_groups`. None: there are no such
-    products. `pack_floats` gives None for a weight that must be in the dtype that it takes;
-    all must where it is None itself. Attention itself is an `AttentionKernel`
-    (`loraplex.kernels.attention.choice`). `record_layers` begins with a decoder whose layers call these functions."""
+    `.rope`. Attention itself is an `AttentionKernel` (`loraplex.kernels.attention.choice`)."""
 
     rms_norm: Norm
     add_rms_norm: AddNorm
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor]
     rotate_and_write: RotateAndWrite
-    pack_weight: Callable[[torch.Tensor], Any]
-    pack_groups: Callable[[GroupedWeight, torch.dtype], Any]
-    linear: Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+    pack: Callable[[Any, WeightForm, torch.dtype], PackedLinear]
+    """Packs the weight [N, K] of a linear for x and y of a dtype. `WeightForm.codes` says what the weight is: a tensor
+    in that dtype on its device, or a `GroupedWeight` or a `FloatWeight` on the CPU."""
     to_float32: Callable[[torch.Tensor], torch.Tensor]
-    pack_integers: Callable[[GroupedWeight, torch.dtype, int], Any] | None = None
     record_layers: Callable[[], RecordedLayers] | None = None
-    pack_floats: Callable[[FloatWeight, torch.dtype], Any | None] | None = None
+    """Begins with a decoder whose layers call these functions; None: steps are not recorded."""

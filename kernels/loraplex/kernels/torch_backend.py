@@ -13,8 +13,10 @@ from loraplex.kernels.attention.types import AttentionBatch
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.layers import activation, norm, rope
 from loraplex.kernels.linear import dense, groups
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.weight_form import WeightForm
 
 _CPU = torch.device("cpu")
 
@@ -45,23 +47,20 @@ def torch_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
 
 
 def torch_ops(device: torch.device = _CPU) -> Ops:
+    def pack(weight: Any, form: WeightForm, dtype: torch.dtype) -> PackedLinear:
+        if form.codes == "floats":
+            return dense.pack_weight(weight)
+        return groups.ReferenceGroups(weight.shape, dtype, weight.to(device))
+
     return Ops(
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         silu_and_mul=activation.silu_and_mul,
         gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
-        pack_weight=dense.pack_weight,
-        pack_groups=lambda weight, dtype: weight.to(device),
-        linear=_linear,
+        pack=pack,
         to_float32=torch.Tensor.float,
     )
-
-
-def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if isinstance(weight, groups.GroupedWeight):
-        return groups.linear(x, weight, bias)
-    return dense.linear(x, weight, bias)
 
 
 def _rotate_and_write(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,9 @@ from loraplex.kernels.linear import (
     triton_nibbles,
 )
 from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.weight_form import WeightForm
 
 
 def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
@@ -54,19 +55,15 @@ def triton_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
 
 def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
     by_library = humming.obstacle_to(device, batch_invariant=batch_invariant) is None
-    floats = triton_dense.linear if batch_invariant else dense.linear
-    small_floats = triton_fp8.linear if batch_invariant else _small_floats
 
-    def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if isinstance(weight, triton_nibbles.PackedNibbles):
-            return triton_nibbles.linear(x, weight, bias)
-        if isinstance(weight, humming.LibraryWeight):
-            return humming.linear(x, weight, bias)
-        if isinstance(weight, triton_groups.PackedCodes):
-            return triton_groups.linear(x, weight, bias)
-        if isinstance(weight, triton_fp8.PackedFloats):
-            return small_floats(x, weight, bias)
-        return floats(x, weight, bias)
+    def pack(weight: Any, form: WeightForm, dtype: torch.dtype) -> PackedLinear:
+        if form.codes == "floats":
+            return triton_dense.pack_weight(weight) if batch_invariant else dense.pack_weight(weight)
+        if form.codes == "float8":
+            floats = triton_fp8.pack_floats(weight, dtype, device=device)
+            return floats if batch_invariant else scaled_mm.prefer_library(floats)
+        found = humming.pack_codes(weight, dtype, device=device) if by_library else None
+        return found or pack_groups(weight, dtype, device=device)
 
     return Ops(
         rms_norm=triton_norm.rms_norm,
@@ -74,32 +71,15 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         silu_and_mul=triton_activation.silu_and_mul,
         gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
         rotate_and_write=_rotate_and_write,
-        pack_weight=dense.pack_weight,
-        pack_groups=partial(_pack_by_library if by_library else pack_groups, device=device),
-        linear=linear,
+        pack=pack,
         to_float32=torch.Tensor.float,
-        pack_floats=partial(triton_fp8.pack_floats, device=device),
     )
 
 
-def pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> Any:
+def pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> PackedLinear:
     """The weight for Triton's kernels: two codes in a byte where they fit, else one."""
     packed = triton_nibbles.pack_nibbles(weight, dtype, device=device)
-    return triton_groups.pack_groups(weight, dtype, device=device) if packed is None else packed
-
-
-def _pack_by_library(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> Any:
-    """The weight for humming-kernels where that has its form, else for Triton."""
-    packed = humming.pack_codes(weight, dtype, device=device)
-    return pack_groups(weight, dtype, device=device) if packed is None else packed
-
-
-def _small_floats(
-    x: torch.Tensor, weight: triton_fp8.PackedFloats, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """A product with 8-bit floats by what is faster."""
-    product = triton_fp8.linear if scaled_mm.obstacle_to(weight) else scaled_mm.linear
-    return product(x, weight, bias)
+    return packed or triton_groups.pack_groups(weight, dtype, device=device)
 
 
 def _rotate_and_write(

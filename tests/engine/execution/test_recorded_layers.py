@@ -18,8 +18,10 @@ from loraplex.engine import devices
 from loraplex.engine.model.base import ForwardBatch
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.numba_layers import MAX_ROWS, NumbaRecordedLayers
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.weight_form import WeightForm
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models import loading
@@ -132,10 +134,18 @@ def test_products_of_a_library_are_not_recorded(tmp_path: Path) -> None:
     seen: Counter[bool] = Counter()
 
     def with_library(ops: Ops) -> Ops:
-        def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
-            return ops.linear(x.clone(), weight, bias)
+        @dataclasses.dataclass(frozen=True)
+        class OfLibrary(PackedLinear):
+            packed: PackedLinear
 
-        return dataclasses.replace(ops, linear=linear, record_layers=lambda: Counting(seen))
+            def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+                return self.packed(x.clone(), bias)
+
+        def pack(weight: Any, form: WeightForm, dtype: torch.dtype) -> OfLibrary:
+            packed = ops.pack(weight, form, dtype)
+            return OfLibrary(packed.shape, dtype, packed)
+
+        return dataclasses.replace(ops, pack=pack, record_layers=lambda: Counting(seen))
 
     with changed_ops(with_library):
         engine = LocalEngine(base, tmp_path / "work", kernels="numba", dtype="float32", num_threads=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,8 @@ from loraplex.engine.model.loading import examine_dtype
 from loraplex.engine.model.outline import outline_model
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.numba_groups import pack_groups
-from loraplex.kernels.linear.numba_int8 import PackedIntegers, pack_integers
+from loraplex.kernels.linear.numba_int8 import PackedIntegers
+from loraplex.kernels.weight_form import WeightForm
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, save_tiny
 from support.models.quantised_formats import FORMATS, write_quantised
@@ -127,7 +128,10 @@ def test_adapters_read_the_activations_before_they_are_rounded(group: str) -> No
     weight = GroupedWeight(codes, torch.full((64, 2), 0.01), None, 32)
     x, kept = (torch.randn(3, 64, generator=torch.Generator().manual_seed(2)) for _ in range(2))
     found, lora = {}, _Lora()
-    for name, packed in (("int8", pack_integers(weight, x.dtype)), ("exact", pack_groups(weight, x.dtype))):
+    exact = WeightForm("groups", 4, 32)
+    for name, form in (("int8", replace(exact, activations="int8")), ("exact", exact)):
+        packed = kernels.ops.pack(weight, form, x.dtype)
+        assert isinstance(packed, PackedIntegers) == (name == "int8")
         batch: Any = SimpleNamespace(lora=lora, lora_readers=None)
         linears, linear = AdaptedLinears(kernels.ops, 1e-5), Linear(packed, None, 0, group)
         if group == "gate_up":
@@ -136,7 +140,6 @@ def test_adapters_read_the_activations_before_they_are_rounded(group: str) -> No
             found[name] = linears.apply(linear, x, batch)
         else:
             found[name] = linears.apply_and_norm(linear, x, batch, torch.ones(64), None)
-    assert isinstance(pack_integers(weight, x.dtype), PackedIntegers)
     assert all(seen is x for seen in lora.seen)
     assert len(lora.seen) == 2
     assert torch.equal(x, kept)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from loraplex.kernels.linear import numba_dense
-from loraplex.kernels.linear.numba_dense import PackedWeight, linear, pack_weight
+from loraplex.kernels.linear.dense import PackedDense
+from loraplex.kernels.linear.numba_blocks import UNIT_BYTES
+from loraplex.kernels.linear.numba_dense import PackedWeight, pack_weight
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features
 
@@ -37,7 +39,7 @@ def test_the_product_is_rounded_once(columns: int, inputs: int, with_bias: bool,
     assert packed.shape == (columns, inputs)
     for rows in (0, 1, 2, 3, 5, 7, 11, 12, 13, 25, 64):
         x = drawn(rows, inputs, seed=2, dtype=dtype)
-        y = linear(x, packed, bias)
+        y = packed(x, bias)
         assert y.shape == (rows, columns)
         assert y.dtype is dtype
         assert y.is_contiguous()
@@ -49,16 +51,16 @@ def test_the_product_is_rounded_once(columns: int, inputs: int, with_bias: bool,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inputs", [64, 576])
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(inputs: int, dtype: torch.dtype) -> None:
-    rows = 2 * (numba_dense._UNIT_BYTES // dtype.itemsize) + 5
+    rows = 2 * (UNIT_BYTES // dtype.itemsize) + 5
     weight, x = pack_weight(drawn(100, inputs, dtype=dtype)), drawn(rows, inputs, seed=1, dtype=dtype)
-    together = linear(x, weight)
+    together = weight(x)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for count in (*range(1, 30), 100, 191, 192, 193, rows - 2):
                 first = (count * 7) % (rows - count)
-                some = linear(x[first : first + count], weight)
+                some = weight(x[first : first + count])
                 assert torch.equal(some, together[first : first + count]), count
     finally:
         torch.set_num_threads(before)
@@ -66,11 +68,11 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(inputs: int, dty
 
 def test_nonfinite_values_stay_in_their_row() -> None:
     weight, x = pack_weight(drawn(70, 32)), drawn(9, 32, seed=1)
-    calm = linear(x, weight)
+    calm = weight(x)
     wild = x.clone()
     wild[4] = float("nan")
     wild[6, 3] = float("inf")
-    y = linear(wild, weight)
+    y = weight(wild)
     assert y[4].isnan().all()
     assert not y[6].isfinite().any()
     others = [0, 1, 2, 3, 5, 7, 8]
@@ -79,9 +81,9 @@ def test_nonfinite_values_stay_in_their_row() -> None:
 
 def test_rows_with_a_stride() -> None:
     weight, wide = pack_weight(drawn(40, 32)), drawn(6, 96, seed=1)
-    assert torch.equal(linear(wide[:, 32:64], weight), linear(wide[:, 32:64].contiguous(), weight))
+    assert torch.equal(weight(wide[:, 32:64]), weight(wide[:, 32:64].contiguous()))
     across = drawn(32, 6, seed=2).T
-    assert torch.equal(linear(across, weight), linear(across.contiguous(), weight))
+    assert torch.equal(weight(across), weight(across.contiguous()))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
@@ -94,15 +96,15 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         (drawn(2, 32), drawn(80)[::2]),
     ):
         with pytest.raises(ValueError, match="does not fit"):
-            linear(x, weight, bias)
+            weight(x, bias)
 
 
 def test_an_odd_number_of_inputs_is_packed_in_float32_alone() -> None:
-    assert isinstance(pack_weight(drawn(40, 31)), torch.Tensor)
+    assert isinstance(pack_weight(drawn(40, 31)), PackedDense)
     weight, x = drawn(40, 31, dtype=torch.float32), drawn(3, 31, seed=1, dtype=torch.float32)
     packed = pack_weight(weight)
     assert isinstance(packed, PackedWeight)
-    torch.testing.assert_close(linear(x, packed), x @ weight.T)
+    torch.testing.assert_close(packed(x), x @ weight.T)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -110,8 +112,8 @@ def test_other_weights_are_as_without_it(dtype: torch.dtype, monkeypatch: pytest
     monkeypatch.setattr(numba_dense, "is_for", lambda dtype, batch_invariant: False)
     weight, x = drawn(40, 32).to(dtype), drawn(3, 32, seed=1).to(dtype)
     packed = pack_weight(weight)
-    assert isinstance(packed, torch.Tensor)
-    torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=1e-2, atol=1e-2)
+    assert isinstance(packed, PackedDense)
+    torch.testing.assert_close(packed(x), x @ weight.T, rtol=1e-2, atol=1e-2)
 
 
 def test_only_processors_that_gain_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +140,12 @@ def test_with_tiles_a_row_is_exact_and_has_the_same_bits_for_any_number_of_rows(
         pytest.skip("the processor has no AMX, or Linux does not permit it")
     weight, bias = drawn(columns, inputs), drawn(columns, seed=1)
     packed, x = pack_weight(weight), drawn(450, inputs, seed=2)
-    together = linear(x, packed, bias)
+    together = packed(x, bias)
     exact = x.double() @ weight.double().T + bias.double()
     assert ((together.double() - exact).abs() <= exact.abs() * ROUNDING[BF16] + 1e-5 * inputs**0.5).all()
     for count in (*range(1, 70), 100, 383, 384, 385):
         first = (count * 7) % (450 - count)
-        some = linear(x[first : first + count], packed, bias)
+        some = packed(x[first : first + count], bias)
         expected = together[first : first + count]
         assert torch.equal(some.view(torch.int16), expected.view(torch.int16)), count
 
@@ -153,7 +155,7 @@ def test_without_permission_vectors_multiply_the_same_blocks(monkeypatch: pytest
     packed = pack_weight(weight)
     monkeypatch.setattr(numba_dense, "run_products", lambda *_: pytest.fail("tiles are used"))
     monkeypatch.setattr(amx, "is_permitted", lambda: False)
-    torch.testing.assert_close(linear(x, packed), x @ weight.T, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(packed(x), x @ weight.T, rtol=1e-2, atol=1e-2)
 
 
 def test_tiles_are_for_processors_that_have_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:

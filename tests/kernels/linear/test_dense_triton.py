@@ -9,6 +9,7 @@ import torch
 
 from loraplex.kernels.linear.triton_dense import LinearTiling, choose_tiling, linear
 from loraplex.kernels.triton_backend import triton_ops
+from loraplex.kernels.weight_form import FLOATS
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -53,13 +54,14 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype):
     ops = triton_ops(device=DEVICE, batch_invariant=True)
     weight, bias = draw(72, 200, dtype=dtype), draw(72, dtype=dtype)
     x = draw(40, 200, dtype=dtype, seed=3)
-    whole = ops.linear(x, weight, bias)
+    packed = ops.pack(weight, FLOATS, dtype)
+    whole = packed(x, bias)
     for _ in range(12):
         first = rng.randrange(40)
         count = rng.randint(1, 40 - first)
         before, behind = (draw(rng.randint(0, 70), 200, dtype=dtype, seed=rng.randrange(99)) for _ in "ab")
         behind[:] = float("nan")  # padding holds anything
-        got = ops.linear(torch.cat((before, x[first : first + count], behind)), weight, bias)
+        got = packed(torch.cat((before, x[first : first + count], behind)), bias)
         at = before.shape[0]
         assert torch.equal(got[at : at + count], whole[first : first + count])
 

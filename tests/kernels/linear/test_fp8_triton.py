@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loraplex.kernels.linear import scaled_mm
-from loraplex.kernels.linear.floats import FloatWeight
-from loraplex.kernels.linear.triton_fp8 import PackedFloats, floats_tiling, linear, pack_floats
-from loraplex.kernels.linear.triton_groups import GroupsTiling
+from loraplex.kernels.linear import scaled_mm, triton_fp8
+from loraplex.kernels.linear.packed import FloatWeight
+from loraplex.kernels.linear.triton_fp8 import PackedFloats, floats_tiling, pack_floats
+from loraplex.kernels.linear.triton_splits import SplitTiling
 from loraplex.kernels.triton_backend import triton_ops
-from loraplex.kernels.weight_form import fits_tiles
+from loraplex.kernels.weight_form import WeightForm, fits_tiles
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = GroupsTiling(16, 16, 16, 1, False, 4, 2)
+SMALL = SplitTiling(16, 16, 16, 1, False, 4, 2)
 IN_LINE = replace(SMALL, splits=3)
-APART = GroupsTiling(32, 16, 16, 3, True, 4, 2)
+APART = SplitTiling(32, 16, 16, 3, True, 4, 2)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 SHAPES = [(40, 64, 64), (7, 80, 80), (33, 96, 32), (48, 256, 128), (16, 300, 300)]
 """Outputs, inputs, inputs with one scale: a scale a row, and blocks of K."""
@@ -47,9 +47,7 @@ def weight_of(columns: int, inputs: int, group: int) -> FloatWeight:
 
 
 def packed_of(weight: FloatWeight, dtype: torch.dtype = torch.float32) -> PackedFloats:
-    found = pack_floats(weight, dtype, device=DEVICE)
-    assert found is not None
-    return found
+    return pack_floats(weight, dtype, device=DEVICE)
 
 
 def dense(weight: FloatWeight) -> torch.Tensor:
@@ -70,13 +68,13 @@ def test_the_product(columns: int, inputs: int, group: int, dtype: torch.dtype) 
     bias = draw(columns, dtype=dtype, seed=1)
     for rows, tiling in ((0, None), (1, None), (5, SMALL), (17, IN_LINE), (17, APART), (70, None)):
         x = draw(rows, inputs, dtype=dtype, seed=rows)
-        y = linear(x, packed, bias, tiling=tiling)
+        y = packed(x, bias, tiling=tiling)
         assert (y.shape, y.dtype) == ((rows, columns), dtype)
         want = exact(x, weight) + bias.double()
         torch.testing.assert_close(y.double(), want, atol=TOLERANCE[dtype] * 30, rtol=TOLERANCE[dtype])
     stacked = draw(2, 3, inputs, dtype=dtype)
-    together = linear(stacked.view(6, inputs), packed)
-    torch.testing.assert_close(linear(stacked, packed).view(6, columns), together, atol=0, rtol=0)
+    together = packed(stacked.view(6, inputs))
+    torch.testing.assert_close(packed(stacked).view(6, columns), together, atol=0, rtol=0)
 
 
 def test_every_8_bit_float_is_multiplied_as_it_is() -> None:
@@ -84,7 +82,7 @@ def test_every_8_bit_float_is_multiplied_as_it_is() -> None:
     values = torch.tensor([*numbers, 0, 0], dtype=torch.uint8).view(16, 16)
     weight = FloatWeight(values.view(torch.float8_e4m3fn), torch.ones(16, 1), activations=False)
     for dtype in (torch.float32, torch.float16):
-        found = linear(torch.eye(16, dtype=dtype, device=DEVICE), packed_of(weight, dtype))
+        found = packed_of(weight, dtype)(torch.eye(16, dtype=dtype, device=DEVICE))
         assert torch.equal(found.float().cpu(), weight.values.float().T)
 
 
@@ -98,23 +96,23 @@ def test_planted_faults_are_noticed(fault: str) -> None:
         ),
     }[fault]
     x = draw(3, 64)
-    assert (linear(x, packed_of(wrong)).double() - exact(x, weight)).abs().max() > 0.01
+    assert (packed_of(wrong)(x).double() - exact(x, weight)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("group", [64, 192])
 def test_a_row_has_the_same_bits_beside_any_others(group: int) -> None:
     rng = random.Random(0)
     ops = triton_ops(device=DEVICE, batch_invariant=True)
-    assert ops.pack_floats is not None
-    packed, bias = ops.pack_floats(weight_of(72, 192, group), torch.float32), draw(72)
+    packed = ops.pack(weight_of(72, 192, group), WeightForm("float8", 8), torch.float32)
+    bias = draw(72)
     x = draw(40, 192, seed=3)
-    whole = ops.linear(x, packed, bias)
+    whole = packed(x, bias)
     for _ in range(8):
         first = rng.randrange(40)
         count = rng.randint(1, 40 - first)
         before, behind = (draw(rng.randint(0, 70), 192, seed=rng.randrange(99)) for _ in "ab")
         behind[:] = float("nan")  # padding holds anything
-        got = ops.linear(torch.cat((before, x[first : first + count], behind)), packed, bias)
+        got = packed(torch.cat((before, x[first : first + count], behind)), bias)
         at = before.shape[0]
         assert torch.equal(got[at : at + count], whole[first : first + count])
 
@@ -126,9 +124,9 @@ def test_splits_apart_and_in_line_give_a_row_the_same_bits(group: int) -> None:
     ways = {rows: floats_tiling(rows, weight.shape, weight.group, 4) for rows in (1, 17, 200)}
     assert {tiling.splits for tiling in ways.values()} == {4}
     assert {tiling.apart for tiling in ways.values()} == {True, False}
-    whole = linear(x, weight, bias)
+    whole = weight(x, bias)
     for rows in (1, 17):
-        assert torch.equal(linear(x[:rows].contiguous(), weight, bias), whole[:rows]), rows
+        assert torch.equal(weight(x[:rows].contiguous(), bias), whole[:rows]), rows
     assert not weight.arrived.any()
 
 
@@ -136,7 +134,8 @@ def test_weights_whose_groups_fit_no_tile_are_left_to_others() -> None:
     fitting = [(64, 64), (300, 300), (16, 64), (32, 96), (128, 256), (192, 384)]
     assert all(fits_tiles(group, inputs) for group, inputs in fitting)
     assert not any(fits_tiles(group, inputs) for group, inputs in [(8, 64), (48, 96), (80, 160), (128, 192)])
-    assert pack_floats(weight_of(8, 64, 8), torch.float32, device=DEVICE) is None
+    with pytest.raises(ValueError, match="groups of 8 of 64 inputs fit no tile"):
+        pack_floats(weight_of(8, 64, 8), torch.float32, device=DEVICE)
 
 
 def test_bad_calls_are_refused() -> None:
@@ -148,7 +147,7 @@ def test_bad_calls_are_refused() -> None:
         (draw(2, 16), draw(7)),
     ):
         with pytest.raises(ValueError, match="no product of"):
-            linear(x, packed, bias)
+            packed(x, bias)
 
 
 def test_activations_get_a_scale_a_row() -> None:
@@ -166,11 +165,11 @@ def test_activations_get_a_scale_a_row() -> None:
 
 def test_torchs_product_is_that_of_the_rounded_activations() -> None:
     weight = weight_of(48, 96, 96)
-    packed = packed_of(weight, torch.bfloat16)
+    packed = scaled_mm.prefer_library(replace(packed_of(weight, torch.bfloat16), converts=True))
     bias = draw(48, dtype=torch.bfloat16, seed=1)
     for shape in ((0, 96), (5, 96), (2, 3, 96), (140, 96)):  # few rows and many have ways of their own
         x = draw(*shape, dtype=torch.bfloat16)
-        y = scaled_mm.linear(x, packed, bias)
+        y = packed(x, bias)
         values, scales = scaled_mm.to_floats(x.view(-1, 96))
         want = (values.double() * scales.double()) @ dense(weight).to(DEVICE).T + bias.double()
         assert (y.shape, y.dtype) == ((*shape[:-1], 48), torch.bfloat16)
@@ -186,20 +185,13 @@ def test_torchs_product_is_for_what_it_can_multiply_without_the_promise(
         ({"converts": False}, "8.9 is needed"),
         ({"group": 32}, "along its inputs"),
         ({"dtype": torch.float16}, "bfloat16, and the model's are float16"),
-        ({"values": packed.values[:40]}, "40 outputs of 96 inputs"),
+        ({"shape": (40, 96)}, "40 outputs of 96 inputs"),
         ({"activations": False}, "activations in 16 bits"),
     ):
         assert words in (scaled_mm.obstacle_to(replace(packed, **change)) or "")
-    asked = []
-    monkeypatch.setattr(
-        scaled_mm, "linear", lambda x, *rest: asked.append(x.shape[0]) or torch.zeros(x.shape[0], 48)
-    )
-    monkeypatch.setattr(
-        "loraplex.kernels.linear.triton_fp8.linear", lambda x, *rest: torch.zeros(x.shape[0], 48)
-    )
-    fast, invariant = (triton_ops(device=DEVICE, batch_invariant=found) for found in (False, True))
-    fast.linear(draw(2, 96, dtype=torch.bfloat16), replace(packed, activations=False), None)
-    invariant.linear(draw(3, 96, dtype=torch.bfloat16), packed, None)
-    assert asked == []
-    fast.linear(draw(4, 96, dtype=torch.bfloat16), packed, None)
-    assert asked == [4]
+        assert type(scaled_mm.prefer_library(replace(packed, **change))) is PackedFloats
+    assert isinstance(scaled_mm.prefer_library(packed), scaled_mm.ScaledFloats)
+    monkeypatch.setattr(triton_fp8, "pack_floats", lambda weight, dtype, *, device: packed)
+    for invariant, kind in ((False, scaled_mm.ScaledFloats), (True, PackedFloats)):
+        ops = triton_ops(device=DEVICE, batch_invariant=invariant)
+        assert type(ops.pack(None, WeightForm("float8", 8), torch.bfloat16)) is kind

@@ -7,7 +7,7 @@ import torch
 
 from loraplex.kernels.linear import groups, numba_groups
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.numba_groups import linear, pack_groups
+from loraplex.kernels.linear.numba_groups import pack_groups
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -43,7 +43,7 @@ def test_the_product_is_rounded_once(
     for bias in (None, drawn(columns, seed=1, dtype=dtype)):
         for rows in (0, 1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 64, 200):
             x = drawn(rows, inputs, seed=2, dtype=dtype)
-            y = linear(x, packed, bias)
+            y = packed(x, bias)
             assert (y.shape, y.dtype, y.is_contiguous()) == ((rows, columns), dtype, True)
             exact = x.double() @ dense.T + (0.0 if bias is None else bias.double())
             assert ((y.double() - exact).abs() <= exact.abs() * ROUNDING[dtype] + 1e-4 * inputs**0.5).all()
@@ -55,23 +55,23 @@ def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(offsets: bool, d
     packed = pack_groups(weight_of(100, 192, 64, offsets=offsets), dtype)
     rows = 800
     x = drawn(rows, 192, seed=1, dtype=dtype)
-    together = linear(x, packed)
+    together = packed(x)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for count in (*range(1, 30), 100, 191, 384, 385, rows - 2):
                 first = (count * 7) % (rows - count)
-                assert torch.equal(linear(x[first : first + count], packed), together[first : first + count])
+                assert torch.equal(packed(x[first : first + count]), together[first : first + count])
     finally:
         torch.set_num_threads(before)
 
 
 def test_nonfinite_values_stay_in_their_row() -> None:
     packed, x = pack_groups(weight_of(70, 64, 32), torch.bfloat16), drawn(20, 64, dtype=torch.bfloat16)
-    calm, wild = linear(x, packed), x.clone()
+    calm, wild = packed(x), x.clone()
     wild[4] = float("nan")
-    y = linear(wild, packed)
+    y = packed(wild)
     assert y[4].isnan().all()
     keep = [row for row in range(20) if row != 4]
     assert torch.equal(y[keep], calm[keep])
@@ -80,11 +80,11 @@ def test_nonfinite_values_stay_in_their_row() -> None:
 def test_rows_may_lie_apart_and_other_shapes_are_refused() -> None:
     weight = weight_of(40, 64, 64)
     packed, wide = pack_groups(weight, torch.float32), drawn(6, 192)
-    assert torch.equal(linear(wide[:, 64:128], packed), linear(wide[:, 64:128].contiguous(), packed))
-    assert torch.equal(linear(wide[:, ::3], packed), linear(wide[:, ::3].contiguous(), packed))
+    assert torch.equal(packed(wide[:, 64:128]), packed(wide[:, 64:128].contiguous()))
+    assert torch.equal(packed(wide[:, ::3]), packed(wide[:, ::3].contiguous()))
     for x in (drawn(6, 32), drawn(6, 64, dtype=torch.bfloat16), drawn(2, 6, 64)):
         with pytest.raises(ValueError, match="does not fit a weight"):
-            linear(x, packed)
+            packed(x)
     with pytest.raises(ValueError, match="an odd number"):
         pack_groups(GroupedWeight(weight.codes[:, :3], weight.scales, None, 3), torch.float32)
     with pytest.raises(ValueError, match="do not make the codes"):
@@ -102,6 +102,6 @@ def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch)
         moved = is_code == fault.startswith("codes")
         return right(columns.roll(1, 1) if moved else columns, None)
 
-    assert (linear(x, pack_groups(weight, torch.float32)) - expected).abs().max() < 1e-3
+    assert (pack_groups(weight, torch.float32)(x) - expected).abs().max() < 1e-3
     monkeypatch.setattr(numba_groups, "in_blocks", wrong)
-    assert (linear(x, pack_groups(weight, torch.float32)) - expected).abs().max() > 0.1
+    assert (pack_groups(weight, torch.float32)(x) - expected).abs().max() > 0.1

@@ -11,19 +11,19 @@ import torch
 from loraplex.kernels.linear import groups
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.triton_groups import (
-    GroupsTiling,
     PackedCodes,
     choose_tiling,
-    linear,
     pack_groups,
 )
+from loraplex.kernels.linear.triton_splits import SplitTiling
 from loraplex.kernels.triton_backend import triton_ops
+from loraplex.kernels.weight_form import WeightForm
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = GroupsTiling(16, 16, 16, 1, False, 4, 2)
+SMALL = SplitTiling(16, 16, 16, 1, False, 4, 2)
 IN_LINE = replace(SMALL, splits=3)
-APART = GroupsTiling(32, 16, 16, 3, True, 4, 2)
+APART = SplitTiling(32, 16, 16, 3, True, 4, 2)
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
 SHAPES = [(40, 64, 64), (7, 36, 36), (33, 96, 32), (48, 64, 16), (16, 300, 300), (24, 80, 40)]
 """Outputs, inputs, inputs of a group: blocks of K that a group fills, that it does not, and many of a group."""
@@ -66,13 +66,13 @@ def test_the_product(columns: int, inputs: int, group: int, offsets: bool, dtype
     bias = draw(columns, dtype=dtype, seed=1)
     for rows, tiling in ((0, None), (1, None), (5, SMALL), (17, IN_LINE), (17, APART), (70, None)):
         x = draw(rows, inputs, dtype=dtype, seed=rows)
-        y = linear(x, packed, bias, tiling=tiling)
+        y = packed(x, bias, tiling=tiling)
         assert (y.shape, y.dtype) == ((rows, columns), dtype)
         want = exact(x, weight) + bias.double()
         torch.testing.assert_close(y.double(), want, atol=TOLERANCE[dtype] * 30, rtol=TOLERANCE[dtype])
     stacked = draw(2, 3, inputs, dtype=dtype)
-    together = linear(stacked.view(6, inputs), packed)
-    torch.testing.assert_close(linear(stacked, packed).view(6, columns), together, atol=0, rtol=0)
+    together = packed(stacked.view(6, inputs))
+    torch.testing.assert_close(packed(stacked).view(6, columns), together, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("fault", ["neighbouring scale", "no offsets", "codes of another row"])
@@ -85,7 +85,7 @@ def test_planted_faults_are_noticed(fault: str) -> None:
         "codes of another row": replace(weight, codes=weight.codes.roll(1, 0)),
     }[fault]
     x = draw(3, 64)
-    y = linear(x, pack_groups(wrong, torch.float32, device=DEVICE))
+    y = pack_groups(wrong, torch.float32, device=DEVICE)(x)
     assert (y.double() - exact(x, weight)).abs().max() > 0.01
 
 
@@ -93,15 +93,16 @@ def test_planted_faults_are_noticed(fault: str) -> None:
 def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
     rng = random.Random(0)
     ops = triton_ops(device=DEVICE)
-    packed, bias = ops.pack_groups(weight_of(72, 192, 64, offsets=True), dtype), draw(72, dtype=dtype)
+    form, bias = WeightForm("groups", 8, 64), draw(72, dtype=dtype)
+    packed = ops.pack(weight_of(72, 192, 64, offsets=True), form, dtype)
     x = draw(40, 192, dtype=dtype, seed=3)
-    whole = ops.linear(x, packed, bias)
+    whole = packed(x, bias)
     for _ in range(8):
         first = rng.randrange(40)
         count = rng.randint(1, 40 - first)
         before, behind = (draw(rng.randint(0, 70), 192, dtype=dtype, seed=rng.randrange(99)) for _ in "ab")
         behind[:] = float("nan")  # padding holds anything
-        got = ops.linear(torch.cat((before, x[first : first + count], behind)), packed, bias)
+        got = packed(torch.cat((before, x[first : first + count], behind)), bias)
         at = before.shape[0]
         assert torch.equal(got[at : at + count], whole[first : first + count])
 
@@ -109,7 +110,7 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
 def test_it_is_as_exact_as_torchs_operations() -> None:
     weight, x = weight_of(40, 96, 32, offsets=True), draw(9, 96)
     want = groups.linear(x.cpu(), weight)
-    got = linear(x, pack_groups(weight, torch.float32, device=DEVICE)).cpu()
+    got = pack_groups(weight, torch.float32, device=DEVICE)(x).cpu()
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-6)
 
 
@@ -128,23 +129,23 @@ def test_splits_apart_and_in_line_give_a_row_the_same_bits(inputs: int, group: i
     ways = {rows: tiling_of(rows, packed) for rows in (1, 5, 16, 17, 64, 65, 200)}
     assert {tiling.splits for tiling in ways.values()} == {4}
     assert {tiling.apart for tiling in ways.values()} == {True, False}
-    whole = linear(x, packed, bias)
+    whole = packed(x, bias)
     for rows in sorted(ways)[:-1]:
-        assert torch.equal(linear(x[:rows].contiguous(), packed, bias), whole[:rows]), rows
+        assert torch.equal(packed(x[:rows].contiguous(), bias), whole[:rows]), rows
     for tiling in (replace(ways[200], block_m=64, block_n=16), replace(ways[1], block_m=64, block_n=16)):
-        assert torch.equal(linear(x[:64].contiguous(), packed, bias, tiling=tiling), whole[:64])
+        assert torch.equal(packed(x[:64].contiguous(), bias, tiling=tiling), whole[:64])
 
 
 def test_splits_that_are_programs_leave_their_counts_at_zero() -> None:
     packed = pack_groups(weight_of(70, 1024, 64, offsets=False), torch.float32, device=DEVICE)
     x = draw(3, 1024)
     assert tiling_of(3, packed).apart
-    first = linear(x, packed)
+    first = packed(x)
     assert not packed.arrived.any()
-    assert torch.equal(linear(x, packed), first)
+    assert torch.equal(packed(x), first)
 
 
-def tiling_of(rows: int, weight: PackedCodes) -> GroupsTiling:
+def tiling_of(rows: int, weight: PackedCodes) -> SplitTiling:
     return choose_tiling(rows, weight.shape, weight.group, weight.dtype.itemsize, most_rows=weight.most_rows)
 
 
@@ -186,4 +187,4 @@ def test_bad_calls_are_refused() -> None:
         (draw(2, 16), draw(7)),
     ):
         with pytest.raises(ValueError, match="no product of"):
-            linear(x, packed, bias)
+            packed(x, bias)

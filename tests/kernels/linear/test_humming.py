@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from loraplex.engine.model.weights import tensor_bytes
 from loraplex.kernels import triton_backend
 from loraplex.kernels.linear import groups, humming, triton_groups
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.triton_nibbles import PackedNibbles
+from loraplex.kernels.weight_form import WeightForm
 from support.kernels.fake_humming import install_fake
 from support.models.quantised_formats import pack
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+GROUPS_OF_32 = WeightForm("groups", 4, 32)
 
 
 def weight_of(columns: int = 64, inputs: int = 128, group: int = 32) -> GroupedWeight:
@@ -59,7 +60,7 @@ def test_the_library_gets_the_words_that_compressed_tensors_stores(library) -> N
     assert torch.equal(layer.weight, stored)
     assert torch.equal(layer.weight_scale, weight.scales.bfloat16())
     assert packed.shape == (64, 128)
-    assert tensor_bytes(packed) == 64 * 128 // 2 + 64 * 4 * 2
+    assert packed.nbytes == 64 * 128 // 2 + 64 * 4 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -70,19 +71,19 @@ def test_the_product(library, shape: tuple[int, int, int], dtype: torch.dtype) -
     packed = packed_of(weight, dtype)
     x, bias = torch.randn(2, 3, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
     want = groups.linear(x.float(), weight)
-    y = humming.linear(x, packed)
+    y = packed(x)
     assert (y.shape, y.dtype) == (want.shape, dtype)
     limit = 2 * torch.finfo(dtype).eps * want.abs().max()
     assert (y - want).abs().max() < limit
-    assert (humming.linear(x, packed, bias) - want - bias).abs().max() < 2 * limit
-    assert humming.linear(x[:, :0], packed).shape == (2, 0, shape[0])
+    assert (packed(x, bias) - want - bias).abs().max() < 2 * limit
+    assert packed(x[:, :0]).shape == (2, 0, shape[0])
 
 
 def test_products_of_other_shapes_are_refused(library) -> None:
     packed = packed_of(weight_of())
     for x in (torch.zeros(2, 64).bfloat16(), torch.zeros(2, 128), torch.zeros(128, 2).bfloat16().T):
         with pytest.raises(ValueError, match=r"no product of .* with codes \[64, 128\]"):
-            humming.linear(x, packed)
+            packed(x)
 
 
 def test_the_first_product_is_made_when_a_weight_is_packed(library) -> None:
@@ -106,25 +107,25 @@ def test_weights_of_other_forms_go_to_triton(library, on_cuda, change) -> None:
     weight = replace(weight_of(), **change)
     assert humming.pack_codes(weight, torch.bfloat16, device=CPU) is None
     assert humming.pack_codes(weight_of(), torch.float32, device=CPU) is None
-    packed = triton_backend.triton_ops(device=CPU).pack_groups(weight, torch.bfloat16)
+    packed = triton_backend.triton_ops(device=CPU).pack(weight, GROUPS_OF_32, torch.bfloat16)
     assert isinstance(packed, PackedNibbles | triton_groups.PackedCodes)
     assert not library.made
 
 
 def test_which_codes_the_library_multiplies(library, on_cuda) -> None:
     ops = triton_backend.triton_ops(device=CPU)
-    packed = ops.pack_groups(weight_of(), torch.bfloat16)
+    packed = ops.pack(weight_of(), GROUPS_OF_32, torch.bfloat16)
     assert isinstance(packed, humming.LibraryWeight)
     x = torch.randn(3, 128).bfloat16()
-    assert torch.equal(ops.linear(x, packed, None), humming.linear(x, packed))
+    assert torch.equal(packed(x), packed.layer(x))
     same_bits = triton_backend.triton_ops(device=CPU, batch_invariant=True)
-    assert isinstance(same_bits.pack_groups(weight_of(), torch.bfloat16), PackedNibbles)
+    assert isinstance(same_bits.pack(weight_of(), GROUPS_OF_32, torch.bfloat16), PackedNibbles)
 
 
 def test_without_the_library_triton_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(humming, "PACKAGE", "no-such-kernels")
     assert humming.obstacle_to(CUDA, batch_invariant=False) == "no-such-kernels is not installed"
-    packed = triton_backend.triton_ops(device=CPU).pack_groups(weight_of(), torch.bfloat16)
+    packed = triton_backend.triton_ops(device=CPU).pack(weight_of(), GROUPS_OF_32, torch.bfloat16)
     assert isinstance(packed, PackedNibbles)
 
 

@@ -12,12 +12,13 @@ from numba import types
 
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.layers.numba_quantise import GROUP, QuantisedRows, quantise_rows
-from loraplex.kernels.linear import int8_products, numba_dense, numba_int8
+from loraplex.kernels.linear import int8_products, numba_blocks, numba_int8
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.int8_products import products
 from loraplex.kernels.linear.numba_groups import PackedGroups
-from loraplex.kernels.linear.numba_int8 import PackedIntegers, emit_tiles, linear, pack_integers
+from loraplex.kernels.linear.numba_int8 import PackedIntegers, emit_tiles, pack_integers
 from loraplex.kernels.numba_runtime import ir as nir
+from loraplex.kernels.weight_form import WeightForm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = [*((4, dtype) for dtype in DTYPES), (8, torch.float32), (8, torch.bfloat16)]
@@ -47,6 +48,12 @@ def weight_of(
     return GroupedWeight(codes, scales, torch.randn(shape, generator=generator) if offsets else None, group)
 
 
+def packed_of(weight: GroupedWeight, dtype: torch.dtype = torch.float32) -> PackedIntegers:
+    packed = pack_integers(weight, dtype)
+    assert packed is not None
+    return packed
+
+
 def dense(weight: GroupedWeight) -> torch.Tensor:
     found = weight.codes.double() * weight.scales.double().repeat_interleave(weight.group, 1)
     if weight.offsets is not None:
@@ -68,13 +75,13 @@ def test_products_are_those_of_the_quantised_rows_and_rounded_once(
     columns: int, inputs: int, group: int, bits: int, offsets: bool, dtype: torch.dtype
 ) -> None:
     weight = weight_of(columns, inputs, group, bits=bits, offsets=offsets)
-    packed = pack_integers(weight, dtype)
+    packed = packed_of(weight, dtype)
     assert (packed.shape, packed.bits) == ((columns, inputs), bits)
-    assert packed.codes.shape[-2:] == (numba_dense.block_size(), 4)
+    assert packed.codes.shape[-2:] == (numba_blocks.block_size(), 4)
     for bias in (None, drawn(columns, seed=1, dtype=dtype)):
         for rows in (0, 1, 2, 3, 4, 5, 7, 13, 64):
             x = drawn(rows, inputs, seed=2, dtype=dtype)
-            y = linear(x, packed, bias)
+            y = packed(x, bias)
             assert (y.shape, y.dtype, y.is_contiguous()) == ((rows, columns), dtype, True)
             exact = as_quantised(x) @ dense(weight).T + (0.0 if bias is None else bias.double())
             # Sums of float32: of codes of 8 bits they are eight times as large.
@@ -96,29 +103,29 @@ def test_sums_of_extreme_codes_are_exact(codes: tuple[int, int]) -> None:
     x[3, 1::4] = -127.0
     x[4] = torch.arange(inputs) % 255 - 127.0
     x[4, ::32] = 127.0
-    packed = pack_integers(weight, torch.float32)
-    assert torch.equal(linear(x, packed).long(), x.long() @ weight_codes.long().T)
+    packed = packed_of(weight, torch.float32)
+    assert torch.equal(packed(x).long(), x.long() @ weight_codes.long().T)
 
 
 @pytest.mark.parametrize(("bits", "dtype"), FORMS, ids=str)
 def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(bits: int, dtype: torch.dtype) -> None:
-    packed, rows = pack_integers(weight_of(100, 192, 64, bits=bits, offsets=True), dtype), 400
+    packed, rows = packed_of(weight_of(100, 192, 64, bits=bits, offsets=True), dtype), 400
     x = drawn(rows, 192, seed=1, dtype=dtype)
-    together = linear(x, packed)
+    together = packed(x)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             for count in (*range(1, 20), 100, 191, rows - 2):
                 first = (count * 7) % (rows - count)
-                assert torch.equal(linear(x[first : first + count], packed), together[first : first + count])
+                assert torch.equal(packed(x[first : first + count]), together[first : first + count])
     finally:
         torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_scale_of_a_step_in_place_of_a_row_is_noticed(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = pack_integers(weight_of(64, 128, 32, bits=bits), torch.float32)
+    packed = packed_of(weight_of(64, 128, 32, bits=bits), torch.float32)
     x = drawn(9, 128, seed=1)
     x[5] *= 3
     right = quantise_rows
@@ -134,19 +141,19 @@ def test_a_scale_of_a_step_in_place_of_a_row_is_noticed(bits: int, monkeypatch: 
         scales[..., 2] = (sums * -128).int().view(torch.float32)
         return QuantisedRows(codes, scales)
 
-    together = linear(x, packed)
-    assert torch.equal(linear(x[2:3], packed), together[2:3])
+    together = packed(x)
+    assert torch.equal(packed(x[2:3]), together[2:3])
     monkeypatch.setattr(numba_int8, "quantise_rows", of_the_step)
-    assert (linear(x, packed) - together).abs().max() < (0.1 if bits == 4 else 2.0)
-    assert not torch.equal(linear(x[2:3], packed), linear(x, packed)[2:3])
+    assert (packed(x) - together).abs().max() < (0.1 if bits == 4 else 2.0)
+    assert not torch.equal(packed(x[2:3]), packed(x)[2:3])
 
 
 def test_nonfinite_values_stay_in_their_row() -> None:
-    packed = pack_integers(weight_of(70, 64, 32, offsets=True), torch.bfloat16)
+    packed = packed_of(weight_of(70, 64, 32, offsets=True), torch.bfloat16)
     x = drawn(20, 64, dtype=torch.bfloat16)
-    calm, wild = linear(x, packed), x.clone()
+    calm, wild = packed(x), x.clone()
     wild[4, 3], wild[9, 40] = float("nan"), float("inf")
-    y = linear(wild, packed)
+    y = packed(wild)
     assert not y[[4, 9]].isfinite().any()
     keep = [row for row in range(20) if row not in (4, 9)]
     assert torch.equal(y[keep], calm[keep])
@@ -154,16 +161,15 @@ def test_nonfinite_values_stay_in_their_row() -> None:
 
 def test_rows_may_lie_apart_and_other_shapes_are_refused() -> None:
     weight = weight_of(40, 64, 64)
-    packed, wide = pack_integers(weight, torch.float32), drawn(6, 192)
-    assert torch.equal(linear(wide[:, 64:128], packed), linear(wide[:, 64:128].contiguous(), packed))
-    assert torch.equal(linear(wide[:, ::3], packed), linear(wide[:, ::3].contiguous(), packed))
+    packed, wide = packed_of(weight, torch.float32), drawn(6, 192)
+    assert torch.equal(packed(wide[:, 64:128]), packed(wide[:, 64:128].contiguous()))
+    assert torch.equal(packed(wide[:, ::3]), packed(wide[:, ::3].contiguous()))
     for x in (drawn(6, 32), drawn(6, 64, dtype=torch.bfloat16), drawn(2, 6, 64)):
         with pytest.raises(ValueError, match="does not fit a weight"):
-            linear(x, packed)
+            packed(x)
     other = GroupedWeight(weight.codes[:, :48], weight.scales, None, 48)
     assert numba_int8.bits_of(other) is None
-    with pytest.raises(ValueError, match="are not in groups of 32"):
-        pack_integers(other, torch.float32)
+    assert pack_integers(other, torch.float32) is None
 
 
 def test_a_code_beyond_16_numbers_of_its_group_makes_8_bits_of_all() -> None:
@@ -171,18 +177,22 @@ def test_a_code_beyond_16_numbers_of_its_group_makes_8_bits_of_all() -> None:
     wide_codes = weight.codes.clone()
     wide_codes[3, 5] = wide_codes[3].amin() + 16
     wide = GroupedWeight(wide_codes, weight.scales, None, 64)
-    pack = make_kernels("numba", torch.device("cpu")).ops.pack_integers
-    assert pack is not None
-    found = [(numba_int8.bits_of(each), type(pack(each, torch.float32, 4))) for each in (weight, wide)]
+    pack = make_kernels("numba", torch.device("cpu")).ops.pack
+    of_4, of_8 = (WeightForm("groups", bits, 64, "int8") for bits in (4, 8))
+    found = [(numba_int8.bits_of(each), type(pack(each, of_4, torch.float32))) for each in (weight, wide)]
     assert found == [(4, PackedIntegers), (8, PackedGroups)]
-    assert pack(wide, torch.float32, 8).bits == 8
+    packed = pack(wide, of_8, torch.float32)
+    assert isinstance(packed, PackedIntegers)
+    assert packed.bits == 8
+    exact = WeightForm("groups", 4, 64)
+    assert isinstance(pack(weight, exact, torch.float32), PackedGroups)
 
 
 def test_scales_are_kept_in_float16_where_it_holds_them() -> None:
     for least in (0, -8, 5):
         made = weight_of(40, 64, 32, least=least)
         half = GroupedWeight(made.codes, made.scales.half().float(), None, 32)
-        found = [pack_integers(weight, torch.float32).scales.dtype for weight in (half, made)]
+        found = [packed_of(weight, torch.float32).scales.dtype for weight in (half, made)]
         assert found == [torch.float16 if least in (0, -8) else torch.float32, torch.float32]
 
 
@@ -254,9 +264,9 @@ def test_every_processors_products_are_equal(name: str, bits: int, monkeypatch: 
     assert made.offsets is not None
     weight = GroupedWeight(made.codes, made.scales.half().float(), made.offsets.half().float(), 32)
     steps = [drawn(rows, inputs, seed=rows) for rows in (1, 3, products(features, bits).most_rows)]
-    expected = [linear(x, pack_integers(weight, torch.float32)) for x in steps]
-    monkeypatch.setattr(numba_dense, "block_size", lambda: width)
-    packed = pack_integers(weight, torch.float32)
+    expected = [packed_of(weight)(x) for x in steps]
+    monkeypatch.setattr(numba_blocks, "block_size", lambda: width)
+    packed = packed_of(weight, torch.float32)
     assert packed.offsets is not None
     assert packed.offsets.dtype is packed.scales.dtype is torch.float16
     monkeypatch.setattr(int8_products.nir, "call", call)

@@ -34,7 +34,9 @@ def variants() -> list[Variant]:
 
 
 def variant(name: str, rows: int, shape: tuple[int, int], group: int, arch: int, kind: str) -> Variant:
-    tiling = choose_tiling(rows, shape, 2, most_rows=MOST_ROWS[arch])
+    block = block_of_4_bits(shape[1], group)
+    assert block is not None
+    tiling = choose_tiling(rows, shape, block, 2, most_rows=MOST_ROWS[arch])
     return Variant(
         f"linear over 4-bit codes, {name}, {rows} rows, sm_{arch}",
         "loraplex.kernels.linear.triton_nibbles:nibbles_program",
@@ -44,7 +46,7 @@ def variant(name: str, rows: int, shape: tuple[int, int], group: int, arch: int,
         | dict.fromkeys(("num_rows", "N", "K"), "i32"),
         {
             "GROUP": group, "LOW": 0 if kind == "offsets" else -8, "BLOCK_M": tiling.block_m,
-            "BLOCK_N": tiling.block_n, "BLOCK_K": block_of_4_bits(shape[1], group), "SPLITS": tiling.splits,
+            "BLOCK_N": tiling.block_n, "BLOCK_K": tiling.block_k, "SPLITS": tiling.splits,
             "APART": tiling.apart, "HAS_OFFSETS": kind == "offsets", "HAS_LOWS": kind == "zeros",
             "HAS_BIAS": False, "PAIRS": kind != "offsets", "PRECISION": "tf32", "AWAIT": True,
         },

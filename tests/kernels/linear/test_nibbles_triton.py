@@ -11,13 +11,13 @@ import torch
 from loraplex.kernels.linear import triton_groups
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.triton_nibbles import (
-    NibblesTiling,
     PackedNibbles,
     choose_tiling,
-    linear,
     pack_nibbles,
 )
+from loraplex.kernels.linear.triton_splits import SplitTiling
 from loraplex.kernels.triton_backend import triton_ops
+from loraplex.kernels.weight_form import WeightForm
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,7 +68,7 @@ def test_weights_are_those_of_8_bit_codes_to_the_bit(
     # Sums of one number and zeros.
     each = torch.eye(inputs, device=DEVICE)
     codes = triton_groups.pack_groups(weight, torch.float32, device=DEVICE)
-    assert torch.equal(linear(each, packed), triton_groups.linear(each, codes))
+    assert torch.equal(packed(each), codes(each))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -77,10 +77,14 @@ def test_the_product(kind: str, dtype: torch.dtype) -> None:
     weight, bias = weight_of(40, 256, 64, kind), draw(40, dtype=dtype, seed=1)
     packed = packed_of(weight, dtype)
     dense = weight.to(DEVICE).dense().to(dtype).double()
-    ways = (None, NibblesTiling(16, 16, 2, False, 4), NibblesTiling(32, 16, 2, True, 4))
+    ways = (
+        None,
+        SplitTiling(16, 16, packed.block, 2, False, 4),
+        SplitTiling(32, 16, packed.block, 2, True, 4),
+    )
     for rows, tiling in ((0, None), *((17, way) for way in ways)):
         x = draw(rows, 256, dtype=dtype, seed=rows)
-        y = linear(x, packed, bias, tiling=tiling)
+        y = packed(x, bias, tiling=tiling)
         assert (y.shape, y.dtype) == ((rows, 40), dtype)
         want = x.double() @ dense.T + bias.double()
         torch.testing.assert_close(y.double(), want, atol=TOLERANCE[dtype] * 40, rtol=TOLERANCE[dtype])
@@ -108,24 +112,24 @@ def test_planted_faults_are_noticed(fault: str) -> None:
     }[fault]
     x = draw(3, 128)
     want = x.double() @ weight.to(DEVICE).dense().double().T
-    assert (linear(x, packed_of(wrong)).double() - want).abs().max() > 0.01
+    assert (packed_of(wrong)(x).double() - want).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_beside_any_others(kind: str) -> None:
     rng = random.Random(0)
     ops = triton_ops(device=DEVICE)
-    packed = ops.pack_groups(weight_of(48, 1024, 64, kind), torch.float32)
+    packed = ops.pack(weight_of(48, 1024, 64, kind), WeightForm("groups", 4, 64), torch.float32)
     assert isinstance(packed, PackedNibbles)
-    assert choose_tiling(3, packed.shape, 4).splits == 2
+    assert choose_tiling(3, packed.shape, packed.block, 4).splits == 2
     x, bias = draw(40, 1024, seed=3), draw(48, seed=1)
-    whole = ops.linear(x, packed, bias)
+    whole = packed(x, bias)
     for _ in range(4):
         first = rng.randrange(40)
         count = rng.randint(1, 40 - first)
         before, behind = (draw(rng.randint(0, 40), 1024, seed=rng.randrange(99)) for _ in "ab")
         behind[:] = float("nan")  # padding holds anything
-        got = ops.linear(torch.cat((before, x[first : first + count], behind)), packed, bias)
+        got = packed(torch.cat((before, x[first : first + count], behind)), bias)
         at = before.shape[0]
         assert torch.equal(got[at : at + count], whole[first : first + count])
 
@@ -133,7 +137,7 @@ def test_a_row_has_the_same_bits_beside_any_others(kind: str) -> None:
 def test_the_order_of_sums_follows_from_the_weight_alone() -> None:
     for shape in ((576, 576), (4096, 4096), (4096, 14336), (28672, 4096), (128256, 4096)):
         found = [
-            choose_tiling(rows, shape, itemsize, most_rows=most_rows)
+            choose_tiling(rows, shape, 128, itemsize, most_rows=most_rows)
             for rows in (1, 16, 17, 64, 65, 256, 257, 2048)
             for most_rows in (128, 256)
             for itemsize in (2, 4)
@@ -152,11 +156,11 @@ def test_codes_of_more_bits_and_other_groups_take_a_byte_each() -> None:
         GroupedWeight(weight.codes[:, :120], weight.scales[:, :3], None, 40),
     ):
         assert pack_nibbles(other, torch.float32, device=DEVICE) is None
-        assert isinstance(ops.pack_groups(other, torch.float32), triton_groups.PackedCodes)
+        assert isinstance(ops.pack(other, WeightForm("groups", 4), torch.float32), triton_groups.PackedCodes)
 
 
 def test_bad_calls_are_refused() -> None:
     packed = packed_of(weight_of(16, 128, 32, "signed"))
     for x, bias in ((draw(2, 64), None), (draw(2, 128).half(), None), (draw(2, 128), draw(7))):
         with pytest.raises(ValueError, match="no product of"):
-            linear(x, packed, bias)
+            packed(x, bias)

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
+
+from loraplex.kernels.linear.packed import PackedLinear
 
 _PACKED_FOR_ROWS = 16
 """Rows that oneDNN chooses its layout for. What it chooses for one row is slow for many, not the other way round."""
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 
-def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class PackedDense(PackedLinear):
+    """A weight in floats that torch multiplies with."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, self.weight, bias)
+
+
+def pack_weight(weight: torch.Tensor) -> PackedDense:
     """The weight [out, in] of a base linear as `linear` reads it fastest: on a CPU in 16 bits, in oneDNN's own layout,
     which is chosen once for all numbers of rows. The same tensor where there is nothing to gain, or the processor
     lacks the instructions."""
-    if weight.device.type != "cpu" or weight.dtype not in _HALF:
-        return weight
-    try:
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-    except (RuntimeError, AttributeError):  # says so of processors, and of builds without oneDNN
-        return weight
-    return packed
+    out_features, in_features = weight.shape
+    packed = weight
+    if weight.device.type == "cpu" and weight.dtype in _HALF:
+        # It raises of processors without the instructions, and of builds without oneDNN.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+    return PackedDense((out_features, in_features), weight.dtype, packed)
 
 
 def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
@@ -36,7 +51,7 @@ def multiplies(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., in], weight [out, in] or what `pack_weight` made of it, bias [out] → [..., out], all of one dtype.
+    """x [..., in], weight [out, in], which may be in oneDNN's layout, bias [out] → [..., out], all of one dtype.
 
     On the CPU, 16-bit products go through oneDNN, which compiles kernels for each number of rows and keeps them:
     about half a megabyte a shape, over a gigabyte where steps have any number of rows up to a few hundred. There the

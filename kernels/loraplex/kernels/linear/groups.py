@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from loraplex.kernels.linear.packed import PackedLinear
+
 _MOST_VALUES = 1 << 22
 """Weights that are widened at a time."""
 
@@ -54,6 +56,16 @@ class GroupedWeight:
         if self.offsets is not None:
             grouped += self.offsets.unsqueeze(-1)
         return grouped.view(rows, inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceGroups(PackedLinear):
+    """A weight in groups that torch's operations multiply with."""
+
+    weight: GroupedWeight
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, self.weight, bias)
 
 
 def linear(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from loraplex.kernels.failures import describe_failure
 from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.packed import PackedLinear
 
 PACKAGE = "humming-kernels"
 VERSION = "0.1.19"
@@ -33,13 +34,30 @@ class LibraryFailed(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class LibraryWeight:
-    """A weight of `shape` [N, K] as the library's `layer`, whose memory is `tensors`. `dtype` is that of x and y."""
+class LibraryWeight(PackedLinear):
+    """A weight as the library's `layer`, whose memory is `tensors`."""
 
     layer: Any
     tensors: tuple[torch.Tensor, ...]
-    shape: tuple[int, int]
-    dtype: torch.dtype
+
+    @property
+    def library(self) -> str:
+        return NAME
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """A bias is added to the rounded sums."""
+        columns, inputs = self.shape
+        if x.shape[-1] != inputs or x.dtype is not self.dtype or not x.is_contiguous():
+            raise ValueError(
+                f"no product of {list(x.shape)} {x.dtype} with codes {list(self.shape)} for {self.dtype}"
+            )
+        rows = x.view(-1, inputs)
+        if not rows.shape[0]:
+            return torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+        y: torch.Tensor = self.layer(rows)
+        if bias is not None:
+            y += bias
+        return y.view(*x.shape[:-1], columns)
 
 
 def obstacle_to(device: torch.device, *, batch_invariant: bool) -> str | None:
@@ -90,24 +108,7 @@ def pack_codes(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.devic
             f"{describe_failure(PACKAGE, error)} (a linear of {inputs} inputs and {columns} outputs in groups of "
             f"{weight.group}); without the package Triton's kernels serve it: pip uninstall {PACKAGE}"
         ) from error
-    return LibraryWeight(layer, tuple(layer.parameters()), weight.shape, dtype)
-
-
-def linear(x: torch.Tensor, weight: LibraryWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K], bias [N] or None → [..., N], of the weight's dtype, contiguous. A bias is added to the rounded sums.
-    Raises ValueError for other shapes and strides."""
-    columns, inputs = weight.shape
-    if x.shape[-1] != inputs or x.dtype is not weight.dtype or not x.is_contiguous():
-        raise ValueError(
-            f"no product of {list(x.shape)} {x.dtype} with codes {list(weight.shape)} for {weight.dtype}"
-        )
-    rows = x.view(-1, inputs)
-    if not rows.shape[0]:
-        return torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
-    y: torch.Tensor = weight.layer(rows)
-    if bias is not None:
-        y += bias
-    return y.view(*x.shape[:-1], columns)
+    return LibraryWeight(weight.shape, dtype, layer, tuple(layer.parameters()))
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:

@@ -16,49 +16,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.linear import dense
+from loraplex.kernels.linear.numba_blocks import (
+    BlockedLinear,
+    block_parts,
+    block_size,
+    block_width,
+    for_each_count,
+    store_tile,
+    unit_blocks,
+    unit_spans,
+)
 from loraplex.kernels.linear.numba_dense_tiles import INPUTS, run_products
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
 from loraplex.kernels.numba_runtime.vectors import LIKE, host_features, read_int64, size_of
-
-_UNIT_BYTES = 768
-"""Bytes of a column of x that one reading of a block's weights serves, at most: more rows would not stay in a core's
-own cache beside it."""
-
-_OWN_ROWS = 48
-"""Rows for each thread from which on a thread computes rows of its own, and reads all weights for them. What other
-kernels leave of these rows is in its core's cache."""
 
 _ROWS_TO_PREFETCH = 6
 """Rows of a tile from which on the next block is asked for ahead: computing takes longer than reading then, and in all
 but a block's first tile memory would be idle. With fewer rows it costs up to a tenth."""
 
 
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """`blocks` [⌈N/B⌉, K/2, B, 2] in 16 bits, [⌈N/B⌉, K, B] in float32, of B outputs each; zeros behind the N
-    outputs."""
-
-    blocks: torch.Tensor
-    shape: tuple[int, int]
-
-
-def block_size() -> int:
-    """B: outputs whose sums a tile of rows holds in registers."""
-    return 32 if "avx512f" in host_features() else 16
-
-
 def pack_weight(
     weight: torch.Tensor, *, batch_invariant: bool = False, pool: HugePagePool | None = None
-) -> PackedWeight | torch.Tensor:
-    """The weight [N, K] of a linear, as `linear` reads it fastest: in blocks where these products are used for the
+) -> PackedLinear:
+    """The weight [N, K] of a linear, as it is read fastest: in blocks where these products are used for the
     dtype and the processor (`is_for`), else what `dense.pack_weight` makes of it. The blocks' memory is the `pool`'s,
     if one is given."""
     out_features, in_features = weight.shape
@@ -73,68 +61,29 @@ def pack_weight(
     units, columns = weight.contiguous().view(torch.int32), blocks.view(torch.int32)
     for block, rows in enumerate(units.split(width)):
         columns[block].view(-1, width)[:, : len(rows)] = rows.T
-    return PackedWeight(blocks, (out_features, in_features))
+    return PackedWeight((out_features, in_features), weight.dtype, blocks)
 
 
-def in_blocks(columns: torch.Tensor, pool: HugePagePool | None) -> torch.Tensor:
-    """[N, C, …] → [⌈N/B⌉, C, B, …], zeros behind the N outputs, in memory of the `pool`, if one is given."""
-    rows, count, *rest = columns.shape
-    width = block_size()
-    sizes = (-(-rows // width), count, width, *rest)
-    blocks = torch.zeros(sizes, dtype=columns.dtype) if pool is None else pool.zeros(sizes, columns.dtype)
-    for block, part in enumerate(columns.split(width)):
-        blocks[block, :, : len(part)] = part.transpose(0, 1)
-    return blocks
+@dataclass(frozen=True, slots=True)
+class PackedWeight(BlockedLinear):
+    """`blocks` [⌈N/B⌉, K/2, B, 2] in 16 bits, [⌈N/B⌉, K, B] in float32, of B outputs each; zeros behind the N
+    outputs."""
 
+    blocks: torch.Tensor
 
-def linear(
-    x: torch.Tensor, weight: PackedWeight | torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [T, K], the weight [N, K] as `pack_weight` made it, bias [N] or None → [T, N], contiguous, all of one dtype.
-    Sums are float32, rounded once, behind the bias. Raises ValueError for other shapes."""
-    if isinstance(weight, torch.Tensor):
-        return dense.linear(x, weight, bias)
-    out_features, in_features = weight.shape
-    dtype = weight.blocks.dtype
-    if (
-        x.dtype is not dtype
-        or x.dim() != 2
-        or x.shape[1] != in_features
-        or (
-            bias is not None
-            and (bias.dtype is not dtype or bias.shape != (out_features,) or not bias.is_contiguous())
-        )
-    ):
-        raise ValueError(f"x {list(x.shape)} {x.dtype} does not fit a weight {list(weight.shape)} in {dtype}")
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    rows, size = x.shape[0], x.element_size()
-    y = torch.empty(rows, out_features, dtype=dtype)
-    blocks = len(weight.blocks)
-    threads = num_threads()
-    spans, grain = unit_spans(rows * size, rows, blocks, threads)
-    given = (x.data_ptr(), x.stride(0) * size)
-    places = (weight.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-    if dtype is torch.bfloat16 and in_features % INPUTS == 0 and amx.is_permitted():
-        grain = _grain(blocks, threads)
-        run_products(given, rows, *places, in_features, out_features, grain)
-    else:
-        _multiply.run((LIKE[dtype],), *given, rows, *places, in_features, out_features, grain, spans)
-    return y
-
-
-def unit_spans(column_bytes: int, rows: int, blocks: int, threads: int) -> tuple[int, int]:
-    """How many spans of rows, and how many of `blocks` blocks in a unit, a product of `rows` rows is divided into.
-    `column_bytes`: of a column of x."""
-    spans = -(-column_bytes // _UNIT_BYTES)
-    if rows >= threads * _OWN_ROWS:
-        return -(-spans // threads) * threads, 1
-    return spans, _grain(blocks, threads)
-
-
-def _grain(blocks: int, threads: int) -> int:
-    # A few blocks at once where a block is soon done: taking one costs as much as some rows of it.
-    return max(1, blocks // (threads * 8))
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.rows_of(x, bias)
+        columns, inputs = self.shape
+        rows, size, threads, count = x.shape[0], x.element_size(), num_threads(), len(self.blocks)
+        y = torch.empty(rows, columns, dtype=x.dtype)
+        given = (x.data_ptr(), x.stride(0) * size)
+        places = (self.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+        if x.dtype is torch.bfloat16 and inputs % INPUTS == 0 and amx.is_permitted():
+            run_products(given, rows, *places, inputs, columns, unit_blocks(count, threads))
+        else:
+            spans, grain = unit_spans(rows * size, rows, count, threads)
+            _multiply.run((LIKE[x.dtype],), *given, rows, *places, inputs, columns, grain, spans)
+        return y
 
 
 def is_for(dtype: torch.dtype, *, batch_invariant: bool = False) -> bool:
@@ -150,16 +99,6 @@ def _most_rows(context, like):
     if nir.wide_registers(context):
         return 12
     return 6 if like == types.float32 else 4
-
-
-@intrinsic
-def _block_size(typing):
-    """`block_size`, of the processor that code is made for."""
-
-    def lower(context, builder, signature, values):
-        return nir.i64(32 if nir.wide_registers(context) else 16)
-
-    return types.int64(), lower
 
 
 @intrinsic
@@ -179,16 +118,9 @@ def _tile(typing, rows, x, x_stride, weight, bias, y, y_stride, inputs, count, l
         rows, *arguments, _ = values
         kind = signature.args[-1]
         most = _most_rows(context, kind)
-        done = builder.append_basic_block("done")
-        cases = [builder.append_basic_block(f"rows{number}") for number in range(1, most + 1)]
-        choice = builder.switch(rows, cases[-1])
-        for number, block in enumerate(cases, 1):
-            if number < most:
-                choice.add_case(nir.i64(number), block)
-            builder.position_at_end(block)
-            _emit_tile(context, builder, kind, number, *arguments)
-            builder.branch(done)
-        builder.position_at_end(done)
+        for_each_count(
+            builder, rows, 1, most, lambda number: _emit_tile(context, builder, kind, number, *arguments)
+        )
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 9, like), lower
@@ -196,7 +128,7 @@ def _tile(typing, rows, x, x_stride, weight, bias, y, y_stride, inputs, count, l
 
 def _emit_tile(context, builder, kind, rows, x, x_stride, weight, bias, y, y_stride, inputs, count):
     element = nir.elements(context, kind)
-    parts = 2 if nir.wide_registers(context) else 1
+    parts = block_parts(context)
     in_pairs = element.size == 2
     # Of one input, or of a pair in 16 bits, 4 bytes are of one output.
     turns = builder.lshr(inputs, nir.i64(1)) if in_pairs else inputs
@@ -232,18 +164,7 @@ def _emit_tile(context, builder, kind, rows, x, x_stride, weight, bias, y, y_str
         return following
 
     sums = nir.loop(builder, turns, 1, [nir.vector(nir.V_F32, 0.0)] * (parts * rows), turn)
-    for part in range(parts):
-        mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * part)))
-        start = nir.i64(16 * element.size * part)
-        has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
-        lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
-        # Without a bias no lane is on. The address has memory then too: without any the load would take hundreds of
-        # cycles.
-        place = builder.add(builder.select(has_bias, bias, weight), start)
-        shift = element.load(builder, place, lanes)
-        for r in range(rows):
-            target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
-            element.store(builder, builder.fadd(sums[parts * r + part], shift), target, mask)
+    store_tile(builder, element, sums, parts, bias, weight, y, y_stride, count)
 
 
 def _multiply_units(team, arguments, like):
@@ -255,7 +176,7 @@ def _multiply_units(team, arguments, like):
         read_int64(arguments + 64),
     )
     spans = read_int64(arguments + 72)
-    width, size, most = _block_size(), size_of(like), _tile_rows(like)
+    width, size, most = block_width(), size_of(like), _tile_rows(like)
     blocks = (columns + width - 1) // width
     grains = (blocks + grain - 1) // grain
     while True:

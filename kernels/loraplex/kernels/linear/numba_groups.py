@@ -24,7 +24,16 @@ from numba.extending import intrinsic
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers.numba_widen import to_float32
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.numba_dense import block_size, in_blocks, unit_spans
+from loraplex.kernels.linear.numba_blocks import (
+    BlockedLinear,
+    block_parts,
+    block_size,
+    block_width,
+    for_each_count,
+    in_blocks,
+    store_tile,
+    unit_spans,
+)
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
@@ -43,16 +52,49 @@ _V_I8 = ir.VectorType(nir.I8, nir.LANES)
 
 
 @dataclass(frozen=True, slots=True)
-class PackedGroups:
+class PackedGroups(BlockedLinear):
     """`codes` [⌈N/B⌉, K, B] int8, `scales` and `offsets` [⌈N/B⌉, G, B] float32 of B outputs each; zeros behind the N
-    outputs. `dtype` is that of x and y."""
+    outputs."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
-    shape: tuple[int, int]
     group: int
-    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.rows_of(x, bias)
+        dtype, group, (columns, inputs) = self.dtype, self.group, self.shape
+        rows, threads, groups = x.shape[0], num_threads(), inputs // group
+        y = torch.empty(rows, columns, dtype=dtype)
+        spans, grain = unit_spans(rows * x.element_size(), rows, len(self.codes), threads)
+        is_wide = rows > _TILE_ROWS_WIDE and _multiplies_pairs(dtype)
+        if rows > _TILE_ROWS_HALVES and not _multiplies_pairs(dtype):
+            x = to_float32(x)  # else each tile does it again
+        given = (x.data_ptr(), x.stride(0) * x.element_size(), rows)
+        offsets = sums = 0
+        if self.offsets is not None:
+            sums_of_groups = torch.empty(rows, groups, dtype=torch.float32)
+            offsets, sums = self.offsets.data_ptr(), sums_of_groups.data_ptr()
+            _sum_groups.run((LIKE[x.dtype],), *given, group, groups, sums)
+        # For a block's codes as bfloat16, for each thread.
+        wide = torch.empty(threads if is_wide else 0, inputs * block_size(), dtype=torch.bfloat16)
+        _multiply.run(
+            (LIKE[x.dtype], LIKE[dtype]),
+            *given,
+            self.codes.data_ptr(),
+            self.scales.data_ptr(),
+            offsets,
+            sums,
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            inputs,
+            columns,
+            group,
+            grain,
+            spans,
+            wide.data_ptr() if is_wide else 0,
+        )
+        return y
 
 
 def pack_groups(
@@ -62,60 +104,9 @@ def pack_groups(
     of inputs."""
     if weight.group % 2:
         raise ValueError(f"a group has {weight.group} inputs, an odd number")
-    parts = [
-        None if part is None else in_blocks(part, pool)
-        for part in (weight.codes, weight.scales, weight.offsets)
-    ]
-    codes, scales, offsets = parts
-    assert codes is not None
-    assert scales is not None
-    return PackedGroups(codes, scales, offsets, weight.shape, weight.group, dtype)
-
-
-def linear(x: torch.Tensor, weight: PackedGroups, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K], bias [N] or None → [T, N], contiguous, all of the weight's dtype. Raises ValueError for other
-    shapes."""
-    out_features, in_features = weight.shape
-    dtype = weight.dtype
-    fits_bias = bias is None or (
-        bias.dtype is dtype and bias.shape == (out_features,) and bias.is_contiguous()
-    )
-    if x.dtype is not dtype or x.dim() != 2 or x.shape[1] != in_features or not fits_bias:
-        raise ValueError(f"x {list(x.shape)} {x.dtype} does not fit a weight {list(weight.shape)} in {dtype}")
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    rows, threads = x.shape[0], num_threads()
-    y = torch.empty(rows, out_features, dtype=dtype)
-    spans, grain = unit_spans(rows * x.element_size(), rows, len(weight.codes), threads)
-    is_wide = rows > _TILE_ROWS_WIDE and _multiplies_pairs(dtype)
-    if rows > _TILE_ROWS_HALVES and not _multiplies_pairs(dtype):
-        x = to_float32(x)  # else each tile does it again
-    given = (x.data_ptr(), x.stride(0) * x.element_size(), rows)
-    group, groups = weight.group, in_features // weight.group
-    offsets = sums = 0
-    if weight.offsets is not None:
-        sums_of_groups = torch.empty(rows, groups, dtype=torch.float32)
-        offsets, sums = weight.offsets.data_ptr(), sums_of_groups.data_ptr()
-        _sum_groups.run((LIKE[x.dtype],), *given, group, groups, sums)
-    # For a block's codes as bfloat16, for each thread.
-    wide = torch.empty(threads if is_wide else 0, in_features * block_size(), dtype=torch.bfloat16)
-    _multiply.run(
-        (LIKE[x.dtype], LIKE[dtype]),
-        *given,
-        weight.codes.data_ptr(),
-        weight.scales.data_ptr(),
-        offsets,
-        sums,
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        in_features,
-        out_features,
-        group,
-        grain,
-        spans,
-        wide.data_ptr() if is_wide else 0,
-    )
-    return y
+    codes, scales = in_blocks(weight.codes, pool), in_blocks(weight.scales, pool)
+    offsets = None if weight.offsets is None else in_blocks(weight.offsets, pool)
+    return PackedGroups(weight.shape, dtype, codes, scales, offsets, weight.group)
 
 
 def _multiplies_pairs(dtype: torch.dtype) -> bool:
@@ -149,16 +140,6 @@ def _rows_of_tile(context, like):
     if nir.wide_registers(context):
         return _TILE_ROWS_WIDE
     return _TILE_ROWS if like == types.float32 else _TILE_ROWS_HALVES
-
-
-@intrinsic
-def _parts(typing):
-    """Vectors of a block's outputs, of the processor that code is made for."""
-
-    def lower(context, builder, signature, values):
-        return nir.i64(2 if nir.wide_registers(context) else 1)
-
-    return types.int64(), lower
 
 
 @intrinsic
@@ -202,16 +183,13 @@ def _tile(
         most = _rows_of_tile(context, kinds[0])
         # Of several tiles of equal size, none has less than half of the most rows.
         least = most // 2 if wide else 1
-        done = builder.append_basic_block("done")
-        cases = [builder.append_basic_block(f"rows{number}") for number in range(least, most + 1)]
-        choice = builder.switch(rows, cases[-1])
-        for number, block in enumerate(cases, least):
-            if number < most:
-                choice.add_case(nir.i64(number), block)
-            builder.position_at_end(block)
-            _emit_tile(context, builder, kinds, wide, number, *arguments)
-            builder.branch(done)
-        builder.position_at_end(done)
+        for_each_count(
+            builder,
+            rows,
+            least,
+            most,
+            lambda number: _emit_tile(context, builder, kinds, wide, number, *arguments),
+        )
         return context.get_dummy_value()
 
     return types.void(is_wide, *[types.int64] * 15, x_like, like), lower
@@ -223,7 +201,7 @@ def _emit_tile(
 ):  # fmt: skip
     x_kind, kind = kinds
     element = nir.elements(context, kind)
-    parts = 2 if nir.wide_registers(context) else 1
+    parts = block_parts(context)
     zeros = [nir.vector(nir.V_F32, 0.0)] * (parts * rows)
 
     def loads(address, stride):
@@ -259,17 +237,7 @@ def _emit_tile(
         ]
 
     totals = nir.loop(builder, groups, 1, totals, add_group)
-    for part in range(parts):
-        mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * part)))
-        start = nir.i64(16 * element.size * part)
-        has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
-        lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
-        # Without a bias no lane is on. The address has memory then too: without any the load would take hundreds of
-        # cycles.
-        added = element.load(builder, builder.add(builder.select(has_bias, bias, codes), start), lanes)
-        for r in range(rows):
-            target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
-            element.store(builder, builder.fadd(totals[parts * r + part], added), target, mask)
+    store_tile(builder, element, totals, parts, bias, codes, y, y_stride, count)
 
 
 def _widened(builder, place, width):
@@ -288,7 +256,7 @@ def _bfloat16_pair(builder, first, second):
 def _turn(context, builder, kind, is_wide, sources, codes, first, ahead):
     """The body of a loop over pairs of inputs, from pair number `first` on: the rows' products with two codes of each
     output. `kind` is x's."""
-    parts = 2 if nir.wide_registers(context) else 1
+    parts = block_parts(context)
     element = nir.elements(context, kind)
     emit = _add_pairs if _in_pairs(context, kind) else _add_inputs
 
@@ -350,7 +318,7 @@ def _multiply_units(team, arguments, x_like, like):
         read_int64(arguments + 88),
     )
     grain, spans = read_int64(arguments + 96), read_int64(arguments + 104)
-    width, size = 16 * _parts(), size_of(like)
+    width, size = block_width(), size_of(like)
     wide, most = read_int64(arguments + 112), _tile_rows(x_like)
     is_wide = wide != 0
     wide += read_int64(team + 8) * inputs * width * 2

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -24,7 +23,15 @@ from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers.numba_quantise import GROUP, RECORD, quantise_rows
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.int8_products import PART_BYTES, STEP, products
-from loraplex.kernels.linear.numba_dense import in_blocks, unit_spans
+from loraplex.kernels.linear.numba_blocks import (
+    BlockedLinear,
+    block_parts,
+    block_width,
+    for_each_count,
+    in_blocks,
+    store_tile,
+    unit_spans,
+)
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
 from loraplex.kernels.numba_runtime.vectors import LIKE, read_int64, size_of
@@ -36,18 +43,39 @@ _BITS_LIKE = {4: np.uint8(0), 8: np.int8(0)}
 
 
 @dataclass(frozen=True, slots=True)
-class PackedIntegers:
+class PackedIntegers(BlockedLinear):
     """`codes` [⌈N/B⌉, K/32 · bits, B, 4] uint8, two in a byte where they have 4 bits (`int8_products`); `scales` and
     `offsets` [⌈N/B⌉, G, B], float16 where that holds all of them, else float32; of B outputs each, zeros behind the N
-    outputs. `dtype` is that of x and y."""
+    outputs."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
-    shape: tuple[int, int]
     group: int
     bits: int
-    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        quantised = quantise_rows(self.rows_of(x, bias))
+        rows, (columns, inputs) = x.shape[0], self.shape
+        y = torch.empty(rows, columns, dtype=self.dtype)
+        spans, grain = unit_spans(rows, rows, len(self.codes), num_threads())
+        _multiply.run(
+            (LIKE[self.dtype], LIKE[self.scales.dtype], _BITS_LIKE[self.bits]),
+            quantised.codes.data_ptr(),
+            quantised.groups.data_ptr(),
+            rows,
+            self.codes.data_ptr(),
+            self.scales.data_ptr(),
+            0 if self.offsets is None else self.offsets.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            inputs,
+            columns,
+            self.group // GROUP,
+            grain,
+            spans,
+        )
+        return y
 
 
 def bits_of(weight: GroupedWeight) -> int | None:
@@ -61,23 +89,23 @@ def bits_of(weight: GroupedWeight) -> int | None:
 
 
 def pack_integers(
-    weight: GroupedWeight, dtype: torch.dtype, *, pool: HugePagePool | None = None
-) -> PackedIntegers:
-    """The weight in blocks, in memory of the `pool`, if one is given. Raises ValueError where these products cannot be
-    used for it."""
+    weight: GroupedWeight, dtype: torch.dtype, most_bits: int = 8, *, pool: HugePagePool | None = None
+) -> PackedIntegers | None:
+    """The weight in blocks, in memory of the `pool`, if one is given; None where its codes need more than `most_bits`,
+    or these products cannot be used for it."""
     bits = bits_of(weight)
-    if bits is None:
-        raise ValueError(f"{list(weight.shape)} in groups of {weight.group} are not in groups of {GROUP}")
+    if bits is None or bits > most_bits:
+        return None
     codes, offsets = _unsigned(weight, bits)
     kind = torch.float16 if _in_float16(weight.scales) and _in_float16(offsets) else torch.float32
     return PackedIntegers(
+        weight.shape,
+        dtype,
         in_blocks(_steps(codes, bits), pool),
         in_blocks(weight.scales.to(kind), pool),
         None if offsets is None else in_blocks(offsets.to(kind), pool),
-        weight.shape,
         weight.group,
         bits,
-        dtype,
     )
 
 
@@ -112,54 +140,6 @@ def _steps(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return steps if bits == 8 else steps[:, ::2] | steps[:, 1::2] << 4
 
 
-def linear(x: torch.Tensor, weight: PackedIntegers, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K], bias [N] or None → [T, N], contiguous, all of the weight's dtype. Raises ValueError for other
-    shapes."""
-    out_features, in_features = weight.shape
-    dtype = weight.dtype
-    fits_bias = bias is None or (
-        bias.dtype is dtype and bias.shape == (out_features,) and bias.is_contiguous()
-    )
-    if x.dtype is not dtype or x.dim() != 2 or x.shape[1] != in_features or not fits_bias:
-        raise ValueError(f"x {list(x.shape)} {x.dtype} does not fit a weight {list(weight.shape)} in {dtype}")
-    quantised = quantise_rows(x if x.stride(1) == 1 else x.contiguous())
-    rows = x.shape[0]
-    y = torch.empty(rows, out_features, dtype=dtype)
-    spans, grain = unit_spans(rows, rows, len(weight.codes), num_threads())
-    _multiply.run(
-        (LIKE[dtype], LIKE[weight.scales.dtype], _BITS_LIKE[weight.bits]),
-        quantised.codes.data_ptr(),
-        quantised.groups.data_ptr(),
-        rows,
-        weight.codes.data_ptr(),
-        weight.scales.data_ptr(),
-        0 if weight.offsets is None else weight.offsets.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        in_features,
-        out_features,
-        weight.group // GROUP,
-        grain,
-        spans,
-    )
-    return y
-
-
-def _parts(context):
-    """Vectors of a block's outputs."""
-    return 2 if nir.wide_registers(context) else 1
-
-
-@intrinsic
-def _block_width(typing):
-    """`block_size`, of the processor that code is made for."""
-
-    def lower(context, builder, signature, values):
-        return nir.i64(16 * _parts(context))
-
-    return types.int64(), lower
-
-
 def _bits(bits_like):
     return 4 if bits_like == types.uint8 else 8
 
@@ -179,7 +159,7 @@ def _block_bytes(typing, inputs, bits_like):
     """Bytes of a block's codes."""
 
     def lower(context, builder, signature, values):
-        each = 16 * _parts(context) * _bits(signature.args[1]) // 8
+        each = 16 * block_parts(context) * _bits(signature.args[1]) // 8
         return builder.mul(values[0], nir.i64(each))
 
     return types.int64(types.int64, bits_like), lower
@@ -205,16 +185,9 @@ def emit_tiles(context, builder, kinds, rows, arguments):
     """Code of a tile for each number of rows. `kinds`: the types that stand for y's dtype, for that of scales, and for
     the bits of a code."""
     most = products(nir.features(context), _bits(kinds[2])).most_rows
-    done = builder.append_basic_block("done")
-    cases = [builder.append_basic_block(f"rows{number}") for number in range(1, most + 1)]
-    choice = builder.switch(rows, cases[-1])
-    for number, block in enumerate(cases, 1):
-        if number < most:
-            choice.add_case(nir.i64(number), block)
-        builder.position_at_end(block)
-        _emit_tile(context, builder, kinds, number, *arguments)
-        builder.branch(done)
-    builder.position_at_end(done)
+    for_each_count(
+        builder, rows, 1, most, lambda number: _emit_tile(context, builder, kinds, number, *arguments)
+    )
 
 
 def _emit_tile(
@@ -223,7 +196,7 @@ def _emit_tile(
 ):  # fmt: skip
     element, scale_element = (nir.elements(context, kind) for kind in kinds[:2])
     bits = _bits(kinds[2])
-    parts, summed = _parts(context), products(nir.features(context), bits)
+    parts, summed = block_parts(context), products(nir.features(context), bits)
     inputs = builder.mul(groups, nir.i64(GROUP))
     sources = [builder.add(x, builder.mul(inputs, nir.i64(r))) for r in range(rows)]
     record_stride = builder.mul(groups, nir.i64(4 * RECORD))
@@ -282,17 +255,7 @@ def _emit_tile(
     zeros = [nir.vector(nir.V_F32, 0.0)] * (parts * rows)
     _, _, *totals = nir.loop(builder, shifts, 1, [offsets, nir.i64(0), *zeros], shift)
     _, _, *totals = nir.loop(builder, groups, 1, [scales, nir.i64(0), *totals], add_group)
-    for part in range(parts):
-        mask = nir.lane_mask(builder, nir.i64(0), builder.sub(count, nir.i64(16 * part)))
-        start = nir.i64(16 * element.size * part)
-        has_bias = builder.icmp_signed("!=", bias, nir.i64(0))
-        lanes = builder.select(has_bias, mask, ir.Constant(nir.V_I1, [0] * nir.LANES))
-        # Without a bias no lane is on. The address has memory then too: without any the load would take hundreds of
-        # cycles.
-        added = element.load(builder, builder.add(builder.select(has_bias, bias, codes), start), lanes)
-        for r in range(rows):
-            target = builder.add(builder.add(y, builder.mul(y_stride, nir.i64(r))), start)
-            element.store(builder, builder.fadd(totals[parts * r + part], added), target, mask)
+    store_tile(builder, element, totals, parts, bias, codes, y, y_stride, count)
 
 
 def _multiply_units(team, arguments, like, scale_like, bits_like):
@@ -302,7 +265,7 @@ def _multiply_units(team, arguments, like, scale_like, bits_like):
     y, inputs, columns = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
     shared, grain = read_int64(arguments + 80), read_int64(arguments + 88)
     spans = read_int64(arguments + 96)
-    width, size, most = _block_width(), size_of(like), _tile_rows(bits_like)
+    width, size, most = block_width(), size_of(like), _tile_rows(bits_like)
     block_bytes = _block_bytes(inputs, bits_like)
     groups = inputs // _GROUP
     shifts = groups if offsets != 0 else 0

@@ -5,11 +5,14 @@ number of rows: a row's bits depend on how many lie beside it."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 import triton
 import triton.language as tl
 
 from loraplex.kernels.linear.triton_fp8 import PackedFloats
+from loraplex.kernels.linear.triton_splits import SplitTiling
 
 _MOST_SCALED_BEHIND = 128
 """The most rows that are scaled behind the product. cuBLAS reads a weight up to twice as fast without scales for each
@@ -35,13 +38,26 @@ def obstacle_to(weight: PackedFloats) -> str | None:
     return None
 
 
-def linear(x: torch.Tensor, weight: PackedFloats, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., K] bfloat16, contiguous, bias [N] or None → [..., N] bfloat16. For a weight with no `obstacle_to` it."""
-    rows = x.view(-1, x.shape[-1])
-    if not rows.shape[0]:
-        return torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
-    product = scale_behind if rows.shape[0] <= _MOST_SCALED_BEHIND else scale_within
-    return product(rows, weight, bias).view(*x.shape[:-1], -1)
+class ScaledFloats(PackedFloats):
+    """The same weight, for which there is no `obstacle_to` torch's product."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, *, tiling: SplitTiling | None = None
+    ) -> torch.Tensor:
+        rows = x.view(-1, x.shape[-1])
+        if not rows.shape[0]:
+            return torch.empty(*x.shape[:-1], self.shape[0], dtype=x.dtype, device=x.device)
+        product = scale_behind if rows.shape[0] <= _MOST_SCALED_BEHIND else scale_within
+        return product(rows, self, bias).view(*x.shape[:-1], -1)
+
+
+def prefer_library(weight: PackedFloats) -> PackedFloats:
+    """The weight by torch's product where that can multiply with it, which is faster."""
+    if obstacle_to(weight) is not None:
+        return weight
+    return ScaledFloats(**{field.name: getattr(weight, field.name) for field in fields(weight)})
 
 
 def scale_within(x: torch.Tensor, weight: PackedFloats, bias: torch.Tensor | None = None) -> torch.Tensor:

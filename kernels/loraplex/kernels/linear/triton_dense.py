@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.linear.triton_splits import tile_places
 
 
@@ -26,6 +27,22 @@ class LinearTiling:
     block_k: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTiles(PackedLinear):
+    """A weight in floats that this kernel multiplies with."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, self.weight, bias)
+
+
+def pack_weight(weight: torch.Tensor) -> PackedTiles:
+    """The weight as it is."""
+    out_features, in_features = weight.shape
+    return PackedTiles((out_features, in_features), weight.dtype, weight)
 
 
 def choose_tiling(out_features: int, itemsize: int) -> LinearTiling:

@@ -17,9 +17,16 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.linear import triton_splits
-from loraplex.kernels.linear.floats import FloatWeight
-from loraplex.kernels.linear.triton_groups import GroupsTiling, choose_tiling
-from loraplex.kernels.linear.triton_splits import awaited, store_sums, tile_places
+from loraplex.kernels.linear.packed import FloatWeight
+from loraplex.kernels.linear.triton_groups import choose_tiling
+from loraplex.kernels.linear.triton_splits import (
+    Launch,
+    SplitLinear,
+    SplitTiling,
+    awaited,
+    store_sums,
+    tile_places,
+)
 from loraplex.kernels.weight_form import fits_tiles
 
 _FLOATS = (8, 9)
@@ -30,82 +37,51 @@ model's linears took 1.0 to 1.5 times as long on an H200 (docs/lab/README.md).""
 
 
 @dataclass(frozen=True, slots=True)
-class PackedFloats:
-    """`values` [N, K] float8_e4m3fn, `scales` [G, N] float32, for G groups of `group` inputs, on the device. `dtype` is
-    that of x and y. `arrived` as in `loraplex.kernels.linear.triton_splits.Packed`. `converts`: the device has
-    instructions for e4m3. `activations`: x may be rounded to e4m3 too. `one`: 1 in float32."""
+class PackedFloats(SplitLinear):
+    """`values` [N, K] float8_e4m3fn and `scales` [G, N] float32 on the device. `converts`: the device has instructions
+    for e4m3. `activations`: x may be rounded to e4m3 too. `one`: 1 in float32."""
 
     values: torch.Tensor
     scales: torch.Tensor
-    group: int
-    dtype: torch.dtype
-    arrived: torch.Tensor
     converts: bool
     activations: bool
     one: torch.Tensor
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, inputs = self.values.shape
-        return rows, inputs
+    def choose_tiling(self, rows: int) -> SplitTiling:
+        return floats_tiling(rows, self.shape, self.group, self.dtype.itemsize)
+
+    def launch(self, x: torch.Tensor, tiling: SplitTiling) -> Launch:
+        values = self.values if self.converts else self.values.view(torch.uint8)
+        whole = self.shape[1] % tiling.block_k == 0
+        return floats_program, (values, self.scales), {"WHOLE": whole, "CONVERTS": self.converts}
 
 
-def pack_floats(weight: FloatWeight, dtype: torch.dtype, *, device: torch.device) -> PackedFloats | None:
-    """The weight on `device`; None where its groups are not `fits_tiles`."""
+def pack_floats(weight: FloatWeight, dtype: torch.dtype, *, device: torch.device) -> PackedFloats:
+    """The weight on `device`. Raises ValueError where its groups are not `fits_tiles`."""
     columns, inputs = weight.values.shape
     if not fits_tiles(weight.group, inputs):
-        return None
+        raise ValueError(f"groups of {weight.group} of {inputs} inputs fit no tile")
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return PackedFloats(
+        (columns, inputs),
+        dtype,
+        weight.group,
+        triton_splits.new_counts(columns, device),
         weight.values.to(device).contiguous(),
         weight.scales.to(device).T.contiguous(),
-        weight.group,
-        dtype,
-        arrived=triton_splits.new_counts(columns, device),
         converts=capability >= _FLOATS,
         activations=weight.activations,
         one=torch.ones((), device=device),
     )
 
 
-def floats_tiling(rows: int, shape: tuple[int, int], group: int, itemsize: int) -> GroupsTiling:
+def floats_tiling(rows: int, shape: tuple[int, int], group: int, itemsize: int) -> SplitTiling:
     """The tiling of `triton_groups.choose_tiling`, by more of K at a time. What decides the order of a row's sums
     follows from the weight alone."""
     tiling = choose_tiling(rows, shape, group, itemsize)
     if itemsize > 2 or (group != shape[1] and group % _BLOCK_K):
         return tiling
     return replace(tiling, block_k=_BLOCK_K)
-
-
-def linear(
-    x: torch.Tensor,
-    weight: PackedFloats,
-    bias: torch.Tensor | None = None,
-    *,
-    tiling: GroupsTiling | None = None,
-) -> torch.Tensor:
-    """x [..., K], bias [N] or None → [..., N], of the weight's dtype, contiguous. Sums are float32, rounded once,
-    behind the bias. `tiling` is for tests. Raises ValueError for other shapes and strides."""
-    triton_splits.check_operands(x, weight, bias, "8-bit floats")
-    out_features, in_features = weight.shape
-    y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
-    num_rows = y.numel() // out_features
-    if num_rows:
-        tiling = tiling or floats_tiling(num_rows, weight.shape, weight.group, x.element_size())
-        triton_splits.launch(
-            floats_program,
-            x,
-            weight,
-            (weight.values if weight.converts else weight.values.view(torch.uint8), weight.scales),
-            bias,
-            y,
-            tiling,
-            GROUP=weight.group,
-            WHOLE=in_features % tiling.block_k == 0,
-            BLOCK_K=tiling.block_k,
-            CONVERTS=weight.converts,
-        )
-    return y
 
 
 # One machine code for all numbers of rows.

@@ -20,62 +20,57 @@ import triton.language as tl
 
 from loraplex.kernels.linear import triton_splits
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.triton_splits import awaited, store_sums, tile_places
+from loraplex.kernels.linear.triton_splits import (
+    Launch,
+    SplitLinear,
+    SplitTiling,
+    awaited,
+    store_sums,
+    tile_places,
+)
 
 _LEAST_BLOCK_K, _MOST_BLOCK_K = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCodes:
+class PackedCodes(SplitLinear):
     """`codes` [N, K] int8, `scales` and `offsets` [G, N] float32, on the device: a tile's scales lie side by side.
-    `dtype` is that of x and y. `most_rows`: rows of a tile on this device, at most. `arrived` as in
-    `loraplex.kernels.linear.triton_splits.Packed`."""
+    `most_rows`: rows of a tile on this device, at most."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
-    group: int
-    dtype: torch.dtype
     most_rows: int
-    arrived: torch.Tensor
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, inputs = self.codes.shape
-        return rows, inputs
+    def choose_tiling(self, rows: int) -> SplitTiling:
+        return choose_tiling(rows, self.shape, self.group, self.dtype.itemsize, most_rows=self.most_rows)
 
-
-@dataclass(frozen=True, slots=True)
-class GroupsTiling:
-    """A program computes `block_n` columns of `block_m` rows, `block_k` of K at a time: powers of two, 16 or more.
-    `apart`: each of the `splits` of K is a program of its own. All rows lie in one tile then."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    splits: int
-    apart: bool
-    num_warps: int
-    num_stages: int = 3
+    def launch(self, x: torch.Tensor, tiling: SplitTiling) -> Launch:
+        offsets = self.scales if self.offsets is None else self.offsets
+        return (
+            groups_program,
+            (self.codes, self.scales, offsets),
+            {"HAS_OFFSETS": self.offsets is not None},
+        )
 
 
 def pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> PackedCodes:
     """The weight on `device`."""
-    offsets = None if weight.offsets is None else weight.offsets.to(device).T.contiguous()
     return PackedCodes(
+        weight.shape,
+        dtype,
+        weight.group,
+        triton_splits.new_counts(weight.shape[0], device),
         weight.codes.to(device).contiguous(),
         weight.scales.to(device).T.contiguous(),
-        offsets,
-        weight.group,
-        dtype,
-        most_rows=triton_splits.most_rows(device),
-        arrived=triton_splits.new_counts(weight.shape[0], device),
+        None if weight.offsets is None else weight.offsets.to(device).T.contiguous(),
+        triton_splits.most_rows(device),
     )
 
 
 def choose_tiling(
     rows: int, shape: tuple[int, int], group: int, itemsize: int, *, most_rows: int = 128
-) -> GroupsTiling:
+) -> SplitTiling:
     """The tiling for x of `rows` rows, of elements of `itemsize` bytes, and a weight of `shape` [N, K]. A block of K
     lies in one group. What decides the order of a row's sums, `block_k` and `splits`, follows from the weight alone."""
     out_features, _ = shape
@@ -93,40 +88,7 @@ def choose_tiling(
     if splits > 1 and not apart:
         # Sums of one split beside those of all before it take twice the registers.
         block_m = min(block_m, 128)
-    return GroupsTiling(block_m, block_n, block_k, splits, apart, num_warps)
-
-
-def linear(
-    x: torch.Tensor,
-    weight: PackedCodes,
-    bias: torch.Tensor | None = None,
-    *,
-    tiling: GroupsTiling | None = None,
-) -> torch.Tensor:
-    """x [..., K], bias [N] or None → [..., N], of the weight's dtype, contiguous. Sums are float32, rounded once,
-    behind the bias. `tiling` is for tests. Raises ValueError for other shapes and strides."""
-    triton_splits.check_operands(x, weight, bias, "codes")
-    out_features, _ = weight.shape
-    y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
-    num_rows = y.numel() // out_features
-    if num_rows:
-        tiling = tiling or choose_tiling(
-            num_rows, weight.shape, weight.group, x.element_size(), most_rows=weight.most_rows
-        )
-        offsets = weight.scales if weight.offsets is None else weight.offsets
-        triton_splits.launch(
-            groups_program,
-            x,
-            weight,
-            (weight.codes, weight.scales, offsets),
-            bias,
-            y,
-            tiling,
-            GROUP=weight.group,
-            BLOCK_K=tiling.block_k,
-            HAS_OFFSETS=weight.offsets is not None,
-        )
-    return y
+    return SplitTiling(block_m, block_n, block_k, splits, apart, num_warps)
 
 
 # One machine code for all numbers of rows.
@@ -155,7 +117,7 @@ def groups_program(
     AWAIT: tl.constexpr,
 ):
     """x [num_rows, K], codes [N, K], scales and offsets [K / GROUP, N], y [num_rows, N], planes [SPLITS, num_rows, N]
-    and arrived as in PackedCodes, both used only where APART. Grid: tiles, those of the same columns beside each other,
+    and arrived as in SplitLinear, both used only where APART. Grid: tiles, those of the same columns beside each other,
     so that codes come from memory once; splits of K where APART, else 1."""
     m, n, has_row, has_column = tile_places(num_rows, N, BLOCK_M, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

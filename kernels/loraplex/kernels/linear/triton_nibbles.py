@@ -21,7 +21,14 @@ import triton.language as tl
 
 from loraplex.kernels.linear import triton_splits
 from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.triton_splits import awaited, store_sums, tile_places
+from loraplex.kernels.linear.triton_splits import (
+    Launch,
+    SplitLinear,
+    SplitTiling,
+    awaited,
+    store_sums,
+    tile_places,
+)
 from loraplex.kernels.weight_form import PLANES, block_of_4_bits
 
 _MOST_NIBBLE = 15
@@ -30,27 +37,18 @@ _SIGNED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class PackedNibbles:
+class PackedNibbles(SplitLinear):
     """`words` [N, K / 4] int16, `scales` and `offsets` [G, N] of the narrowest floats that hold all of them, on the
     device. A nibble of 0 is the code `low`, or, where `lows` [G, N] int8 is there, that of its group. `block`: inputs
-    of a block. `dtype` is that of x and y. `most_rows` and `arrived` as in `triton_groups.PackedCodes`.
-    """
+    of a block. `most_rows` as in `triton_groups.PackedCodes`."""
 
     words: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
+    most_rows: int
     lows: torch.Tensor | None
     low: int
-    group: int
     block: int
-    dtype: torch.dtype
-    most_rows: int
-    arrived: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, words = self.words.shape
-        return rows, words * PLANES
 
     @property
     def makes_pairs(self) -> bool:
@@ -58,18 +56,19 @@ class PackedNibbles:
         is_narrow = self.scales.dtype is not torch.float32 and self.offsets is None
         return is_narrow and self.dtype is torch.bfloat16
 
+    def choose_tiling(self, rows: int) -> SplitTiling:
+        return choose_tiling(rows, self.shape, self.block, self.dtype.itemsize, most_rows=self.most_rows)
 
-@dataclass(frozen=True, slots=True)
-class NibblesTiling:
-    """A program computes `block_n` columns of `block_m` rows, a block of K at a time: powers of two, 16 or more.
-    `apart`: each of the `splits` of K is a program of its own. All rows lie in one tile then."""
-
-    block_m: int
-    block_n: int
-    splits: int
-    apart: bool
-    num_warps: int
-    num_stages: int = 3
+    def launch(self, x: torch.Tensor, tiling: SplitTiling) -> Launch:
+        offsets = self.scales if self.offsets is None else self.offsets
+        lows = self.words if self.lows is None else self.lows
+        constants = {
+            "LOW": self.low,
+            "HAS_OFFSETS": self.offsets is not None,
+            "HAS_LOWS": self.lows is not None,
+            "PAIRS": x.is_cuda and self.makes_pairs,
+        }
+        return nibbles_program, (self.words, self.scales, offsets, lows), constants
 
 
 def pack_nibbles(
@@ -92,16 +91,17 @@ def pack_nibbles(
     planes = nibbles.view(rows, inputs // block, PLANES, block // PLANES)
     bytes_ = [planes[:, :, place] | planes[:, :, place + 1] << 4 for place in (0, 2)]
     return PackedNibbles(
+        weight.shape,
+        dtype,
+        weight.group,
+        triton_splits.new_counts(rows, device),
         torch.stack(bytes_, -1).view(torch.int16).view(rows, inputs // PLANES),
         _narrow(weight.scales.to(device)).T.contiguous(),
         None if weight.offsets is None else _narrow(weight.offsets.to(device)).T.contiguous(),
+        triton_splits.most_rows(device),
         None if lows is None else lows.T.contiguous(),
         low,
-        weight.group,
         block,
-        dtype,
-        most_rows=triton_splits.most_rows(device),
-        arrived=triton_splits.new_counts(rows, device),
     )
 
 
@@ -114,9 +114,11 @@ def _narrow(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def choose_tiling(rows: int, shape: tuple[int, int], itemsize: int, *, most_rows: int = 128) -> NibblesTiling:
-    """The tiling for x of `rows` rows, of elements of `itemsize` bytes, and a weight of `shape` [N, K]. `splits`, which
-    decides the order of a row's sums, follows from the weight alone."""
+def choose_tiling(
+    rows: int, shape: tuple[int, int], block: int, itemsize: int, *, most_rows: int = 128
+) -> SplitTiling:
+    """The tiling for x of `rows` rows, of elements of `itemsize` bytes, and a weight of `shape` [N, K] in blocks of
+    `block` inputs. `splits`, which decides the order of a row's sums, follows from the weight alone."""
     out_features, _ = shape
     splits = triton_splits.num_splits(shape)
     if itemsize > 2:  # float32 goes without tensor cores
@@ -128,41 +130,7 @@ def choose_tiling(rows: int, shape: tuple[int, int], itemsize: int, *, most_rows
         # Sums of one split beside those of all before it take twice the registers.
         block_m = min(block_m, most_rows // 2)
     apart = triton_splits.are_apart(splits, rows, out_features, block_m)
-    return NibblesTiling(block_m, block_n, splits, apart, num_warps)
-
-
-def linear(
-    x: torch.Tensor,
-    weight: PackedNibbles,
-    bias: torch.Tensor | None = None,
-    *,
-    tiling: NibblesTiling | None = None,
-) -> torch.Tensor:
-    """The product, as `triton_groups.linear` has it. `tiling` is for tests and benches."""
-    triton_splits.check_operands(x, weight, bias, "codes")
-    out_features, _ = weight.shape
-    y = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype, device=x.device)
-    num_rows = y.numel() // out_features
-    if num_rows:
-        tiling = tiling or choose_tiling(num_rows, weight.shape, x.element_size(), most_rows=weight.most_rows)
-        offsets = weight.scales if weight.offsets is None else weight.offsets
-        lows = weight.words if weight.lows is None else weight.lows
-        triton_splits.launch(
-            nibbles_program,
-            x,
-            weight,
-            (weight.words, weight.scales, offsets, lows),
-            bias,
-            y,
-            tiling,
-            GROUP=weight.group,
-            LOW=weight.low,
-            BLOCK_K=weight.block,
-            HAS_OFFSETS=weight.offsets is not None,
-            HAS_LOWS=weight.lows is not None,
-            PAIRS=x.is_cuda and weight.makes_pairs,
-        )
-    return y
+    return SplitTiling(block_m, block_n, block, splits, apart, num_warps)
 
 
 # One machine code for all numbers of rows.
@@ -195,7 +163,7 @@ def nibbles_program(
     AWAIT: tl.constexpr,
 ):
     """x [num_rows, K], words [N, K / 4], scales, offsets and lows [K / GROUP, N], y [num_rows, N], planes [SPLITS,
-    num_rows, N] and arrived as in PackedNibbles, both used only where APART. Grid: tiles, those of the same columns
+    num_rows, N] and arrived as in SplitLinear, both used only where APART. Grid: tiles, those of the same columns
     beside each other, so that words come from memory once; splits of K where APART, else 1."""
     WIDTH: tl.constexpr = BLOCK_K // 4
     m, n, has_row, has_column = tile_places(num_rows, N, BLOCK_M, BLOCK_N)

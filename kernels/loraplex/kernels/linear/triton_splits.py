@@ -7,11 +7,15 @@ A split is a program of its own, for few rows, or one program computes all of th
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from loraplex.kernels.linear.packed import PackedLinear
 
 _LEAST_SPLIT = 512
 """Inputs of a split, at least: a shorter one is done before it pays for its sums."""
@@ -24,19 +28,99 @@ _MOST_PLANE_BYTES = 32 << 20
 _HOPPER = (9, 0)
 
 
-class Packed(Protocol):
-    """A weight [N, K] on its device. `dtype` is that of x and y.
+Launch = tuple[Any, tuple[torch.Tensor, ...], dict[str, int | bool]]
+"""A program, the weight's operands, and constants of its own. It takes x, the operands, bias, y [rows, N], planes,
+arrived, and the sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTiling:
+    """A program computes `block_n` columns of `block_m` rows, `block_k` of K at a time: powers of two, 16 or more.
+    `apart`: each of the `splits` of K is a program of its own. All rows lie in one tile then."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int
+    apart: bool
+    num_warps: int
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SplitLinear(PackedLinear):
+    """A weight in groups of `group` inputs on its device.
 
     `arrived` [column tiles] int32: how many splits of a tile have been summed. All are 0 between launches, for the last
     split of a tile sets its own back. A product of one weight must therefore be done before the next one of it begins:
     launches of one stream are, and so are recordings that are replayed on one."""
 
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def arrived(self) -> torch.Tensor: ...
+    group: int
+    arrived: torch.Tensor
+
+    @abstractmethod
+    def choose_tiling(self, rows: int) -> SplitTiling:
+        """The tiling for x of that many rows."""
+
+    @abstractmethod
+    def launch(self, x: torch.Tensor, tiling: SplitTiling) -> Launch:
+        """The program for x."""
+
+    def __call__(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, *, tiling: SplitTiling | None = None
+    ) -> torch.Tensor:
+        """Sums are float32, rounded once, behind the bias. `tiling` is for tests and benches."""
+        check_operands(self, x, bias)
+        columns, inputs = self.shape
+        y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+        rows = y.numel() // columns
+        if not rows:
+            return y
+        tiling = tiling or self.choose_tiling(rows)
+        program, operands, constants = self.launch(x, tiling)
+        tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(columns, tiling.block_n)
+        planes = x
+        if tiling.apart:
+            planes = torch.empty(tiling.splits, rows, columns, dtype=torch.float32, device=x.device)
+        program[tiles, tiling.splits if tiling.apart else 1](
+            x,
+            *operands,
+            x if bias is None else bias,
+            y,
+            planes,
+            self.arrived,
+            rows,
+            columns,
+            inputs,
+            GROUP=self.group,
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.block_n,
+            BLOCK_K=tiling.block_k,
+            SPLITS=tiling.splits,
+            APART=tiling.apart,
+            HAS_BIAS=bias is not None,
+            # TF32 would cost float32 half its digits.
+            PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
+            AWAIT=x.is_cuda,  # the interpreter knows no assembler
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+            **constants,
+        )
+        return y
+
+
+def check_operands(weight: PackedLinear, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError for x [..., K] and bias [N] of other shapes, strides and dtypes than go with a weight."""
+    columns, inputs = weight.shape
+    if (
+        x.shape[-1] != inputs
+        or x.dtype is not weight.dtype
+        or not x.is_contiguous()
+        or (bias is not None and (bias.shape != (columns,) or bias.dtype is not weight.dtype))
+    ):
+        raise ValueError(
+            f"no product of {list(x.shape)} {x.dtype} with a weight {list(weight.shape)} for {weight.dtype}"
+        )
 
 
 def new_counts(columns: int, device: torch.device) -> torch.Tensor:
@@ -61,62 +145,6 @@ def num_splits(shape: tuple[int, int]) -> int:
 def are_apart(splits: int, rows: int, columns: int, block_m: int) -> bool:
     """Whether splits are programs of their own, for x of `rows` rows in tiles of `block_m`."""
     return splits > 1 and rows <= block_m and splits * rows * columns * 4 <= _MOST_PLANE_BYTES
-
-
-def check_operands(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, what: str) -> None:
-    """Raises ValueError for x [..., K] and bias [N] of other shapes, strides and dtypes than go with a weight."""
-    columns, inputs = weight.shape
-    if (
-        x.shape[-1] != inputs
-        or x.dtype is not weight.dtype
-        or not x.is_contiguous()
-        or (bias is not None and (bias.shape != (columns,) or bias.dtype is not weight.dtype))
-    ):
-        raise ValueError(
-            f"no product of {list(x.shape)} {x.dtype} with {what} {list(weight.shape)} for {weight.dtype}"
-        )
-
-
-def launch(
-    program: Any,
-    x: torch.Tensor,
-    weight: Packed,
-    operands: tuple[torch.Tensor, ...],
-    bias: torch.Tensor | None,
-    y: torch.Tensor,
-    tiling: Any,
-    **constants: int | bool,
-) -> None:
-    """Launch a `program` over x, the `operands` of a weight, bias, y [rows, N], planes, arrived, and the sizes.
-    `tiling`: sizes of its tiles, splits and warps, as in `GroupsTiling`. `constants` are the program's own."""
-    columns, inputs = weight.shape
-    rows = y.numel() // columns
-    tiles = triton.cdiv(rows, tiling.block_m) * triton.cdiv(columns, tiling.block_n)
-    planes = x
-    if tiling.apart:
-        planes = torch.empty(tiling.splits, rows, columns, dtype=torch.float32, device=x.device)
-    program[tiles, tiling.splits if tiling.apart else 1](
-        x,
-        *operands,
-        x if bias is None else bias,
-        y,
-        planes,
-        weight.arrived,
-        rows,
-        columns,
-        inputs,
-        BLOCK_M=tiling.block_m,
-        BLOCK_N=tiling.block_n,
-        SPLITS=tiling.splits,
-        APART=tiling.apart,
-        HAS_BIAS=bias is not None,
-        # TF32 would cost float32 half its digits.
-        PRECISION="ieee" if x.dtype is torch.float32 else "tf32",
-        AWAIT=x.is_cuda,  # the interpreter knows no assembler
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-        **constants,
-    )
 
 
 @triton.jit

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
-from loraplex.engine.base_error.forms import BaseInForm, StreamedWeight
+from loraplex.engine.base_error.forms import BaseInForm
 from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.kv.cache import KVCache
@@ -157,7 +156,7 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
     """[T, V] float32: the logits behind each token of each prompt from its place on, of the adapter over a form of its
     base."""
     spec, prompts = subject.spec, subject.prompts
-    kernels = _kernels()
+    kernels = torch_kernels(_CPU, batch_invariant=False)
     attention = kernels.choose_attention("auto", attention_needs(spec), torch.float32)
     reader = DecoderReader(form, spec, torch.float32, _CPU, kernels.ops, None, form)
     rows = [token for prompt in prompts for token in prompt]
@@ -214,19 +213,6 @@ def _arena(model: FusedDecoder, subject: Subject, form: BaseInForm, kernels: Ker
     arena.write(image, 0, tuple(range(image.num_pages)))
     image.release()
     return arena
-
-
-def _kernels() -> Kernels:
-    """torch's, with a `linear` that knows a `StreamedWeight`."""
-    kernels = torch_kernels(_CPU, batch_invariant=False)
-    plain = kernels.ops.linear
-
-    def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if isinstance(weight, StreamedWeight):
-            return weight.multiply(x, bias)
-        return plain(x, weight, bias)
-
-    return replace(kernels, ops=replace(kernels.ops, linear=linear))
 
 
 class _OfTokens:

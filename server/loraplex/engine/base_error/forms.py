@@ -19,6 +19,7 @@ from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, read_tensor
 from loraplex.engine.model.base import ModelUnsupported
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
 _FLOAT32 = np.dtype(np.float32)
@@ -37,25 +38,25 @@ _MADE: dict[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedWeight:
+class StreamedWeight(PackedLinear):
     """A weight [N, K] that is read whenever it is multiplied: that of these sites, one behind the other."""
 
     weights: BaseWeights
     sites: list[tuple[int, str]]
-    out_features: int
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [T, K] → [T, N]. Holds one module's weight at most. Raises ModelUnsupported where N is another."""
-        y = torch.empty(len(x), self.out_features, dtype=x.dtype)
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Holds one module's weight at most. Raises ModelUnsupported where N is another."""
+        columns = self.shape[0]
+        y = torch.empty(len(x), columns, dtype=x.dtype)
         first = 0
         for layer, site in self.sites:
             for rows in self.weights.rows(layer, site, _FLOAT32):
                 last = first + len(rows)
-                if last > self.out_features:
+                if last > columns:
                     raise ModelUnsupported(f"{site} of layer {layer} has more outputs than the config says")
                 torch.mm(x, torch.from_numpy(rows).T, out=y[:, first:last])
                 first = last
-        if first < self.out_features:
+        if first < columns:
             raise ModelUnsupported(f"{site} of layer {layer} has fewer outputs than the config says")
         return y if bias is None else y.add_(bias)
 
@@ -109,7 +110,8 @@ class BaseInForm:
             if module not in self._sites:
                 raise ModelUnsupported(f"the checkpoint has no linear {module}")
             sites.append(self._sites[module])
-        return StreamedWeight(self.weights, sites, sum(rows for rows, _ in modules.values()))
+        rows, inputs = zip(*modules.values(), strict=True)
+        return StreamedWeight((sum(rows), inputs[0]), torch.float32, self.weights, sites)
 
     def embeddings(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[n, C] of token ids [n], ascending. Raises ModelUnsupported for one beyond the vocabulary."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn.functional import embedding
@@ -20,16 +19,18 @@ from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_
 from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.engine.model.stored_codes import PackedReader
 from loraplex.engine.model.stored_floats import packed_reader
-from loraplex.engine.model.weights import TensorSource, open_checkpoint, tensor_bytes
+from loraplex.engine.model.weights import TensorSource, open_checkpoint
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.layers.rope import rotation
+from loraplex.kernels.linear.packed import PackedLinear, tensor_bytes
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.recorded_layers import CosSin, LayerInputs
 from loraplex.kernels.torch_backend import torch_kernels, torch_ops
+from loraplex.kernels.weight_form import FLOATS, WeightForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class FusedDecoder:
         layers: Sequence[LayerWeights],
         embed: torch.Tensor,
         norm: torch.Tensor,
-        head: Any,
+        head: PackedLinear,
         *,
         ops: Ops,
         attention: AttentionChoice,
@@ -103,7 +104,7 @@ class FusedDecoder:
         if batch.logits_rows.shape[0] == 0:
             return torch.empty(0, spec.vocab_size, device=self.device)
         x = self._final_norm(x, residual, batch.logits_rows)
-        logits = self._ops.linear(x, self._head, None)
+        logits = self._head(x)
         if batch.token_rows is not None:
             batch.token_rows.replace_logits(x, logits)
         if batch.head_lora is not None:
@@ -166,15 +167,16 @@ def load_fused(
     unread: tuple[str, ...] = (),
     ops: Ops | None = None,
     attention: AttentionChoice | None = None,
+    form: WeightForm = FLOATS,
     quantise: bool = False,
 ) -> FusedDecoder:
     """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the checkpoint.
-    Tensors whose names begin with one of `unread` belong to other parts of a larger model. `quantise`: linears and head
-    as codes of 8 bits in groups (`base_weights.grouped`), where they are not stored as codes. Those that are stored as
-    8-bit floats stay so where `ops` multiplies with them. Raises ModelUnsupported for a tensor that is missing, of
-    another shape, or unknown to the family: it would change the computation."""
+    Tensors whose names begin with one of `unread` belong to other parts of a larger model. `form`: of linears, and of
+    the head where that is not floats. `quantise`: linears and head as codes of 8 bits in groups
+    (`base_weights.grouped`), where they are not stored as codes. Raises ModelUnsupported for a tensor that is missing,
+    of another shape, or unknown to the family: it would change the computation."""
     with open_checkpoint(model_dir) as checkpoint:
-        codes = packed_reader(checkpoint, ops or torch_ops(device), dtype, quantise=quantise)
+        codes = packed_reader(checkpoint, ops or torch_ops(device), dtype, form, quantise=quantise)
         decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention, codes=codes)
         checkpoint.refuse_leftover(spec.model_type, unread)
     return decoder
@@ -261,14 +263,14 @@ class DecoderReader:
         norm = self.final_norm()
         return FusedDecoder(spec, layers, embed, norm, head, ops=self._ops, attention=self._attention)
 
-    def _head(self, embed: torch.Tensor) -> Any:
+    def _head(self, embed: torch.Tensor) -> PackedLinear:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:
-            return self._ops.pack_weight(embed)
+            return self._ops.pack(embed, FLOATS, embed.dtype)
         head = self._tensors.tensor("lm_head.weight", *embed.shape)
         # As transformers does: a head saved along with the embedding it is tied to counts where it differs.
         if self._spec.tied and not head.is_meta and torch.equal(head, embed):
             head = embed
-        return self._ops.pack_weight(head)
+        return self._ops.pack(head, FLOATS, head.dtype)
 
     def _head_names(self) -> dict[str, tuple[int, int]]:
         has_own = self._codes is not None and self._codes.stores("lm_head")

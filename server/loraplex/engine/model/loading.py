@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +74,16 @@ def load_model(
         _tell(plan.spec)
         chosen = _dtype(plan.dtype, dtype, kernels.multiplies)
         choice = fused_attention(attention, kernels, plan.spec, chosen, kv_codes=kv_codes)
-        ops, bits = kernels.ops, code_products.bits_for_int8(raw, dtype, kernels)
-        if bits and (pack := ops.pack_integers) is not None:
-            ops = replace(ops, pack_groups=lambda weight, dtype: pack(weight, dtype, bits))
+        form = code_products.linear_form(raw, dtype, kernels, quantise=quantise)
         return load_fused(
             model_dir,
             plan.spec,
             chosen,
             device,
             unread=plan.unread,
-            ops=ops,
+            ops=kernels.ops,
             attention=choice,
+            form=form,
             quantise=quantise,
         )
     if attention not in ("auto", "torch"):

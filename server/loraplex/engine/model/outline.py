@@ -24,8 +24,9 @@ from loraplex.engine.model.weights import ExaminedTensors, open_checkpoint
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.linear.packed import every_part
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.weight_form import block_of_4_bits, fits_tiles
+from loraplex.kernels.weight_form import FLOATS, block_of_4_bits, fits_tiles
 
 _META = torch.device("meta")
 _SCALE_BYTES = 4
@@ -119,7 +120,8 @@ def _packs(kernels: Kernels, dtype: torch.dtype) -> bool:
     if kernels.device.type != "cpu":
         return False
     weight = torch.zeros(64, 64, dtype=dtype)
-    return kernels.ops.pack_weight(weight) is not weight
+    packed = kernels.ops.pack(weight, FLOATS, dtype)
+    return all(part is not weight for part in every_part(packed))
 
 
 class _CountedTensors:

@@ -11,7 +11,9 @@ from loraplex.adapters.base_weights.grouped import Grouped, NotFinite, quantise_
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.humming import LibraryFailed
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.weight_form import WeightForm
 
 
 class StoredTensors(Protocol):
@@ -35,9 +37,9 @@ class PackedReader(Protocol):
         """Whether the checkpoint has codes of a module."""
         ...
 
-    def read(self, modules: Mapping[str, tuple[int, int]]) -> Any | None:
-        """The weights of these modules, by their shapes [rows, K], one behind the other, for `Ops.linear`; None where
-        they are floats that stay floats. Raises ModelUnsupported."""
+    def read(self, modules: Mapping[str, tuple[int, int]]) -> PackedLinear | None:
+        """The weights of these modules, by their shapes [rows, K], one behind the other; None where they are floats
+        that stay floats. Raises ModelUnsupported."""
         ...
 
 
@@ -45,17 +47,20 @@ class CodeReader:
     """Reads linears as codes. `quantise`: those that are stored as floats too. Memory beside the codes is that of a
     site group's linears."""
 
-    def __init__(self, tensors: StoredTensors, ops: Ops, dtype: torch.dtype, *, quantise: bool) -> None:
+    def __init__(
+        self, tensors: StoredTensors, ops: Ops, dtype: torch.dtype, form: WeightForm, *, quantise: bool
+    ) -> None:
         """`dtype`: of the model's rows."""
         self._tensors = tensors
-        self._pack = ops.pack_groups
+        self._pack = ops.pack
         self._dtype = dtype
+        self._form = form
         self._quantise = quantise
 
     def stores(self, module: str) -> bool:
         return self._tensors.is_codes(module)
 
-    def read(self, modules: Mapping[str, tuple[int, int]]) -> Any | None:
+    def read(self, modules: Mapping[str, tuple[int, int]]) -> PackedLinear | None:
         if not self._quantise and not all(map(self._tensors.is_codes, modules)):
             # A module that a quantising tool has left out makes floats of those that are multiplied with it.
             return None
@@ -66,7 +71,7 @@ class CodeReader:
             torch.from_numpy(whole.codes), torch.from_numpy(whole.scales), offsets, whole.group
         )
         try:
-            return self._pack(weight, self._dtype)
+            return self._pack(weight, self._form, self._dtype)
         except LibraryFailed as error:
             raise ModelUnsupported(f"{', '.join(found)}: {error}") from error
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,27 +10,26 @@ import torch
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.stored_codes import CodeReader, PackedReader
 from loraplex.engine.model.weights import Checkpoint
-from loraplex.kernels.linear.floats import FloatWeight
+from loraplex.kernels.linear.packed import FloatWeight, PackedLinear
 from loraplex.kernels.ops import Ops
-
-PackFloats = Callable[[FloatWeight, torch.dtype], Any | None]
-"""A function of `Ops`."""
+from loraplex.kernels.weight_form import WeightForm, fits_tiles
 
 
 class FloatReader:
     """A `PackedReader` of 8-bit floats. Linears that are computed as one are read as floats of the model's dtype where
-    one of them is stored so, or their scales have groups of several sizes."""
+    one of them is stored so, or their scales have groups of several sizes, or of one that kernels do not multiply."""
 
-    def __init__(self, tensors: Checkpoint, pack: PackFloats, dtype: torch.dtype) -> None:
+    def __init__(self, tensors: Checkpoint, ops: Ops, dtype: torch.dtype, form: WeightForm) -> None:
         """`dtype`: of the model's rows."""
         self._tensors = tensors
-        self._pack = pack
+        self._pack = ops.pack
         self._dtype = dtype
+        self._form = form
 
     def stores(self, module: str) -> bool:
         return self._tensors.is_floats(module)
 
-    def read(self, modules: Mapping[str, tuple[int, int]]) -> Any | None:
+    def read(self, modules: Mapping[str, tuple[int, int]]) -> PackedLinear | None:
         if not all(self.stores(module) for module in modules):
             return None
         parts = []
@@ -53,16 +51,18 @@ class FloatReader:
             torch.from_numpy(scales),
             all(part.activations for part in parts),
         )
-        return self._pack(weight, self._dtype)
+        if not fits_tiles(weight.group, values.shape[1]):
+            return None
+        return self._pack(weight, self._form, self._dtype)
 
 
 def packed_reader(
-    checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, *, quantise: bool
+    checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, form: WeightForm, *, quantise: bool
 ) -> PackedReader | None:
-    """The reader of linears that are codes or 8-bit floats; None where all are floats of the model's dtype.
-    `quantise`: those that the checkpoint stores as floats become codes."""
-    if quantise or checkpoint.has_codes:
-        return CodeReader(checkpoint, ops, dtype, quantise=quantise)
-    if checkpoint.has_floats and ops.pack_floats is not None:
-        return FloatReader(checkpoint, ops.pack_floats, dtype)
+    """The reader of linears in a `form`; None where all are floats of the model's dtype. `quantise`: those that the
+    checkpoint stores as floats become codes."""
+    if form.codes == "groups":
+        return CodeReader(checkpoint, ops, dtype, form, quantise=quantise)
+    if form.codes == "float8":
+        return FloatReader(checkpoint, ops, dtype, form)
     return None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +24,8 @@ from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.errors import ArtifactCorrupt, BaseModelInvalid
 from loraplex.adapters.store.tensors import read_native
 from loraplex.engine.model.base import ModelUnsupported
+from loraplex.kernels.linear.dense import pack_weight
+from loraplex.kernels.linear.packed import PackedLinear
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -208,13 +209,13 @@ class ExaminedTensors:
     def stores(self, module: str) -> bool:
         return self._checkpoint.is_codes(module)
 
-    def read(self, modules: Mapping[str, tuple[int, int]]) -> torch.Tensor | None:
+    def read(self, modules: Mapping[str, tuple[int, int]]) -> PackedLinear | None:
         if not any(map(self.stores, modules)):
             return None
         for module, shape in modules.items():
             self._checkpoint.examine(f"{module}.weight", shape)
         rows, inputs = zip(*modules.values(), strict=True)
-        return torch.empty(sum(rows), inputs[0], device="meta")
+        return pack_weight(torch.empty(sum(rows), inputs[0], device="meta"))
 
 
 @contextmanager
@@ -226,22 +227,3 @@ def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
         except BaseModelInvalid as error:
             raise ModelUnsupported(error.message) from error
         yield checkpoint
-
-
-def tensor_bytes(parts: Any) -> int:
-    """Bytes of all tensors in dataclasses and tuples of them, each counted once."""
-    found = {id(part): part for part in every_part(parts) if isinstance(part, torch.Tensor)}
-    # In a layout of oneDNN's own, `nbytes` may be missing.
-    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-
-
-def every_part(parts: Any) -> Iterator[Any]:
-    """The dataclasses in dataclasses and tuples of them, and what their fields and the tuples hold."""
-    waiting = [parts]
-    while waiting:
-        part = waiting.pop()
-        yield part
-        if isinstance(part, tuple):
-            waiting += part
-        elif dataclasses.is_dataclass(part):
-            waiting += [getattr(part, field.name) for field in dataclasses.fields(part)]

@@ -18,11 +18,11 @@ import torch
 
 from loraplex.adapters.admission.base_model import find_sites as site_shapes
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
-from loraplex.engine.model.weights import tensor_bytes
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, transform_queries
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.linear.dense import linear
+from loraplex.kernels.linear.packed import tensor_bytes
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SiteGroup
 
 ATTENTION_NAME = "loraplex_paged"

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 
 from loraplex.engine.model.base import ForwardBatch
 from loraplex.engine.model.layer_kinds import Activation
 from loraplex.kernels.attention.kv_codes import head_dim_of
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """The weight [N, K], as `Ops.pack_weight` made it, and bias [N] or None: the linears of a site group of a layer,
-    stacked by rows."""
+    """The weight [N, K] and bias [N] or None: the linears of a site group of a layer, stacked by rows."""
 
-    weight: Any
+    weight: PackedLinear
     bias: torch.Tensor | None
     layer: int
     group: str
@@ -38,7 +38,6 @@ class AdaptedLinears:
 
     def __init__(self, ops: Ops, eps: float) -> None:
         """`eps`: of all norms."""
-        self._linear = ops.linear
         self._eps = eps
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
@@ -54,7 +53,7 @@ class AdaptedLinears:
 
     def apply(self, linear: Linear, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, N]"""
-        y = self._linear(x, linear.weight, linear.bias)
+        y = linear.weight(x, linear.bias)
         if batch.lora is not None:
             batch.lora.apply(linear.layer, linear.group, x, y)
         return y
@@ -71,7 +70,7 @@ class AdaptedLinears:
         k_norm: torch.Tensor | None,
     ) -> torch.Tensor:
         """[T, num_heads, D]: the rotated queries. Keys and values are in the layer's cache afterwards."""
-        y = self._linear(x, linear.weight, linear.bias)
+        y = linear.weight(x, linear.bias)
         head_dim = head_dim_of(cache)
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
         norms: _Norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
@@ -88,7 +87,7 @@ class AdaptedLinears:
         self, linear: Linear, x: torch.Tensor, batch: ForwardBatch, activation: Activation
     ) -> torch.Tensor:
         """[T, N ÷ 2]: the activation of gate, times up."""
-        y = self._linear(x, linear.weight, linear.bias)
+        y = linear.weight(x, linear.bias)
         if batch.lora_readers is not None:
             is_gelu = activation == "gelu_tanh"
             found = batch.lora_readers.gated(linear.layer, linear.group, x, y, gelu=is_gelu)
@@ -107,7 +106,7 @@ class AdaptedLinears:
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
         """[T, N]: the norm of the result, or of `residual` += the result where there is one."""
-        y = self._linear(x, linear.weight, linear.bias)
+        y = linear.weight(x, linear.bias)
         if batch.lora_readers is not None:
             found = batch.lora_readers.norm(linear.layer, linear.group, x, y, weight, self._eps, residual)
             if found is not None:

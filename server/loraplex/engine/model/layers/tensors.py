@@ -10,6 +10,7 @@ from loraplex.engine.model.stored_codes import PackedReader
 from loraplex.engine.model.weights import TensorSource
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.weight_form import FLOATS
 
 
 class LayerTensors:
@@ -41,7 +42,7 @@ class LayerTensors:
         if self._codes is not None:
             weight = self._codes.read({name: (rows, group.in_features) for name, rows in parts.items()})
         if weight is None:
-            weight = self._ops.pack_weight(self._stack(parts, "weight", group.in_features))
+            weight = self._ops.pack(self._stack(parts, "weight", group.in_features), FLOATS, self._dtype)
         return Linear(weight, packed_bias, layer, group.key)
 
     def norm(self, module: str, size: int) -> torch.Tensor:
