@@ -12,8 +12,8 @@ from bench.gpu.steps import StepBench, StepsShape
 from bench.gpu.timing import Ceilings
 from loraplex.kernels import triton_backend
 from loraplex.kernels.linear import humming
-from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.packed import FloatWeight, PackedLinear
+from loraplex.kernels.linear.packed import PackedLinear
+from loraplex.kernels.linear.stored import FloatWeight, GroupedWeight
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.weight_form import FLOATS, WeightForm
 

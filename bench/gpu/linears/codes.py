@@ -12,7 +12,7 @@ import torch
 
 from bench.gpu.timing import Ceilings, median_ms, relative_error
 from loraplex.kernels.linear import dense, triton_dense, triton_groups
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.stored import GroupedWeight
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def run_case(case: CodesCase, device: torch.device, ceilings: Ceilings | None = 
     x = torch.randn(case.rows, case.inputs, generator=generator).to(device, dtype)
     packed = triton_groups.pack_groups(weight, dtype, device=device)
     y = packed(x)
-    values = weight.to(device).dense()
+    values = weight.map(lambda part: part.to(device)).dense()
     checked = slice(0, min(case.columns, 4096))
     error = relative_error(y[:, checked], x.double() @ values[checked].double().T)
     is_lone = all(torch.equal(packed(x[row : row + 1].contiguous())[0], y[row]) for row in (0, case.rows - 1))

@@ -13,8 +13,7 @@ import torch
 
 from bench.gpu.timing import Ceilings, median_ms, relative_error
 from loraplex.kernels.linear import dense, scaled_mm, triton_fp8, triton_groups
-from loraplex.kernels.linear.groups import GroupedWeight
-from loraplex.kernels.linear.packed import FloatWeight
+from loraplex.kernels.linear.stored import FloatWeight, GroupedWeight
 
 _CODES_GROUP = 64
 _CHECKED = 2048

@@ -16,7 +16,7 @@ import torch
 from bench.gpu.case import Skipped
 from bench.gpu.timing import Ceilings, median_ms, relative_error
 from loraplex.kernels.linear import dense, groups, humming, triton_nibbles
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.stored import GroupedWeight
 
 _READ_BYTES = 256 << 20
 """Bytes of all copies of a weight, at least: several times the device's cache."""

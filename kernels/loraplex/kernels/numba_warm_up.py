@@ -9,7 +9,7 @@ from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from loraplex.kernels.attention.numba_attention_products import BLOCK
 from loraplex.kernels.linear import numba_dense, numba_dense_tiles
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.lora import numba_lora
 from loraplex.kernels.numba_runtime.thread_team import run_calls
 from loraplex.kernels.numba_runtime.vectors import LIKE

@@ -50,7 +50,7 @@ def torch_ops(device: torch.device = _CPU) -> Ops:
     def pack(weight: Any, form: WeightForm, dtype: torch.dtype) -> PackedLinear:
         if form.codes == "floats":
             return dense.pack_weight(weight)
-        return groups.ReferenceGroups(weight.shape, dtype, weight.to(device))
+        return groups.ReferenceGroups(weight.shape, dtype, weight.map(lambda part: part.to(device)))
 
     return Ops(
         rms_norm=norm.rms_norm,

@@ -21,8 +21,8 @@ from loraplex.kernels.linear import (
     triton_groups,
     triton_nibbles,
 )
-from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.packed import PackedLinear
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.weight_form import WeightForm
 

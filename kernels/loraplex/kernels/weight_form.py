@@ -37,12 +37,16 @@ class WeightForm:
     scale_bytes: int = 2
     """Bytes of a scale: 4 where 16 bits do not hold it."""
 
+    def fits(self, group: int, inputs: int) -> bool:
+        """Whether kernels multiply weights of this form in groups of that many inputs."""
+        return self.codes != "float8" or fits_tiles(group, inputs)
+
     def row_bytes(self, inputs: int, itemsize: int, backend: str) -> int:
         """Memory of one output's weights, scales and offsets in this form, which `backend` serves. `itemsize`: of the
         model's dtype."""
         group = self.group or inputs
         count, has_zeros = inputs // group, self.zeros != ""
-        if self.codes == "floats" or (self.codes == "float8" and not fits_tiles(group, inputs)):
+        if self.codes == "floats" or not self.fits(group, inputs):
             return inputs * itemsize
         if self.codes == "float8":
             return inputs + 4 * count

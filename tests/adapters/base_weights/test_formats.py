@@ -21,11 +21,12 @@ from loraplex.adapters.admission.base_model import (
     stored_scheme,
 )
 from loraplex.adapters.base_weights import bitsandbytes, compressed_tensors, gptq, schemes
-from loraplex.adapters.base_weights.grouped import Grouped, stack
+from loraplex.adapters.base_weights.grouped import stack
 from loraplex.adapters.base_weights.nf4 import NF4
 from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, nibbles
 from loraplex.adapters.errors import BaseModelInvalid
+from loraplex.kernels.linear.stored import GroupedWeight
 from support.models.checkpoints import FAMILIES, save_tiny
 from support.models.quantised_formats import FORMATS, write_quantised
 
@@ -38,7 +39,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("base") / "base", FAMILIES["llama"] | sizes)
 
 
-def read(folder: Path, module: str = MODULE) -> Grouped:
+def read(folder: Path, module: str = MODULE) -> GroupedWeight:
     stored = stored_scheme(read_text_config(folder), locate_tensors(folder))
     assert stored is not None
     return stored.read(module)
@@ -71,7 +72,7 @@ def test_8_bit_floats_are_read_as_they_are_stored(name: str, base: Path, tmp_pat
     expected = load_file(dense / "model.safetensors")[f"{MODULE}.weight"].numpy()
     stored = stored_scheme(read_text_config(made), locate_tensors(made))
     assert stored is not None
-    found = stored.read_floats(MODULE)
+    found = stored.read(MODULE)
     assert found is not None
     assert found.values.dtype.itemsize == 1
     each = expected.shape[1] // found.scales.shape[1]
@@ -85,7 +86,7 @@ def test_8_bit_floats_are_read_as_they_are_stored(name: str, base: Path, tmp_pat
     values[3, 5] = 0xFF
     save_file(right | {f"{MODULE}.weight": values.view(torch.float8_e4m3fn)}, path, {"format": "pt"})
     with pytest.raises(QuantisationUnsupported, match=r"down_proj\.weight has a value that is no number"):
-        stored_scheme(read_text_config(made), locate_tensors(made)).read_floats(MODULE)
+        stored_scheme(read_text_config(made), locate_tensors(made)).read(MODULE)
 
 
 def test_blocks_that_do_not_divide_the_inputs_are_read_as_what_they_stand_for(
@@ -95,7 +96,7 @@ def test_blocks_that_do_not_divide_the_inputs_are_read_as_what_they_stand_for(
     stored = stored_scheme(read_text_config(made), locate_tensors(made))
     assert stored is not None
     stored.scheme = replace(stored.scheme, block=(16, 36))
-    assert stored.read_floats(MODULE) is None
+    assert stored.read(MODULE) is None
     assert sum(map(len, stored.dense_rows(MODULE))) == 64
 
 
@@ -162,7 +163,7 @@ def test_planted_faults_are_noticed(
             monkeypatch.setattr(gptq, "_AWQ_PLACES", tuple(range(8)))
     found = read(made)
     if fault.startswith("scale"):
-        found = Grouped(found.codes, np.roll(found.scales, 1, axis=1), found.offsets, found.group)
+        found = GroupedWeight(found.codes, np.roll(found.scales, 1, axis=1), found.offsets, found.group)
     assert np.abs(found.dense() - exact).max() > 0.01
 
 
@@ -330,11 +331,11 @@ def test_an_offset_of_nested_scales_that_is_no_number_is_named(
 def test_weights_are_stacked_whatever_their_groups() -> None:
     rng = np.random.default_rng(0)
 
-    def part(rows: int, group: int, *, offsets: bool) -> Grouped:
+    def part(rows: int, group: int, *, offsets: bool) -> GroupedWeight:
         shape = (rows, 96 // group)
         codes = rng.integers(-128, 128, (rows, 96)).astype(np.int8)
         scales, moved = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
-        return Grouped(codes, scales, moved if offsets else None, group)
+        return GroupedWeight(codes, scales, moved if offsets else None, group)
 
     parts = [part(3, 32, offsets=False), part(2, 96, offsets=True), part(4, 48, offsets=False)]
     whole = stack(parts)

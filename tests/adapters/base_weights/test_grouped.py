@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loraplex.adapters.base_weights.grouped import Grouped, NotFinite, group_of, quantise_int8
+from loraplex.adapters.base_weights.grouped import NotFinite, group_of, quantise_int8
+from loraplex.kernels.linear.stored import GroupedWeight
 
 
 def drawn(rows: int, inputs: int, seed: int = 0) -> np.ndarray:
@@ -69,5 +70,5 @@ def test_planted_faults_are_noticed(fault: str) -> None:
         scales = scales[:, ::-1].copy()
     else:
         codes = np.roll(codes, 1, axis=1)
-    off = np.abs(Grouped(codes, scales, None, right.group).dense() - weight).max()
+    off = np.abs(GroupedWeight(codes, scales, None, right.group).dense() - weight).max()
     assert off > 4 * np.abs(right.dense() - weight).max()

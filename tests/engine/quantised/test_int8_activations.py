@@ -16,8 +16,8 @@ from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.loading import examine_dtype
 from loraplex.engine.model.outline import outline_model
 from loraplex.kernels.backend import make_kernels
-from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.numba_int8 import PackedIntegers
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.weight_form import WeightForm
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, save_tiny

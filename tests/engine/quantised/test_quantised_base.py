@@ -16,7 +16,7 @@ from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid, LoraplexError
 from loraplex.app.base_model.source import ensure_model
 from loraplex.engine.logprobs import join_scores
-from loraplex.engine.model import stored_codes
+from loraplex.engine.model import stored_linears
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.loading import examine_dtype
 from loraplex.engine.model.outline import outline_model
@@ -248,13 +248,13 @@ def test_a_scale_of_the_neighbouring_group_is_noticed(
         save_adapters(base, tmp_path, {"all": CHOSEN["all"]}),
         torch.float32,
     )
-    right = stored_codes.quantise_int8
+    right = stored_linears.quantise_int8
 
     def wrong(weight: Any) -> Any:
         found = right(weight)
         return type(found)(found.codes, np.roll(found.scales, 1, axis=1), None, found.group)
 
-    monkeypatch.setattr(stored_codes, "quantise_int8", wrong)
+    monkeypatch.setattr(stored_linears, "quantise_int8", wrong)
     engine = engine_of(base, tmp_path / "work", dtype="float32")
     try:
         with pytest.raises(AssertionError):

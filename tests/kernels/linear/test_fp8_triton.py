@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraplex.kernels.linear import scaled_mm, triton_fp8
-from loraplex.kernels.linear.packed import FloatWeight
+from loraplex.kernels.linear.stored import FloatWeight
 from loraplex.kernels.linear.triton_fp8 import PackedFloats, floats_tiling, pack_floats
 from loraplex.kernels.linear.triton_splits import SplitTiling
 from loraplex.kernels.triton_backend import triton_ops

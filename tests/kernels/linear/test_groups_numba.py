@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from loraplex.kernels.linear import groups, numba_groups
-from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.numba_groups import pack_groups
+from loraplex.kernels.linear.stored import GroupedWeight
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraplex.kernels.linear import groups
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.linear.triton_groups import (
     PackedCodes,
     choose_tiling,

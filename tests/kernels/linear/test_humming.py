@@ -11,7 +11,7 @@ import torch
 
 from loraplex.kernels import triton_backend
 from loraplex.kernels.linear import groups, humming, triton_groups
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.linear.triton_nibbles import PackedNibbles
 from loraplex.kernels.weight_form import WeightForm
 from support.kernels.fake_humming import install_fake

@@ -13,10 +13,10 @@ from numba import types
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.layers.numba_quantise import GROUP, QuantisedRows, quantise_rows
 from loraplex.kernels.linear import int8_products, numba_blocks, numba_int8
-from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.int8_products import products
 from loraplex.kernels.linear.numba_groups import PackedGroups
 from loraplex.kernels.linear.numba_int8 import PackedIntegers, emit_tiles, pack_integers
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.weight_form import WeightForm
 

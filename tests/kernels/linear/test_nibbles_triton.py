@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loraplex.kernels.linear import triton_groups
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.linear.triton_nibbles import (
     PackedNibbles,
     choose_tiling,
@@ -76,7 +76,7 @@ def test_weights_are_those_of_8_bit_codes_to_the_bit(
 def test_the_product(kind: str, dtype: torch.dtype) -> None:
     weight, bias = weight_of(40, 256, 64, kind), draw(40, dtype=dtype, seed=1)
     packed = packed_of(weight, dtype)
-    dense = weight.to(DEVICE).dense().to(dtype).double()
+    dense = weight.map(lambda part: part.to(DEVICE)).dense().to(dtype).double()
     ways = (
         None,
         SplitTiling(16, 16, packed.block, 2, False, 4),
@@ -111,7 +111,7 @@ def test_planted_faults_are_noticed(fault: str) -> None:
         "codes of another row": replace(weight, codes=weight.codes.roll(1, 0)),
     }[fault]
     x = draw(3, 128)
-    want = x.double() @ weight.to(DEVICE).dense().double().T
+    want = x.double() @ weight.map(lambda part: part.to(DEVICE)).dense().double().T
     assert (packed_of(wrong)(x).double() - want).abs().max() > 0.01
 
 

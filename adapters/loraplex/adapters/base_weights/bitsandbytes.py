@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped, NotFinite, quantise_int8
+from loraplex.adapters.base_weights.grouped import INT8_GROUP, NotFinite, quantise_int8
+from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.weight_form import WeightForm
 
 _STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -32,21 +34,22 @@ _FIELDS = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytesNf4:
+class BitsAndBytesNf4(Scheme):
     """A `Scheme`."""
 
+    suffix = _STATE
+    leaves = (
+        "weight",
+        "weight.absmax",
+        "weight.quant_map",
+        "weight.nested_absmax",
+        "weight.nested_quant_map",
+    )
     name: str = "bitsandbytes nf4"
 
     @property
     def form(self) -> WeightForm:
         return WeightForm("groups", 8, INT8_GROUP)
-
-    @property
-    def suffix(self) -> str:
-        return _STATE
-
-    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
-        return True
 
     def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
         state = _state(module, tensors)
@@ -64,14 +67,7 @@ class BitsAndBytesNf4:
             )
         return rows, inputs
 
-    def names(self, module: str) -> tuple[str, ...]:
-        leaves = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax")
-        return tuple(f"{module}.{leaf}" for leaf in (*leaves, "weight.nested_quant_map", _STATE))
-
-    def examine(self, module: str, tensors: QuantisedTensors) -> None:
-        self._settings(module, tensors)
-
-    def _settings(
+    def examine(
         self, module: str, tensors: QuantisedTensors
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The 16 values of codes, and a scale for each block."""
@@ -84,9 +80,9 @@ class BitsAndBytesNf4:
         table = tensors.scales(f"{module}.weight.quant_map", (16,))
         return table, _scales(module, tensors, state, count // block)
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+    def read(self, module: str, tensors: QuantisedTensors) -> GroupedWeight:
         shape = self.shape(module, tensors)
-        table, scales = self._settings(module, tensors)
+        table, scales = self.examine(module, tensors)
         packed = tensors.read(f"{module}.weight", ("U8",), (math.prod(shape) // 2, 1)).reshape(-1)
         values = table[np.stack((packed >> 4, packed & 15), axis=1).reshape(len(scales), -1)]
         values *= scales[:, None]
@@ -97,27 +93,19 @@ class BitsAndBytesNf4:
 
 
 @dataclass(frozen=True, slots=True)
-class BitsAndBytesInt8:
+class BitsAndBytesInt8(Scheme):
     """A `Scheme`: `weight` int8 [N, K] and `SCB` [N], the largest magnitude of each row."""
 
+    suffix = "SCB"
+    leaves = ("weight", "weight_format")
     name: str = "bitsandbytes int8"
 
     @property
     def form(self) -> WeightForm:
         return WeightForm("groups", 8)
 
-    @property
-    def suffix(self) -> str:
-        return "SCB"
-
-    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
-        return True
-
     def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
         return tensors.matrix(f"{module}.weight")
-
-    def names(self, module: str) -> tuple[str, ...]:
-        return tuple(f"{module}.{leaf}" for leaf in ("weight", "SCB", "weight_format"))
 
     def examine(self, module: str, tensors: QuantisedTensors) -> None:
         rows, inputs = self.shape(module, tensors)
@@ -126,12 +114,12 @@ class BitsAndBytesInt8:
         tensors.check(f"{module}.weight", ("I8",), (rows, inputs))
         tensors.scales(f"{module}.SCB", (rows,))
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+    def read(self, module: str, tensors: QuantisedTensors) -> GroupedWeight:
         self.examine(module, tensors)
         rows, inputs = self.shape(module, tensors)
         codes = tensors.read(f"{module}.weight", ("I8",), (rows, inputs))
         scales = tensors.scales(f"{module}.SCB", (rows,)) / np.float32(127)
-        return Grouped(codes.astype(np.int8), scales[:, None], None, inputs)
+        return GroupedWeight(codes.astype(np.int8), scales[:, None], None, inputs)
 
 
 def _state(module: str, tensors: QuantisedTensors) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.fp8 import Fp8, block_size
-from loraplex.adapters.base_weights.grouped import Grouped
+from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import (
     QuantisationUnsupported,
     QuantisedTensors,
@@ -24,6 +24,7 @@ from loraplex.adapters.base_weights.tensors import (
     refuse_unknown,
 )
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.weight_form import WeightForm
 
 _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized")
@@ -42,26 +43,27 @@ _WEIGHT_FIELDS = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedTensors:
+class CompressedTensors(Scheme):
     """A `Scheme`. `bits`: of a code; `group`: inputs of a group, -1 for a scale a row; `has_zeros`: they differ from
     the middle of the range; `int8_activations`: the checkpoint is made for activations that are rounded to 8 bits."""
 
+    leaves = ("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     name: str
+    suffix: str
     bits: int
-    packed: bool
     group: int
     has_zeros: bool
     int8_activations: bool
+
+    @property
+    def packed(self) -> bool:
+        return self.suffix == "weight_packed"
 
     @property
     def form(self) -> WeightForm:
         activations: Literal["", "int8"] = "int8" if self.int8_activations else ""
         zeros: Literal["", "whole"] = "whole" if self.has_zeros else ""
         return WeightForm("groups", self.bits, max(0, self.group), activations, zeros)
-
-    @property
-    def suffix(self) -> str:
-        return "weight_packed" if self.packed else "weight"
 
     def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
         return self.packed or f"{module}.weight_scale" in tensors
@@ -78,14 +80,7 @@ class CompressedTensors:
             )
         return rows, inputs
 
-    def names(self, module: str) -> tuple[str, ...]:
-        leaves = (self.suffix, "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-        return tuple(f"{module}.{leaf}" for leaf in leaves)
-
-    def examine(self, module: str, tensors: QuantisedTensors) -> None:
-        self._settings(module, tensors)
-
-    def _settings(
+    def examine(
         self, module: str, tensors: QuantisedTensors
     ) -> tuple[NDArray[np.float32], NDArray[np.int16] | None, int]:
         """Scales and zeros [N, G], and the inputs of a group."""
@@ -98,8 +93,8 @@ class CompressedTensors:
         tensors.check(name, ("I32",) if self.packed else ("I8",), tensors.shape(name))
         return scales, self._zeros(module, tensors, rows, groups), group
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
-        scales, zeros, group = self._settings(module, tensors)
+    def read(self, module: str, tensors: QuantisedTensors) -> GroupedWeight:
+        scales, zeros, group = self.examine(module, tensors)
         name, inputs = f"{module}.{self.suffix}", self.shape(module, tensors)[1]
         stored = tensors.read(name, ("I32",) if self.packed else ("I8",), tensors.shape(name))
         if not self.packed:
@@ -124,14 +119,14 @@ class CompressedTensors:
 
 def from_zeros(
     codes: NDArray[np.int16], scales: NDArray[np.float32], zeros: NDArray[np.int16] | None, group: int
-) -> Grouped:
+) -> GroupedWeight:
     """scales · (codes − zeros), with zeros [N, G]: within the codes where these stay within a byte, else as offsets."""
     if zeros is None or not zeros.any():
-        return Grouped(codes.astype(np.int8), scales, None, group)
+        return GroupedWeight(codes.astype(np.int8), scales, None, group)
     moved = codes - np.repeat(zeros, group, axis=1)
     if moved.min() >= -128 and moved.max() <= 127:
-        return Grouped(moved.astype(np.int8), scales, None, group)
-    return Grouped(codes.astype(np.int8), scales, scales * -zeros.astype(np.float32), group)
+        return GroupedWeight(moved.astype(np.int8), scales, None, group)
+    return GroupedWeight(codes.astype(np.int8), scales, scales * -zeros.astype(np.float32), group)
 
 
 def _check_order(module: str, tensors: QuantisedTensors, inputs: int, group: int) -> None:
@@ -173,8 +168,8 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors | Fp
     ((bits, group, has_zeros),) = found
     return CompressedTensors(
         f"compressed-tensors int{bits}",
+        "weight_packed" if form == "pack-quantized" else "weight",
         bits,
-        form == "pack-quantized",
         group,
         has_zeros,
         _rounds_activations(config, "int"),

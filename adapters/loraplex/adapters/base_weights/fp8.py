@@ -8,15 +8,17 @@ what an engine rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.linear.stored import FloatWeight
 from loraplex.kernels.weight_form import WeightForm
 
 _SCALES = ("weight_scale_inv", "weight_scale")
@@ -28,20 +30,12 @@ _KNOWN = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Floats8:
-    """w[n, k] = values[n, k] · scales[n, k // (K / G)]: values [N, K] float8_e4m3fn, scales [N, G] float32.
-    `activations`: the checkpoint is made for activations that are rounded to e4m3 too, with a scale for each row."""
-
-    values: NDArray[Any]
-    scales: NDArray[np.float32]
-    activations: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8:
+class Fp8(Scheme):
     """A scheme of floats. `block`: rows and inputs that share a scale where there is one for each block.
-    `activations` as of `Floats8`."""
+    `activations` as of `FloatWeight`."""
 
+    suffix = "weight"
+    leaves = (*_SCALES, "input_scale")
     block: tuple[int, int] | None
     activations: bool
     name: str = "fp8"
@@ -50,10 +44,6 @@ class Fp8:
     def form(self) -> WeightForm:
         group = 0 if self.block is None else self.block[1]
         return WeightForm("float8", 8, group, "float8" if self.activations else "")
-
-    @property
-    def suffix(self) -> str:
-        return "weight"
 
     def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
         has_scales = any(f"{module}.{leaf}" in tensors for leaf in _SCALES)
@@ -66,16 +56,13 @@ class Fp8:
         """How many of a row's inputs have one scale, by the config."""
         return inputs if self.block is None else self.block[1]
 
-    def names(self, module: str) -> tuple[str, ...]:
-        return tuple(f"{module}.{leaf}" for leaf in ("weight", *_SCALES, "input_scale"))
-
     def examine(self, module: str, tensors: QuantisedTensors) -> None:
         """All checks of `read` that need no values. Raises QuantisationUnsupported."""
         rows, inputs = self.shape(module, tensors)
         self._scales(module, tensors, rows, inputs)
         tensors.check(f"{module}.weight", ("F8_E4M3",), (rows, inputs))
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Floats8 | None:
+    def read(self, module: str, tensors: QuantisedTensors) -> FloatWeight | None:
         """The floats as they are stored; None where blocks of inputs do not divide them evenly. Raises
         QuantisationUnsupported."""
         rows, inputs = self.shape(module, tensors)
@@ -85,7 +72,7 @@ class Fp8:
         values = tensors.read(f"{module}.weight", ("F8_E4M3",), (rows, inputs))
         if ((values.view(np.uint8) & 0x7F) == 0x7F).any():
             raise QuantisationUnsupported(_NO_NUMBER.format(module))
-        return Floats8(values, np.ascontiguousarray(scales), self.activations)
+        return FloatWeight(values, np.ascontiguousarray(scales), self.activations)
 
     def dense_rows(self, module: str, tensors: QuantisedTensors) -> Iterator[NDArray[np.float32]]:
         """[n, K], some rows at a time. Raises QuantisationUnsupported."""
@@ -118,6 +105,15 @@ class Fp8:
         high, wide = self.block
         blocks = tensors.scales(name, (-(-rows // high), -(-inputs // wide)))
         return np.repeat(blocks, high, axis=0)[:rows], wide
+
+
+def stack_floats(parts: Sequence[FloatWeight]) -> FloatWeight | None:
+    """Weights of as many inputs, one behind the other by rows; None where their groups have several sizes."""
+    if len({part.group for part in parts}) > 1:
+        return None
+    values = np.concatenate([part.values.view(np.uint8) for part in parts]).view(parts[0].values.dtype)
+    scales = np.concatenate([part.scales for part in parts])
+    return FloatWeight(values, scales, all(part.activations for part in parts))
 
 
 def read_fp8(config: Mapping[str, Any]) -> Fp8:

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS, KINDS, Bytes
-from loraplex.adapters.base_weights.grouped import Grouped
+from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.weight_form import WeightForm
 
 FILE = "model.gguf"
@@ -35,11 +36,13 @@ _STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
-class Gguf:
+class Gguf(Scheme):
     """A `Scheme`. `query_heads` and `kv_heads`: of a model whose rows of q and k llama.cpp has interleaved by heads; it
     rotates neighbouring pairs, transformers the two halves of a head. `bits`: of a code; 4 where some codes have 4
     (`module_form` has the form of each module)."""
 
+    suffix = "weight"
+    leaves = ()
     name: str
     query_heads: int
     kv_heads: int
@@ -49,18 +52,11 @@ class Gguf:
     def form(self) -> WeightForm:
         return WeightForm("groups", self.bits, 32)
 
-    @property
-    def suffix(self) -> str:
-        return "weight"
-
     def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
         return tensors.dtype(f"{module}.weight") in KINDS
 
     def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
         return tensors.matrix(f"{module}.weight")
-
-    def names(self, module: str) -> tuple[str, ...]:
-        return (f"{module}.weight",)
 
     def examine(self, module: str, tensors: QuantisedTensors) -> None:
         rows, _ = self.shape(module, tensors)
@@ -71,7 +67,7 @@ class Gguf:
         """The heads of a module whose rows are interleaved."""
         return {"q_proj": self.query_heads, "k_proj": self.kv_heads}.get(module.rpartition(".")[2])
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
+    def read(self, module: str, tensors: QuantisedTensors) -> GroupedWeight:
         self.examine(module, tensors)
         rows, inputs = self.shape(module, tensors)
         kind = KINDS[tensors.dtype(f"{module}.weight")]
@@ -90,7 +86,7 @@ class Gguf:
         if not np.isfinite(scales).all() or (offsets is not None and not np.isfinite(offsets).all()):
             raise QuantisationUnsupported(f"{module}.weight has a scale that is infinite, or no number")
         each = (rows, inputs // kind.group)
-        return Grouped(
+        return GroupedWeight(
             codes.reshape(rows, inputs),
             scales.reshape(each),
             None if offsets is None else offsets.reshape(each),

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.compressed_tensors import check_order, from_zeros
-from loraplex.adapters.base_weights.grouped import Grouped
+from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import (
     QuantisationUnsupported,
     QuantisedTensors,
@@ -25,6 +25,7 @@ from loraplex.adapters.base_weights.tensors import (
 )
 from loraplex.adapters.base_weights.words import AWQ, GPTQ, flag
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.weight_form import WeightForm
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -32,10 +33,12 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class Gptq:
+class Gptq(Scheme):
     """A `Scheme`. `zero_shift` is what is added to a stored zero; `has_zeros`: they differ from the middle of the
     range; `is_symmetric`: they may not."""
 
+    suffix = "qweight"
+    leaves = ("qzeros", "scales", "g_idx")
     name: str
     bits: int
     group: int
@@ -47,13 +50,6 @@ class Gptq:
     def form(self) -> WeightForm:
         return WeightForm("groups", self.bits, max(0, self.group), zeros="whole" if self.has_zeros else "")
 
-    @property
-    def suffix(self) -> str:
-        return "qweight"
-
-    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
-        return True
-
     def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
         held, rows = tensors.matrix(f"{module}.qweight")
         zeros = tensors.matrix(f"{module}.qzeros")[1]
@@ -64,16 +60,10 @@ class Gptq:
             )
         return rows, held * (32 // self.bits)
 
-    def names(self, module: str) -> tuple[str, ...]:
-        return tuple(f"{module}.{leaf}" for leaf in ("qweight", "qzeros", "scales", "g_idx"))
-
-    def examine(self, module: str, tensors: QuantisedTensors) -> None:
-        self._settings(module, tensors)
-
-    def _settings(
+    def examine(
         self, module: str, tensors: QuantisedTensors
     ) -> tuple[NDArray[np.float32], NDArray[np.int16], int]:
-        """Scales and zeros [N, G], and the inputs of a group."""
+        """Scales and zeros [N, G], and the inputs of a group. See `Scheme`."""
         rows, inputs = self.shape(module, tensors)
         groups = tensors.matrix(f"{module}.scales")[0]
         group = stored_group(inputs, groups, self.group, f"{module}.scales")
@@ -93,17 +83,19 @@ class Gptq:
             )
         return even_groups(scales, zeros, inputs, group, f"{module}.scales")
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
-        scales, zeros, group = self._settings(module, tensors)
+    def read(self, module: str, tensors: QuantisedTensors) -> GroupedWeight:
+        scales, zeros, group = self.examine(module, tensors)
         packed = tensors.read(f"{module}.qweight", ("I32",), tensors.shape(f"{module}.qweight"))
         codes = nibbles(np.ascontiguousarray(packed.T), self.bits)
         return _grouped(codes, scales, zeros, group, self.bits)
 
 
 @dataclass(frozen=True, slots=True)
-class Awq:
+class Awq(Scheme):
     """A `Scheme` of 4 bits. `has_zeros`: else each zero is the middle of the range."""
 
+    suffix = "qweight"
+    leaves = ("qzeros", "scales")
     name: str
     has_zeros: bool
     group: int
@@ -112,27 +104,14 @@ class Awq:
     def form(self) -> WeightForm:
         return WeightForm("groups", 4, max(0, self.group), zeros="whole" if self.has_zeros else "")
 
-    @property
-    def suffix(self) -> str:
-        return "qweight"
-
-    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
-        return True
-
     def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
         inputs, held = tensors.matrix(f"{module}.qweight")
         return 8 * held, inputs
 
-    def names(self, module: str) -> tuple[str, ...]:
-        return tuple(f"{module}.{leaf}" for leaf in ("qweight", "qzeros", "scales"))
-
-    def examine(self, module: str, tensors: QuantisedTensors) -> None:
-        self._settings(module, tensors)
-
-    def _settings(
+    def examine(
         self, module: str, tensors: QuantisedTensors
     ) -> tuple[NDArray[np.float32], NDArray[np.int16], int]:
-        """Scales and zeros [N, G], and the inputs of a group."""
+        """Scales and zeros [N, G], and the inputs of a group. See `Scheme`."""
         rows, inputs = self.shape(module, tensors)
         groups = tensors.matrix(f"{module}.scales")[0]
         group = stored_group(inputs, groups, self.group, f"{module}.scales")
@@ -148,8 +127,8 @@ class Awq:
             )
         return even_groups(scales, zeros, inputs, group, f"{module}.scales")
 
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped:
-        scales, zeros, group = self._settings(module, tensors)
+    def read(self, module: str, tensors: QuantisedTensors) -> GroupedWeight:
+        scales, zeros, group = self.examine(module, tensors)
         codes = tensors.read(f"{module}.qweight", ("I32",), tensors.shape(f"{module}.qweight"))
         return _grouped(_in_order(codes).T, scales, zeros, group, 4)
 
@@ -189,7 +168,7 @@ def _in_order(packed: NDArray[np.int32]) -> NDArray[np.uint8]:
 
 def _grouped(
     codes: NDArray[np.uint8], scales: NDArray[np.float32], zeros: NDArray[np.int16], group: int, bits: int
-) -> Grouped:
+) -> GroupedWeight:
     # Around 0, so that codes of 8 bits fit a signed byte too.
     middle = 1 << (bits - 1)
     moved = np.ascontiguousarray(codes).astype(np.int16) - middle

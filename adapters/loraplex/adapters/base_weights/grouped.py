@@ -1,18 +1,19 @@
 """Weights of a linear as codes in groups, with numpy.
 
 The engine multiplies these codes and scales. The code that needs the weights themselves (DoRA's norms, the reference of
-a version's numbers) has them from `Grouped.dense`. So all of them see the same base.
+a version's numbers) has them from `GroupedWeight.dense`. So all of them see the same base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from loraplex.kernels.linear.stored import GroupedWeight
 
 INT8_GROUP = 64
 """Inputs that share a scale where a base of 16 or 32 bits is quantised at its load."""
@@ -26,36 +27,7 @@ class NotFinite(ValueError):
     """A weight that is infinite, or no number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grouped:
-    """A weight [N, K]: w[n, k] = scales[n, k // group] · codes[n, k] + offsets[n, k // group]. `codes` [N, K] int8,
-    `scales` and `offsets` [N, K / group] float32; offsets None where all of them are 0."""
-
-    codes: NDArray[np.int8]
-    scales: NDArray[np.float32]
-    offsets: NDArray[np.float32] | None
-    group: int
-
-    def dense(self) -> NDArray[np.float32]:
-        """[N, K]: a product and a sum, each rounded to float32."""
-        rows, inputs = self.codes.shape
-        codes = self.codes.reshape(rows, -1, self.group).astype(np.float32)
-        codes *= self.scales[:, :, None]
-        if self.offsets is not None:
-            codes += self.offsets[:, :, None]
-        return codes.reshape(rows, inputs)
-
-    def dense_rows(self) -> Iterator[NDArray[np.float32]]:
-        """`dense`, some rows at a time."""
-        rows, inputs = self.codes.shape
-        step = max(1, _PIECE_VALUES // max(1, inputs))
-        for first in range(0, rows, step):
-            last = first + step
-            offsets = None if self.offsets is None else self.offsets[first:last]
-            yield Grouped(self.codes[first:last], self.scales[first:last], offsets, self.group).dense()
-
-
-def stack(parts: Sequence[Grouped]) -> Grouped:
+def stack(parts: Sequence[GroupedWeight]) -> GroupedWeight:
     """Weights of as many inputs, one behind the other by rows. Groups of different sizes are divided."""
     group = gcd(*(part.group for part in parts))
     scales, offsets = [], []
@@ -67,7 +39,9 @@ def stack(parts: Sequence[Grouped]) -> Grouped:
         )
     has_offsets = any(part.offsets is not None for part in parts)
     codes = np.concatenate([part.codes for part in parts])
-    return Grouped(codes, np.concatenate(scales), np.concatenate(offsets) if has_offsets else None, group)
+    return GroupedWeight(
+        codes, np.concatenate(scales), np.concatenate(offsets) if has_offsets else None, group
+    )
 
 
 def group_of(inputs: int) -> int:
@@ -79,7 +53,7 @@ def group_of(inputs: int) -> int:
     return inputs
 
 
-def quantise_int8(weight: NDArray[Any], *, group: int = 0) -> Grouped:
+def quantise_int8(weight: NDArray[Any], *, group: int = 0) -> GroupedWeight:
     """Codes in groups for a weight [N, K] of any floats. A group's scale is its largest magnitude over 127, and a code
     is the quotient, rounded to the nearest, ties to even. A row's codes depend on that row alone. `group`: a divisor of
     K; 0: that of `group_of`. Raises NotFinite."""
@@ -99,4 +73,4 @@ def quantise_int8(weight: NDArray[Any], *, group: int = 0) -> Grouped:
         np.rint(piece, out=piece)
         codes[first : first + step] = np.clip(piece, -_MOST_CODE, _MOST_CODE).reshape(-1, inputs)
         scales[first : first + step] = scale
-    return Grouped(codes, scales, None, group)
+    return GroupedWeight(codes, scales, None, group)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.base_weights.bitsandbytes import BitsAndBytesInt8, BitsAndBytesNf4, read_bitsandbytes
 from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors, read_compressed_tensors
-from loraplex.adapters.base_weights.fp8 import Floats8, Fp8, read_fp8
+from loraplex.adapters.base_weights.fp8 import Fp8, read_fp8
 from loraplex.adapters.base_weights.gguf import Gguf, read_gguf
 from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS
 from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_auto_round, read_awq, read_gptq
-from loraplex.adapters.base_weights.grouped import INT8_GROUP, Grouped
+from loraplex.adapters.base_weights.grouped import INT8_GROUP
+from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
 from loraplex.adapters.base_weights.words import leaves_out
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.linear.stored import FloatWeight, GroupedWeight
 from loraplex.kernels.weight_form import FLOATS, WeightForm
 
 AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Fp8 | Gguf | Gptq
@@ -29,43 +31,6 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
     "fp8": read_fp8,
     "gptq": read_gptq,
 }
-
-
-class Scheme(Protocol):
-    """A format of quantised linears. Its methods raise QuantisationUnsupported."""
-
-    @property
-    def name(self) -> str:
-        """The format, for reports: "gptq int4" for example."""
-        ...
-
-    @property
-    def form(self) -> WeightForm:
-        """The form of its linears, as they are stored."""
-        ...
-
-    @property
-    def suffix(self) -> str:
-        """The name of the tensor of a module's codes, behind the module's own."""
-        ...
-
-    def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
-        """Whether a module with such a tensor is quantised."""
-        ...
-
-    def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
-        """[out_features, in_features]"""
-        ...
-
-    def names(self, module: str) -> tuple[str, ...]:
-        """The names that tensors of the module may have."""
-        ...
-
-    def examine(self, module: str, tensors: QuantisedTensors) -> None:
-        """All checks of `read` that need no codes."""
-        ...
-
-    def read(self, module: str, tensors: QuantisedTensors) -> Grouped: ...
 
 
 def read_scheme(config: Mapping[str, Any]) -> AnyScheme | None:
@@ -88,10 +53,10 @@ def read_scheme(config: Mapping[str, Any]) -> AnyScheme | None:
 
 
 class StoredLinears:
-    """The quantised linears of one checkpoint, `modules` by name: at least one. `are_codes`: they are served as codes,
-    else as floats. All methods raise QuantisationUnsupported."""
+    """The quantised linears of one checkpoint, `modules` by name: at least one. All methods raise
+    QuantisationUnsupported."""
 
-    def __init__(self, scheme: Scheme | Fp8, tensors: QuantisedTensors) -> None:
+    def __init__(self, scheme: Scheme, tensors: QuantisedTensors) -> None:
         self.scheme = scheme
         self._tensors = tensors
         ending = f".{scheme.suffix}"
@@ -118,24 +83,16 @@ class StoredLinears:
 
     @property
     def are_codes(self) -> bool:
-        return not isinstance(self.scheme, Fp8)
+        """Whether they are served as codes, by all kernels."""
+        return self.scheme.form.codes == "groups"
 
-    def read(self, module: str) -> Grouped:
-        """The codes of a module; only where `are_codes`."""
-        assert not isinstance(self.scheme, Fp8)
-        return self.scheme.read(module, self._tensors)
-
-    def read_floats(self, module: str) -> Floats8 | None:
-        """The 8-bit floats of a module as they are stored, only where not `are_codes`; None where they can only be
-        served as `dense_rows`."""
-        assert isinstance(self.scheme, Fp8)
+    def read(self, module: str) -> GroupedWeight | FloatWeight | None:
+        """The weight of a module as it is stored; None where it can only be served as `dense_rows`."""
         return self.scheme.read(module, self._tensors)
 
     def dense_rows(self, module: str) -> Iterator[NDArray[np.float32]]:
         """The weight [N, K] that is meant, some rows at a time."""
-        if isinstance(self.scheme, Fp8):
-            return self.scheme.dense_rows(module, self._tensors)
-        return self.read(module).dense_rows()
+        return self.scheme.dense_rows(module, self._tensors)
 
 
 def read_linears(config: Mapping[str, Any], tensors: QuantisedTensors) -> StoredLinears | None:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from loraplex.kernels.failures import describe_failure
-from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.packed import PackedLinear
+from loraplex.kernels.linear.stored import GroupedWeight
 
 PACKAGE = "humming-kernels"
 VERSION = "0.1.19"

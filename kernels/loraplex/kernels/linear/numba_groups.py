@@ -23,7 +23,6 @@ from numba.extending import intrinsic
 
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers.numba_widen import to_float32
-from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.numba_blocks import (
     BlockedLinear,
     block_parts,
@@ -34,6 +33,7 @@ from loraplex.kernels.linear.numba_blocks import (
     store_tile,
     unit_spans,
 )
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
 from loraplex.kernels.numba_runtime.vectors import (

@@ -21,7 +21,6 @@ from numba.extending import intrinsic
 
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers.numba_quantise import GROUP, RECORD, quantise_rows
-from loraplex.kernels.linear.groups import GroupedWeight
 from loraplex.kernels.linear.int8_products import PART_BYTES, STEP, products
 from loraplex.kernels.linear.numba_blocks import (
     BlockedLinear,
@@ -32,6 +31,7 @@ from loraplex.kernels.linear.numba_blocks import (
     store_tile,
     unit_spans,
 )
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.numba_runtime.thread_team import Kernel, num_threads, take_unit
 from loraplex.kernels.numba_runtime.vectors import LIKE, read_int64, size_of
@@ -123,7 +123,7 @@ def _unsigned(weight: GroupedWeight, bits: int) -> tuple[torch.Tensor, torch.Ten
 def _least_codes(weight: GroupedWeight) -> torch.Tensor:
     """[N, G] int8: the code of each group that becomes 0 and goes into its offset. The same in all groups where that is
     possible: scales that float16 holds leave it offsets that it holds then."""
-    least = weight.codes.view(len(weight.codes), -1, weight.group).amin(-1)
+    least: torch.Tensor = weight.codes.view(len(weight.codes), -1, weight.group).amin(-1)
     for first in (0, -8):
         if first <= int(least.min()) and int(weight.codes.max()) <= first + _MOST_CODE:
             return torch.full_like(least, first)

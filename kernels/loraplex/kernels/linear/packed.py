@@ -32,21 +32,6 @@ class PackedLinear(ABC):
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class FloatWeight:
-    """A weight in 8-bit floats (e4m3), as checkpoints store it: w[n, k] = values[n, k] · scales[n, k // group], with
-    values [N, K] float8_e4m3fn and scales [N, G] float32, for G groups of K / G inputs. `activations`: x may be rounded
-    to e4m3 too."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    activations: bool
-
-    @property
-    def group(self) -> int:
-        return self.values.shape[1] // self.scales.shape[1]
-
-
 def tensor_bytes(parts: Any) -> int:
     """Bytes of all tensors in dataclasses and tuples of them, each counted once."""
     found = {id(part): part for part in every_part(parts) if isinstance(part, torch.Tensor)}

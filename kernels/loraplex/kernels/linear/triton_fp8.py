@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.linear import triton_splits
-from loraplex.kernels.linear.packed import FloatWeight
+from loraplex.kernels.linear.stored import FloatWeight
 from loraplex.kernels.linear.triton_groups import choose_tiling
 from loraplex.kernels.linear.triton_splits import (
     Launch,

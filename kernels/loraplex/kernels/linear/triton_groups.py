@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.linear import triton_splits
-from loraplex.kernels.linear.groups import GroupedWeight
+from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.linear.triton_splits import (
     Launch,
     SplitLinear,

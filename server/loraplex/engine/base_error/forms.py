@@ -27,7 +27,8 @@ _FLOAT32 = np.dtype(np.float32)
 
 def _int8_rows(weight: NDArray[np.float32]) -> NDArray[np.float32]:
     """bitsandbytes' int8: a scale a row. What it rounds of the inputs is no property of the base."""
-    return quantise_int8(weight, group=weight.shape[1]).dense()
+    dense: NDArray[np.float32] = quantise_int8(weight, group=weight.shape[1]).dense()
+    return dense
 
 
 _MADE: dict[str, Callable[[NDArray[np.float32]], NDArray[np.float32]]] = {

@@ -17,8 +17,7 @@ from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
 from loraplex.engine.model.layers.attention import AttentionWeights, attend, attention_groups, read_attention
 from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated
 from loraplex.engine.model.layers.tensors import LayerTensors
-from loraplex.engine.model.stored_codes import PackedReader
-from loraplex.engine.model.stored_floats import packed_reader
+from loraplex.engine.model.stored_linears import PackedReader, packed_reader
 from loraplex.engine.model.weights import TensorSource, open_checkpoint
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice

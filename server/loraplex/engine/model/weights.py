@@ -17,15 +17,14 @@ from loraplex.adapters.admission.base_model import (
     read_text_config,
     stored_scheme,
 )
-from loraplex.adapters.base_weights.fp8 import Floats8
 from loraplex.adapters.base_weights.gguf import is_indexed
-from loraplex.adapters.base_weights.grouped import Grouped
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.errors import ArtifactCorrupt, BaseModelInvalid
 from loraplex.adapters.store.tensors import read_native
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.kernels.linear.dense import pack_weight
 from loraplex.kernels.linear.packed import PackedLinear
+from loraplex.kernels.linear.stored import FloatWeight, GroupedWeight
 
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -102,7 +101,7 @@ class Checkpoint:
         """A tensor as it is stored, on the CPU; for 8-bit floats what they stand for, in float32. Raises
         ModelUnsupported if it is missing, of another shape, or no floating-point tensor."""
         module = name.removesuffix(".weight")
-        if self.is_floats(module):
+        if self.stores(module, "float8"):
             return torch.from_numpy(np.concatenate(list(self._dense_rows(module, shape))))
         return self._tensor(self._plain(name, shape))
 
@@ -131,42 +130,18 @@ class Checkpoint:
             return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(values)
 
-    @property
-    def has_codes(self) -> bool:
-        """Whether linears are stored as codes, and served as such."""
-        return self._stored is not None and self._stored.are_codes
+    def stores(self, module: str, codes: str) -> bool:
+        """Whether a module's weight is stored as `codes` (`WeightForm.codes`)."""
+        stored = self._stored
+        return stored is not None and stored.scheme.form.codes == codes and module in stored.modules
 
-    def is_codes(self, module: str) -> bool:
-        """Whether a module's weight is codes that are served as such."""
-        return self._stored is not None and self._stored.are_codes and module in self._stored.modules
-
-    def codes(self, module: str) -> Grouped | None:
-        """The codes of a module's weight; None where it is stored as floats. Raises ModelUnsupported."""
-        if self._stored is None or not self.is_codes(module):
-            return None
+    def stored(self, module: str) -> GroupedWeight | FloatWeight | None:
+        """The weight of a module that is not stored as floats of 16 or 32 bits; None where it can only be read as such.
+        Raises ModelUnsupported."""
+        assert self._stored is not None
         self._taken.update(self._stored.names(module))
         try:
             return self._stored.read(module)
-        except QuantisationUnsupported as error:
-            raise ModelUnsupported(error.message) from error
-
-    @property
-    def has_floats(self) -> bool:
-        """Whether linears are stored as 8-bit floats."""
-        return self._stored is not None and not self._stored.are_codes
-
-    def is_floats(self, module: str) -> bool:
-        """Whether a module's weight is 8-bit floats."""
-        return self._stored is not None and not self._stored.are_codes and module in self._stored.modules
-
-    def floats(self, module: str) -> Floats8 | None:
-        """The 8-bit floats of a module's weight; None where it is stored as others, or can only be read as others.
-        Raises ModelUnsupported."""
-        if self._stored is None or not self.is_floats(module):
-            return None
-        self._taken.update(self._stored.names(module))
-        try:
-            return self._stored.read_floats(module)
         except QuantisationUnsupported as error:
             raise ModelUnsupported(error.message) from error
 
@@ -188,7 +163,9 @@ class Checkpoint:
 
     def _is_empty_bias(self, name: str) -> bool:
         module = name.removesuffix(".bias")
-        if module == name or not (self.is_codes(module) and self._located[name].tensor.dtype in _FLOATS):
+        if module == name or not (
+            self.stores(module, "groups") and self._located[name].tensor.dtype in _FLOATS
+        ):
             return False
         return not self._tensor(self._located[name]).any()
 
@@ -207,7 +184,7 @@ class ExaminedTensors:
         self._checkpoint.examine(name, tuple(out.shape))
 
     def stores(self, module: str) -> bool:
-        return self._checkpoint.is_codes(module)
+        return self._checkpoint.stores(module, "groups")
 
     def read(self, modules: Mapping[str, tuple[int, int]]) -> PackedLinear | None:
         if not any(map(self.stores, modules)):

@@ -6,7 +6,7 @@ import torch
 
 from loraplex.engine.model.layer_kinds import NormKind
 from loraplex.engine.model.layers.adapted_linears import Linear
-from loraplex.engine.model.stored_codes import PackedReader
+from loraplex.engine.model.stored_linears import PackedReader
 from loraplex.engine.model.weights import TensorSource
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.ops import Ops
