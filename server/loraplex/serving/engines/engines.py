@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.kv.prefix_keys import first_key
 from loraplex.engine.reports import EngineInfo, EngineStats
-from loraplex.engine.scheduling.prefix_keys import first_key
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
 from loraplex.serving.engines.failover import Failover, Group, most_tokens
