@@ -21,6 +21,7 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.model.outline import ModelOutline, outline_model
 from loraplex.engine.sizing import adapter_pages
 from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.linear.packed import PackedLinear
 from support.models.loading import load_model
 from support.servers.live_server import (
     LiveServer,
@@ -121,7 +122,8 @@ def tensors_of(value: Any, depth: int = 6) -> list[torch.Tensor]:
         return [tensor for one in value for tensor in tensors_of(one, depth - 1)]
     names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
     parts = [getattr(value, name) for name in names if name not in _NO_WEIGHTS]
-    return [tensor for one in parts if not callable(one) for tensor in tensors_of(one, depth - 1)]
+    held = [one for one in parts if isinstance(one, PackedLinear) or not callable(one)]
+    return [tensor for one in held for tensor in tensors_of(one, depth - 1)]
 
 
 @pytest.mark.slow
