@@ -13,7 +13,7 @@ from bench.gpu.models import Adapter
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage
 from loraplex.adapters.device.layout import ArenaLayout
-from loraplex.engine.execution.batch import flatten
+from loraplex.engine.execution.batch import StepRows
 from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_steps
 from loraplex.engine.execution.inputs import RecordedSize, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
@@ -151,11 +151,9 @@ class Rig:
     def begin(self, rows: Sequence[ScheduledSequence], *, eager: bool = False) -> Step:
         """Plan a step; `eager`: without a recording, whatever there is."""
         with self.source.unrecorded() if eager else nullcontext():
-            plan = StepPlan(0, tuple(rows))
-            inputs = self.source.begin_inputs(plan)
-            flat = flatten(plan, vocab_size=self.model.shape.vocab_size, inputs=inputs)
-            lora = inputs.adapters(flat.segments, flat.num_rows)
-            head = inputs.head_adapters(flat.logits_segments, flat.logits_rows.shape[0])
+            planned = StepRows(StepPlan(0, tuple(rows)), self.model.shape.vocab_size)
+            inputs = self.source.begin_inputs(planned)
+            flat = planned.send(inputs)
         batch = ForwardBatch(
             token_ids=flat.token_ids,
             positions=flat.positions,
@@ -163,10 +161,10 @@ class Rig:
             fresh_blocks=flat.fresh_blocks,
             logits_rows=flat.logits_rows,
             kv=self.kv,
-            lora=lora,
-            head_lora=head,
+            lora=flat.adapters.layers,
+            head_lora=flat.adapters.head,
         )
-        return Step(self, inputs, batch, flat.num_rows, flat.sampled)
+        return Step(self, inputs, batch, planned.num_rows, tuple(flat.tokens.slices))
 
     def logits(self, rows: Sequence[ScheduledSequence], *, eager: bool = False) -> torch.Tensor:
         """[S, V] float32 of the sampled rows, in the order of `rows`."""

@@ -13,7 +13,7 @@ from loraplex.engine.execution.cost_measurement import measure_step_times
 from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.scheduling.timing.step_costs import FEW_ROWS, MANY_ROWS, NotMeasured
 from loraplex.engine.scheduling.timing.step_times import MeasuredTimes, StepLoad, StepTimes
-from loraplex.engine.types import ScheduledSequence, StepPlan, StepResult
+from loraplex.engine.types import RowFailure, RowResult, ScheduledSequence, StepPlan, StepResult
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import save_tiny
@@ -38,7 +38,7 @@ class TimedRunner:
         self.now = 0.0
         self.rows: list[int] = []
         self.plans: list[StepPlan] = []
-        self.failed: dict[int, str] = {}
+        self.failed: RowFailure | None = None
         self._times = (step_s, row_s)
         self._each = (pair_s, sample_s, score_s)
         self._busy = busy or {}
@@ -67,7 +67,7 @@ class TimedRunner:
         return [row for plan in self.plans for row in plan.scheduled if not row.samples]
 
     def collect(self, plan: StepPlan) -> StepResult:
-        return StepResult(plan.step_id, ((0,),), dict(self.failed))
+        return StepResult(plan.step_id, [RowResult((0,), failed=self.failed)])
 
 
 def measure(runner: Any, limits: StepLimits = LIMITS) -> MeasuredTimes:
@@ -165,7 +165,7 @@ def test_one_row_has_no_costs() -> None:
 
 def test_a_step_that_fails_gives_no_costs() -> None:
     runner = TimedRunner(0.001)
-    runner.failed = {0: "the logits of this row are not finite"}
+    runner.failed = RowFailure("the logits of this row are not finite")
     with pytest.raises(NotMeasured, match="not finite"):
         measure(runner)
 

@@ -27,8 +27,8 @@ from loraplex.engine.execution.kv_cache import (
     kv_dtype,
     size_kv_cache,
 )
+from loraplex.engine.execution.riders.site_probe import SiteProbe
 from loraplex.engine.execution.runner import ModelRunner
-from loraplex.engine.execution.site_probe import SiteProbe
 from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.heartbeat import StepHeartbeat

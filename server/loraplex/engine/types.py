@@ -1,7 +1,7 @@
 """The values that travel between the engine, its clients and its runner.
 
 Everything here is a frozen dataclass that msgspec can encode, or a frozen struct of it where one is made for every
-token, except `Sequence`, the engine's own mutable record of one request. No torch.
+token, except `Sequence`, the engine's own mutable record of one request, and the results of a step. No torch.
 """
 
 from __future__ import annotations
@@ -392,23 +392,37 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class RowFailure:
+    """The failure of one slice alone. `cause`: its input was wrong before the step; or numbers came out that are
+    infinite, or none; or its grammar cannot be followed."""
+
+    reason: str
+    cause: Literal["input", "numbers", "grammar"] = "input"
+
+
+class RowResult(msgspec.Struct, gc=False):
+    """The outcome of a slice. `token_ids`: none where it does not sample, else the drafted tokens that were accepted,
+    `num_accepted` of them, the one sampled behind them, and those that a grammar forces then. `ended`: the last one
+    ends its grammar. `scores`: of its sampled tokens and of its `targets`, where it asks for them. `pooled`: its part,
+    where it has a `pool_start`."""
+
+    token_ids: tuple[int, ...] = ()
+    num_accepted: int = 0
+    failed: RowFailure | None = None
+    ended: bool = False
+    scores: Scores | None = None
+    pooled: PooledPart | None = None
+
+    def fail(self, reason: str) -> None:
+        """Its numbers are no good; an earlier failure stays."""
+        self.failed = self.failed or RowFailure(reason, "numbers")
+
+
+@dataclass(slots=True)
 class StepResult:
-    """Tokens of one step, in the order of `plan.scheduled`: an empty tuple for a slice that does not sample, else one
-    or more tokens: the drafted ones that were accepted, the one sampled behind them, and those that a grammar forces
-    then. `num_accepted` counts the accepted ones of each slice with drafts, by its index. `failed` maps an index in
-    `scheduled` to what went wrong with that row alone; of these `not_finite` are those for whom numbers came out that
-    are infinite, or none. `scores` map the index of a slice that asks for log probabilities to those of its sampled
-    tokens and of its `targets`. `ended` are the indices of slices whose token ends their grammar; `grammar_failed` says
-    why a slice's grammar cannot be followed. `pooled` maps that of a slice with `pool_start` to its part. `measured`
-    are the outputs of `plan.measure`; None where there is none, or it failed."""
+    """The outcome of one step. `rows` are in the order of `plan.scheduled`. `measured` are the outputs of
+    `plan.measure`; None where there is none, or it failed."""
 
     step_id: int
-    token_ids: tuple[tuple[int, ...], ...]
-    failed: dict[int, str] = field(default_factory=dict)
-    scores: dict[int, Scores] = field(default_factory=dict)
-    not_finite: frozenset[int] = frozenset()
-    ended: frozenset[int] = frozenset()
-    grammar_failed: dict[int, str] = field(default_factory=dict)
-    pooled: dict[int, PooledPart] = field(default_factory=dict)
+    rows: list[RowResult]
     measured: SiteOutputs | None = None
-    num_accepted: dict[int, int] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from loraplex.engine.core.engine_core import EngineCore
-from loraplex.engine.types import StepPlan, StepResult
+from loraplex.engine.types import RowFailure, RowResult, StepPlan, StepResult
 from support.engine.core_engine import EOS, VOCAB_SIZE, CoreEngine, adapter, expected
 from support.engine.fake_runner import FakeRunner, Fault
 
@@ -79,7 +79,7 @@ def test_eos_ends_a_sequence_unless_it_is_ignored() -> None:
     class EosRunner(FakeRunner):
         def collect(self, handle: object) -> StepResult:
             result = super().collect(handle)
-            return replace(result, token_ids=tuple((EOS,) if tokens else () for tokens in result.token_ids))
+            return replace(result, rows=[RowResult((EOS,) if row.token_ids else ()) for row in result.rows])
 
     engine = CoreEngine()
     engine.runner = EosRunner(64, engine.transport.mark_in_slot, VOCAB_SIZE)
@@ -265,10 +265,10 @@ def test_a_step_that_raises_ends_its_requests_and_no_others(
     "spoil",
     [
         lambda result: replace(result, step_id=result.step_id + 1),
-        lambda result: replace(result, token_ids=()),
-        lambda result: replace(result, token_ids=((),)),
-        lambda result: replace(result, token_ids=((-1,),)),
-        lambda result: replace(result, failed={0: "a row of its own"}),
+        lambda result: replace(result, rows=[]),
+        lambda result: replace(result, rows=[RowResult()]),
+        lambda result: replace(result, rows=[RowResult((-1,))]),
+        lambda result: replace(result, rows=[RowResult(failed=RowFailure("a row of its own"))]),
     ],
 )
 def test_a_runners_nonsense_ends_the_request_and_not_the_engine(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.engine.execution.batch import flatten
+from loraplex.engine.execution.batch import StepRows
 from loraplex.engine.execution.cuda_graphs import graph_sizes, recorded_sizes
-from loraplex.engine.execution.inputs import PlainInputs, RecordedSize, StepLimits, find_recorded
-from loraplex.engine.execution.packed_inputs import PackedSource
+from loraplex.engine.execution.inputs import PlainInputs, RecordedSize, StepLimits
+from loraplex.engine.execution.packed_inputs import PackedSource, find_recorded
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.torch_attention import TorchAttention
@@ -63,7 +63,7 @@ def test_any_step_arrives_as_it_was_planned(decoding: bool, prompts: tuple[Recor
     plain = PlainInputs(CPU, TorchAttention(2, 16, torch.float32, CPU))
     for _ in range(60):
         plan = make_plan(rng, decoding=decoding)
-        inputs = source.begin_inputs(plan)
+        inputs = source.begin_inputs(StepRows(plan, VOCAB))
         count = len(plan.scheduled)
         alone = all(item.num_tokens == 1 and item.samples for item in plan.scheduled)
         assert alone or not decoding
@@ -75,21 +75,21 @@ def test_any_step_arrives_as_it_was_planned(decoding: bool, prompts: tuple[Recor
         ]
         assert inputs.size == (fitting[0] if fitting else None)
         used.add(inputs.size)
-        step = flatten(plan, vocab_size=VOCAB, inputs=inputs)
-        want = flatten(plan, vocab_size=VOCAB, inputs=plain)
+        step, want = StepRows(plan, VOCAB).send(inputs), StepRows(plan, VOCAB).send(plain)
         extra = [inputs.floats([0.5, -1.0]), inputs.doubles([1e-300]), inputs.ints([]), inputs.ints([2**40])]
         source.memory.fill_(0xFF)  # a step's numbers come with it, not from the one before
         inputs.send()
-        rows = want.num_rows if inputs.size is None else inputs.size.rows
+        rows = total if inputs.size is None else inputs.size.rows
         for name in ("token_ids", "positions"):
             got = getattr(step, name)
             assert got.shape == (rows,)
-            assert got[: want.num_rows].tolist() == getattr(want, name).tolist()
-            assert not got[want.num_rows :].any()
-        for name in ("logits_rows", "sampled_rows", "fresh_blocks"):
+            assert got[:total].tolist() == getattr(want, name).tolist()
+            assert not got[total:].any()
+        for name in ("logits_rows", "fresh_blocks"):
             assert getattr(step, name).tolist() == getattr(want, name).tolist()
-        assert step.attention.slots[: want.num_rows].tolist() == want.attention.slots.tolist()
-        assert (step.attention.slots[want.num_rows :] == -1).all()
+        assert step.tokens.sampled_rows.tolist() == want.tokens.sampled_rows.tolist()
+        assert step.attention.slots[:total].tolist() == want.attention.slots.tolist()
+        assert (step.attention.slots[total:] == -1).all()
         assert [values.tolist() for values in extra] == [[0.5, -1.0], [1e-300], [], [2**40]]
         if inputs.size is not None and inputs.size.prompts:
             start = source.layouts[inputs.size].rows["logits_rows"]
@@ -110,24 +110,24 @@ def test_any_step_arrives_as_it_was_planned(decoding: bool, prompts: tuple[Recor
 def test_recordings_serve_no_step_that_wants_more_than_a_row_of_logits(change, served) -> None:
     source = make_source(PROMPTS)
     (row, *_) = make_plan(random.Random(3), decoding=True).scheduled
-    inputs = source.begin_inputs(StepPlan(1, (replace(row, **change),)))
+    inputs = source.begin_inputs(StepRows(StepPlan(1, (replace(row, **change),)), VOCAB))
     assert (inputs.size is not None) == served
 
 
 def test_recordings_for_adapters_serve_no_step_without() -> None:
     plan = make_plan(random.Random(3), decoding=True)
     sizes = [RecordedSize(40, 6, prompts=True, adapters_only=True)]
-    assert find_recorded(sizes, plan) is None
+    assert find_recorded(sizes, StepRows(plan, VOCAB)) is None
     mixed = StepPlan(1, (replace(plan.scheduled[0], slot=2), *plan.scheduled[1:]))
-    assert find_recorded(sizes, mixed) is sizes[0]
+    assert find_recorded(sizes, StepRows(mixed, VOCAB)) is sizes[0]
 
 
 def test_a_step_that_is_asked_for_unrecorded_is() -> None:
     source = make_source(DECODES)
-    plan = make_plan(random.Random(1), decoding=True)
+    rows = StepRows(make_plan(random.Random(1), decoding=True), VOCAB)
     with source.unrecorded():
-        assert source.begin_inputs(plan).size is None
-    assert source.begin_inputs(plan).size is not None
+        assert source.begin_inputs(rows).size is None
+    assert source.begin_inputs(rows).size is not None
 
 
 @pytest.mark.parametrize("most", [0, 1, 40, 64, 500, 513, 1024])
@@ -151,7 +151,7 @@ def test_no_recorded_prompt_is_larger_than_a_step() -> None:
 
 def test_inputs_that_do_not_fit_are_copied_separately() -> None:
     source = make_source()
-    inputs = source.begin_inputs(make_plan(random.Random(1), decoding=False))
+    inputs = source.begin_inputs(StepRows(make_plan(random.Random(1), decoding=False), VOCAB))
     large = np.arange(1 << 16, dtype=np.int64)
     views = [inputs.ints(large), inputs.ints([1, 2, 3])]
     inputs.send()
@@ -164,7 +164,7 @@ def test_steps_in_flight_keep_their_numbers_on_the_host() -> None:
     source = make_source()
     waiting = []
     for number in range(3):
-        inputs = source.begin_inputs(make_plan(random.Random(number), decoding=False))
+        inputs = source.begin_inputs(StepRows(make_plan(random.Random(number), decoding=False), VOCAB))
         waiting.append((number, inputs, inputs.ints([number] * 5)))
     for number, inputs, view in waiting:
         inputs.send()
@@ -172,7 +172,7 @@ def test_steps_in_flight_keep_their_numbers_on_the_host() -> None:
 
 
 def test_an_adapter_row_without_adapters_is_refused() -> None:
-    inputs = make_source().begin_inputs(make_plan(random.Random(1), decoding=False))
+    inputs = make_source().begin_inputs(StepRows(make_plan(random.Random(1), decoding=False), VOCAB))
     with pytest.raises(RuntimeError, match="has no adapters"):
         inputs.adapters([(3, 0, 1)], 1)
     assert inputs.adapters([], 1) is None

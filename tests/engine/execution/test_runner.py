@@ -109,10 +109,11 @@ class Driver:
     def collect(self, plan, handle):
         result = self.runner.collect(handle)
         assert result.step_id == plan.step_id
-        for index, (item, tokens) in enumerate(zip(plan.scheduled, result.token_ids, strict=True)):
-            if index in result.failed:
+        for item, row in zip(plan.scheduled, result.rows, strict=True):
+            tokens = row.token_ids
+            if row.failed is not None:
                 assert tokens == ()
-                self.failures.setdefault(item.request_id, result.failed[index])
+                self.failures.setdefault(item.request_id, row.failed.reason)
                 continue
             assert bool(tokens) == item.samples
             seq = self.sequences[item.request_id]
@@ -305,7 +306,7 @@ def test_submit_does_not_wait_and_reads_nothing_later(make_runner, model, greedy
     seq.token_ids[:] = [3] * 3
     seq.block_ids = (0,)
     gate.set()
-    assert runner.collect(handle).token_ids == ((greedy([9, 8, 7], 1)[0],),)
+    assert [row.token_ids for row in runner.collect(handle).rows] == [(greedy([9, 8, 7], 1)[0],)]
 
 
 def test_an_adapter_row_without_an_arena_is_refused_before_anything_runs(make_runner, greedy):

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.numerics import TOLERANCE, NumbersVerdict, SiteOutputs, check_numbers
+from loraplex.engine.execution.riders.site_probe import SiteProbe
 from loraplex.engine.execution.runner import ModelRunner
-from loraplex.engine.execution.site_probe import SiteProbe
 from loraplex.engine.types import MEASURE_STEPS, StepPlan, Usage
 from support.adapters.loader_faults import (
     Plant,

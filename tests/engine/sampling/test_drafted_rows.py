@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loraplex.engine.execution.inputs import PlainInputs
-from loraplex.engine.sampling.acceptance import accepted_tokens
+from loraplex.engine.execution.riders.tokens import accept
 from loraplex.engine.sampling.sampled_row import SampledRow, sampled_rows
 from loraplex.engine.sampling.sampler import Sampler, make_sampler
-from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence
+from loraplex.engine.types import EngineRequest, RowResult, SamplingParams, ScheduledSequence, StepResult
 from loraplex.kernels.backend import make_kernels
 from support.engine.sampling import EOS, row
 
@@ -74,11 +74,13 @@ def test_a_draft_leaves_nothing_in_the_history_of_its_sequence(sampler):
 
 def accepted(drafted, tokens, bad=()):
     """Two slices: one with this draft and these sampled tokens, and one without."""
-    failed: dict[int, str] = {}
+    result = StepResult(1, [RowResult(), RowResult()])
     rows = [(token, place not in bad) for place, token in enumerate(tokens)] + [(42, True)]
-    found = accepted_tokens([(), ()], (0,) * len(tokens) + (1,), {0: drafted}, rows, failed)
-    assert found[1] == (42,)
-    return found[0], set(failed)
+    accept(result, (0,) * len(tokens) + (1,), {0: drafted}, rows)
+    found, other = result.rows
+    assert other == RowResult((42,))
+    assert found.num_accepted == max(0, len(found.token_ids) - 1)
+    return found.token_ids, set() if found.failed is None else {0}
 
 
 def test_tokens_are_accepted_up_to_the_first_that_was_not_drafted():

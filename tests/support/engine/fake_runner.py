@@ -23,6 +23,8 @@ from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
 from loraplex.engine.types import (
     MEASURE_STEPS,
     MeasuredPart,
+    RowFailure,
+    RowResult,
     SamplingParams,
     ScheduledSequence,
     StepPlan,
@@ -224,20 +226,13 @@ class FakeRunner:
     def _run(self, plan: StepPlan, fault: Fault) -> StepResult:
         self.num_steps += 1
         drawn: dict[tuple[str, int], int] = {}
-        answers: list[tuple[int, ...]] = []
-        scores: dict[int, Scores] = {}
-        pooled: dict[int, PooledPart] = {}
         if fault.at == "collect":
             for row in plan.scheduled:
                 self._write(row, (GARBAGE,) * row.num_tokens)
             self._drawn = drawn
             raise fault.error()
-        failed = dict.fromkeys(fault.rows, "told to fail")
-        not_finite: set[int] = set()
-        ended: set[int] = set()
-        broken: dict[int, str] = {}
-        num_accepted: dict[int, int] = {}
-        for index, row in enumerate(plan.scheduled):
+        result = StepResult(plan.step_id, [RowResult() for _ in plan.scheduled])
+        for index, (row, found) in enumerate(zip(plan.scheduled, result.rows, strict=True)):
             request_id = row.request_id
             grammar = grammar_of(row.request)
             if grammar and self.is_live(row) and not self.has_matcher(request_id):
@@ -248,16 +243,14 @@ class FakeRunner:
                 tokens = (self._drawn.get((request_id, row.output_index - 1), GARBAGE),)
             if index in fault.rows:
                 self._write(row, (GARBAGE,) * row.num_tokens)
-                answers.append(())
+                found.failed = RowFailure("told to fail")
                 continue
             self._write(row, tokens)
             self.num_tokens += row.num_tokens
             seen = self._read(row)
             if POISON in seen:
                 self._notice(row, seen)
-                failed[index] = "not finite"
-                not_finite.add(index)
-                answers.append(())
+                found.fail("not finite")
                 continue
             if index in fault.poisoned:
                 self._values[self._place(row, row.start + row.num_tokens - 1)] = POISON
@@ -267,11 +260,10 @@ class FakeRunner:
                 for position, target in enumerate(row.targets, row.score_start + 1)
             ]
             if of_prompt:
-                scores[index] = Scores(prompt=pack_logprobs(of_prompt, sampling.prompt_logprobs or 0))
+                found.scores = Scores(prompt=pack_logprobs(of_prompt, sampling.prompt_logprobs or 0))
             if row.pool_start is not None:
-                pooled[index] = _pooled(row, seen)
+                found.pooled = _pooled(row, seen)
             if not row.samples:
-                answers.append(())
                 continue
             is_scored = sampling.logprobs is not None
             answer, of_output = self._verify(row, seen)
@@ -288,33 +280,21 @@ class FakeRunner:
                 kind, count = grammar
                 left = count - row.output_index
                 if kind == "breaks" and len(answer) > left:
-                    broken[index] = "no token can go on with it"
+                    found.failed = RowFailure("no token can go on with it", "grammar")
                 elif kind == "ends" and len(answer) >= left > 0:
                     del answer[left:], of_output[left:]
-                    ended.add(index)
+                    found.ended = True
             if row.drafted:
-                num_accepted[index] = min(num_drafts_accepted, len(answer) - 1)
-            answers.append(tuple(answer))
+                found.num_accepted = min(num_drafts_accepted, len(answer) - 1)
+            found.token_ids = tuple(answer)
             if sampling.logprobs is not None:
-                scores[index] = replace(
-                    scores.get(index, Scores()), output=pack_logprobs(of_output, sampling.logprobs)
-                )
+                output = pack_logprobs(of_output, sampling.logprobs)
+                found.scores = replace(found.scores or Scores(), output=output)
         self._drawn = drawn
-        part, measured = plan.measure, None
+        part = plan.measure
         if part is not None and len(plan.scheduled) not in fault.rows:
-            measured = _measured(self._mark(part), part.start)
-        return StepResult(
-            plan.step_id,
-            tuple(answers),
-            failed,
-            scores,
-            frozenset(not_finite),
-            frozenset(ended),
-            broken,
-            pooled,
-            measured,
-            num_accepted,
-        )
+            result.measured = _measured(self._mark(part), part.start)
+        return result
 
     def _verify(self, row: ScheduledSequence, seen: tuple[int, ...]) -> tuple[list[int], list[Row]]:
         """The drafts of a row that are accepted, the token behind them, and the scores of each."""

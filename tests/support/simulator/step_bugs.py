@@ -196,15 +196,14 @@ def scores_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
     def swap(self: FakeRunner, handle: object) -> StepResult:
         result = collect(self, handle)
         alike: dict[object, list[int]] = {}
-        for index, scores in result.scores.items():
+        told = {index: row.scores for index, row in enumerate(result.rows) if row.scores is not None}
+        for index, scores in told.items():
             size = [(len(part), part.num_top) for part in (scores.output, scores.prompt) if part is not None]
             alike.setdefault(tuple(size), []).append(index)
-        swapped = {
-            index: result.scores[other]
-            for indices in alike.values()
-            for index, other in zip(indices, reversed(indices), strict=True)
-        }
-        return replace(result, scores=swapped)
+        for indices in alike.values():
+            for index, other in zip(indices, reversed(indices), strict=True):
+                result.rows[index].scores = told[other]
+        return result
 
     patch.setattr(FakeRunner, "collect", swap)
 

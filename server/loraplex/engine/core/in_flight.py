@@ -127,7 +127,7 @@ class InFlightSteps:
         then."""
         try:
             result = self._runner.collect(step.handle)
-            if result.step_id != step.plan.step_id or len(result.token_ids) != len(step.plan.scheduled):
+            if result.step_id != step.plan.step_id or len(result.rows) != len(step.plan.scheduled):
                 raise RuntimeError(f"the result of step {step.plan.step_id} belongs to another step")
         except DeviceLost:
             raise
@@ -140,35 +140,16 @@ class InFlightSteps:
             return None
         self._heartbeat.step_collected(computed=True)
         self._step_budget.computed()
-        self.step_tokens.computed(step.plan, result)
+        self.step_tokens.computed(step.plan, result.rows)
         now = self._clock()
         self._scheduler.took(step.plan, now - max(step.submitted, self._collected))
         self._collected = now
         tracker = self._tracker
-        for index, (scheduled, token_ids) in enumerate(
-            zip(step.plan.scheduled, result.token_ids, strict=True)
-        ):
+        for scheduled, row in zip(step.plan.scheduled, result.rows, strict=True):
             # One that ended meanwhile (aborted, or at an eos that the step before drew) wants nothing any more.
             seq = None if scheduled.order in void else tracker.sequence(scheduled)
             if seq is not None:
-                scores = result.scores.get(index)
-                if index in result.not_finite and scheduled.slot >= 0:
-                    tracker.blame_adapter(seq)
-                elif index in result.grammar_failed:
-                    tracker.blame_grammar(seq, result.grammar_failed[index])
-                else:
-                    failure, is_last = result.failed.get(index), index in result.ended
-                    tracker.take_row(
-                        seq,
-                        scheduled,
-                        token_ids,
-                        scores,
-                        failure,
-                        now,
-                        is_last=is_last,
-                        pooled=result.pooled.get(index),
-                        num_accepted=result.num_accepted.get(index, 0),
-                    )
+                tracker.take_row(seq, scheduled, row, now)
         if (part := step.plan.measure) is not None and part.order not in void:
             seq = tracker.sequence(part)
             if seq is not None:

@@ -14,7 +14,6 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.numerics import SiteOutputs, join_outputs
 from loraplex.engine.core.admission import MAX_TOKEN_ID
 from loraplex.engine.logprobs import Scores, cut_scores, wrong_scores
-from loraplex.engine.pooling import PooledPart
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import (
     MEASURE_STEPS,
@@ -24,6 +23,7 @@ from loraplex.engine.types import (
     ErrorCode,
     FinishReason,
     MeasuredPart,
+    RowResult,
     ScheduledSequence,
     Sequence,
     SequenceState,
@@ -109,17 +109,18 @@ class RequestTracker:
         self,
         seq: Sequence,
         scheduled: ScheduledSequence,
-        token_ids: tuple[int, ...],
-        scores: Scores | None,
-        failure: str | None,
+        row: RowResult,
         now: float,
-        *,
-        is_last: bool = False,
-        pooled: PooledPart | None = None,
-        num_accepted: int = 0,
     ) -> None:
-        """The outcome of a sequence's slice. `is_last`: the last of the tokens ends the sequence's grammar.
-        `num_accepted` of its drafts were right."""
+        """The outcome of a sequence's slice."""
+        token_ids, scores, failed = row.token_ids, row.scores, row.failed
+        if failed is not None and failed.cause == "numbers" and scheduled.slot >= 0:
+            self.blame_adapter(seq)
+            return
+        if failed is not None and failed.cause == "grammar":
+            self.blame_grammar(seq, failed.reason)
+            return
+        failure = None if failed is None else failed.reason
         if failure is None and bool(token_ids) != scheduled.samples:
             failure = f"{len(token_ids)} tokens came for a slice that draws {'some' if scheduled.samples else 'none'}"
         if failure is None and token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
@@ -129,21 +130,21 @@ class RequestTracker:
             failure = wrong_scores(scores, len(token_ids) if asked else 0, len(scheduled.targets))
         if failure is None and scheduled.pool_start is not None:
             wanted = scheduled.start + scheduled.num_tokens - scheduled.pool_start
-            if pooled is None or pooled.num_positions != wanted:
+            if row.pooled is None or row.pooled.num_positions != wanted:
                 failure = f"not the {wanted} hidden states came that are pooled"
         if failure is not None:
             self._fail(seq, failure)
             return
         self._scheduler.computed(seq, scheduled)
         seq.num_scored += len(scheduled.targets)
-        if seq.pooled is not None and pooled is not None:
-            seq.pooled.add(pooled)
+        if seq.pooled is not None and row.pooled is not None:
+            seq.pooled.add(row.pooled)
         if token_ids:
             # A longer answer to the step before may have brought the first of these already.
             known = seq.num_outputs - scheduled.output_index
             scores = cut_scores(scores, known, len(token_ids))
-            drafts = (scheduled, num_accepted) if scheduled.drafted else None
-            self._take_tokens(seq, token_ids[known:], scores, now, is_last=is_last, drafts=drafts)
+            drafts = (scheduled, row.num_accepted) if scheduled.drafted else None
+            self._take_tokens(seq, token_ids[known:], scores, now, is_last=row.ended, drafts=drafts)
         elif (
             seq.request.sampling.max_tokens == 0 and scheduled.start + scheduled.num_tokens == seq.num_prompt
         ):

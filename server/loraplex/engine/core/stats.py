@@ -11,7 +11,7 @@ from typing import Any
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.engine.reports import STEP_TOKENS, EngineStats, SpeculationCounts, TenantStats
 from loraplex.engine.scheduling.scheduler import Scheduler
-from loraplex.engine.types import Sequence, SequenceState, StepPlan, StepResult
+from loraplex.engine.types import RowResult, Sequence, SequenceState, StepPlan
 
 
 class StepTokens:
@@ -25,8 +25,8 @@ class StepTokens:
     def steps(self) -> tuple[int, ...]:
         return tuple(self._steps)
 
-    def computed(self, plan: StepPlan, result: StepResult) -> None:
-        num_tokens = sum(map(len, result.token_ids))
+    def computed(self, plan: StepPlan, results: Iterable[RowResult]) -> None:
+        num_tokens = sum(len(result.token_ids) for result in results)
         for row in plan.scheduled:
             num_tokens += max(0, min(row.num_tokens, row.num_prompt - row.start))
         self.total += num_tokens

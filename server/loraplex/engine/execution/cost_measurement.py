@@ -129,8 +129,8 @@ class _Steps:
     def _time(self, part: ScheduledSequence) -> float:
         before = self._worked()
         result = self._runner.collect(self._runner.submit(StepPlan(0, (part,))))
-        if result.failed:
-            raise NotMeasured(result.failed[0])
+        if (failed := result.rows[0].failed) is not None:
+            raise NotMeasured(failed.reason)
         took = self._worked() - before
         self.spent += took
         return took

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.model.base import TokenRows
-from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.types import LoraPass
 
@@ -136,28 +135,6 @@ class RecordedSize:
     sequences: int
     prompts: bool = False
     adapters_only: bool = False
-
-
-def find_recorded(
-    sizes: Iterable[RecordedSize], plan: StepPlan, by_token: Callable[[int], bool] = lambda slot: False
-) -> RecordedSize | None:
-    """The first whose pass serves this step. None serves one that pools, scores positions of a prompt or has drafts:
-    its logits are of one row a sequence. None serves one with an adapter that changes anything by token, as `by_token`
-    says of its slot: no such change is recorded."""
-    scheduled = plan.scheduled
-    if any(
-        item.targets or item.drafted or item.pool_start is not None or by_token(item.slot)
-        for item in scheduled
-    ):
-        return None
-    rows, sequences = sum(item.num_tokens for item in scheduled), len(scheduled)
-    decodes = rows == sequences and all(item.samples for item in scheduled)
-    adapters = any(item.slot >= 0 for item in scheduled)
-    for size in sizes:
-        fits = size.rows >= rows and size.sequences >= sequences
-        if fits and (decodes or size.prompts) and (adapters or not size.adapters_only):
-            return size
-    return None
 
 
 class PlainInputs:

@@ -14,7 +14,7 @@ such a model is recorded, and all else travels as above.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_lora import DeviceLora
-from loraplex.engine.execution.inputs import RecordedSize, Segments, StepLimits, find_recorded
+from loraplex.engine.execution.batch import StepRows
+from loraplex.engine.execution.inputs import RecordedSize, Segments, StepLimits
 from loraplex.engine.model.base import TokenRows
-from loraplex.engine.types import StepPlan
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionLayout, RecordableAttention
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
 from loraplex.kernels.lora.triton_lora import LoraLauncher
@@ -134,10 +134,10 @@ class PackedSource:
         self._frames = [Frame(host, host.numpy()) for host in hosts]
         self._next = 0
 
-    def begin_inputs(self, plan: StepPlan) -> PackedInputs:
-        """See `InputSource.begin_inputs`."""
-        by_token = {} if self.lora is None else self.lora.tokens
-        return PackedInputs(self, self._frame(), find_recorded(self.replays, plan, by_token.__contains__))
+    def begin_inputs(self, rows: StepRows) -> PackedInputs:
+        """Begin a step's inputs, on the planning thread, once a step."""
+        by_token: Collection[int] = () if self.lora is None else self.lora.tokens
+        return PackedInputs(self, self._frame(), find_recorded(self.replays, rows, by_token))
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -302,6 +302,20 @@ class PackedInputs:
 
     def _put_apart(self, values: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values).to(self.source.device, non_blocking=True)
+
+
+def find_recorded(
+    sizes: Iterable[RecordedSize], rows: StepRows, by_token: Collection[int] = ()
+) -> RecordedSize | None:
+    """The first whose pass serves this step, if its riders let any serve it. None serves one with an adapter that
+    changes anything by token, in one of the slots `by_token`: no such change is recorded."""
+    if rows.prevents_replay or any(slot in by_token for slot, _, _ in rows.segments):
+        return None
+    for size in sizes:
+        fits = size.rows >= rows.num_rows and size.sequences >= rows.num_slices
+        if fits and (rows.decodes or size.prompts) and (rows.segments or not size.adapters_only):
+            return size
+    return None
 
 
 def _aligned(size: int) -> int:

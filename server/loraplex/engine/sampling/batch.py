@@ -59,19 +59,6 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedScores:
-    """Scores of the L sampled rows whose log probabilities are wanted: `rows` [L] int64 and the same as `sampled` on
-    the host, `num_top` how many of the most likely tokens each wants, `lists` which tokens it wants instead, if it
-    names any. `listed` [L, M] int64 are these with zeros behind them; None where no row names any."""
-
-    rows: torch.Tensor
-    sampled: tuple[int, ...]
-    num_top: tuple[int, ...]
-    lists: tuple[tuple[int, ...], ...]
-    listed: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """One step's S sampled rows; a part is None where no row needs it. Flat indices are s·V + token. `rows`: the same
     for drawing in Triton, instead of `penalties`, `bias`, `banned` and `draws`."""
@@ -81,7 +68,6 @@ class SamplingBatch:
     bias: tuple[torch.Tensor, torch.Tensor] | None = None
     banned: torch.Tensor | None = None
     draws: Draws | None = None
-    scores: AskedScores | None = None
     rows: SampleRows | None = None
 
 
@@ -138,7 +124,6 @@ def build_sampling_batch(
         bias=_bias(rows, vocab_size, history, upload),
         banned=_banned(rows, vocab_size, eos_ids, upload),
         draws=_draws(rows, vocab_size, upload),
-        scores=asked_scores(rows, vocab_size, upload),
     )
 
 
@@ -221,28 +206,4 @@ def _draws(rows: Sequence[SampledRow], vocab_size: int, upload: HostToDevice) ->
         if any(p.min_p > 0.0 for p in params)
         else None,
         ranking=ranking,
-    )
-
-
-def asked_scores(rows: Sequence[SampledRow], vocab_size: int, upload: HostToDevice) -> AskedScores | None:
-    """The rows whose log probabilities were requested, if any. A row that names a token beyond the vocabulary has
-    failed."""
-    asked = [(s, row.request.sampling) for s, row in enumerate(rows)]
-    chosen = {s: sampling for s, sampling in asked if sampling.logprobs is not None}
-    if not chosen:
-        return None
-    lists = tuple(sampling.logprob_token_ids for sampling in chosen.values())
-    longest = max(map(len, lists))
-    listed = None
-    if longest:
-        padded = [
-            min(token, vocab_size - 1) for ids in lists for token in (*ids, *(0,) * (longest - len(ids)))
-        ]
-        listed = upload.ints(padded).view(len(lists), longest)
-    return AskedScores(
-        upload.ints(list(chosen)),
-        tuple(chosen),
-        tuple(0 if p.logprob_token_ids else p.logprobs or 0 for p in chosen.values()),
-        lists,
-        listed,
     )

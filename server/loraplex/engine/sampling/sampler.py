@@ -23,7 +23,6 @@ from loraplex.engine.sampling.batch import (
     Ranking,
     SamplingBatch,
     TokenHistory,
-    asked_scores,
     build_sampling_batch,
 )
 from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
@@ -190,7 +189,7 @@ class TritonSampler(_Scorer):
         options = build_sample_rows(
             rows, vocab_size=self._vocab_size, eos_ids=eos_ids, counts=self._counts, upload=upload
         )
-        return SamplingBatch(len(rows), scores=asked_scores(rows, self._vocab_size, upload), rows=options)
+        return SamplingBatch(len(rows), rows=options)
 
     def sample(
         self,

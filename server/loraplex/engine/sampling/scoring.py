@@ -6,7 +6,7 @@ on the draw, as OpenAI's API has it. Nothing here runs in a step without request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loraplex.engine.logprobs import Logprobs, Scores
+from loraplex.engine.logprobs import Logprobs
 
 _MAX_BYTES = 32 << 20
 """Bound of the logits that are worked on at a time, unless one row alone has more."""
@@ -31,6 +31,12 @@ class TokenScores:
     ids: torch.Tensor
     listed: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
+
+    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> TokenScores:
+        """Each of them copied."""
+        listed = None if self.listed is None else copy(self.listed)
+        ranks = None if self.ranks is None else copy(self.ranks)
+        return TokenScores(copy(self.values), copy(self.ids), listed, ranks)
 
     def numpy(self) -> HostScores:
         """The same arrays, where they are on the host."""
@@ -111,27 +117,3 @@ def pack_listed(scores: HostScores, rows: slice, ids: Sequence[int]) -> Logprobs
     values = np.concatenate((scores.values[rows, :1], scores.listed[rows, : len(ids)]), axis=1)
     named = np.tile(np.array(ids, dtype="<i4"), len(values))
     return Logprobs(len(ids), values.astype("<f4").tobytes(), named.tobytes())
-
-
-def prompt_scores(
-    prompt: TokenScores,
-    slices: Sequence[tuple[int, int, int]],
-    ranked: Collection[int],
-    failed: dict[int, str],
-) -> dict[int, Scores]:
-    """Scores of prompts by index in the plan. `slices` are (index, number of rows, most likely tokens wanted), in the
-    order of the rows, and `ranked` the indices of those whose ranks are wanted. A slice with a row that is not finite
-    is put into `failed`."""
-    found: dict[int, Scores] = {}
-    scores = prompt.numpy()
-    first = 0
-    for index, count, num_top in slices:
-        rows = slice(first, first + count)
-        first += count
-        if index in failed:
-            continue
-        if np.isfinite(scores.values[rows]).all():
-            found[index] = Scores(prompt=pack(scores, rows, num_top, ranked=index in ranked))
-        else:
-            failed[index] = "the logits of the prompt are not finite"
-    return found

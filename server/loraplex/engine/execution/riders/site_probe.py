@@ -8,15 +8,15 @@ bounded, and the rows of other requests are not touched.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 
 from loraplex.adapters.device.arena import AdapterArena
-from loraplex.adapters.numerics import EMBEDDING_ROWS, HEAD_ROWS, PROBE_ROWS, SKETCH_SUMS, SiteOutputs
+from loraplex.adapters.numerics import EMBEDDING_ROWS, HEAD_ROWS, PROBE_ROWS, SKETCH_SUMS
 from loraplex.adapters.numerics.probes import column_signs, probe_inputs
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.execution.torch_errors import as_device_fault
@@ -31,43 +31,37 @@ _TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """The measurement of a part. `sums` [sites, PROBE_ROWS, SKETCH_SUMS] float32 and `finite` [sites] bool are on the
-    device, or on their way to the host; None where the part failed."""
+class SiteSums:
+    """The measurement of a part: `sums` [sites, PROBE_ROWS, SKETCH_SUMS] float32 and `finite` [sites] bool."""
 
-    dtype: str
-    sites: tuple[tuple[int, str], ...] = ()
-    sums: torch.Tensor | None = None
-    finite: torch.Tensor | None = None
-
-    def to_host(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> Measured:
-        if self.sums is None or self.finite is None:
-            return self
-        return replace(self, sums=copy(self.sums), finite=copy(self.finite))
+    sites: tuple[tuple[int, str], ...]
+    sums: torch.Tensor
+    finite: torch.Tensor
 
 
 class SiteProbe:
-    """Belongs to the worker, which runs it between two forward passes. `dtype`: what the model is served in."""
+    """Belongs to the worker, which runs it between two forward passes. `dtype`: what the model is served in, by name
+    once it is made."""
 
     def __init__(self, arena: AdapterArena, dtype: torch.dtype, device: torch.device) -> None:
         self._arena = arena
         self._dtype = dtype
-        self._name = str(dtype).removeprefix("torch.")
+        self.dtype = str(dtype).removeprefix("torch.")
         self._device = device
         self._signs: dict[int, torch.Tensor] = {}
 
-    def measure(self, asked: MeasuredPart) -> Measured:
+    def measure(self, asked: MeasuredPart) -> SiteSums | None:
         """Runs under inference mode. Raises what makes a DeviceOutOfMemory or a DeviceLost; any other failure is the
-        part's alone."""
+        part's alone, which is None then."""
         try:
             return self._measure(asked)
         except Exception as error:
             if as_device_fault(error, self._device) is not error:
                 raise
             _log.exception("the sites of the adapter in slot %d could not be measured", asked.slot)
-            return Measured(self._name)
+            return None
 
-    def _measure(self, asked: MeasuredPart) -> Measured:
+    def _measure(self, asked: MeasuredPart) -> SiteSums:
         sites: list[tuple[int, str]] = []
         sums = []
         finite = []
@@ -78,8 +72,8 @@ class SiteProbe:
             finite.append(exact.isfinite().all())
         if not sites:
             empty = torch.empty(0, PROBE_ROWS, SKETCH_SUMS, device=self._device)
-            return Measured(self._name, (), empty, empty.bool())
-        return Measured(self._name, tuple(sites), torch.stack(sums), torch.stack(finite))
+            return SiteSums((), empty, empty.bool())
+        return SiteSums(tuple(sites), torch.stack(sums), torch.stack(finite))
 
     def _site_rows(self, asked: MeasuredPart) -> Iterator[tuple[int, str, torch.Tensor]]:
         """(layer, site, its outputs [PROBE_ROWS, N]) in the served dtype."""
@@ -200,16 +194,3 @@ class _TokenProbe:
         y = torch.zeros(PROBE_ROWS, out_features, dtype=self._dtype, device=self._device)
         y[-1] = 1
         return y
-
-
-def measure_part(probe: SiteProbe | None, part: MeasuredPart | None) -> Measured | None:
-    """The measurement of a step's part; None where it has none. Runs and raises as `SiteProbe.measure`."""
-    return None if probe is None or part is None else probe.measure(part)
-
-
-def site_outputs(measured: Measured | None) -> SiteOutputs | None:
-    """The outputs, once they have arrived on the host; None where nothing was measured, or that failed."""
-    if measured is None or measured.sums is None or measured.finite is None:
-        return None
-    sums, finite = measured.sums.numpy().tobytes(), bytes(measured.finite.tolist())
-    return SiteOutputs(measured.dtype, measured.sites, sums, finite)

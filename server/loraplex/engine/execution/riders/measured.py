@@ -1,0 +1,29 @@
+"""Measuring of an adapter's sites behind a forward pass, or without one."""
+
+from __future__ import annotations
+
+from loraplex.adapters.numerics import SiteOutputs
+from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
+from loraplex.engine.execution.riders.site_probe import SiteProbe, SiteSums
+from loraplex.engine.types import MeasuredPart, StepResult
+
+
+class MeasuredSites(Rider):
+    """The outputs of one part of a MeasureRequest."""
+
+    def __init__(self, probe: SiteProbe, part: MeasuredPart) -> None:
+        self._probe = probe
+        self._part = part
+        self._sums: SiteSums | None = None
+
+    def compute(self, forward: Forward) -> None:
+        self._sums = self._probe.measure(self._part)
+
+    def to_host(self, copy: Copy) -> None:
+        if self._sums is not None:
+            self._sums = SiteSums(self._sums.sites, copy(self._sums.sums), copy(self._sums.finite))
+
+    def collect(self, result: StepResult) -> None:
+        if self._sums is not None:
+            sums, finite = self._sums.sums.numpy().tobytes(), bytes(self._sums.finite.tolist())
+            result.measured = SiteOutputs(self._probe.dtype, self._sums.sites, sums, finite)
