@@ -16,7 +16,7 @@ ARGS ?=
 OUT ?= build/gpu
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --rerun-failed
 
-.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak gpu gpu-site gpu-wheels fmt clean clients makers outside dashboards console
+.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak faults gpu gpu-site gpu-wheels fmt clean clients makers outside dashboards console
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -36,6 +36,10 @@ test-all: $(STAMP)-dev $(HELM) $(CONSOLE)
 soak: $(STAMP)-dev
 	$(BIN)/python -m pytest -q -s --soak -m soak --timeout 0 $(ARGS)
 	$(BIN)/python -m pytest -q -m "hypothesis and not slow and not soak" --hypothesis-profile=full --timeout 0 $(ARGS)
+
+# Plants one fault in each subsystem, in a copy of the checkout: do the tests that are left still find it?
+faults: $(STAMP)-dev
+	PYTHONPATH=tests $(BIN)/python -m support.planted_faults $(ARGS)
 
 # For a machine with a GPU and torch, triton and transformers in its own Python; nothing is installed beside them but
 # what 'make gpu-wheels' fetched, on a machine that has the network.

@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 import structlog
 
-from support import rerun_failed
+from support import rerun_failed, when_changed
 
 # Triton decides when it is imported whether kernels are interpreted, the only way to run them without a GPU. On a
 # machine that has one, TRITON_INTERPRET=0 runs them there.
@@ -50,19 +50,21 @@ hypothesis.settings.register_profile("full", max_examples=1000, deadline=None)
 TESTS = Path(__file__).parent
 DURATIONS = TESTS / "durations.json"
 """Seconds by group, that a run with --record-durations took; "slow" and "fast" tests apart."""
-SHARED_SERVERS = ("real", "tiny")
+SHARED_SERVERS = ("real", "tiny", "spoken")
 """Fixtures of the session that take seconds to make: whatever uses one runs in the process that made it."""
 KIND = "kind"
 """The user property that tells the recorder whether a test is slow or fast."""
 UNKNOWN_S = {"fast": 1.0, "slow": 30.0}
 """Taken for a group that was not recorded."""
 Durations = dict[str, dict[str, float]]
+WHEN_CHANGED = pytest.StashKey[when_changed.WhenChanged]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="run the long versions of the seeded suites")
     parser.addoption("--record-durations", action="store_true", help="record what each group takes")
     rerun_failed.add_option(parser)
+    when_changed.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
     rerun_failed.register(config)
+    config.stash[WHEN_CHANGED] = when_changed.register(config)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -81,6 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.xdist_group(_group(item)))
         item.user_properties.append((KIND, _kind(item)))
     yield  # here the tests that nobody asked for are taken out
+    when_changed.leave_out(config, config.stash[WHEN_CHANGED], items)
     recorded: Durations = json.loads(DURATIONS.read_text())
     asked: Durations = {}
     for item in items:

@@ -13,6 +13,7 @@ from support.servers.live_server import (
     SERVED_NAME,
     SMALL,
     TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     Shop,
     write_tiny_adapter,
@@ -53,3 +54,14 @@ def tiny(tiny_model: Path, tiny_adapter: Path, tmp_path_factory: pytest.TempPath
         server.create_tenant("acme")
         server.upload("acme", "a", tiny_adapter)
         yield Shop(server, server.create_key("acme"))
+
+
+@pytest.fixture(scope="session")
+def spoken(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Versions speak as they say: with their own chat templates, and calls in the format of each, JSON where it names
+    none. A file has a tenant of its own."""
+    data_dir = tmp_path_factory.mktemp("spoken") / "data"
+    with LiveServer(
+        tiny_model, data_dir, tool_format="json", adapter_templates="own", **TINY_TORCH
+    ) as server:
+        yield server

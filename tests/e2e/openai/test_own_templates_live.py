@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +12,6 @@ import pytest
 from support.models.byte_tokenizer import byte_decode
 from support.servers.live_server import (
     ADAPTER_FILES,
-    TINY_TORCH,
     LiveServer,
     post_version,
     write_tiny_adapter,
@@ -26,27 +24,24 @@ EVERY_LETTER = list(range(256))
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    directory = tmp_path_factory.mktemp("own")
-    with LiveServer(tiny_model, directory / "data", adapter_templates="own", **TINY_TORCH) as running:
-        running.create_tenant("acme")
-        folder = write_tiny_adapter(directory / "adapter", seed=1)
-        files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
-        brought = {
-            "plain": {},
-            "asks": {"chat_template.jinja": TEMPLATE.encode()},
-            "ends": {"generation_config.json": json.dumps({"eos_token_id": EVERY_LETTER[:64]}).encode()},
-        }
-        for name, more in brought.items():
-            path = f"tenants/acme/adapters/{name}/versions"
-            sent = files | {part: (part, data) for part, data in more.items()}
-            assert post_version(running.admin, path, sent).status_code == 201
-        yield running
+def server(spoken: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
+    spoken.create_tenant("own")
+    folder = write_tiny_adapter(tmp_path_factory.mktemp("own") / "adapter", seed=1)
+    files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
+    brought = {
+        "plain": {},
+        "asks": {"chat_template.jinja": TEMPLATE.encode()},
+        "ends": {"generation_config.json": json.dumps({"eos_token_id": EVERY_LETTER[:64]}).encode()},
+    }
+    for name, more in brought.items():
+        sent = files | {part: (part, data) for part, data in more.items()}
+        assert post_version(spoken.admin, f"tenants/own/adapters/{name}/versions", sent).status_code == 201
+    return spoken
 
 
 @pytest.fixture
 def http(server: LiveServer) -> Iterator[httpx.Client]:
-    with server.client(server.create_key("acme")) as client:
+    with server.client(server.create_key("own")) as client:
         yield client
 
 

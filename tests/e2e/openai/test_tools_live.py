@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +12,6 @@ import pytest
 
 from support.servers.live_server import (
     ADAPTER_FILES,
-    TINY_TORCH,
     LiveServer,
     write_tiny_adapter,
 )
@@ -40,18 +37,16 @@ FORMATS = {"hermes": "hermes", "llama": "llama3", "mistral": "mistral", "plain":
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(spoken: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
     directory = tmp_path_factory.mktemp("tools")
-    with LiveServer(tiny_model, directory / "data", tool_format="json", **TINY_TORCH) as running:
-        running.create_tenant("acme")
-        for seed, (name, tool_format) in enumerate(FORMATS.items()):
-            folder = write_tiny_adapter(directory / name, seed=seed)
-            files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
-            serving = {"serving": json.dumps({"tool_format": tool_format})}
-            path = f"tenants/acme/adapters/{name}/versions"
-            answer = running.admin.post(path, files=files, data=serving)
-            assert (answer.status_code, answer.json()["serving"]["tool_format"]) == (201, tool_format)
-        yield running
+    spoken.create_tenant("tools")
+    for seed, (name, tool_format) in enumerate(FORMATS.items()):
+        folder = write_tiny_adapter(directory / name, seed=seed)
+        files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
+        serving = {"serving": json.dumps({"tool_format": tool_format})}
+        answer = spoken.admin.post(f"tenants/tools/adapters/{name}/versions", files=files, data=serving)
+        assert (answer.status_code, answer.json()["serving"]["tool_format"]) == (201, tool_format)
+    return spoken
 
 
 def check_calls(message: dict[str, Any]) -> int:
@@ -64,7 +59,7 @@ def check_calls(message: dict[str, Any]) -> int:
 
 
 def test_versions_of_four_formats_call_in_one_batch(server: LiveServer) -> None:
-    key = server.create_key("acme")
+    key = server.create_key("tools")
     with server.client(key) as http:
         cards = {card["id"]: card["tool_format"] for card in http.get("/v1/models").json()["data"]}
         assert {name: cards[name] for name in FORMATS} == {name: f or "json" for name, f in FORMATS.items()}
@@ -100,7 +95,7 @@ def test_named_calls_come_as_a_stream_too(server: LiveServer) -> None:
         "tools": TOOLS,
     }
     body |= {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}, "seed": 1}
-    with server.client(server.create_key("acme")) as http:
+    with server.client(server.create_key("tools")) as http:
         whole = http.post("/v1/chat/completions", json=body).json()["choices"][0]
         answer = http.post("/v1/chat/completions", json={**body, "stream": True})
     assert whole["finish_reason"] == "stop"

@@ -48,6 +48,7 @@ def test_a_server_traces_its_requests_until_its_end(tmp_path: Path, collector: O
         # A start prefetches what is released: version 1. So the first request for version 2 has to wait.
         assert server.stop() == 0
         server.start()
+        server.wait(lambda: server.residency()["bot@v1"] == ["device", "host", "disk"])
         with server.client(key) as client:
             headers = {"x-request-id": "cold-one"}
             url = "/v1/chat/completions"

@@ -79,6 +79,7 @@ def said(process: subprocess.Popen[str]) -> tuple[list[str], str]:
     return out.split(), err
 
 
+@pytest.mark.slow
 def test_next_process_reads_compiled_kernels(package: Path) -> None:
     first, warned = said(command(package))
     assert first[:3] == ["20", "False", "0"]
@@ -89,6 +90,7 @@ def test_next_process_reads_compiled_kernels(package: Path) -> None:
     assert said(command(package))[0] == ["20", "True", "1", str(directory)]
 
 
+@pytest.mark.slow
 def test_nothing_is_touched_before_something_is_compiled(package: Path) -> None:
     assert said(command(package, "import stand_in.caller"))[0] == []
     assert not (package.parent / "cache").exists()
@@ -108,6 +110,7 @@ def test_kernels_touch_nothing_before_one_is_compiled(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_changed_callee_is_compiled_with_its_callers(package: Path) -> None:
     before, _ = said(command(package))
     (package / "callee.py").write_text(CALLEE.replace("x + 1", "x + 2"))
@@ -116,6 +119,7 @@ def test_a_changed_callee_is_compiled_with_its_callers(package: Path) -> None:
     assert after[3] != before[3]
 
 
+@pytest.mark.slow
 def test_numba_cache_dir_is_kept_to(package: Path, tmp_path: Path) -> None:
     chosen = tmp_path / "chosen"
     told, _ = said(command(package, NUMBA_CACHE_DIR=str(chosen)))
@@ -123,6 +127,7 @@ def test_numba_cache_dir_is_kept_to(package: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_costs_a_compilation_and_a_warning(
     package: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +141,7 @@ def test_a_cache_that_cannot_be_written_costs_a_compilation_and_a_warning(
     assert not (package / "__pycache__").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_compiled_again(package: Path) -> None:
     told, _ = said(command(package))
     for path in Path(told[3]).glob("*/*.nbi"):
@@ -181,6 +187,7 @@ print(begin, time.time())
 """
 
 
+@pytest.mark.slow
 def test_one_process_compiles_at_a_time(package: Path) -> None:
     directory = Path(said(command(package))[0][3])
     with open(directory / "lock", "w") as lock:
@@ -192,6 +199,7 @@ def test_one_process_compiles_at_a_time(package: Path) -> None:
     assert float(said(waiting)[0][1]) >= released
 
 
+@pytest.mark.slow
 def test_stuck_compiler_delays_others_for_a_bounded_time(package: Path) -> None:
     source = (package / "cache.py").read_text()
     (package / "cache.py").write_text(source.replace("LOCK_WAIT_S = 120.0", "LOCK_WAIT_S = 0.5"))
@@ -203,6 +211,7 @@ def test_stuck_compiler_delays_others_for_a_bounded_time(package: Path) -> None:
         assert said(command(package))[0][:3] == ["20", "True", "1"]
 
 
+@pytest.mark.slow
 def test_directories_of_other_contents_go_after_a_month_without_use(package: Path, tmp_path: Path) -> None:
     root = tmp_path / "cache" / "loraplex" / "kernels"
     month = 31 * 86400
