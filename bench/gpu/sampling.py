@@ -19,7 +19,6 @@ from loraplex.engine.sampling.batch import TokenHistory, build_sampling_batch
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
 from loraplex.engine.sampling.sampler import sample
-from loraplex.engine.sampling.scoring import score_tokens
 from loraplex.engine.types import SamplingParams, ScheduledSequence
 from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.triton_sampling import TritonSampling
@@ -109,18 +108,6 @@ def log_sum_exp_case(
         result["times_floor"] = ms / floor
         result["torch_ms"] = median_ms(lambda: x.logsumexp(-1, keepdim=True), device)
     return result
-
-
-def score_case(rows: int, vocab_size: int, device: torch.device) -> dict[str, Any]:
-    """Log probabilities of given tokens and of the 5 likeliest, against float64."""
-    x = _logits(SamplingCase("", rows, vocab_size)).to(device)
-    tokens = torch.randint(vocab_size, (rows,), generator=torch.Generator().manual_seed(3)).to(device)
-    scores = score_tokens(x, tokens, 5, log_sum_exp=log_sum_exp)
-    exact = x.double().log_softmax(-1)
-    best = exact.topk(5)
-    error = relative_error(scores.values, torch.cat((exact.gather(1, tokens[:, None]), best.values), 1))
-    right = error <= 1e-6 and torch.equal(scores.ids.long(), best.indices)
-    return {"case": f"log probabilities {rows} × {vocab_size}", "error": error, "ok": right}
 
 
 _GREEDY = {"temperature": 0.0}

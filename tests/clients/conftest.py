@@ -26,7 +26,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
             with running_data_plane(tmp_path_factory.mktemp(client), drain=BackAfterOneRefusal()) as plane:
                 plane.engine.default = Reply(text=answer)
                 settings = {"url": f"{plane.url}/v1", "key": "lpx_acme", "base": BASE, "model": "pirate"}
-                told[client] = converse(client, Stage(plane), fake=True, **settings)
+                told[client] = converse(client, Stage(plane), **settings)
                 plane.settle_all()
         return told[client]
 

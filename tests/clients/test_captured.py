@@ -28,7 +28,9 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DataPlane]:
 
 def events(plane: DataPlane, captured: dict[str, Any], body: dict[str, Any]) -> list[dict[str, Any]]:
     headers = captured["headers"] | {"authorization": "Bearer lpx_acme"}
-    answer = plane.http.post(plane.url + captured["path"], json=body | {"model": BASE}, headers=headers)
+    answer = plane.http.post(
+        plane.url + captured["path"], json=body | {"model": BASE, "tools": captured["tools"]}, headers=headers
+    )
     assert answer.status_code == 200, answer.text
     return [json.loads(data) for name, data in read_events(answer.text) if name is not None]
 
@@ -49,9 +51,9 @@ def test_codex(speaking: DataPlane) -> None:
     assert end["response"]["output"][0]["content"][0]["text"] == "All done"
     # What is no function is not offered, and the answer says so.
     offered = {tool["name"] for tool in end["response"]["tools"]}
-    given = {tool.get("name") for tool in first["tools"] if tool["type"] == "function"}
+    given = {tool.get("name") for tool in captured["tools"] if tool["type"] == "function"}
     assert offered == given
-    assert len(offered) < len(first["tools"])
+    assert len(offered) < len(captured["tools"])
     shown = byte_decode(speaking.engine.requests[-1].prompt_ids)
     assert "echo hi" in shown
     assert "web_search" not in shown

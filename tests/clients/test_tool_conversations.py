@@ -30,7 +30,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
                 tmp_path_factory.mktemp(client), formats=OutputFormats(TOOL_FORMATS["hermes"])
             ) as plane:
                 settings = {"url": f"{plane.url}/v1", "key": "lpx_acme", "base": BASE, "model": "pirate"}
-                known[client] = converse(client, Stage(plane), fake=True, **settings)
+                known[client] = converse(client, Stage(plane), **settings)
                 plane.settle_all()
         return known[client]
 

@@ -84,7 +84,9 @@ def spin_step(client: LocalEngine) -> None:
     client.submit(ask("spin", prompt=(SPIN,)))
 
 
-@pytest.mark.parametrize("hang", [stop_process, spin_main_thread, hang_step, spin_step])
+@pytest.mark.parametrize(
+    "hang", [stop_process, spin_main_thread, hang_step, pytest.param(spin_step, marks=pytest.mark.soak)]
+)
 async def test_a_hung_engine_is_noticed_killed_and_replaced(
     watched: LocalEngine, hang: Callable[[LocalEngine], None]
 ) -> None:

@@ -170,7 +170,7 @@ class stay_up:
         self.process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGHUP])
 def test_no_server_stays_behind_where_a_start_is_stopped(hurried: Newcomer, number: signal.Signals) -> None:
     with stay_up(hurried) as process:
         assert process.stdout is not None

@@ -1,8 +1,8 @@
 """What the scripts of the Python clients share: the protocol with the test that runs them.
 
-A script gets the URL of a server, two keys of one tenant and whether the server is the real one, as JSON in its first
-argument. It prints one JSON line for each check, `{"check": NAME, "value": …}`, and `{"ask": NAME}` where the test is
-to do or look at something on the server's side; the answer is a JSON line on its standard input.
+A script gets the URL of a server and a key of one tenant as JSON in its first argument. It prints one JSON line for
+each check, `{"check": NAME, "value": …}`, and `{"ask": NAME}` where the test is to do or look at something on the
+server's side; the answer is a JSON line on its standard input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ URL: str = SETTINGS["url"]
 KEY: str = SETTINGS["key"]
 BASE: str = SETTINGS["base"]
 MODEL: str = SETTINGS["model"]
-FAKE: bool = SETTINGS["fake"]
 
 
 def say(line: dict[str, Any]) -> None:

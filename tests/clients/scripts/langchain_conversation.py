@@ -6,7 +6,7 @@ import asyncio
 import math
 from typing import Any
 
-from conversation import BASE, FAKE, KEY, MODEL, URL, as_told, ask, check, refused, timed
+from conversation import BASE, KEY, MODEL, URL, as_told, ask, check, refused, timed
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
@@ -227,5 +227,4 @@ def faults() -> None:
 
 
 answers()
-if FAKE:
-    faults()
+faults()

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import litellm
-from conversation import BASE, FAKE, KEY, MODEL, URL, as_told, ask, check, refused, timed
+from conversation import BASE, KEY, MODEL, URL, as_told, ask, check, refused, timed
 
 QUESTION = "What do you think of the sea?"
 STRANGE = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strictness": 1}}
@@ -230,5 +230,4 @@ def faults() -> None:
 
 
 answers()
-if FAKE:
-    faults()
+faults()

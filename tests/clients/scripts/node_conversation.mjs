@@ -4,7 +4,7 @@ import { createRequire } from "node:module";
 import { createInterface } from "node:readline";
 
 const settings = JSON.parse(process.argv[2]);
-const { url, key, base, model, fake } = settings;
+const { url, key, base, model } = settings;
 const OpenAI = createRequire(`${settings.modules}/`)("openai");
 const QUESTION = "What do you think of the sea?";
 const TOOL = {
@@ -231,24 +231,22 @@ await check("embeddings", async () => {
   return Math.hypot(...answer.data[0].embedding).toFixed(4);
 });
 await check("responses", async () => (await client().responses.create({ model: base, input: QUESTION })).output_text);
-if (fake) {
-  await check("turns_prompt", async () => (await turns(), (await ask("last")).prompt));
-  await check("developer_prompt", async () => (await developer(), (await ask("last")).prompt));
-  await check("sampling", sampling);
-  await check("length", async () => told(await chat({ max_tokens: 3 })));
-  await check("max_completion_tokens", async () =>
-    told(await chat({ max_tokens: undefined, max_completion_tokens: 3 })),
-  );
-  await check("stop", async () => told(await chat({ stop: ["wö"] })));
-  await check("stop_stream", () => stream({ stop: "wö" }));
-  await check("rate_limit", async () => (await ask("rate_limit"), refused(() => chat())));
-  for (const fault of ["rate_limit", "drain", "overload", "restart"]) {
-    await check(`${fault}_retried`, () => retried(fault));
-  }
-  await check("quota", quota);
-  await check("hang_up", hangUp);
-  await check("abort", abortWhole);
-  await check("breaks", breaks);
+await check("turns_prompt", async () => (await turns(), (await ask("last")).prompt));
+await check("developer_prompt", async () => (await developer(), (await ask("last")).prompt));
+await check("sampling", sampling);
+await check("length", async () => told(await chat({ max_tokens: 3 })));
+await check("max_completion_tokens", async () =>
+  told(await chat({ max_tokens: undefined, max_completion_tokens: 3 })),
+);
+await check("stop", async () => told(await chat({ stop: ["wö"] })));
+await check("stop_stream", () => stream({ stop: "wö" }));
+await check("rate_limit", async () => (await ask("rate_limit"), refused(() => chat())));
+for (const fault of ["rate_limit", "drain", "overload", "restart"]) {
+  await check(`${fault}_retried`, () => retried(fault));
 }
+await check("quota", quota);
+await check("hang_up", hangUp);
+await check("abort", abortWhole);
+await check("breaks", breaks);
 answersIn.return?.();
 process.stdin.destroy();

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -51,15 +52,30 @@ def wait_back(server: LiveServer, restarts: int) -> None:
     server.wait(lambda: server.get("/readyz") == 200)
 
 
-@pytest.fixture
-def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[LiveServer, str]]:
-    with LiveServer(tiny_model, tmp_path / "data", **TINY_TORCH) as server:
+@contextmanager
+def serving(model: Path, folder: Path) -> Iterator[tuple[LiveServer, str]]:
+    """A server with three adapters, and a key for it."""
+    with LiveServer(model, folder / "data", **TINY_TORCH) as server:
         server.create_tenant("acme")
         for seed, name in enumerate(("a", "b", "c")):
-            server.upload("acme", name, write_tiny_adapter(tmp_path / name, seed=seed))
+            server.upload("acme", name, write_tiny_adapter(folder / name, seed=seed))
         yield server, server.create_key("acme")
 
 
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, str]]:
+    """One for all whose engine comes back."""
+    with serving(tiny_model, tmp_path_factory.mktemp("served")) as found:
+        yield found
+
+
+@pytest.fixture
+def doomed(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[LiveServer, str]]:
+    with serving(tiny_model, tmp_path) as found:
+        yield found
+
+
+@pytest.mark.soak
 def test_streams_on_the_real_model_are_told_and_hot_adapters_come_back(
     real_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -112,7 +128,8 @@ def test_an_idle_engine_that_dies_comes_back_each_time(served: tuple[LiveServer,
     checked(server.admin.put("tenants/acme/adapters/b/versions/v1/pin"))
     fingerprint = complete(server, key, "a").headers["x-loraplex-fingerprint"]
     expected = {name: complete_text(server, key, name) for name in ("a", "b", "tiny")}
-    for life in range(1, 3):
+    before = server.engine()["restarts"]
+    for life in range(before + 1, before + 3):
         engine = server.kill_engine()
         wait_gone(engine)
         wait_back(server, life)
@@ -133,35 +150,11 @@ def complete_text(server: LiveServer, key: str, model: str) -> str:
         return str(checked(client.post("/v1/completions", json=body))["choices"][0]["text"])
 
 
-def test_crash_loops_end_in_a_server_that_says_so(served: tuple[LiveServer, str]) -> None:
-    """The fifth death within five minutes is the last: 503 with the reason, not a loop that burns the machine."""
-    server, key = served
-    for life in range(1, 5):
-        server.kill_engine()
-        server.wait(partial(has_restarted, server, life), timeout=60)
-        server.wait(lambda: server.engine_pid() is not None)
-    server.wait(lambda: server.engine()["healthy"], timeout=240)
-    server.kill_engine()
-    server.wait(lambda: len(server.logged("engine_gave_up")) == 1)
-    assert "died 5 times" in server.engine()["unhealthy_reason"]
-    refused = complete(server, key, "a")
-    assert refused.status_code == 503
-    assert "died 5 times" in refused.json()["error"]["message"]
-    assert server.get("/livez") == 200
-    assert server.get("/readyz") == 503
-    # An upload is taken, and waits for an engine that can check its numbers.
-    folder = write_tiny_adapter(server.data_dir.parent / "d", seed=9)
-    files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
-    taken = checked(server.admin.post("tenants/acme/adapters/d/versions?wait=false", files=files), 202)
-    assert (taken["version"], taken["state"]) == ("v1", "validating")
-    assert server.stop() == 0
-
-
 def test_requests_that_wait_or_are_on_their_way_are_told_too(served: tuple[LiveServer, str]) -> None:
     """Unstreamed requests get HTTP 503; none hangs, none becomes a 500."""
     server, key = served
     answers: list[httpx.Response] = []
-    stop = threading.Event()
+    stop, before = threading.Event(), server.engine()["restarts"]
 
     def hammer(model: str) -> None:
         with server.client(key) as client:
@@ -185,5 +178,29 @@ def test_requests_that_wait_or_are_on_their_way_are_told_too(served: tuple[LiveS
     assert len(refused) >= 12
     assert {answer.status_code for answer in refused} == {503}
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
-    wait_back(server, 1)
+    wait_back(server, before + 1)
     server.wait(server.idle)
+
+
+def test_crash_loops_end_in_a_server_that_says_so(doomed: tuple[LiveServer, str]) -> None:
+    """The fifth death within five minutes is the last: 503 with the reason, not a loop that burns the machine."""
+    server, key = doomed
+    for life in range(1, 5):
+        server.kill_engine()
+        server.wait(partial(has_restarted, server, life), timeout=60)
+        server.wait(lambda: server.engine_pid() is not None)
+    server.wait(lambda: server.engine()["healthy"], timeout=240)
+    server.kill_engine()
+    server.wait(lambda: len(server.logged("engine_gave_up")) == 1)
+    assert "died 5 times" in server.engine()["unhealthy_reason"]
+    refused = complete(server, key, "a")
+    assert refused.status_code == 503
+    assert "died 5 times" in refused.json()["error"]["message"]
+    assert server.get("/livez") == 200
+    assert server.get("/readyz") == 503
+    # An upload is taken, and waits for an engine that can check its numbers.
+    folder = write_tiny_adapter(server.data_dir.parent / "d", seed=9)
+    files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
+    taken = checked(server.admin.post("tenants/acme/adapters/d/versions?wait=false", files=files), 202)
+    assert (taken["version"], taken["state"]) == ("v1", "validating")
+    assert server.stop() == 0

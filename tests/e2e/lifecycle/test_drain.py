@@ -114,7 +114,8 @@ def is_refused(answer: httpx.Response) -> bool:
     return answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_server_ends_at_once(start: Start, number: signal.Signals) -> None:
     server, key = start()
     assert complete(server, key).status_code == 200

@@ -23,8 +23,6 @@ PROMPT = [40, 5, 41, 99, 42, 6, 50]
     ("family", "attention", "lookahead", "prompt_rows", "requests", "tokens"),
     [
         pytest.param("llama-biases", "triton", 1, 80, 4, 3, marks=pytest.mark.slow),
-        pytest.param("llama-biases", "torch", 1, 0, 4, 3, marks=pytest.mark.slow),
-        pytest.param("gemma3", "triton", 0, 0, 4, 3, marks=pytest.mark.slow),
         pytest.param("gemma3", "flash-attn-3", 0, 40, 4, 3, marks=pytest.mark.slow),
         *(
             pytest.param(family, attention, lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
@@ -112,7 +110,7 @@ def test_adapters_of_a_model_through_transformers_travel_with_the_step(family, r
     ("family", "name"),
     [
         ("gemma2", "rows-and-head"),
-        pytest.param("gemma2", "embedding-rslora-and-layers", marks=pytest.mark.slow),
+        pytest.param("gemma2", "embedding-rslora-and-layers", marks=pytest.mark.soak),
         pytest.param("llama-biases", "other-rows-of-head", marks=pytest.mark.soak),
     ],
 )
@@ -193,7 +191,6 @@ def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
     ("family", "num_blocks", "requests", "tokens", "preemptions"),
     [
         pytest.param("llama-biases", 8, 5, 20, 1, marks=pytest.mark.slow),
-        pytest.param("gemma3", 14, 4, 3, 0, marks=pytest.mark.slow),
         pytest.param("gemma3", 14, 6, 4, 0, marks=pytest.mark.soak),
     ],
 )

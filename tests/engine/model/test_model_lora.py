@@ -32,6 +32,11 @@ ALL = (
     "llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2", "granite",
     "starcoder2", *OWN_NAMES,
 )  # fmt: skip
+ONE_OF_A_KIND = (
+    "llama-biases", "phi3", "gemma3", "olmo2", "granite", "starcoder2", *OWN_NAMES,
+)  # fmt: skip
+"""Separate linears with biases, packed ones, norms of heads with windows, norms behind, multipliers, and names of their
+own; the long version has all."""
 WITH_TORCH = ("llama-biases", "phi3", "gemma3", "starcoder2")
 """Separate and packed linears, norms of heads, and a model through transformers; the long version has all."""
 
@@ -39,7 +44,10 @@ WITH_TORCH = ("llama-biases", "phi3", "gemma3", "starcoder2")
 @pytest.mark.parametrize(
     ("family", "kernels"),
     [
-        *((family, "numba") for family in ALL),
+        *(
+            pytest.param(family, "numba", marks=() if family in ONE_OF_A_KIND else pytest.mark.soak)
+            for family in ALL
+        ),
         *(
             pytest.param(family, "torch", marks=() if family in WITH_TORCH else pytest.mark.soak)
             for family in ALL

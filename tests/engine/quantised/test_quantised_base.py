@@ -75,9 +75,9 @@ def worst_error(
         ("llama-biases", "numba"),
         ("llama-tied", "triton"),
         ("llama-tied", "torch"),
-        pytest.param("phi3", "numba", marks=pytest.mark.slow),
-        pytest.param("gemma2", "numba", marks=pytest.mark.slow),
-        pytest.param("qwen3", "torch", marks=pytest.mark.slow),
+        pytest.param("phi3", "numba", marks=pytest.mark.soak),
+        pytest.param("gemma2", "numba", marks=pytest.mark.soak),
+        pytest.param("qwen3", "torch", marks=pytest.mark.soak),
     ],
 )
 def test_tokens_and_log_probabilities_equal_peft_over_what_the_codes_stand_for(
@@ -183,7 +183,8 @@ def test_on_a_gpu_two_codes_of_4_bits_are_held_in_a_byte(name: str, tmp_path: Pa
     [
         ("Q4_K_M", False),
         ("Q4_0", True),
-        *(pytest.param(mix, False, marks=pytest.mark.slow) for mix in ("Q5_K", "Q8_0", "Q4_0")),
+        pytest.param("Q8_0", False, marks=pytest.mark.slow),
+        *(pytest.param(mix, False, marks=pytest.mark.soak) for mix in ("Q5_K", "Q4_0")),
         *(pytest.param(mix, True, marks=pytest.mark.soak) for mix in MIXES if mix != "Q4_0"),
     ],
 )

@@ -70,11 +70,9 @@ def skip_unless_installed(client: str) -> None:
         pytest.skip(f"the client {client} is not installed: make clients")
 
 
-def converse(
-    client: str, answer: Callable[[str], Any] | None = None, *, fake: bool, **settings: Any
-) -> dict[str, Any]:
+def converse(client: str, answer: Callable[[str], Any] | None = None, **settings: Any) -> dict[str, Any]:
     """Runs a client's whole script; the value of each check. `answer` does what the script asks for."""
-    given = {**settings, "fake": fake, "modules": str(INSTALLED / "node" / "node_modules")}
+    given = {**settings, "modules": str(INSTALLED / "node" / "node_modules")}
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     process = subprocess.Popen(
         [*(COMMANDS | TOOL_COMMANDS)[client], json.dumps(given)],

@@ -98,7 +98,19 @@ def record(version: str) -> None:
         found = {"revision": revision, "secret": secret, "columns": columns(engine), "rows": rows_of(engine)}
         engine.dispose()
     SCHEMAS.mkdir(exist_ok=True)
-    (SCHEMAS / f"{version}.json").write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    (SCHEMAS / f"{version}.json").write_text(_by_table(found))
+
+
+def _by_table(found: dict[str, Any]) -> str:
+    """JSON with a line for each table."""
+    parts = []
+    for name, value in sorted(found.items()):
+        if isinstance(value, dict):
+            lines = [f"  {json.dumps(table)}: {json.dumps(value[table])}" for table in sorted(value)]
+            parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+        else:
+            parts.append(f" {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from support.adapters.drafts import AdapterDraft, draft_adapter, peft_config
+from support.adapters.drafts import AdapterDraft, draft_adapter
 from support.servers.live_server import TINY, LiveServer
 
 _ENDS = 256
@@ -33,38 +33,6 @@ def write_endless_adapter(directory: Path) -> Path:
     """An adapter whose answers never end by themselves: of two letters one is far above all other tokens."""
     draft = _with_logits({ord("a"): _DIRECTION, ord("b"): -_DIRECTION}, seed=2)
     draft.write(directory)
-    return directory
-
-
-def write_shifted_adapter(directory: Path, overflows_at: str = "") -> Path:
-    """An adapter with brief answers, which moves the embeddings of all tokens far along the first axis. Of letters in
-    `overflows_at` it moves them the other way, where the first layer overflows: no number comes out. No site does so
-    by itself, as the check of an upload looks at them: the product of three does."""
-    axis = np.eye(1, TINY.hidden, dtype=np.float32)
-    signs = np.full((1, TINY.vocab), -1.0, np.float32)
-    ends = np.zeros((TINY.vocab, 1), np.float32)
-    ends[_ENDS] = -0.6
-    layers = "base_model.model.model"
-    tensors = {
-        f"{layers}.embed_tokens.lora_embedding_A": signs,
-        f"{layers}.embed_tokens.lora_embedding_B": 20.0 * axis.T,
-        "base_model.model.lm_head.lora_A.weight": axis,
-        "base_model.model.lm_head.lora_B.weight": ends,
-    }
-    sites = ["embed_tokens", "lm_head"]
-    if overflows_at:
-        signs[0, [ord(letter) for letter in overflows_at]] = 1.0
-        sites += ["gate_proj", "up_proj", "down_proj"]
-        unit = np.eye(TINY.intermediate, 1, dtype=np.float32)
-        huge = {
-            "gate_proj": (axis, 1e18 * unit),
-            "up_proj": (axis, 1e18 * unit),
-            "down_proj": (unit.T, 1e4 * axis.T),
-        }
-        for layer, (site, (a, b)) in product(range(TINY.layers), huge.items()):
-            module = f"{layers}.layers.{layer}.mlp.{site}"
-            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-    AdapterDraft(peft_config(r=1, lora_alpha=1, target_modules=sites), tensors).write(directory)
     return directory
 
 
