@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from bench.gpu.timing import Ceilings, eager_ms, median_ms, relative_error
 from loraplex.engine.execution.inputs import PlainInputs
-from loraplex.engine.sampling.batch import TokenHistory, build_sampling_batch
+from loraplex.engine.sampling.batch import RowMemory, build_sample_rows
 from loraplex.engine.sampling.noise import uniform
-from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
 from loraplex.engine.sampling.sampler import sample
 from loraplex.engine.types import SamplingParams, ScheduledSequence
 from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp
@@ -53,12 +52,9 @@ def run_case(case: SamplingCase, device: torch.device, ceilings: Ceilings | None
     draw gives the same; `wrong` are not. With `ceilings` it is timed. `floor_ms`: one read of the logits. `torch_ms`:
     of the sampler of torch operations, launched one by one, with the copy of the logits that it spoils."""
     logits, rows = _logits(case), _rows(case)
-    upload = PlainInputs(device)
+    memory = RowMemory(case.vocab_size)
     options = build_sample_rows(
-        rows, vocab_size=case.vocab_size, eos_ids=EOS, counts=TokenCounts(case.vocab_size), upload=upload
-    )
-    batch = build_sampling_batch(
-        rows, vocab_size=case.vocab_size, eos_ids=EOS, history=TokenHistory(), upload=upload
+        rows, vocab_size=case.vocab_size, eos_ids=EOS, memory=memory, upload=PlainInputs(device)
     )
     x = logits.to(device)
     last = torch.zeros(case.rows, dtype=torch.int64, device=device)
@@ -82,7 +78,7 @@ def run_case(case: SamplingCase, device: torch.device, ceilings: Ceilings | None
     result |= {"bytes": num_bytes, "floor_ms": floor, "graph_ms": ms}
     if ms is not None:
         result["times_floor"] = ms / floor
-        result["torch_ms"] = eager_ms(lambda: sample(x.clone(), batch, last), device)
+        result["torch_ms"] = eager_ms(lambda: sample(x.clone(), options, last), device)
     return result
 
 

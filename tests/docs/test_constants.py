@@ -22,7 +22,7 @@ from loraplex.api import deps, millisecond_headers
 from loraplex.api.embeddings.schemas import MAX_ANSWER_BYTES, most_inputs
 from loraplex.api.generation import planning
 from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_sets
-from loraplex.api.openai import messages, schemas
+from loraplex.api.openai import messages, sampling, schemas
 from loraplex.app.cluster import policy
 from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
@@ -143,7 +143,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("api.md", "`messages` | 1 to {} messages", (messages.MAX_MESSAGES,)),
     ("api.md", "a list of up to {} of either kind", (schemas.MAX_PROMPTS,)),
     ("api.md", "`temperature` | 0 to {:g}", (bound("temperature", "maximum"),)),
-    ("api.md", "so is anything below {}", (planning.GREEDY_BELOW,)),
+    ("api.md", "so is anything below {}", (sampling.GREEDY_BELOW,)),
     ("api.md", "`top_k` | {} or 0 (off)", (bound("top_k", "minimum"),)),
     ("api.md", "`min_p` | 0 to {:g}", (bound("min_p", "maximum"),)),
     (
@@ -156,7 +156,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "`presence_penalty` | {:g} to {:g}",
         (bound("presence_penalty", "minimum"), bound("presence_penalty", "maximum")),
     ),
-    ("api.md", "up to {} token ids with -100 to 100", (schemas.MAX_LOGIT_BIAS,)),
+    ("api.md", "up to {} token ids with -100 to 100", (sampling.MAX_LOGIT_BIAS,)),
     ("api.md", "`n` | 1 to {} ", (schemas.MAX_CHOICES,)),
     ("api.md", "(1 to {:,}; anything else is a 400", (millisecond_headers.MAX_MS,)),
     ("api.md", "(0 to {:,}; anything else is a 400", (millisecond_headers.MAX_MS,)),
@@ -167,7 +167,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "a string, or up to {} of up to {} characters",
         (schemas.MAX_STOP_STRINGS, schemas.MAX_STOP_LENGTH),
     ),
-    ("api.md", "`stop_token_ids` | up to {} ", (schemas.MAX_STOP_TOKEN_IDS,)),
+    ("api.md", "`stop_token_ids` | up to {} ", (sampling.MAX_STOP_TOKEN_IDS,)),
     (
         "api.md",
         "`priority` | {} to {},",
@@ -224,7 +224,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ),
     ("failure-modes.md", "does not come within {:g} s", (supervisor.SPARE_CONNECT_TIMEOUT_S,)),
     ("failure-modes.md", "five deaths in {:g} s", (RESTART.window_s,)),
-    ("failure-modes.md", "or reads nothing for {:g} s", (setting("stream_stall_timeout"),)),
+    ("failure-modes.md", "or reads nothing for {:g} s", (default(deps.ApiServices, "stall_timeout"),)),
     ("failure-modes.md", "an answer's end waits {:g} s for it at most", (journal.SYNC_WAIT_S,)),
     ("failure-modes.md", "after {:g} ms at most each server decides", (redis_limiter.TIMEOUT_S * 1000,)),
     ("failure-modes.md", "what is remembered serves for {:g} s", (STALENESS,)),
@@ -351,15 +351,15 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ),
     (
         "structured-output.md",
-        "`--grammar-time-limit` seconds of processor time ({:g}) and {:g} MiB",
-        (setting("grammar_time_limit"), GRAMMARS.memory / MIB),
+        "{:g} seconds of processor time and {:g} MiB",
+        (GRAMMARS.cpu_s, GRAMMARS.memory / MIB),
     ),
     (
         "structured-output.md",
         "may use {:g} s at once and {:g} % of a core over time",
         (GRAMMARS.burst_s, checker.CPU_SHARE * 100),
     ),
-    ("structured-output.md", "(`--grammar-processes`, {})", (setting("grammar_processes"),)),
+    ("structured-output.md", "run at a time ({})", (GRAMMARS.at_once,)),
     (
         "adapters.md",
         "A conversation may take {:g} s of processing time (and {:g} µs more for each token of the context) "
@@ -440,7 +440,6 @@ def test_two_names_of_one_thing_agree() -> None:
     assert read_through.DEFAULT_STALENESS_S == STALENESS
     assert setting("usage_journal_size") == journal.DEFAULT_CAPACITY
     assert default(Resolver, "ttl_s") == TTL_S
-    assert default(deps.ApiServices, "stall_timeout") == setting("stream_stall_timeout")
     assert default(deps.ApiServices, "default_max_tokens") == setting("default_max_tokens")
     assert lua("STEP") == redis_session.STEP_US / 1e6
 

@@ -17,7 +17,7 @@ from loraplex.adapters.store.files import MAX_CONFIG_BYTES
 from loraplex.admin.framework.strict_request import MAX_JSON_BYTES, MAX_NAME_CHARS
 from loraplex.admin.uploads.multipart import MAX_HEADER_BYTES, MAX_HEADERS
 from loraplex.api.generation import endpoints
-from loraplex.api.openai import messages, schemas
+from loraplex.api.openai import messages, sampling, schemas
 from loraplex.api.routes import models
 from loraplex.app.ports.connections import Bounds
 from loraplex.control.rules import MAX_PAGE
@@ -158,7 +158,7 @@ COUNTED: dict[str, tuple[str, int, Any]] = {
     "a stop string": ("/v1/completions", schemas.MAX_STOP_LENGTH, lambda size: {**TEXT, "stop": "s" * size}),
     "stop token ids": (
         "/v1/completions",
-        schemas.MAX_STOP_TOKEN_IDS,
+        sampling.MAX_STOP_TOKEN_IDS,
         lambda size: {**TEXT, "stop_token_ids": [1] * size},
     ),
     "metadata entries": (
@@ -236,8 +236,8 @@ def test_counts_and_lengths(server: WholeServer, key: dict[str, str], name: str)
 def test_entries_of_logit_bias(server: WholeServer, key: dict[str, str]) -> None:
     url = f"{server.data_url}/v1/completions"
     for count, said in (
-        (schemas.MAX_LOGIT_BIAS, "beyond the model"),
-        (schemas.MAX_LOGIT_BIAS + 1, "at most"),
+        (sampling.MAX_LOGIT_BIAS, "beyond the model"),
+        (sampling.MAX_LOGIT_BIAS + 1, "at most"),
     ):
         bias = {str(number): 0 for number in range(count)}
         answer = server.http.post(url, json={**TEXT, "logit_bias": bias}, headers=key)

@@ -3,6 +3,7 @@ takes a second or two, the other most of a minute, and neither is for a request 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from loraplex.kernels.attention.kv_codes import head_width
@@ -17,7 +18,7 @@ from loraplex.kernels.ops import Ops
 from loraplex.kernels.sampling.numba_argmax import largest
 from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.numba_sampling import draw
-from loraplex.kernels.sampling.types import TokenMasks
+from loraplex.kernels.sampling.types import Option, Options, TokenMasks
 from loraplex.kernels.weight_form import WeightForm
 
 
@@ -49,19 +50,10 @@ def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool
     numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     log_sum_exp(logits)
-    one, sure = torch.ones(1), torch.ones(1, dtype=torch.float64)
     first = torch.zeros(1, dtype=torch.int64)
     largest(logits, TokenMasks(first, first, torch.ones(1, 1, dtype=torch.int32)))
-    draw(
-        logits,
-        *largest(logits),
-        rows=first,
-        temperature=one,
-        uniform=sure - 1,
-        min_p=one,
-        top_k=torch.ones(1, dtype=torch.int64),
-        top_p=sure,
-    )
+    host = np.full((1, len(Option)), 0.5)
+    draw(logits, *largest(logits), Options(host, torch.from_numpy(host)))
 
 
 def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:

@@ -21,6 +21,6 @@ class HostToDevice(Protocol):
         """[n] float32"""
         ...
 
-    def doubles(self, values: Sequence[float]) -> torch.Tensor:
+    def doubles(self, values: Sequence[float] | NDArray[np.float64]) -> torch.Tensor:
         """[n] float64"""
         ...

@@ -6,9 +6,9 @@ token, except `Sequence`, the engine's own mutable record of one request, and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,6 +40,11 @@ ErrorCode = Literal[
 ]
 
 
+def _option(neutral: Any, *, tried: Any) -> Any:
+    """An option that a kernel computes; `tried` is the value with which the warm-up tries it."""
+    return field(default=neutral, metadata={"tried": tried})
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are sampled.
@@ -57,23 +62,29 @@ class SamplingParams:
     """
 
     max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = _option(1.0, tried=0.7)
+    top_p: float = _option(1.0, tried=0.9)
+    top_k: int = _option(0, tried=5)
+    min_p: float = _option(0.0, tried=0.01)
+    repetition_penalty: float = _option(1.0, tried=1.1)
+    presence_penalty: float = _option(0.0, tried=0.1)
+    frequency_penalty: float = _option(0.0, tried=0.1)
     seed: int = 0
     choice: int = 0
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = _option((), tried=((0, 1.0),))
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_ranks: bool = False
-    logprob_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = _option(None, tried=2)
+    prompt_logprobs: int | None = _option(None, tried=2)
+    prompt_ranks: bool = _option(False, tried=True)
+    logprob_token_ids: tuple[int, ...] = _option((), tried=(0,))
+
+    @classmethod
+    def every_option(cls, max_tokens: int) -> SamplingParams:
+        """All options that a kernel computes, each with a value that is not neutral."""
+        tried = {each.name: each.metadata["tried"] for each in fields(cls) if "tried" in each.metadata}
+        return cls(max_tokens, **tried)
 
     @property
     def has_penalty(self) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.sampling import sampler
-from loraplex.engine.sampling.batch import TokenHistory, build_sampling_batch
+from loraplex.engine.sampling.batch import RowMemory, build_sample_rows
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.sampling.sampler import NumbaSampler, make_sampler, sample
@@ -38,11 +38,12 @@ def draw(request: pytest.FixtureRequest) -> Draw:
         logits: Any, rows: list[SampledRow], pending: list[int] | None = None
     ) -> tuple[list[int], list[bool]]:
         x = torch.tensor(np.asarray(logits), dtype=torch.float32)
-        batch = build_sampling_batch(
-            rows, vocab_size=x.shape[1], eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(CPU)
+        size = x.shape[1]
+        asked = build_sample_rows(
+            rows, vocab_size=size, eos_ids=EOS, memory=RowMemory(size), upload=PlainInputs(CPU)
         )
         last = torch.tensor(pending if pending is not None else [0] * len(rows))
-        tokens, ok = sample(x, batch, last) if numba is None else numba.sample(x, batch, last)
+        tokens, ok = sample(x, asked, last) if numba is None else numba.sample(x, asked, last)
         return tokens.tolist(), ok.tolist()
 
     return drawn
@@ -193,16 +194,6 @@ def test_presence_and_frequency_count_outputs_only_and_the_pending_token(draw):
     assert draw(logits, rows, [0, 1, 1, 3])[0] == [1, 3, 3, 1]
 
 
-def test_history_follows_a_growing_sequence():
-    history = TokenHistory()
-    item = row("a", SamplingParams(9), prompt=(1, 2), output=(3,))
-    assert history.tokens(item).tolist() == [1, 2, 3]
-    item = row("a", SamplingParams(9), prompt=(1, 2), output=(3, 4, 5))
-    assert history.tokens(item).tolist() == [1, 2, 3, 4, 5]
-    history.retain_requests([])
-    assert history.tokens(item).tolist() == [1, 2, 3, 4, 5]
-
-
 def test_all_greedy_needs_one_pass(draw, monkeypatch):
     """No option, no noise, no sort: nothing but the maximum."""
     for name in ("_draw", "_penalise", "_thresholds"):
@@ -241,7 +232,7 @@ def test_all_samplers_give_a_growing_sequence_the_same_tokens():
 
 def test_a_step_does_not_read_the_biases_of_its_rows_one_by_one() -> None:
     """60 rows with 1,024 biases each took 23 ms of the thread that plans, at each step."""
-    history = TokenHistory()
+    memory = RowMemory(2000)
 
     def planned(count: int) -> int:
         params = SamplingParams(9, logit_bias=tuple((token, 1.0) for token in range(count)))
@@ -249,7 +240,7 @@ def test_a_step_does_not_read_the_biases_of_its_rows_one_by_one() -> None:
 
         def plan() -> None:
             upload = PlainInputs(torch.device("cpu"))
-            build_sampling_batch(rows, vocab_size=2000, eos_ids=EOS, history=history, upload=upload)
+            build_sample_rows(rows, vocab_size=2000, eos_ids=EOS, memory=memory, upload=upload)
 
         plan()
         return lines_run(plan)

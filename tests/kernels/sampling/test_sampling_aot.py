@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from loraplex.kernels.sampling import triton_edits, triton_logsumexp, triton_programs, triton_sampling
 from loraplex.kernels.sampling.triton_sampling import TritonSampling
-from loraplex.kernels.sampling.types import Biases, Draws, History, SampleRows, TokenMasks
+from loraplex.kernels.sampling.types import Biases, History, Option, Options, SampleRows, TokenMasks
 from support.kernels.triton_aot import ARCHS, Recorder, Variant, check
 
 RECORD = Path(__file__).parents[1] / "aot" / "sampling.json"
@@ -64,15 +65,15 @@ def launched(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
         rows, cpu = 2, torch.device("cpu")
         logits, last = torch.zeros(rows, vocab_size), torch.zeros(rows, dtype=torch.int64)
         ints, floats = torch.zeros(rows + 1, dtype=torch.int64), torch.zeros(rows)
-        doubles = torch.zeros(rows, dtype=torch.float64)
+        host = np.full((rows, len(Option)), 0.5)
+        options = Options(host, torch.from_numpy(host))
         sampling = TritonSampling(rows, vocab_size, cpu)
         for name in DRAW:
             record(triton_sampling, triton_programs, name, "")
         for name in ("penalise", "add_bias"):
             record(triton_sampling, triton_edits, name, "")
-        history = History(ints, ints, floats, floats, floats, last)
-        draws = Draws(floats, floats, last, doubles, doubles, True)
-        sampling.draw(logits, SampleRows(rows, history, Biases(ints, ints, floats), draws), last)
+        history, biases = History(ints, ints, last), Biases(ints, ints, floats)
+        sampling.draw(logits, SampleRows(rows, options, history, biases), last)
         record(triton_sampling, triton_programs, "pick", ", greedy")
         record(triton_sampling, triton_programs, "peaks", ", masked")
         bits = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32)

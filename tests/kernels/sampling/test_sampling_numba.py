@@ -9,7 +9,7 @@ import torch
 from loraplex.kernels.sampling.numba_argmax import largest
 from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.numba_sampling import draw
-from loraplex.kernels.sampling.types import TokenMasks
+from loraplex.kernels.sampling.types import Option, Options, TokenMasks
 
 SHAPES = [(1, 1), (2, 15), (3, 16), (5, 17), (4, 1000), (16, 49152)]
 
@@ -51,40 +51,31 @@ def test_other_logits_are_refused(logits: torch.Tensor) -> None:
         largest(logits)
 
 
+def options_of(uniform: list[float]) -> Options:
+    """Rows that are drawn with these numbers, and nothing else."""
+    host = np.zeros((len(uniform), len(Option)))
+    host[:, [Option.TEMPERATURE, Option.TOP_P]] = 1.0
+    host[:, Option.UNIFORM] = uniform
+    return Options(host, torch.from_numpy(host))
+
+
 def test_a_row_that_is_not_ok_keeps_its_token_and_others_are_drawn() -> None:
     logits = torch.tensor([[0.0, float("nan"), 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 0.0]])
     tokens, ok = largest(logits)
     tokens[0] = 2
-    one, double = torch.ones(3), torch.ones(3, dtype=torch.float64)
-    draw(
-        logits,
-        tokens,
-        ok,
-        rows=torch.tensor([0, 1, 2]),
-        temperature=one,
-        uniform=torch.tensor([0.5, 0.5, 0.99], dtype=torch.float64),
-        min_p=0 * one,
-        top_k=torch.full((3,), 3),
-        top_p=double,
-    )
+    draw(logits, tokens, ok, options_of([0.5, 0.5, 0.99]))
     assert tokens.tolist() == [2, 1, 2]
 
 
 def test_only_the_named_rows_are_drawn_and_strided_logits_are_refused() -> None:
     logits = torch.zeros(2, 40)
     tokens, ok = largest(logits)
-    options = {
-        "rows": torch.tensor([1]),
-        "temperature": torch.ones(1),
-        "uniform": torch.tensor([0.999], dtype=torch.float64),
-        "min_p": torch.zeros(1),
-        "top_k": torch.tensor([40]),
-        "top_p": torch.ones(1, dtype=torch.float64),
-    }
-    draw(logits, tokens, ok, **options)
+    options = options_of([0.5, 0.999])
+    options.host[0, Option.TEMPERATURE] = 0.0
+    draw(logits, tokens, ok, options)
     assert tokens.tolist() == [0, 39]
     with pytest.raises(ValueError, match="contiguous rows of float32"):
-        draw(torch.zeros(40, 2).T, tokens, ok, **options)
+        draw(torch.zeros(40, 2).T, tokens, ok, options)
 
 
 @pytest.mark.parametrize("columns", [1, 15, 16, 513, 49152])

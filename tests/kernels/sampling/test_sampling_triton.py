@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.sampling import sampler
-from loraplex.engine.sampling.batch import TokenHistory, build_sampling_batch
+from loraplex.engine.sampling.batch import RowMemory, build_sample_rows
 from loraplex.engine.sampling.noise import uniform
-from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
 from loraplex.engine.sampling.scoring import score_tokens
 from loraplex.engine.types import SamplingParams
 from loraplex.kernels.sampling import triton_sampling
 from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.triton_sampling import SamplingTiling, TritonSampling
-from loraplex.kernels.sampling.types import MAX_VOCAB, Biases, Draws, SampleRows, TokenMasks
+from loraplex.kernels.sampling.types import MAX_VOCAB, Biases, Option, Options, SampleRows, TokenMasks
 from support.engine.sampling import EOS, cuts, reference_weights, row
 from support.engine.sampling_options import sampling_params, token_lists
 
@@ -46,13 +45,13 @@ def poisoned_memory():
         yield
 
 
-def plan(rows, vocab_size, counts=None):
+def plan(rows, vocab_size, device=DEVICE):
     return build_sample_rows(
         rows,
         vocab_size=vocab_size,
         eos_ids=EOS,
-        counts=counts or TokenCounts(vocab_size),
-        upload=PlainInputs(DEVICE),
+        memory=RowMemory(vocab_size),
+        upload=PlainInputs(device),
     )
 
 
@@ -72,36 +71,27 @@ def draw(logits, rows, pending=None, tiling=TILES):
 
 def torch_draw(logits, rows, pending=None):
     x = torch.tensor(np.asarray(logits), dtype=torch.float32)
-    batch = build_sampling_batch(
-        rows,
-        vocab_size=x.shape[1],
-        eos_ids=EOS,
-        history=TokenHistory(),
-        upload=PlainInputs(torch.device("cpu")),
-    )
-    tokens, ok = sampler.sample(x, batch, torch.tensor([0] * len(rows) if pending is None else pending))
+    asked = plan(rows, x.shape[1], torch.device("cpu"))
+    tokens, ok = sampler.sample(x, asked, torch.tensor([0] * len(rows) if pending is None else pending))
     return tokens.tolist(), ok.tolist()
 
 
-def option_arrays(*, ranked=True, **options):
+def sample_rows(**options):
     """Draws with what is given, one number a row, and all else off."""
     size = len(next(iter(options.values())))
-    off = {"temperature": 1.0, "min_p": 0.0, "top_k": 0, "top_p": 1.0, "uniform": 0.5}
-    dtypes = dict.fromkeys(off, torch.float64) | {
-        "temperature": torch.float32, "min_p": torch.float32, "top_k": torch.int64,
+    off = dict.fromkeys(Option, 0.0) | {
+        Option.TEMPERATURE: 1.0, Option.TOP_P: 1.0, Option.REPETITION_PENALTY: 1.0, Option.UNIFORM: 0.5,
     }  # fmt: skip
-    arrays = {
-        name: torch.tensor(np.asarray(options.get(name, [value] * size)), dtype=dtypes[name], device=DEVICE)
-        for name, value in off.items()
-    }
-    return SampleRows(size, draws=Draws(**arrays, ranked=ranked))
+    columns = [options.get(column.name.lower(), [value] * size) for column, value in off.items()]
+    host = np.array(columns, dtype=np.float64).T.copy()
+    return SampleRows(size, Options(host, torch.tensor(host, device=DEVICE)))
 
 
-def exact_token(logits, draws, s):
+def exact_token(logits, options):
     """The kernels' arithmetic with a sort in place of their search: float32 weights, whole multiples of 2^-44."""
     x = np.asarray(logits, np.float32)
-    k, p, u = draws.top_k[s].item(), draws.top_p[s].item(), draws.uniform[s].item()
-    w = np.exp(((x - x.max()) / np.float32(draws.temperature[s].item())).astype(np.float32))
+    k, p, u = int(options[Option.TOP_K]), options[Option.TOP_P], options[Option.UNIFORM]
+    w = np.exp(((x - x.max()) / np.float32(options[Option.TEMPERATURE])).astype(np.float32))
     fixed = (w.astype(np.float64) * 2.0**44).astype(np.int64)
     ranked = np.sort(w)[::-1]
     least = ranked[k - 1] if 0 < k < len(w) else np.float32(0)
@@ -109,7 +99,7 @@ def exact_token(logits, draws, s):
         need = p * float(fixed[w >= least].sum())
         sums = np.cumsum(np.sort(fixed)[::-1]).astype(np.float64)
         least = max(least, ranked[min((sums < need).sum(), len(w) - 1)])
-    kept = np.where((w >= least) & (w >= draws.min_p[s].item()), fixed, 0)
+    kept = np.where((w >= least) & (w >= np.float32(options[Option.MIN_P])), fixed, 0)
     running = np.cumsum(kept)
     return int(np.searchsorted(running, int(u * float(running[-1])), side="right"))
 
@@ -151,7 +141,7 @@ def test_thresholds_are_those_of_a_sort(spread):
     size, vocab_size = 9, 603
     logits = rng.normal(0, spread, (size, vocab_size)).astype(np.float32)
     logits[3:6] = np.round(logits[3:6])
-    options = option_arrays(
+    options = sample_rows(
         top_k=[5, 0, 500, 40, 0, 1, 0, 70, vocab_size],
         top_p=[1.0, 0.9, 0.5, 0.3, 0.999, 1.0, 0.0, 1.0, 0.7],
         temperature=[1.0, 0.7, 1.0, 1.0, 2.0, 1.0, 1.0, 1e-3, 1.0],
@@ -160,7 +150,7 @@ def test_thresholds_are_those_of_a_sort(spread):
     )
     tokens, ok = run(logits, options)
     assert all(ok)
-    expected = [exact_token(logits[s], options.draws, s) for s in range(size)]
+    expected = [exact_token(logits[s], options.options.host[s]) for s in range(size)]
     if DEVICE.type == "cpu":
         assert tokens == expected
     else:  # the device's exponential is another one
@@ -172,7 +162,7 @@ def test_uniform_numbers_are_turned_into_the_distribution():
     size = 80
     p = np.array([0.4, 0.25, 0.15, 0.1, 0.07, 0.03])
     logits = np.tile(np.log(p), (size, 1))
-    options = option_arrays(uniform=(np.arange(size) + 0.5) / size, ranked=False)
+    options = sample_rows(uniform=(np.arange(size) + 0.5) / size)
     tokens, _ = run(logits, options, tiling=SamplingTiling(tile=4))
     assert sorted(tokens) == tokens
     assert np.abs(np.bincount(tokens, minlength=6) - p * size).max() <= 1
@@ -181,7 +171,7 @@ def test_uniform_numbers_are_turned_into_the_distribution():
 @pytest.mark.parametrize("vocab_size", [1, 2, 255, 257, 513])
 def test_ends_of_the_range_and_odd_vocabularies(vocab_size):
     logits = np.zeros((4, vocab_size))
-    options = option_arrays(uniform=[0.0, 1 - 2.0**-53, 1 - 2.0**-53, 0.5], top_k=[0, 0, 1, 0])
+    options = sample_rows(uniform=[0.0, 1 - 2.0**-53, 1 - 2.0**-53, 0.5], top_k=[0, 0, 1, 0])
     tokens, ok = run(logits, options)
     # All are equal: top_k lets all that tie through.
     assert tokens == [0, vocab_size - 1, vocab_size - 1, vocab_size // 2]
@@ -258,10 +248,8 @@ def test_masks_over_several_tiles():
     assert ok == [True] * 4 + [False]
     assert all(allowed[s, tokens[s]] for s in (0, 1, 2))
     cpu = torch.device("cpu")
-    batch = build_sampling_batch(
-        rows, vocab_size=vocab_size, eos_ids=EOS, history=TokenHistory(), upload=PlainInputs(cpu)
-    )
-    want, _ = sampler.sample(torch.tensor(logits), batch, torch.zeros(size, dtype=torch.int64), masks(cpu))
+    asked = plan(rows, vocab_size, cpu)
+    want, _ = sampler.sample(torch.tensor(logits), asked, torch.zeros(size, dtype=torch.int64), masks(cpu))
     assert tokens == want.tolist()
 
 
@@ -315,7 +303,7 @@ def test_long_histories_and_many_biases():
 
 
 def test_counts_follow_a_growing_sequence():
-    counts = TokenCounts(10)
+    counts = RowMemory(10)
     item = row("a", SamplingParams(9), prompt=(1, 2, 99), output=(2,))
     assert counts.entries(item).tolist() == [1, 2 | 1 << 20]
     item = row("a", SamplingParams(9), prompt=(1, 2, 99), output=(2, 5, 5, -1, 2))
@@ -327,11 +315,11 @@ def test_counts_follow_a_growing_sequence():
 def test_options_are_read_where_they_lie(monkeypatch):
     """As a recorded launch does: other numbers in the same memory give other draws, and the host reads none."""
     logits = np.random.default_rng(1).normal(0, 1, (3, 300)).astype(np.float32)
-    options = option_arrays(temperature=[0.0, 1.0, 1.0], uniform=[0.5, 0.2, 0.9])
+    options = sample_rows(temperature=[0.0, 1.0, 1.0], uniform=[0.5, 0.2, 0.9], top_k=[0, 0, 299])
     starts = torch.tensor([0, 0, 0, 0], device=DEVICE)
     tokens = torch.tensor([0, 0], device=DEVICE)
     biases = Biases(starts, tokens, torch.zeros(2, device=DEVICE))
-    options = SampleRows(3, biases=biases, draws=options.draws)
+    options = SampleRows(3, options.options, biases=biases)
     sampling = TritonSampling(4, 300, DEVICE, tiling=TILES)
     x = torch.tensor(logits, device=DEVICE)
     last = torch.zeros(3, dtype=torch.int64, device=DEVICE)
@@ -342,8 +330,8 @@ def test_options_are_read_where_they_lie(monkeypatch):
         starts.copy_(torch.tensor([0, 1, 1, 2]))
         tokens.copy_(torch.tensor([7, 8]))
         biases.values.fill_(50.0)
-        options.draws.temperature[1] = 0.0
-        options.draws.top_k[2] = 1
+        options.options.device[1, Option.TEMPERATURE] = 0.0
+        options.options.device[2, Option.TOP_K] = 1
         second, _ = sampling.draw(x.clone(), options, last)
     assert first[0] == logits[0].argmax()
     assert second.tolist() == [7, logits[1].argmax(), 8]

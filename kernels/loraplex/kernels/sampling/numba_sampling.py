@@ -32,39 +32,36 @@ from loraplex.kernels.numba_runtime.vectors import (
     write_float64,
     write_int64,
 )
+from loraplex.kernels.sampling.types import Option, Options
 
 _BINS = 8192
 """Bins of the leading 13 of a weight's 30 bits; 9 and 8 follow."""
 _BLOCK = 512
 """Weights that are added up in float32, sixteen sums at a time; blocks are added up in float64."""
 _F32 = np.float32(0)
+_ROW = 8 * len(Option)
+"""Bytes of a row's options; behind its begin lie these."""
+_TEMPERATURE, _TOP_K, _TOP_P = 8 * Option.TEMPERATURE, 8 * Option.TOP_K, 8 * Option.TOP_P
+_MIN_P, _UNIFORM = 8 * Option.MIN_P, 8 * Option.UNIFORM
 
 
 def draw(
     logits: torch.Tensor,
     tokens: torch.Tensor,
     ok: torch.Tensor,
-    *,
-    rows: torch.Tensor,
-    temperature: torch.Tensor,
-    uniform: torch.Tensor,
-    min_p: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
+    options: Options,
 ) -> None:
-    """Draw for `rows` [R] int64 of logits [S, V] float32, contiguous, which are overwritten.
+    """Draw for the rows of logits [S, V] float32, contiguous, that are not greedy; these are overwritten.
 
     tokens [S] int64: of each row the place of its largest logit, which is finite where ok [S] bool is set; the
-    sampled tokens replace them. Rows that are not ok keep theirs. [R] each: `temperature` float32, above 0; `uniform`
-    float64 in [0, 1); `min_p` float32, 0 where it is off; `top_k` int64, V where it is off; `top_p` float64, 1 where it
-    is off. Raises ValueError for logits of another kind.
+    sampled tokens replace them. Rows that are not ok keep theirs. Raises ValueError for logits of another kind.
     """
     if logits.dtype is not torch.float32 or not logits.is_contiguous():
         raise ValueError(f"logits {list(logits.shape)} {logits.dtype} are not contiguous rows of float32")
+    rows = torch.from_numpy(options.drawn)
     # One histogram a row: only those of rows with top_k or top_p are ever touched.
     bins = torch.empty(len(rows), _BINS, dtype=torch.float64)
-    parts = (tokens, ok.long(), rows, temperature, uniform, min_p, top_k, top_p, bins)
-    given = [tensor.contiguous() for tensor in parts]
+    given = (tokens, ok.long(), rows, options.device, bins)
     _draw_all.run((), logits.data_ptr(), logits.shape[1], len(rows), *(tensor.data_ptr() for tensor in given))
 
 
@@ -153,7 +150,7 @@ def _pick(row, columns, least, target):
 def _threshold(row, columns, bins, k, p):
     """The least weight that top_k and top_p let through."""
     bits, least = 0, _F32
-    if k < columns:
+    if 0 < k < columns:
         bits = _least(row, columns, bins, np.float64(k), False)
     if bits:
         write_int64(bits, bins)
@@ -166,21 +163,21 @@ def _threshold(row, columns, bins, k, p):
 
 
 @jit
-def _draw_row(row, columns, token, temperature, uniform, min_p, k, p, bins):
+def _draw_row(row, columns, token, options, bins):
+    k, p = np.int64(read_float64(options + _TOP_K)), read_float64(options + _TOP_P)
     best = read_float32(row + 4 * read_int64(token))
-    _weigh(row, columns, best, temperature)
-    least = min_p
-    if k < columns or p < 1.0:
+    _weigh(row, columns, best, np.float32(read_float64(options + _TEMPERATURE)))
+    least = np.float32(read_float64(options + _MIN_P))
+    if 0 < k < columns or p < 1.0:
         least = max(least, _threshold(row, columns, bins, k, p))
-    write_int64(_pick(row, columns, least, uniform * _sum(row, columns, least)), token)
+    target = read_float64(options + _UNIFORM) * _sum(row, columns, least)
+    write_int64(_pick(row, columns, least, target), token)
 
 
 def _draw_units(team, arguments):
     logits, columns, size = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     tokens, ok, rows = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
-    temperature, uniform = read_int64(arguments + 48), read_int64(arguments + 56)
-    min_p, top_k, top_p = read_int64(arguments + 64), read_int64(arguments + 72), read_int64(arguments + 80)
-    bins = read_int64(arguments + 88)
+    options, bins = read_int64(arguments + 48), read_int64(arguments + 56)
     while True:
         r = take_unit(team, size)
         if r >= size:
@@ -188,16 +185,8 @@ def _draw_units(team, arguments):
         s = read_int64(rows + 8 * r)
         if read_int64(ok + 8 * s):
             _draw_row(
-                logits + s * columns * 4,
-                columns,
-                tokens + 8 * s,
-                read_float32(temperature + 4 * r),
-                read_float64(uniform + 8 * r),
-                read_float32(min_p + 4 * r),
-                read_int64(top_k + 8 * r),
-                read_float64(top_p + 8 * r),
-                bins + 8 * _BINS * r,
+                logits + s * columns * 4, columns, tokens + 8 * s, options + _ROW * s, bins + 8 * _BINS * r
             )
 
 
-_draw_all = Kernel(_draw_units, "qqqqqqqqqqqq")
+_draw_all = Kernel(_draw_units, "qqqqqqqq")

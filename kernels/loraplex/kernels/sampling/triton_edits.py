@@ -10,17 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loraplex.kernels.sampling.triton_programs import option
 from loraplex.kernels.sampling.types import TOKEN_BITS as _TOKEN_BITS
+from loraplex.kernels.sampling.types import Option
 
 TOKEN_BITS = tl.constexpr(_TOKEN_BITS)
 TOKEN_MASK = tl.constexpr((1 << _TOKEN_BITS) - 1)
+_REPETITION = tl.constexpr(Option.REPETITION_PENALTY.value)
+_PRESENCE = tl.constexpr(Option.PRESENCE_PENALTY.value)
+_FREQUENCY = tl.constexpr(Option.FREQUENCY_PENALTY.value)
 # Where these lie in a step's one copy is another place in every step: nothing is compiled for it.
 _LISTS = (
     "starts_ptr",
     "entries_ptr",
-    "repetition_ptr",
-    "presence_ptr",
-    "frequency_ptr",
+    "options_ptr",
     "pending_ptr",
     "last_ptr",
     "tokens_ptr",
@@ -40,9 +43,7 @@ def penalise(
     logits_row,
     starts_ptr,
     entries_ptr,
-    repetition_ptr,
-    presence_ptr,
-    frequency_ptr,
+    options_ptr,
     pending_ptr,
     last_ptr,
     removed_ptr,
@@ -53,9 +54,9 @@ def penalise(
     row = tl.program_id(0)
     begin = tl.load(starts_ptr + row)
     end = tl.load(starts_ptr + row + 1)
-    repetition = tl.load(repetition_ptr + row)
-    presence = tl.load(presence_ptr + row)
-    frequency = tl.load(frequency_ptr + row)
+    repetition = option(options_ptr, row, _REPETITION).to(tl.float32)
+    presence = option(options_ptr, row, _PRESENCE).to(tl.float32)
+    frequency = option(options_ptr, row, _FREQUENCY).to(tl.float32)
     # A token that is no token of the row stands for none.
     last = tl.where(tl.load(pending_ptr + row) != 0, tl.load(last_ptr + row), -1)
     last = tl.where(last < VOCAB, last, -1)

@@ -25,6 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loraplex.kernels.sampling.types import Option
+
 PIVOTS = tl.constexpr(8)
 """Weights of 2^-1, 2^-2, 2^-4, 2^-7, 2^-11, 2^-16, 2^-22, and 0, which every weight reaches."""
 _ONE = tl.constexpr(0x3F800000)
@@ -32,8 +34,20 @@ _UNIT = tl.constexpr(2.0**44)
 _WRONG = tl.constexpr(1 << 20)
 """The number that a tile adds to a row's faults for NaN or +inf: more than a vocabulary has tokens to be -inf."""
 # Where in a step's one copy a row's options lie is another place in every step: nothing is compiled for it.
-_OPTIONS = ("temperature_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr", "uniform_ptr")
+_OPTIONS = ("options_ptr",)
+NUM_OPTIONS = tl.constexpr(len(Option))
+_TEMPERATURE = tl.constexpr(Option.TEMPERATURE.value)
+_TOP_K = tl.constexpr(Option.TOP_K.value)
+_TOP_P = tl.constexpr(Option.TOP_P.value)
+_MIN_P = tl.constexpr(Option.MIN_P.value)
+_UNIFORM = tl.constexpr(Option.UNIFORM.value)
 _MASKS = ("places_ptr",)
+
+
+@triton.jit
+def option(options_ptr, row, COLUMN: tl.constexpr):
+    """A row's option, float64."""
+    return tl.load(options_ptr + row * NUM_OPTIONS + COLUMN)
 
 
 @triton.jit
@@ -55,6 +69,11 @@ def _fixed(w):
 @triton.jit
 def _pivot(j):
     return tl.where(j == PIVOTS - 1, 0, (126 - j * (j + 1) // 2) << 23)
+
+
+@triton.jit
+def _ranks(options_ptr, row):
+    return option(options_ptr, row, _TOP_K).to(tl.int64), option(options_ptr, row, _TOP_P)
 
 
 @triton.jit
@@ -131,10 +150,7 @@ def weigh(
     at_ptr,
     faults_ptr,
     removed_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
+    options_ptr,
     counts_ptr,
     sums_ptr,
     kept_ptr,
@@ -147,7 +163,7 @@ def weigh(
     """counts int32 and sums int64 [S, PIVOTS, SPLITS] of ranked rows, kept int64 [S, SPLITS] of others. Grid: SPLITS,
     rows."""
     split, row = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = option(options_ptr, row, _TEMPERATURE).to(tl.float32)
     best, _at, ok = _peak(best_ptr, at_ptr, faults_ptr, removed_ptr, row, SPLITS, BLOCK_S, EDITED)
     if (temperature > 0) & ok:
         c = split * TILE + tl.arange(0, TILE)
@@ -155,7 +171,8 @@ def weigh(
         x = tl.load(logits_ptr + row.to(tl.int64) * logits_row + c, mask=there, other=float("-inf"))
         w = _weights(x, best, temperature)
         q = _fixed(w)
-        if _is_ranked(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), VOCAB):
+        top_k, top_p = _ranks(options_ptr, row)
+        if _is_ranked(top_k, top_p, VOCAB):
             key = tl.where(there, _key(w), -1)
             to = row * PIVOTS * SPLITS + split
             for j in tl.static_range(PIVOTS):
@@ -163,7 +180,7 @@ def weigh(
                 tl.store(counts_ptr + to + j * SPLITS, tl.sum(over.to(tl.int32), 0))
                 tl.store(sums_ptr + to + j * SPLITS, tl.sum(tl.where(over, q, 0), 0))
         else:
-            kept = w >= tl.load(min_p_ptr + row)
+            kept = w >= option(options_ptr, row, _MIN_P).to(tl.float32)
             tl.store(kept_ptr + row * SPLITS + split, tl.sum(tl.where(kept, q, 0), 0))
 
 
@@ -198,9 +215,7 @@ def gather(
     at_ptr,
     faults_ptr,
     removed_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
+    options_ptr,
     counts_ptr,
     sums_ptr,
     candidates_ptr,
@@ -214,8 +229,8 @@ def gather(
     """candidates [S, CANDIDATES] float32: logits of ranked rows in the order of the vocabulary, unless there are more.
     Grid: SPLITS, rows."""
     split, row = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    temperature = option(options_ptr, row, _TEMPERATURE).to(tl.float32)
+    top_k, top_p = _ranks(options_ptr, row)
     best, _at, ok = _peak(best_ptr, at_ptr, faults_ptr, removed_ptr, row, SPLITS, BLOCK_S, EDITED)
     if (temperature > 0) & ok & _is_ranked(top_k, top_p, VOCAB):
         number, count, _reached, _whole = _bin(
@@ -262,9 +277,7 @@ def select(
     at_ptr,
     faults_ptr,
     removed_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
+    options_ptr,
     counts_ptr,
     sums_ptr,
     candidates_ptr,
@@ -282,8 +295,8 @@ def select(
     number has bits, and 30 at most. A row whose candidates did not fit is read as a whole in each.
     """
     row = tl.program_id(0)
-    temperature = tl.load(temperature_ptr + row)
-    top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+    temperature = option(options_ptr, row, _TEMPERATURE).to(tl.float32)
+    top_k, top_p = _ranks(options_ptr, row)
     best, _at, ok = _peak(best_ptr, at_ptr, faults_ptr, removed_ptr, row, SPLITS, BLOCK_S, EDITED)
     if (temperature > 0) & ok & _is_ranked(top_k, top_p, VOCAB):
         number, size, reached, whole = _bin(counts_ptr, sums_ptr, top_k, top_p, row, VOCAB, SPLITS, BLOCK_S)
@@ -325,10 +338,7 @@ def sum_kept(
     at_ptr,
     faults_ptr,
     removed_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
+    options_ptr,
     least_ptr,
     kept_ptr,
     VOCAB: tl.constexpr,
@@ -339,15 +349,16 @@ def sum_kept(
 ):
     """kept int64 [S, SPLITS] of ranked rows. Grid: SPLITS, rows."""
     split, row = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = option(options_ptr, row, _TEMPERATURE).to(tl.float32)
     best, _at, ok = _peak(best_ptr, at_ptr, faults_ptr, removed_ptr, row, SPLITS, BLOCK_S, EDITED)
-    ranked = _is_ranked(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), VOCAB)
+    top_k, top_p = _ranks(options_ptr, row)
+    ranked = _is_ranked(top_k, top_p, VOCAB)
     if (temperature > 0) & ok & ranked:
         c = split * TILE + tl.arange(0, TILE)
         there = c < VOCAB
         x = tl.load(logits_ptr + row.to(tl.int64) * logits_row + c, mask=there, other=float("-inf"))
         w = _weights(x, best, temperature)
-        kept = (_key(w) >= tl.load(least_ptr + row)) & (w >= tl.load(min_p_ptr + row))
+        kept = (_key(w) >= tl.load(least_ptr + row)) & (w >= option(options_ptr, row, _MIN_P).to(tl.float32))
         tl.store(kept_ptr + row * SPLITS + split, tl.sum(tl.where(kept, _fixed(w), 0), 0))
 
 
@@ -359,11 +370,7 @@ def pick(
     at_ptr,
     faults_ptr,
     removed_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    uniform_ptr,
+    options_ptr,
     least_ptr,
     kept_ptr,
     tokens_ptr,
@@ -380,12 +387,12 @@ def pick(
     best, at, ok = _peak(best_ptr, at_ptr, faults_ptr, removed_ptr, row, SPLITS, BLOCK_S, EDITED)
     token = tl.where(ok, at, 0)
     if DRAWN:
-        temperature = tl.load(temperature_ptr + row)
+        temperature = option(options_ptr, row, _TEMPERATURE).to(tl.float32)
         if (temperature > 0) & ok:
             s = tl.arange(0, BLOCK_S)
             kept = tl.load(kept_ptr + row * SPLITS + s, mask=s < SPLITS, other=0)
             whole = tl.sum(kept, 0)
-            target = (tl.load(uniform_ptr + row) * whole.to(tl.float64)).to(tl.int64)
+            target = (option(options_ptr, row, _UNIFORM) * whole.to(tl.float64)).to(tl.int64)
             # Numbers of more than 53 bits may have been rounded up.
             target = tl.minimum(target, whole - 1)
             split = tl.sum(((tl.cumsum(kept, 0) <= target) & (s < SPLITS)).to(tl.int32), 0)
@@ -395,9 +402,10 @@ def pick(
             x = tl.load(logits_ptr + row.to(tl.int64) * logits_row + c, mask=there, other=float("-inf"))
             w = _weights(x, best, temperature)
             least = 0
-            if _is_ranked(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), VOCAB):
+            top_k, top_p = _ranks(options_ptr, row)
+            if _is_ranked(top_k, top_p, VOCAB):
                 least = tl.load(least_ptr + row)
-            let = (_key(w) >= least) & (w >= tl.load(min_p_ptr + row))
+            let = (_key(w) >= least) & (w >= option(options_ptr, row, _MIN_P).to(tl.float32))
             running = before + tl.cumsum(tl.where(let, _fixed(w), 0), 0)
             token = split * TILE + tl.sum((running <= target).to(tl.int32), 0)
     tl.store(tokens_ptr + row, token.to(tl.int64))

@@ -13,12 +13,21 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
 from loraplex.kernels.sampling.triton_edits import add_bias, penalise
 from loraplex.kernels.sampling.triton_programs import PIVOTS, gather, peaks, pick, select, sum_kept, weigh
-from loraplex.kernels.sampling.types import MAX_VOCAB, Biases, Draws, History, SampleRows, TokenMasks
+from loraplex.kernels.sampling.types import (
+    MAX_VOCAB,
+    Biases,
+    History,
+    Option,
+    Options,
+    SampleRows,
+    TokenMasks,
+)
 
 _EDIT_BLOCK = 1024
 
@@ -110,27 +119,22 @@ class TritonSampling:
         peaks[grid](logits, logits.stride(0), *found, *masking, **shape, **tile, MASKED=masks is not None)
         shape |= {"BLOCK_S": triton.next_power_of_2(self._splits), "EDITED": edited}
         start = (logits, logits.stride(0), *found, self._removed)
-        draws = rows.draws
-        if draws is None:
-            unused = (self._best,) * 5
-            pick[(size,)](*start, *unused, self._least, self._kept, tokens, ok, **shape, **tile, DRAWN=False)
+        options, drawn = rows.options, rows.options is not None and rows.options.drawn.size > 0
+        if options is None or not drawn:
+            unused = (self._best, self._least, self._kept)
+            pick[(size,)](*start, *unused, tokens, ok, **shape, **tile, DRAWN=False)
             return tokens, ok.view(torch.bool)
-        temperature, min_p, rank = draws.temperature, draws.min_p, (draws.top_k, draws.top_p)
-        weigh[grid](*start, temperature, min_p, *rank, self._counts, self._sums, self._kept, **shape, **tile)
-        if draws.ranked:
+        own = options.device
+        weigh[grid](*start, own, self._counts, self._sums, self._kept, **shape, **tile)
+        if options.ranked(self._vocab_size).size:
             bins = (self._counts, self._sums, self._candidates)
             room = {"CANDIDATES": self._tiling.candidates}
-            gather[grid](*start, temperature, *rank, *bins, **shape, **tile, **room)
+            gather[grid](*start, own, *bins, **shape, **tile, **room)
             block = self._tiling.block
             warps = min(16, max(1, block // 256))
-            select[(size,)](
-                *start, temperature, *rank, *bins, self._least, **shape, **room, BLOCK=block, num_warps=warps
-            )
-            sum_kept[grid](*start, temperature, min_p, *rank, self._least, self._kept, **shape, **tile)
-        pick[(size,)](
-            *start, temperature, min_p, *rank, draws.uniform, self._least, self._kept, tokens, ok,
-            **shape, **tile, DRAWN=True,
-        )  # fmt: skip
+            select[(size,)](*start, own, *bins, self._least, **shape, **room, BLOCK=block, num_warps=warps)
+            sum_kept[grid](*start, own, self._least, self._kept, **shape, **tile)
+        pick[(size,)](*start, own, self._least, self._kept, tokens, ok, **shape, **tile, DRAWN=True)
         return tokens, ok.view(torch.bool)
 
     def warm_up(self) -> None:
@@ -139,13 +143,13 @@ class TritonSampling:
         device = self._best.device
         logits = torch.zeros(1, self._vocab_size, device=device)
         starts, last = (torch.zeros(size, dtype=torch.int64, device=device) for size in (2, 1))
-        ones, doubles = torch.ones(1, device=device), torch.ones(1, dtype=torch.float64, device=device)
-        history = History(starts, last, ones, ones, ones, last)
-        biases = Biases(starts, last, ones)
-        draws = Draws(ones, ones, last, doubles, doubles * 0.5, True)
-        edits = ((None, None), (None, biases), (history, biases))
-        for (found, added), drawn in product(edits, (None, draws)):
-            self.draw(logits, SampleRows(1, found, added, drawn), last)
+        history, biases = History(starts, last, last), Biases(starts, last, torch.ones(1, device=device))
+        host = np.full((1, len(Option)), 0.5)
+        drawn, greedy = (Options(each, torch.from_numpy(each).to(device)) for each in (host, 0 * host))
+        for (found, added), options in product(
+            ((None, None), (None, biases), (history, biases)), (greedy, drawn)
+        ):
+            self.draw(logits, SampleRows(1, options, found, added), last)
         bits = torch.full((1, -(-self._vocab_size // 32)), -1, dtype=torch.int32, device=device)
         self.draw(logits, SampleRows(1), last, TokenMasks(last, last, bits))
 
@@ -153,14 +157,13 @@ class TritonSampling:
         grid = (logits.shape[0],)
         history, biases = rows.history, rows.biases
         if history is not None:
+            assert rows.options is not None, "penalties without options"
             penalise[grid](
                 logits,
                 logits.stride(0),
                 history.starts,
                 history.entries,
-                history.repetition,
-                history.presence,
-                history.frequency,
+                rows.options.device,
                 history.pending,
                 last_tokens,
                 self._removed,

@@ -4,8 +4,11 @@ logits. Everything lies in device memory, so that nothing waits for the host."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 TOKEN_BITS = 20
 """Bits of the token in an entry of `History`; the count is in front of them."""
@@ -13,21 +16,56 @@ MAX_VOCAB = (1 << 19) - 1
 """Tokens in a vocabulary: with more, sums of weights could exceed 63 bits (see `sampling.triton_programs`)."""
 
 
+class Option(IntEnum):
+    """The columns of a step's options, one row for each sampled row, all in float64. Each but `UNIFORM` is the field of
+    SamplingParams with the same name in small letters."""
+
+    TEMPERATURE = 0
+    """0 for greedy. Read as float32."""
+    TOP_K = 1
+    """Off if 0 or not below the size of the vocabulary."""
+    TOP_P = 2
+    """Off from 1."""
+    MIN_P = 3
+    """Off if 0. Read as float32."""
+    REPETITION_PENALTY = 4
+    """Off if 1. Read as float32, as are the two that follow, which are off if 0."""
+    PRESENCE_PENALTY = 5
+    FREQUENCY_PENALTY = 6
+    UNIFORM = 7
+    """The number of [0, 1) that a draw inverts the cumulative distribution at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of S rows, [S, len(Option)] float64: on the `host`, where they decide what is launched, and on the
+    `device`."""
+
+    host: NDArray[np.float64]
+    device: torch.Tensor
+
+    @property
+    def drawn(self) -> NDArray[np.int64]:
+        """The rows that are not greedy, ascending."""
+        return np.flatnonzero(self.host[:, Option.TEMPERATURE] > 0)
+
+    def ranked(self, vocab_size: int) -> NDArray[np.int64]:
+        """The rows that are not greedy and have top_k or top_p, ascending."""
+        heat, top_k, top_p = self.host[:, : Option.MIN_P].T
+        return np.flatnonzero((heat > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1)))
+
+
 @dataclass(frozen=True, slots=True)
 class History:
     """The tokens that penalties act on. Row s has the entries starts[s] … starts[s + 1]; each names another token.
 
     `starts` [S + 1] int64, ascending from 0; `entries` [H] int64: count << TOKEN_BITS | token, with how often the token
-    occurs in the output, 0 for one that only the prompt has. `repetition`, `presence` and `frequency` [S] float32, 1, 0
-    and 0 where they are off; `pending` [S] int64: 1 where the row's input token is one more of its output, which only
-    the device knows.
+    occurs in the output, 0 for one that only the prompt has. `pending` [S] int64: 1 where the row's input token is one
+    more of its output, which only the device knows.
     """
 
     starts: torch.Tensor
     entries: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
     pending: torch.Tensor
 
 
@@ -42,27 +80,14 @@ class Biases:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """How each row's token is sampled. [S] each: `temperature` float32, 0 for greedy; `min_p` float32; `top_k` int64,
-    off if 0 or not below the size of the vocabulary; `top_p` float64, off from 1; `uniform` float64 in [0, 1).
-    `ranked`: whether any row may have top_k or top_p."""
-
-    temperature: torch.Tensor
-    min_p: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    uniform: torch.Tensor
-    ranked: bool
-
-
-@dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The options of S rows; a part is None where no row needs it. Without `draws` all are greedy."""
+    """Requests of S rows; a part is None where no row needs it. Without `options` all are greedy and none has
+    penalties; with `history` there are options."""
 
     num_rows: int
+    options: Options | None = None
     history: History | None = None
     biases: Biases | None = None
-    draws: Draws | None = None
 
 
 @dataclass(frozen=True, slots=True)

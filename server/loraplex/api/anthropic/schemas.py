@@ -12,9 +12,9 @@ from loraplex.api.anthropic.blocks import CacheControl, Messages, SystemText, To
 from loraplex.api.anthropic.conversation import chat_messages
 from loraplex.api.anthropic.tools import Offer, ToolChoice, Tools, offer
 from loraplex.api.errors import in_client_terms
-from loraplex.api.openai.extras import SamplingExtras
 from loraplex.api.openai.parsing import parse_request
-from loraplex.api.openai.schemas import MAX_STOP_LENGTH, MAX_STOP_STRINGS, TOKEN_ID_LIMIT, ChatRequest
+from loraplex.api.openai.sampling import TOKEN_ID_LIMIT, SamplingFields
+from loraplex.api.openai.schemas import MAX_STOP_LENGTH, MAX_STOP_STRINGS, ChatRequest
 from loraplex.api.openai.strict import Strict, refuse
 from loraplex.api.openai.unions import by_type, kind, of_kinds
 
@@ -159,16 +159,13 @@ class CountRequest(Strict):
 _StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
-class MessagesRequest(CountRequest, SamplingExtras):
+class MessagesRequest(CountRequest, SamplingFields):
     """`max_tokens` may be more than the context has room for: the answer ends with the context then."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)]
     metadata: CallerMetadata | None = None
     stop_sequences: Annotated[list[_StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=TOKEN_ID_LIMIT)] | None = None
     service_tier: Annotated[str, Field(max_length=64)] | None = None  # a hint that changes no output
 
     @model_validator(mode="after")
@@ -179,14 +176,11 @@ class MessagesRequest(CountRequest, SamplingExtras):
 
     def for_chat(self) -> dict[str, Any]:
         return {
-            **SamplingExtras.for_chat(self),
+            **self.given_sampling(),
             **super().for_chat(),
             "max_tokens": self.max_tokens,
             "stop": list(dict.fromkeys(self.stop_sequences or ())) or None,
             "stream": self.stream,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
             "user": self.metadata.user_id if self.metadata is not None else None,
         }
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from loraplex.api.errors import invalid
-from loraplex.api.openai.schemas import TOKEN_ID_LIMIT, CompletionRequest, TokenId, prompts_of
+from loraplex.api.openai.sampling import TOKEN_ID_LIMIT, TokenId
+from loraplex.api.openai.schemas import CompletionRequest, prompts_of
 from loraplex.api.openai.strict import Strict, or_neutral
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.reports import EngineInfo

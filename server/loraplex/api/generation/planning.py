@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import invalid
 from loraplex.api.generation.tool_use import PLAIN, Reading
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
-from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.engine.types import EngineRequest
 from loraplex.serving.text.processor import Spelling
 
-GREEDY_BELOW = 1e-4
-"""Logits divided by a smaller temperature leave float32; what is drawn is the most likely token anyway."""
 SEED_MASK = (1 << 63) - 1
 MAX_LOGPROBS = 1 << 19
 """In one answer, the most likely tokens' included: some 40 MB of JSON."""
@@ -171,10 +169,14 @@ def engine_requests(
     is scored with its first choice. `max_output_tokens` is what the limits leave for each answer, `deadline_s` what is
     left of the request's time, `max_load_s` how long it waits for its adapter."""
     fields = plan.request
-    seed = fields.seed if fields.seed is not None else secrets.randbits(63)
-    temperature = 1.0 if fields.temperature is None else fields.temperature
-    top_p = 1.0 if fields.top_p is None else fields.top_p
     ends = () if fields.ignore_eos or fields.pooling is not None else plan.end_ids
+    seed = fields.seed if fields.seed is not None else secrets.randbits(63)
+    common = fields.sampling(
+        max_tokens=0,
+        seed=seed & SEED_MASK,
+        stop_token_ids=tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *ends))),
+        logprobs=fields.wanted_logprobs,
+    )
     requests = []
     for index in range(plan.num_choices):
         of_prompt, choice = divmod(index, plan.n)
@@ -182,25 +184,13 @@ def engine_requests(
         max_tokens = plan.max_tokens[of_prompt]
         if max_output_tokens is not None:
             max_tokens = min(max_tokens, max_output_tokens)
-        sampling = SamplingParams(
+        sampling = replace(
+            common,
             max_tokens=max_tokens,
-            temperature=0.0 if temperature < GREEDY_BELOW or top_p == 0 else temperature,
-            top_p=top_p or 1.0,
-            top_k=max(0, fields.top_k or 0),
-            min_p=fields.min_p or 0.0,
-            repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
-            presence_penalty=fields.presence_penalty or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            seed=seed & SEED_MASK,
             choice=choice,
-            logit_bias=fields.logit_bias,
-            stop_token_ids=tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *ends))),
-            min_tokens=min(fields.min_tokens or 0, max_tokens),
-            ignore_eos=bool(fields.ignore_eos),
-            logprobs=fields.wanted_logprobs,
+            min_tokens=min(common.min_tokens, max_tokens),
             prompt_logprobs=_prompt_logprobs(plan) if choice == 0 else None,
             prompt_ranks=choice == 0 and fields.prompt_logprobs is not None,
-            logprob_token_ids=tuple(dict.fromkeys(fields.logprob_token_ids or ())),
         )
         requests.append(
             EngineRequest(

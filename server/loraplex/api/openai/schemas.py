@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from loraplex.api.openai import described
 from loraplex.api.openai.messages import Messages
+from loraplex.api.openai.sampling import (
+    TOKEN_ID_LIMIT,
+    SamplingFields,
+    TokenId,
+)
 from loraplex.api.openai.strict import (
     Strict,
     must,
@@ -33,19 +38,13 @@ from loraplex.api.openai.tools import (
 )
 from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 from loraplex.engine.pooling import Pooling
-from loraplex.http.text import printable
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
-MAX_STOP_TOKEN_IDS = 128
-MAX_LOGIT_BIAS = 1024
-MAX_SHOWN_KEYS, MAX_SHOWN_KEY_LENGTH = 4, 32
-"""Bounds on the wrong keys of `logit_bias` that an error shows, and on their length."""
 MAX_METADATA = 16
 MAX_COMPLETION_LOGPROBS = 5
-TOKEN_ID_LIMIT = 1 << 31
 
 UNSUPPORTED_CHAT: Mapping[str, tuple[object, ...]] = {
     "audio": (),
@@ -79,26 +78,6 @@ def _one_or_many_strings(value: object) -> object:
     return tuple(dict.fromkeys(strings))
 
 
-def _logit_bias(value: object) -> object:
-    """Token ids are JSON object keys, so they come as strings. Returns ((id, bias), …) by id."""
-    if value is None:
-        return ()
-    if not isinstance(value, dict):
-        raise must("must be an object of token ids and numbers")
-    if len(value) > MAX_LOGIT_BIAS:
-        raise must(f"must have at most {MAX_LOGIT_BIAS} entries")
-    wrong = [key for key in value if not (key.isascii() and key.isdigit() and len(key) <= 10)]
-    if wrong:
-        shown = ", ".join(f"'{printable(key, MAX_SHOWN_KEY_LENGTH)}'" for key in wrong[:MAX_SHOWN_KEYS])
-        raise must(f'each key must be a token id, such as "50256", and not {shown}')
-    bias: dict[int, float] = {}
-    for key, number in value.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
-            raise must("each value must be a number from -100 to 100")
-        bias[int(key)] = float(number)
-    return tuple(sorted(bias.items()))
-
-
 def _metadata(value: object) -> object:
     if isinstance(value, dict) and len(value) > MAX_METADATA:
         raise must(f"must have at most {MAX_METADATA} entries")
@@ -112,56 +91,31 @@ class StreamOptions(Strict):
     RULES = (described.RUNNING_USAGE,)
 
 
-TokenId = Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 NamedTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
 Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
 MetadataText = Annotated[str, Field(max_length=512)]
 
 # What clients send, for the OpenAPI document, where a validator makes something else of it.
 _GivenStop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _GivenStops = _GivenStop | Annotated[list[_GivenStop], Field(max_length=MAX_STOP_STRINGS)] | None
-_GivenBias = (
-    Annotated[dict[str, float], WithJsonSchema({**described.LOGIT_BIAS, "maxProperties": MAX_LOGIT_BIAS})]
-    | None
-)
 _GivenMetadata = Annotated[dict[MetadataText, MetadataText], Field(max_length=MAX_METADATA)]
 
 StopStrings = Annotated[
     tuple[str, ...], BeforeValidator(_one_or_many_strings, json_schema_input_type=_GivenStops)
-]
-LogitBias = Annotated[
-    tuple[tuple[int, float], ...],
-    BeforeValidator(_logit_bias, json_schema_input_type=_GivenBias),
-    Field(json_schema_extra={"default": {}}),
 ]
 Metadata = Annotated[
     dict[MetadataText, MetadataText], BeforeValidator(_metadata, json_schema_input_type=_GivenMetadata)
 ]
 
 
-class GenerationFields(Strict):
+class GenerationFields(SamplingFields):
     """Fields that chat and text completions share. A null is the same as leaving the field out."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     max_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=TOKEN_ID_LIMIT)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     n: Choices | None = None
     stop: StopStrings = ()
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    logit_bias: LogitBias = ()
-    min_tokens: Annotated[int, Field(ge=0, lt=TOKEN_ID_LIMIT)] | None = None
-    ignore_eos: bool | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
-    speculation: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, Field
 
 from loraplex.api.openai.messages import Messages
-from loraplex.api.openai.schemas import TokenId
+from loraplex.api.openai.sampling import TokenId
 from loraplex.api.openai.strict import Strict, or_neutral
 from loraplex.api.openai.tools import Tools
 

@@ -16,7 +16,8 @@ from loraplex.api.errors import in_client_terms, invalid
 from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import WholeChoice
 from loraplex.api.openai.parsing import parse_request
-from loraplex.api.openai.schemas import TOKEN_ID_LIMIT, ChatRequest, Hint
+from loraplex.api.openai.sampling import TOKEN_ID_LIMIT
+from loraplex.api.openai.schemas import ChatRequest, Hint
 from loraplex.api.openai.strict import Strict
 from loraplex.api.responses.answers import usage_fields
 from loraplex.api.responses.conversation import BETWEEN_PARTS, chat_messages

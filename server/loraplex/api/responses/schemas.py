@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from loraplex.api.errors import in_client_terms
-from loraplex.api.openai.extras import SamplingExtras
 from loraplex.api.openai.parsing import parse_request
+from loraplex.api.openai.sampling import TOKEN_ID_LIMIT, SamplingFields
 from loraplex.api.openai.schemas import (
-    TOKEN_ID_LIMIT,
     ChatRequest,
     Effort,
     Hint,
@@ -136,16 +135,13 @@ class ResponsesStreamOptions(Strict):
     UNSUPPORTED = {"include_obfuscation": ()}  # noqa: RUF012
 
 
-class ResponsesRequest(SamplingExtras):
+class ResponsesRequest(SamplingFields):
     """A null is the same as leaving a field out. Nothing is stored: a conversation comes whole in `input`."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     input: Input
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=TOKEN_ID_LIMIT)] | None = None
     top_logprobs: TopLogprobs | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = None
     tools: Tools | None = None
@@ -218,13 +214,10 @@ def chat_fields(asked: ResponsesRequest) -> dict[str, Any]:
     )
     scored = asked.includes(LOGPROBS) or bool(asked.top_logprobs)
     fields: dict[str, Any] = {
-        **asked.for_chat(),
+        **asked.given_sampling(),
         "model": asked.model,
         "messages": chat_messages(asked.instructions, asked.input),
         "max_completion_tokens": asked.max_output_tokens,
-        "temperature": asked.temperature,
-        "top_p": asked.top_p,
-        "top_k": asked.top_k,
         "logprobs": True if scored else None,
         "top_logprobs": asked.top_logprobs if scored else None,
         "tools": [tool.for_chat() for tool in offered.functions] or None,

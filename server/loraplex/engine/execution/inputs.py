@@ -157,7 +157,7 @@ class PlainInputs:
     def floats(self, values: Sequence[float] | NDArray[np.float32]) -> torch.Tensor:
         return self._tensor(values, torch.float32)
 
-    def doubles(self, values: Sequence[float]) -> torch.Tensor:
+    def doubles(self, values: Sequence[float] | NDArray[np.float64]) -> torch.Tensor:
         return self._tensor(values, torch.float64)
 
     def rows(self, name: str, values: Sequence[int]) -> torch.Tensor:

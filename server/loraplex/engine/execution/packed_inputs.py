@@ -212,7 +212,7 @@ class PackedInputs:
     def floats(self, values: Sequence[float] | NDArray[np.float32]) -> torch.Tensor:
         return self._put(np.asarray(values, dtype=np.float32))
 
-    def doubles(self, values: Sequence[float]) -> torch.Tensor:
+    def doubles(self, values: Sequence[float] | NDArray[np.float64]) -> torch.Tensor:
         return self._put(np.asarray(values, dtype=np.float64))
 
     def rows(self, name: str, values: Sequence[int]) -> torch.Tensor:

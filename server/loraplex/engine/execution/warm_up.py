@@ -11,22 +11,8 @@ from loraplex.kernels.attention import BLOCK_SIZE
 
 _PROMPT = 17
 """Rows of a sequence that no list of decoding tiles takes, and no multiple of 16: Triton compiles for those apart."""
-_EVERY_OPTION = SamplingParams(
-    max_tokens=1,
-    temperature=0.7,
-    top_k=5,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    logit_bias=((0, 1.0),),
-    logprobs=2,
-    prompt_logprobs=2,
-    prompt_ranks=True,
-    logprob_token_ids=(0,),
-)
-_RANDOM = SamplingParams(max_tokens=1, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
+_EVERY_OPTION = SamplingParams.every_option(max_tokens=1)
+_RANDOM = SamplingParams(max_tokens=1)
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _NOTHING = SamplingParams(max_tokens=0)
 

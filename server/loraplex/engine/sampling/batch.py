@@ -1,92 +1,88 @@
-"""The sampling parameters of a step's rows, gathered on the planning thread before the rows can change."""
+"""The options of a step's rows, gathered on the planning thread before the rows can change."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.sampling.noise import uniform
 from loraplex.engine.sampling.sampled_row import SampledRow
-from loraplex.kernels.sampling.types import SampleRows
+from loraplex.engine.types import SamplingParams
+from loraplex.kernels.sampling.types import TOKEN_BITS, Biases, History, Option, Options, SampleRows
 
 MIN_TEMPERATURE = 1e-20
 """Below it float32 would divide by zero. The largest logit has won long before."""
+_COLUMNS = tuple(option.name.lower() for option in Option if option is not Option.UNIFORM)
+"""Fields of SamplingParams, in the order of the options' columns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Penalties:
-    """Penalties of P of the sampled rows: `rows` [P]; `repetition`, `presence`, `frequency` [P, 1] float32; `context`
-    and `outputs`: flat indices p·V + token of every token of the sequence, and of every output token, as often as it
-    occurs. `pending` [≤ P] are the p whose newest output token is known to the device alone."""
+@dataclass(slots=True)
+class _Counted:
+    """The different tokens of a sequence as entries of `History`, and where each of them stands."""
 
-    rows: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-    context: torch.Tensor
-    outputs: torch.Tensor
-    pending: torch.Tensor
+    num_tokens: int = 0
+    places: dict[int, int] = field(default_factory=dict)
+    entries: array[int] = field(default_factory=lambda: array("q"))
 
 
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """Ranking of F of the sampled rows, positions `index` [F] among them: `top_k` [F, 1] int64 (the vocabulary's size
-    where it is off) and `top_p` [F, 1] float64. `depths` is top_k on the host, where it decides how far a row must be
-    sorted."""
+class RowMemory:
+    """Memory of sequences from one step to the next: how often each token occurs, and their biases. For the
+    planning thread alone. Token ids that are not in the vocabulary are passed over: they can neither occur nor be
+    sampled."""
 
-    index: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    depths: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """Draws of the R sampled rows that are not greedy: `rows` [R] int64, `temperature` [R, 1] float32, `uniform` [R, 1]
-    float64 in [0, 1), `min_p` [R, 1] float32 or None where no row has one."""
-
-    rows: torch.Tensor
-    temperature: torch.Tensor
-    uniform: torch.Tensor
-    min_p: torch.Tensor | None
-    ranking: Ranking | None
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """One step's S sampled rows; a part is None where no row needs it. Flat indices are s·V + token. `rows`: the same
-    for drawing in Triton, instead of `penalties`, `bias`, `banned` and `draws`."""
-
-    num_rows: int
-    penalties: Penalties | None = None
-    bias: tuple[torch.Tensor, torch.Tensor] | None = None
-    banned: torch.Tensor | None = None
-    draws: Draws | None = None
-    rows: SampleRows | None = None
-
-
-class TokenHistory:
-    """The tokens of sequences as integer arrays, grown from step to step instead of converted again, and their biases.
-    For the planning thread alone."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, array[int]] = {}
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._known: dict[str, _Counted] = {}
         self._biases: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
 
-    def tokens(self, row: SampledRow) -> NDArray[np.int64]:
-        """[P + O], prompt and answer of a row that tells its outputs, with the drafted tokens that it assumes: a copy.
-        A sequence only ever grows."""
-        known = self._known.get(row.request_id)
+    def entries(self, row: SampledRow) -> NDArray[np.int64]:
+        """The entries of `History` for a row that tells its outputs, of a sequence that only ever grows, with the
+        drafted tokens that the row assumes: a copy."""
+        counted = self._known.setdefault(row.request_id, _Counted())
+        places, entries, num_prompt = counted.places, counted.entries, row.num_prompt
+        num_tokens = num_prompt + len(row.outputs)
+        for at in range(counted.num_tokens, num_tokens):
+            is_output = at >= num_prompt
+            token = row.outputs[at - num_prompt] if is_output else row.request.prompt_ids[at]
+            if not 0 <= token < self._vocab_size:
+                continue
+            place = places.setdefault(token, len(entries))
+            if place == len(entries):
+                entries.append(token)
+            if is_output:
+                entries[place] += 1 << TOKEN_BITS
+        counted.num_tokens = num_tokens
+        return self._with_drafted(counted, row.drafted) if row.offset else np.array(entries, dtype=np.int64)
+
+    def _with_drafted(self, counted: _Counted, drafted: Sequence[int]) -> NDArray[np.int64]:
+        """A copy of the entries in which these tokens count too."""
+        entries, new = counted.entries[:], dict[int, int]()
+        for token in drafted:
+            if 0 <= token < self._vocab_size:
+                place = counted.places.get(token, -1)
+                if place < 0:
+                    place = new.setdefault(token, len(entries))
+                    if place == len(entries):
+                        entries.append(token)
+                entries[place] += 1 << TOKEN_BITS
+        return np.array(entries, dtype=np.int64)
+
+    def biases(self, row: SampledRow) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Different tokens of `logit_bias`, and what is added to each."""
+        known = self._biases.get(row.request_id)
         if known is None:
-            known = self._known[row.request_id] = array("q", row.request.prompt_ids)
-        known.extend(row.outputs[len(known) - row.num_prompt :])
-        return np.array(known + array("q", row.drafted) if row.offset else known, dtype=np.int64)
+            summed: dict[int, float] = {}
+            for token, value in row.request.sampling.logit_bias:
+                if 0 <= token < self._vocab_size:
+                    summed[token] = summed.get(token, 0.0) + value
+            tokens, values = np.array(list(summed), np.int64), np.array(list(summed.values()), np.float32)
+            known = self._biases[row.request_id] = tokens, values
+        return known
 
     def retain_requests(self, request_ids: Iterable[str]) -> None:
         """Forget all others."""
@@ -95,85 +91,79 @@ class TokenHistory:
             self._known = {k: v for k, v in self._known.items() if k in keep}
             self._biases = {k: v for k, v in self._biases.items() if k in keep}
 
-    def bias(self, row: SampledRow, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Tokens of `logit_bias` and what is added to each, those beyond the vocabulary left out."""
-        known = self._biases.get(row.request_id)
-        if known is None:
-            given = row.request.sampling.logit_bias
-            tokens = np.array([token for token, _ in given], dtype=np.int64)
-            values = np.array([value for _, value in given], dtype=np.float32)
-            fits = (tokens >= 0) & (tokens < vocab_size)
-            known = self._biases[row.request_id] = tokens[fits], values[fits]
-        return known
 
-
-def build_sampling_batch(
+def build_sample_rows(
     rows: Sequence[SampledRow],
     *,
     vocab_size: int,
     eos_ids: frozenset[int],
-    history: TokenHistory,
+    memory: RowMemory,
     upload: HostToDevice,
-) -> SamplingBatch:
-    """`rows` are in the order of the logits. Token ids beyond the vocabulary are passed
-    over: they can neither occur nor be sampled."""
-    history.retain_requests(row.request_id for row in rows)
-    return SamplingBatch(
-        num_rows=len(rows),
-        penalties=_penalties(rows, vocab_size, history, upload),
-        bias=_bias(rows, vocab_size, history, upload),
-        banned=_banned(rows, vocab_size, eos_ids, upload),
-        draws=_draws(rows, vocab_size, upload),
+) -> SampleRows:
+    """`rows` are in the order of the logits."""
+    memory.retain_requests(row.request_id for row in rows)
+    penalised = [row.request.sampling.has_penalty for row in rows]
+    return SampleRows(
+        len(rows),
+        options=_options(rows, upload, needed=any(penalised)),
+        history=_history(rows, penalised, memory, upload) if any(penalised) else None,
+        biases=_biases(rows, vocab_size, eos_ids, memory, upload),
     )
 
 
-def _penalties(
-    rows: Sequence[SampledRow], vocab_size: int, history: TokenHistory, upload: HostToDevice
-) -> Penalties | None:
-    chosen = [(s, row) for s, row in enumerate(rows) if row.request.sampling.has_penalty]
-    if not chosen:
+def _options(rows: Sequence[SampledRow], upload: HostToDevice, *, needed: bool) -> Options | None:
+    """None where all rows are greedy, unless they are `needed`."""
+    if not needed and not any(row.request.sampling.temperature > 0.0 for row in rows):
         return None
-    context: list[NDArray[np.int64]] = []
-    outputs: list[NDArray[np.int64]] = []
-    for p, (_, row) in enumerate(chosen):
-        tokens = history.tokens(row)
-        answer = tokens[row.num_prompt :]
-        for found, into in ((tokens, context), (answer, outputs)):
-            into.append(found[(found >= 0) & (found < vocab_size)] + p * vocab_size)
-    params = [row.request.sampling for _, row in chosen]
-    pending = [p for p, (_, row) in enumerate(chosen) if row.pending_input]
-    return Penalties(
-        rows=upload.ints([s for s, _ in chosen]),
-        repetition=upload.floats([p.repetition_penalty for p in params])[:, None],
-        presence=upload.floats([p.presence_penalty for p in params])[:, None],
-        frequency=upload.floats([p.frequency_penalty for p in params])[:, None],
-        context=upload.ints(np.concatenate(context)),
-        outputs=upload.ints(np.concatenate(outputs)),
+    host = np.array([_row_options(row.request.sampling, row.output_index) for row in rows])
+    return Options(host, upload.doubles(host.ravel()).view(host.shape))
+
+
+def _row_options(params: SamplingParams, output_index: int) -> list[float]:
+    row = [getattr(params, name) for name in _COLUMNS]
+    if params.temperature > 0.0:
+        row[Option.TEMPERATURE] = max(params.temperature, MIN_TEMPERATURE)
+        return [*row, uniform(params.seed, params.choice, output_index)]
+    return [*row, 0.0]
+
+
+def _history(
+    rows: Sequence[SampledRow], penalised: Sequence[bool], memory: RowMemory, upload: HostToDevice
+) -> History:
+    none = np.empty(0, dtype=np.int64)
+    entries = [memory.entries(row) if yes else none for row, yes in zip(rows, penalised, strict=True)]
+    pending = [int(yes and row.pending_input) for row, yes in zip(rows, penalised, strict=True)]
+    return History(
+        starts=upload.ints(_starts(entries)),
+        entries=upload.ints(np.concatenate(entries)),
         pending=upload.ints(pending),
     )
 
 
-def _bias(
-    rows: Sequence[SampledRow], vocab_size: int, history: TokenHistory, upload: HostToDevice
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    found = [
-        (s, *history.bias(row, vocab_size)) for s, row in enumerate(rows) if row.request.sampling.logit_bias
-    ]
-    if not any(len(tokens) for _, tokens, _ in found):
+def _biases(
+    rows: Sequence[SampledRow],
+    vocab_size: int,
+    eos_ids: frozenset[int],
+    memory: RowMemory,
+    upload: HostToDevice,
+) -> Biases | None:
+    tokens: list[NDArray[np.int64]] = []
+    values: list[NDArray[np.float32]] = []
+    for row in rows:
+        own, added = memory.biases(row)
+        if barred := barred_tokens(row, vocab_size, eos_ids):
+            free = ~np.isin(own, barred)
+            own = np.concatenate((own[free], np.array(barred, np.int64)))
+            added = np.concatenate((added[free], np.full(len(barred), -np.inf, np.float32)))
+        tokens.append(own)
+        values.append(added)
+    if not any(map(len, tokens)):
         return None
-    indices = np.concatenate([tokens + s * vocab_size for s, tokens, _ in found])
-    return upload.ints(indices), upload.floats(np.concatenate([values for _, _, values in found]))
-
-
-def _banned(
-    rows: Sequence[SampledRow], vocab_size: int, eos_ids: frozenset[int], upload: HostToDevice
-) -> torch.Tensor | None:
-    indices = [
-        s * vocab_size + token
-        for s, row in enumerate(rows)
-        for token in barred_tokens(row, vocab_size, eos_ids)
-    ]
-    return upload.ints(indices) if indices else None
+    return Biases(
+        starts=upload.ints(_starts(tokens)),
+        tokens=upload.ints(np.concatenate(tokens)),
+        values=upload.floats(np.concatenate(values)),
+    )
 
 
 def barred_tokens(row: SampledRow, vocab_size: int, eos_ids: frozenset[int]) -> list[int]:
@@ -186,24 +176,5 @@ def barred_tokens(row: SampledRow, vocab_size: int, eos_ids: frozenset[int]) -> 
     return sorted(token for token in ends if 0 <= token < vocab_size)
 
 
-def _draws(rows: Sequence[SampledRow], vocab_size: int, upload: HostToDevice) -> Draws | None:
-    chosen = [(s, row) for s, row in enumerate(rows) if row.request.sampling.temperature > 0.0]
-    if not chosen:
-        return None
-    params = [row.request.sampling for _, row in chosen]
-    noise = [uniform(p.seed, p.choice, row.output_index) for p, (_, row) in zip(params, chosen, strict=True)]
-    ranked = [r for r, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1.0]
-    ranking = None
-    if ranked:
-        depths = tuple(params[r].top_k if 0 < params[r].top_k < vocab_size else vocab_size for r in ranked)
-        top_p = upload.doubles([params[r].top_p for r in ranked])
-        ranking = Ranking(upload.ints(ranked), upload.ints(depths)[:, None], top_p[:, None], depths)
-    return Draws(
-        rows=upload.ints([s for s, _ in chosen]),
-        temperature=upload.floats([p.temperature for p in params])[:, None],
-        uniform=upload.doubles(noise)[:, None],
-        min_p=upload.floats([p.min_p for p in params])[:, None]
-        if any(p.min_p > 0.0 for p in params)
-        else None,
-        ranking=ranking,
-    )
+def _starts(lists: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate(([0], np.cumsum([len(each) for each in lists]))).astype(np.int64)

@@ -10,49 +10,49 @@ it depends on neither batch-mates nor a generator's state.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.sampling.batch import (
-    MIN_TEMPERATURE,
-    Draws,
-    Penalties,
-    Ranking,
-    SamplingBatch,
-    TokenHistory,
-    build_sampling_batch,
-)
-from loraplex.engine.sampling.rows import TokenCounts, build_sample_rows
+from loraplex.engine.sampling.batch import RowMemory, build_sample_rows
 from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.sampling.scoring import TokenScores, score_tokens, torch_log_sum_exp
 from loraplex.kernels.bundle import Backend, Kernels
-from loraplex.kernels.sampling.types import TokenMasks
+from loraplex.kernels.sampling.types import TOKEN_BITS, History, Option, Options, SampleRows, TokenMasks
 
 _CANDIDATES = 1024
 """How many of the best tokens a row is sorted by on a CPU before all of them are."""
 
 
-class Sampler(Protocol):
-    """Draws a step's tokens: `plan` on the thread that plans, in the order of the steps, the rest on the worker."""
+class Sampler(ABC):
+    """Draws a step's tokens: `plan` on the thread that plans, in the order of the steps, the rest on the worker.
+    `log_sum_exp`: [L, V] → [L, 1]."""
+
+    def __init__(self, vocab_size: int, log_sum_exp: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._vocab_size = vocab_size
+        self._memory = RowMemory(vocab_size)
+        self._log_sum_exp = log_sum_exp
 
     def plan(
         self, rows: Sequence[SampledRow], *, eos_ids: frozenset[int], upload: HostToDevice
-    ) -> SamplingBatch:
-        """Parameters of the rows that are sampled, in the order of the logits."""
-        ...
+    ) -> SampleRows:
+        """Gather the options of the rows that are sampled, in the order of the logits."""
+        return build_sample_rows(
+            rows, vocab_size=self._vocab_size, eos_ids=eos_ids, memory=self._memory, upload=upload
+        )
 
+    @abstractmethod
     def sample(
         self,
         logits: torch.Tensor,
-        batch: SamplingBatch,
+        rows: SampleRows,
         last_tokens: torch.Tensor,
         masks: TokenMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `sample` of this module."""
-        ...
 
     def score(
         self,
@@ -64,57 +64,28 @@ class Sampler(Protocol):
         ranked: bool = False,
     ) -> TokenScores:
         """See `scoring.score_tokens`."""
-        ...
-
-
-class _Scorer:
-    """The scores of any Sampler. `log_sum_exp`: [L, V] → [L, 1]."""
-
-    def __init__(self, log_sum_exp: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._log_sum_exp = log_sum_exp
-
-    def score(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        num_top: int,
-        *,
-        listed: torch.Tensor | None = None,
-        ranked: bool = False,
-    ) -> TokenScores:
         return score_tokens(
             logits, tokens, num_top, listed=listed, ranked=ranked, log_sum_exp=self._log_sum_exp
         )
 
 
-class TorchSampler(_Scorer):
+class TorchSampler(Sampler):
     """A Sampler of torch operations, on any device."""
 
-    def __init__(
-        self, vocab_size: int, log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = torch_log_sum_exp
-    ) -> None:
-        super().__init__(log_sum_exp)
-        self._vocab_size = vocab_size
-        self._history = TokenHistory()
-
-    def plan(
-        self, rows: Sequence[SampledRow], *, eos_ids: frozenset[int], upload: HostToDevice
-    ) -> SamplingBatch:
-        return build_sampling_batch(
-            rows, vocab_size=self._vocab_size, eos_ids=eos_ids, history=self._history, upload=upload
-        )
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size, torch_log_sum_exp)
 
     def sample(
         self,
         logits: torch.Tensor,
-        batch: SamplingBatch,
+        rows: SampleRows,
         last_tokens: torch.Tensor,
         masks: TokenMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return sample(logits, batch, last_tokens, masks)
+        return sample(logits, rows, last_tokens, masks)
 
 
-class NumbaSampler(TorchSampler):
+class NumbaSampler(Sampler):
     """The same, with kernels for what every row needs, its largest logit and its draw, and for log probabilities."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -130,43 +101,24 @@ class NumbaSampler(TorchSampler):
     def sample(
         self,
         logits: torch.Tensor,
-        batch: SamplingBatch,
+        rows: SampleRows,
         last_tokens: torch.Tensor,
         masks: TokenMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits.contiguous()
-        if batch.penalties is None and batch.bias is None and batch.banned is None:
+        if rows.history is None and rows.biases is None:
             tokens, ok = self._largest(logits, masks)
         else:
             _, ok = self._largest(logits)
-            _edit(logits, batch, last_tokens)
+            _edit(logits, rows, last_tokens)
             tokens, _ = self._largest(logits, masks)  # what is banned is not finite any more
             ok &= logits.gather(1, tokens[:, None])[:, 0].isfinite()
-        if (draws := batch.draws) is not None:
-            self._draw(
-                logits,
-                tokens,
-                ok,
-                rows=draws.rows,
-                temperature=draws.temperature.clamp_min(MIN_TEMPERATURE),
-                uniform=draws.uniform,
-                min_p=torch.zeros_like(draws.temperature) if draws.min_p is None else draws.min_p,
-                top_k=_of_all(draws, "top_k", logits.shape[1]),
-                top_p=_of_all(draws, "top_p", 1.0),
-            )
+        if rows.options is not None:
+            self._draw(logits, tokens, ok, rows.options)
         return tokens.masked_fill_(~ok, 0), ok
 
 
-def _of_all(draws: Draws, limit: Literal["top_k", "top_p"], off: float) -> torch.Tensor:
-    """[R, 1]: a limit of all sampled rows, those without it too."""
-    kind = torch.int64 if limit == "top_k" else torch.float64
-    values = torch.full_like(draws.uniform, off, dtype=kind)
-    if draws.ranking is not None:
-        values.index_copy_(0, draws.ranking.index, getattr(draws.ranking, limit))
-    return values
-
-
-class TritonSampler(_Scorer):
+class TritonSampler(Sampler):
     """A Sampler that draws in a few launches whatever the rows' options; see
     `loraplex.kernels.sampling.triton_sampling` for how its draws may differ from `sample`."""
 
@@ -175,64 +127,59 @@ class TritonSampler(_Scorer):
         from loraplex.kernels.sampling.triton_logsumexp import log_sum_exp, warm_up
         from loraplex.kernels.sampling.triton_sampling import TritonSampling
 
-        super().__init__(log_sum_exp)
-        self._vocab_size = vocab_size
-        self._counts = TokenCounts(vocab_size)
+        super().__init__(vocab_size, log_sum_exp)
         self._sampling = TritonSampling(max_rows, vocab_size, device)
         # Compiling takes seconds, which no request should wait for.
         self._sampling.warm_up()
         warm_up(vocab_size, device)
 
-    def plan(
-        self, rows: Sequence[SampledRow], *, eos_ids: frozenset[int], upload: HostToDevice
-    ) -> SamplingBatch:
-        options = build_sample_rows(
-            rows, vocab_size=self._vocab_size, eos_ids=eos_ids, counts=self._counts, upload=upload
-        )
-        return SamplingBatch(len(rows), rows=options)
-
     def sample(
         self,
         logits: torch.Tensor,
-        batch: SamplingBatch,
+        rows: SampleRows,
         last_tokens: torch.Tensor,
         masks: TokenMasks | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert batch.rows is not None, "this batch was planned for another sampler"
-        return self._sampling.draw(logits, batch.rows, last_tokens, masks)
+        return self._sampling.draw(logits, rows, last_tokens, masks)
 
 
 def sample(
-    logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor, masks: TokenMasks | None = None
+    logits: torch.Tensor, rows: SampleRows, last_tokens: torch.Tensor, masks: TokenMasks | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample one token a row.
 
     logits: [S, V] float32, overwritten; last_tokens: [S] int64, the input token of each row (an output token that
-    the host does not know yet, for the pending rows of `batch.penalties`). Returns tokens [S] int64 and ok [S]
+    the host does not know yet, for the pending rows of `rows.history`). Returns tokens [S] int64 and ok [S]
     bool: False where the row's logits were not all finite, or its options left no token to draw; its token is 0.
     """
     least, most = torch.aminmax(logits, dim=-1)
     ok = least.isfinite() & most.isfinite()
-    _edit(logits, batch, last_tokens)
+    _edit(logits, rows, last_tokens)
     if masks is not None:
         _bar_tokens(logits, masks)
     best, tokens = logits.max(dim=-1)
     ok &= best.isfinite()
-    if batch.draws is not None:
-        rows = batch.draws.rows
-        sampled = _draw(logits.index_select(0, rows), best.index_select(0, rows), batch.draws)
-        tokens = tokens.index_copy(0, rows, sampled)
+    if rows.options is not None and len(drawn := rows.options.drawn):
+        index = torch.from_numpy(drawn).to(logits.device)
+        sampled = _draw(logits.index_select(0, index), best.index_select(0, index), rows.options, index)
+        tokens = tokens.index_copy(0, index, sampled)
     return tokens.masked_fill(~ok, 0), ok
 
 
-def _edit(logits: torch.Tensor, batch: SamplingBatch, last_tokens: torch.Tensor) -> None:
+def _edit(logits: torch.Tensor, rows: SampleRows, last_tokens: torch.Tensor) -> None:
     """Changes of single logits before a token is chosen."""
-    if batch.penalties is not None:
-        _penalise(logits, batch.penalties, last_tokens)
-    if batch.bias is not None:
-        logits.view(-1).index_add_(0, *batch.bias)
-    if batch.banned is not None:
-        logits.view(-1).index_fill_(0, batch.banned, float("-inf"))
+    if rows.history is not None:
+        assert rows.options is not None, "penalties without options"
+        _penalise(logits, rows.history, rows.options.device.float(), last_tokens)
+    if (biases := rows.biases) is not None:
+        found = _row_numbers(biases.starts, len(biases.tokens))
+        logits[found, biases.tokens] += biases.values
+
+
+def _row_numbers(starts: torch.Tensor, size: int) -> torch.Tensor:
+    """[size]: the row of each item of lists that begin at `starts` [S + 1]."""
+    rows = torch.arange(len(starts) - 1, device=starts.device)
+    return rows.repeat_interleave(starts.diff(), output_size=size)
 
 
 def _bar_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
@@ -242,70 +189,71 @@ def _bar_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
     logits.index_copy_(0, masks.rows, x.masked_fill_(allowed == 0, float("-inf")))
 
 
-def _penalise(logits: torch.Tensor, penalties: Penalties, last_tokens: torch.Tensor) -> None:
-    """Changes the logits of the tokens that occurred, and no others: a vocabulary has many more. A token that occurred
-    several times is computed as often, with the same result: to find those that differ, a GPU would be waited for."""
-    vocab_size = logits.shape[1]
-    flat_pending = penalties.pending * vocab_size + last_tokens.index_select(
-        0, penalties.rows.index_select(0, penalties.pending)
-    )
-    outputs = torch.cat((penalties.outputs, flat_pending))
-    counts = torch.zeros(penalties.rows.shape[0] * vocab_size, dtype=logits.dtype, device=logits.device)
-    counts.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=logits.dtype))
-    occurred = torch.cat((penalties.context, flat_pending))
-    places, tokens = occurred.div(vocab_size, rounding_mode="floor"), occurred.remainder(vocab_size)
-    count = counts.index_select(0, occurred)
-    rows = penalties.rows.index_select(0, places)
-    repetition, frequency, presence = (
-        each.view(-1).index_select(0, places)
-        for each in (penalties.repetition, penalties.frequency, penalties.presence)
-    )
-    x = logits[rows, tokens]
-    x = torch.where(x > 0, x / repetition, x * repetition)
-    logits[rows, tokens] = x - count * frequency - (count > 0) * presence
+def _penalise(
+    logits: torch.Tensor, history: History, options: torch.Tensor, last_tokens: torch.Tensor
+) -> None:
+    """Changes the logits of the tokens that occurred, and no others: a vocabulary has many more. options [S, K]
+    float32."""
+
+    def change(rows: torch.Tensor, tokens: torch.Tensor, count: torch.Tensor, where: torch.Tensor) -> None:
+        x, own = logits[rows, tokens], options.index_select(0, rows)
+        repetition = own[:, Option.REPETITION_PENALTY]
+        y = torch.where(x > 0, x / repetition, x * repetition)
+        y = y - count * own[:, Option.FREQUENCY_PENALTY] - (count > 0) * own[:, Option.PRESENCE_PENALTY]
+        logits[rows, tokens] = torch.where(where, y, x)
+
+    rows = _row_numbers(history.starts, len(history.entries))
+    tokens = history.entries & (1 << TOKEN_BITS) - 1
+    pending = history.pending > 0
+    is_last = pending[rows] & (tokens == last_tokens[rows])
+    known = torch.zeros_like(history.pending).index_add_(0, rows, is_last.long())
+    change(rows, tokens, (history.entries >> TOKEN_BITS) + is_last, torch.ones_like(is_last))
+    # The token that only the device knows, where it is new.
+    fresh = pending & (known == 0)
+    all_rows = torch.arange(len(fresh), device=logits.device)
+    change(all_rows, torch.where(fresh, last_tokens, 0), fresh.long(), fresh)
 
 
-def _draw(x: torch.Tensor, best: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """x: [R, V] logits, overwritten; best: [R] their maxima. Returns [R] int64."""
-    x.sub_(best[:, None]).div_(draws.temperature.clamp_min(MIN_TEMPERATURE))
+def _draw(x: torch.Tensor, best: torch.Tensor, options: Options, index: torch.Tensor) -> torch.Tensor:
+    """x: [R, V] logits of the rows `index` [R], overwritten; best: [R] their maxima. Returns [R] int64."""
+    own = options.device.index_select(0, index)
+    x.sub_(best[:, None]).div_(own[:, Option.TEMPERATURE, None].float())
     weights = x.exp_()  # the best token has weight 1
-    if draws.ranking is not None:
-        ranking = draws.ranking
-        ranked = weights.index_select(0, ranking.index)
-        ranked.masked_fill_(ranked < _thresholds(ranked, ranking)[:, None], 0.0)
-        weights.index_copy_(0, ranking.index, ranked)
-    if draws.min_p is not None:
-        weights.masked_fill_(weights < draws.min_p, 0.0)
+    ranked = np.searchsorted(options.drawn, options.ranked(x.shape[1]))
+    if len(ranked):
+        places = torch.from_numpy(ranked).to(x.device)
+        chosen = weights.index_select(0, places)
+        chosen.masked_fill_(chosen < _thresholds(chosen, own.index_select(0, places))[:, None], 0.0)
+        weights.index_copy_(0, places, chosen)
+    if (options.host[:, Option.MIN_P] > 0).any():
+        weights.masked_fill_(weights < own[:, Option.MIN_P, None].float(), 0.0)
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    target = draws.uniform * cumulative[:, -1:]
+    target = own[:, Option.UNIFORM, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return found.clamp_max_(x.shape[1] - 1)  # beyond the end only for a row that failed
 
 
-def _thresholds(weights: torch.Tensor, ranking: Ranking) -> torch.Tensor:
+def _thresholds(weights: torch.Tensor, options: torch.Tensor) -> torch.Tensor:
     """[F]: the least weight that top_k and top_p let through, in each row of weights [F, V].
 
     On a CPU, where sorting a vocabulary costs as much as a small model's step, a row is sorted by its best 1024
     tokens first, and fully only if these do not decide it. On a GPU, where it is cheap and asking would stall the
     queue, all are sorted.
     """
-    size, vocab_size = weights.shape
+    vocab_size = weights.shape[1]
+    k, p = options[:, Option.TOP_K, None].long(), options[:, Option.TOP_P, None]
+    k = torch.where((k > 0) & (k < vocab_size), k, vocab_size)
     if weights.device.type != "cpu" or vocab_size <= _CANDIDATES:
-        return _ranked_thresholds(weights, ranking.top_k, ranking.top_p, vocab_size)[0]
-    shallow = [f for f in range(size) if ranking.depths[f] <= _CANDIDATES or ranking.depths[f] == vocab_size]
-    answer = torch.zeros(size, dtype=weights.dtype)
-    undecided = set(range(size)) - set(shallow)
-    if shallow:
-        thresholds, decided = _ranked_thresholds(
-            weights[shallow], ranking.top_k[shallow], ranking.top_p[shallow], _CANDIDATES
-        )
+        return _ranked_thresholds(weights, k, p, vocab_size)[0]
+    answer = torch.zeros(len(k), dtype=weights.dtype)
+    shallow = ((k <= _CANDIDATES) | (k == vocab_size))[:, 0].nonzero()[:, 0]
+    deep = ((k > _CANDIDATES) & (k < vocab_size))[:, 0].nonzero()[:, 0]
+    if len(shallow):
+        thresholds, decided = _ranked_thresholds(weights[shallow], k[shallow], p[shallow], _CANDIDATES)
         answer[shallow] = thresholds
-        undecided |= {f for f, done in zip(shallow, decided.tolist(), strict=True) if not done}
-    if undecided:
-        deep = sorted(undecided)
-        answer[deep] = _ranked_thresholds(
-            weights[deep], ranking.top_k[deep], ranking.top_p[deep], vocab_size
-        )[0]
+        deep = torch.cat((deep, shallow[~decided])).sort().values
+    if len(deep):
+        answer[deep] = _ranked_thresholds(weights[deep], k[deep], p[deep], vocab_size)[0]
     return answer
 
 

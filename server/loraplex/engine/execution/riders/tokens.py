@@ -17,10 +17,10 @@ from loraplex.engine.execution.riders.masks import GrammarMasks
 from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.sampling.batch import SamplingBatch
 from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.sampling.sampler import Sampler
 from loraplex.engine.types import ScheduledSequence, StepResult
+from loraplex.kernels.sampling.types import SampleRows
 
 Arrival = torch.cuda.Event | None
 """When the copies to the host of a step have arrived; None: they have."""
@@ -50,7 +50,7 @@ class Tokens(Rider):
         self._masks: GrammarMasks | None = None
         self._has_grammar = False
         self._token_ids: torch.Tensor
-        self._batch: SamplingBatch
+        self._batch: SampleRows
         self._sampled: torch.Tensor | None = None
         """[S] int64 on the device, 0 for a row that failed; None until the step has run, and for good if it failed."""
         self._on_host: tuple[torch.Tensor, torch.Tensor]
