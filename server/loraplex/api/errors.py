@@ -162,7 +162,7 @@ def from_exception(error: BaseException) -> ApiError:
         error.message,
         param=getattr(error, "param", None) or _default_param(code),
         retry_after_s=getattr(error, "retry_after_s", None),
-        headers=limit_headers(error.requests, error.tokens) if isinstance(error, RateLimited) else (),
+        headers=limit_headers(error.windows) if isinstance(error, RateLimited) else (),
         is_own=getattr(error, "is_own", None),
     )
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from loraplex.control.types import LimitWindow
+from loraplex.control.types import Windows
 
 
-def limit_headers(requests: LimitWindow | None, tokens: LimitWindow | None) -> Iterator[tuple[str, str]]:
-    """Headers of the windows that are set."""
-    for name, window in (("requests", requests), ("tokens", tokens)):
-        if window is not None:
-            yield f"x-ratelimit-limit-{name}", str(window.limit)
-            yield f"x-ratelimit-remaining-{name}", str(max(0, window.remaining))
-            yield f"x-ratelimit-reset-{name}", duration(window.reset_s)
+def limit_headers(windows: Windows) -> Iterator[tuple[str, str]]:
+    for name, window in windows.items():
+        yield f"x-ratelimit-limit-{name}", str(window.limit)
+        yield f"x-ratelimit-remaining-{name}", str(max(0, window.remaining))
+        yield f"x-ratelimit-reset-{name}", duration(window.reset_s)
 
 
 def whole_seconds(seconds: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loraplex.adapters.errors import AdapterRefused, LoraplexError
-from loraplex.control.types import LimitWindow, ReachedLimit, VersionInfo
+from loraplex.control.types import ReachedLimit, VersionInfo, Windows
 
 
 class ControlError(LoraplexError):
@@ -173,8 +173,7 @@ class RateLimited(ControlError):
         message: str,
         *,
         retry_after_s: float,
-        requests: LimitWindow | None = None,
-        tokens: LimitWindow | None = None,
+        windows: Windows | None = None,
         is_own: bool = True,
         reached: ReachedLimit | None = None,
     ) -> None:
@@ -182,8 +181,7 @@ class RateLimited(ControlError):
         self.retry_after_s = retry_after_s
         self.reached = reached
         self.is_own = is_own
-        self.requests = requests
-        self.tokens = tokens
+        self.windows: Windows = windows or {}
 
 
 class QuotaSpent(ControlError):

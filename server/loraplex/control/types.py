@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -55,6 +55,11 @@ ADAPTER_LIMITS = (
     "host_bytes_max",
 )
 """Limits on adapters, which only a tenant has."""
+RATES = {"requests": "requests_per_minute", "tokens": "tokens_per_minute"}
+"""Limits a minute: their names in headers, metrics and refusals, and their fields in Limits."""
+PLACES = {"concurrency": "max_concurrency", "sequences": "max_sequences"}
+"""Limits on what runs and waits at a time: their names and fields too."""
+LIMIT_KINDS = (*RATES, *PLACES, "budget")
 NO_LIMITS = Limits()
 
 
@@ -139,24 +144,23 @@ class LimitWindow:
 
 
 LimitOwner = Literal["key", "tenant", "server"]
-LimitKind = Literal["requests", "tokens", "concurrency", "sequences", "budget"]
-"""Requests and tokens a minute, requests and sequences at a time, tokens a period."""
+Windows = Mapping[str, LimitWindow]
+"""The windows after a decision by RATES; of several limits on one of them that with the least left."""
 
 
 class ReachedLimit(NamedTuple):
     """The limit that an answer with 429 names."""
 
     owner: LimitOwner
-    kind: LimitKind
+    kind: str
+    """One of LIMIT_KINDS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A limiter's answer for a plan that it admitted: of each kind of window the one with the least left; and the
-    seconds after which its rates would let the same plan pass once more."""
+    """A limiter's answer for a plan that it admitted. After `again_s` its rates would let the same plan pass again."""
 
-    requests: LimitWindow | None
-    tokens: LimitWindow | None
+    windows: Windows
     again_s: float = 0.0
 
 
@@ -166,7 +170,7 @@ class Admission:
     id. `again_at`: when they would admit another one, on the clock of the limiter that admitted it."""
 
     request_id: str
-    requests: LimitWindow | None = None
+    windows: Windows = field(default_factory=dict)
     again_at: float = 0.0
 
 
@@ -174,8 +178,7 @@ class Admission:
 class Reservation:
     """A share of the other limits that an admitted request reserved; it is settled with its admission."""
 
-    requests: LimitWindow | None = None
-    tokens: LimitWindow | None = None
+    windows: Windows = field(default_factory=dict)
     max_output_tokens: int | None = None
 
 

@@ -134,14 +134,14 @@ class Shop:
             held = await self.limits.reserve(
                 Admission("question"), who, prompt_tokens=0, asked_tokens=0, default_tokens=1, n=1
             )
-            tokens = held.tokens
+            tokens = held.windows.get("tokens")
         except RateLimited as refusal:  # no place is left, and nothing was taken
-            tokens = refusal.tokens
+            tokens = refusal.windows.get("tokens")
         taken = 1
         try:
-            requests = (await self.limits.admit("question", who)).requests
+            requests = (await self.limits.admit("question", who)).windows.get("requests")
         except RateLimited as refusal:
-            requests, taken = refusal.requests, 0
+            requests, taken = refusal.windows.get("requests"), 0
         await self.limits.settle(Admission("question"), used_tokens=None)
         assert tokens is not None
         return tokens.remaining, None if requests is None else requests.remaining + taken

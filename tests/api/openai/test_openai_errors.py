@@ -78,7 +78,7 @@ def test_rate_limit_is_honoured_by_the_client(plane: DataPlane) -> None:
 
 def test_a_refusal_tells_the_windows(plane: DataPlane) -> None:
     window = LimitWindow(3, 0, 20.0)
-    plane.limiter.refuse_with = [RateLimited("slow down", retry_after_s=19.2, requests=window)]
+    plane.limiter.refuse_with = [RateLimited("slow down", retry_after_s=19.2, windows={"requests": window})]
     with pytest.raises(openai.RateLimitError) as caught:
         plane.client().completions.create(model=BASE, prompt="x")
     headers = caught.value.response.headers

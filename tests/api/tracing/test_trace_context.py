@@ -90,7 +90,7 @@ def test_a_callers_flag_neither_forces_nor_prevents_a_record(
 def test_a_gateways_flag_decides_where_the_operator_says_so(
     traced: Callable[..., DataPlane], collector: OtlpCollector
 ) -> None:
-    plane = traced(trace_sample_ratio=0.0, trace_follow_caller=True)
+    plane = traced(trace_sample_ratio="caller")
     assert "traceresponse" in ask(plane, ("traceparent", f"00-{TRACE}-{PARENT}-01")).headers
     assert "traceresponse" not in ask(plane, ("traceparent", f"00-{TRACE}-{PARENT}-00")).headers
     assert "traceresponse" not in ask(plane).headers

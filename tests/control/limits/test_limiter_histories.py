@@ -95,7 +95,7 @@ def _follow(kit: LimiterKit, events: list[_Event], seen: Counter[str]) -> None:
                     charge[1] = min(used, of.cost)
             for place in held.plan.places:
                 book.running[place.owner] -= 1
-                book.sequences[place.owner] -= held.plan.sequences
+                book.sequences[place.owner] -= held.plan.held["sequences"]
 
 
 def _enter(book: Book, held: Held, now: float, kit: LimiterKit) -> list[list[float]]:
@@ -111,12 +111,12 @@ def _enter(book: Book, held: Held, now: float, kit: LimiterKit) -> list[list[flo
         left[of.what].append(int((PERIOD_S - spent) * limit / PERIOD_S + 1e-3))
     for place in held.plan.places:
         running = book.running[place.owner] = book.running.get(place.owner, 0) + 1
-        assert place.limit is None or running <= place.limit
-        book.sequences[place.owner] += held.plan.sequences
-        assert place.max_sequences is None or book.sequences[place.owner] <= place.max_sequences
-    for what, window in (("requests", held.decision.requests), ("tokens", held.decision.tokens)):
-        told = None if window is None else window.remaining
-        assert told == pytest.approx(min(left[what]), abs=1) if left[what] else told is None
+        assert place.limits["concurrency"] is None or running <= place.limits["concurrency"]
+        book.sequences[place.owner] += held.plan.held["sequences"]
+        most = place.limits["sequences"]
+        assert most is None or book.sequences[place.owner] <= most
+    told = {what: window.remaining for what, window in held.decision.windows.items()}
+    assert told == {what: pytest.approx(min(each), abs=1) for what, each in left.items() if each}
     return charges
 
 

@@ -11,7 +11,7 @@ import pytest
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.gcra import PERIOD_S
 from loraplex.control.limits.limiter import PLACE_RETRY_S
-from loraplex.control.types import LimitKind, Limits, ReachedLimit
+from loraplex.control.types import Limits, ReachedLimit
 from support.control.limiters import Held, LimiterKit, in_process_kit, redis_kit, tenant
 from support.control.plane import caller
 
@@ -33,8 +33,7 @@ def test_a_minutes_worth_passes_at_once_and_then_one_each_interval(kit: LimiterK
     acme = tenant(requests_per_minute=3)
     held = [kit.reserve(acme) for _ in range(3)]
     assert [one.requests_left for one in held] == [2, 1, 0]
-    last = held[2].decision.requests
-    assert last is not None
+    last = held[2].decision.windows["requests"]
     assert last.limit == 3
     assert last.reset_s == kit.about(60.0)
     assert kit.refused(acme).retry_after_s == kit.about(20.0)
@@ -86,7 +85,7 @@ def test_more_than_was_reserved_is_charged_as_what_was_reserved(kit: LimiterKit)
         ({"max_sequences": 1}, "sequences"),
     ],
 )
-def test_a_refusal_names_the_limit(kit: LimiterKit, limit: dict[str, int], kind: LimitKind) -> None:
+def test_a_refusal_names_the_limit(kit: LimiterKit, limit: dict[str, int], kind: str) -> None:
     acme = tenant(**limit)
     kit.reserve(acme)
     assert kit.refused(acme).reached == ReachedLimit("tenant", kind)
@@ -248,15 +247,15 @@ def test_the_longest_wait_is_told_where_several_limits_are_reached(kit: LimiterK
     kit.reserve(acme)
     refusal = kit.refused(acme)
     assert refusal.retry_after_s == kit.about(60.0)
-    assert refusal.requests is not None
-    assert (refusal.requests.limit, refusal.requests.remaining) == (1, 0)
+    requests = refusal.windows["requests"]
+    assert (requests.limit, requests.remaining) == (1, 0)
 
 
 def test_window_with_the_least_left_is_reported(kit: LimiterKit) -> None:
     limits = {"key_limits": Limits(tokens_per_minute=500), "tenant_limits": Limits(tokens_per_minute=9000)}
     held = kit.reserve(caller("acme", **limits), asked=99, server=Limits(tokens_per_minute=700))
-    assert held.decision.tokens is not None
-    assert (held.decision.tokens.limit, held.decision.tokens.remaining) == (500, 400)
+    tokens = held.decision.windows["tokens"]
+    assert (tokens.limit, tokens.remaining) == (500, 400)
 
 
 def test_limits_of_different_owners_are_apart(kit: LimiterKit) -> None:
@@ -339,7 +338,7 @@ def test_no_stretch_of_time_sees_more_than_the_limits_whatever_comes(kit: Limite
             continue
         held.append((made, now))
         assert len(held) <= places
-        assert sum(one.plan.sequences for one, _ in held) <= sequences
+        assert sum(one.plan.held["sequences"] for one, _ in held) <= sequences
     assert all(0 < wait <= PERIOD_S + kit.tolerance_s for wait in waits)
     spent += [(at, reservation.plan.tokens) for reservation, at in held]
     spent.sort()

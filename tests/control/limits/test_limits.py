@@ -66,7 +66,7 @@ def test_key_tenant_and_server_are_charged_each_for_itself() -> None:
         ("tenant", "acme", 2),
         ("server", "", 3),
     ]
-    assert [place.limit for place in made.places] == [None, None, 7]
+    assert [place.limits["concurrency"] for place in made.places] == [None, None, 7]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ async def test_an_admitted_request_costs_one_of_its_rate_unless_all_is_given_bac
         await limits.settle(await limits.admit(f"given back {number}", acme), used_tokens=None)
     first = await limits.admit("first", acme)
     assert first.requests is not None
-    assert (first.requests.remaining, limits.again_s(first)) == (1, 0)
+    assert (first.windows["requests"].remaining, limits.again_s(first)) == (1, 0)
     await limits.settle(first, used_tokens=0)
     second = await limits.admit("second", acme)
     assert limits.again_s(second) == pytest.approx(30)
@@ -161,7 +161,7 @@ async def test_caller_without_a_request_rate_is_admitted_without_the_limiter() -
     limiter = InProcessLimiter()
     limits = RequestLimits(limiter, no_budgets())
     admission = await limits.admit("r", tenant(tokens_per_minute=10))
-    assert (admission.requests, limiter.num_live) == (None, 0)
+    assert (admission.windows, limiter.num_live) == ({}, 0)
 
 
 def test_more_sequences_than_may_ever_run_never_fit() -> None:

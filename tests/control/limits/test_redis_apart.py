@@ -128,7 +128,7 @@ async def test_a_call_that_lay_about_for_a_second_does_nothing(shared: SharedLim
     for seconds, status in ((1.1, "late"), (0.9, "ok")):
         sent = Caller(replica, number, START_US + shared.clock.seconds * 1e6, 0)
         await shared.pass_time(seconds)
-        late = Reserve(sent, "a", rates_of(plan()), seats_of(plan()), 1)
+        late = Reserve(sent, "a", rates_of(plan()), seats_of(plan()), plan().held)
         answer = await link.call("reserve", msgspec.msgpack.encode(late), 10.0)
         assert msgspec.msgpack.decode(answer, type=Reply).status == status
         assert shared.running() == (status == "ok")
@@ -263,8 +263,7 @@ async def test_what_one_server_knows_is_missing_until_it_is_back(shared: SharedL
     with pytest.raises(RateLimited, match="3000 tokens"):
         await other.reserve("a", plan(1100))
     held = await other.reserve("a", plan(900))
-    assert held.tokens is not None
-    assert held.tokens.remaining == 100
+    assert held.windows["tokens"].remaining == 100
 
 
 # A Redis that lost the last of its data, or whose clock was set forward.
@@ -293,8 +292,7 @@ async def _spend_and_forget(
         with pytest.raises(RateLimited, match="1000 tokens"):
             await server.reserve("late", plan(201, limited))
     held = await one.reserve("fits", plan(200, limited))
-    assert held.tokens is not None
-    assert held.tokens.remaining == 0
+    assert held.windows["tokens"].remaining == 0
     # What ran is known again, and its place; what of it is not used flows back.
     assert shared.running() == 2
     await other.settle("runs", used_tokens=0)

@@ -103,12 +103,11 @@ async def _outcome(limiter: Limiter, name: str, plan: LimitPlan) -> dict[str, An
     except RateLimited as refusal:
         told = {"refused": refusal.message, "wait": pytest.approx(refusal.retry_after_s, abs=1e-5)}
         told["own"] = refusal.is_own
-        decision = Decision(refusal.requests, refusal.tokens)
+        decision = Decision(refusal.windows)
     else:
         told = {"again": pytest.approx(decision.again_s, abs=1e-5)}
-    for what, window in (("requests", decision.requests), ("tokens", decision.tokens)):
-        if window is not None:
-            told[what] = (window.limit, window.remaining, pytest.approx(window.reset_s, abs=1e-5))
+    for what, window in decision.windows.items():
+        told[what] = (window.limit, window.remaining, pytest.approx(window.reset_s, abs=1e-5))
     return told
 
 

@@ -97,8 +97,7 @@ async def test_apart_what_a_request_did_not_use_is_the_shares_again(shared: Shar
     await shared.hang_for(0)
     for turn in range(5):
         held = await servers[0].reserve(f"a{turn}", request_plan(acme, 400))
-        assert held.tokens is not None
-        assert held.tokens.remaining == 500 - 400 - 20 * turn
+        assert held.windows["tokens"].remaining == 500 - 400 - 20 * turn
         await servers[0].settle(f"a{turn}", used_tokens=20)
 
 

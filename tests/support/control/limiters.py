@@ -87,13 +87,11 @@ class Held:
 
     @property
     def tokens_left(self) -> int:
-        assert self.decision.tokens is not None
-        return self.decision.tokens.remaining
+        return self.decision.windows["tokens"].remaining
 
     @property
     def requests_left(self) -> int:
-        assert self.decision.requests is not None
-        return self.decision.requests.remaining
+        return self.decision.windows["requests"].remaining
 
 
 def whole_plan(principal: Principal, server: Limits, **asked: Any) -> LimitPlan:

@@ -29,6 +29,7 @@ from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.types import (
+    RATES,
     Admission,
     LimitWindow,
     ModelCard,
@@ -38,6 +39,7 @@ from loraplex.control.types import (
     ResolvedModel,
     Serving,
     VersionInfo,
+    Windows,
     WithoutInvocation,
 )
 from loraplex.control.usage.journal import JournalFull
@@ -157,7 +159,7 @@ class FakeLimiter:
         if self.refuse_admission_with:
             raise self.refuse_admission_with.pop(0)
         self.admitted.append(request_id)
-        return Admission(request_id, self.windows[0])
+        return Admission(request_id, self._windows(1))
 
     async def reserve(self, admission: Admission, caller: Principal, **asked: Any) -> Reservation:
         if self.refuse_with:
@@ -168,7 +170,11 @@ class FakeLimiter:
         name = f"r{len(self.reserved)}"
         self.reserved[name] = {"tenant": caller.tenant_id, **asked}
         self._names[admission.request_id] = name
-        return Reservation(*self.windows, max_output_tokens=self.max_output_tokens)
+        return Reservation(self._windows(2), max_output_tokens=self.max_output_tokens)
+
+    def _windows(self, count: int) -> Windows:
+        given = zip(RATES, self.windows[:count], strict=False)
+        return {what: window for what, window in given if window is not None}
 
     def again_s(self, admission: Admission) -> float:
         return self.again

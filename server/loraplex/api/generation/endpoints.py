@@ -359,7 +359,7 @@ class GenerationEndpoint:
 def _headers(
     model: ResolvedModel, reservation: Reservation, generation: Generation, of_answer: str
 ) -> list[tuple[bytes, bytes]]:
-    headers = dict(limit_headers(reservation.requests, reservation.tokens))
+    headers = dict(limit_headers(reservation.windows))
     headers[HEADER] = of_answer
     if model.adapter is not None:
         headers["x-loraplex-adapter"] = adapter_label(model.adapter)

@@ -30,7 +30,7 @@ from loraplex.api.metrics.part_meters import GrammarMeter, LimiterMeter, Release
 from loraplex.api.metrics.residency_metrics import LoadTimes, residency_families
 from loraplex.api.metrics.token_histogram import TokenHistogram
 from loraplex.control.background import BackgroundTasks
-from loraplex.control.types import CheckOutcome, LimitKind, LimitOwner, ReachedLimit
+from loraplex.control.types import LIMIT_KINDS, CheckOutcome, LimitOwner, ReachedLimit
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.writer import UsageWriter
 from loraplex.engine.types import FinishReason, Timing
@@ -213,7 +213,7 @@ class Metrics:
         self._reached = counter(
             "limiter_limits_reached", "Requests refused, by the limit they are told.", "owner", "limit"
         )
-        for owner, kind in product(get_args(LimitOwner), get_args(LimitKind)):
+        for owner, kind in product(get_args(LimitOwner), LIMIT_KINDS):
             self._reached.labels(owner, kind)
         self._decisions = counter("limiter_decisions", "Decisions over limits, by outcome.", "outcome")
         self._decision_s = Histogram(

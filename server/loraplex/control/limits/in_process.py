@@ -7,6 +7,7 @@ one step. How a rate is kept stands in `gcra`.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.gcra import PERIOD_S, RateWindow
 from loraplex.control.limits.limiter import PLACE_RETRY_S
-from loraplex.control.limits.plan import LimitPlan, Owner, RateCharge, What
+from loraplex.control.limits.plan import LimitPlan, Owner, RateCharge
 from loraplex.control.types import Decision, LimitWindow, ReachedLimit
 
 SWEEP_EVERY = 4096
@@ -37,7 +38,7 @@ class InProcessLimiter:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._windows: dict[tuple[Owner, What], RateWindow] = {}
+        self._windows: dict[tuple[Owner, str], RateWindow] = {}
         self._running = Running()
         self._live: dict[str, _Live] = {}
         self._decisions = 0
@@ -53,11 +54,11 @@ class InProcessLimiter:
         windows = tuple(self._window(charge) for charge in plan.rates)
         refusals = [*_refused_rates(plan, windows, now), *_refused_places(plan, self._running)]
         if refusals:
-            raise limited(refusals, _decision(plan, windows, now))
+            raise limited(refusals, decide(plan, windows, now))
         for charge, window in zip(plan.rates, windows, strict=True):
             window.charge(charge.seconds, now, request_id)
         self._running.add_running(plan)
-        decision = _decision(plan, windows, now)
+        decision = decide(plan, windows, now)
         self._live[request_id] = _Live(plan, windows, decision)
         self._sweep(now)
         return decision
@@ -103,31 +104,28 @@ class InProcessLimiter:
 
 
 class Running:
-    """How many requests, and how many of their sequences, each owner has running."""
+    """How much of each of PLACES each owner has at a time."""
 
     def __init__(self) -> None:
-        self._counts: dict[Owner, tuple[int, int]] = {}
+        self._counts: dict[Owner, Counter[str]] = {}
 
     def __len__(self) -> int:
         return len(self._counts)
 
-    def requests(self, owner: Owner) -> int:
-        return self._counts.get(owner, (0, 0))[0]
-
-    def sequences(self, owner: Owner) -> int:
-        return self._counts.get(owner, (0, 0))[1]
+    def count(self, owner: Owner, what: str) -> int:
+        return self._counts[owner][what] if owner in self._counts else 0
 
     def add_running(self, plan: LimitPlan) -> None:
         for place in plan.places:
-            requests, sequences = self._counts.get(place.owner, (0, 0))
-            self._counts[place.owner] = (requests + 1, sequences + plan.sequences)
+            self._counts.setdefault(place.owner, Counter()).update(plan.held)
 
     def remove_running(self, plan: LimitPlan) -> None:
         """Remove a plan that was added."""
         for place in plan.places:
-            requests, sequences = self._counts.pop(place.owner)
-            if requests > 1:
-                self._counts[place.owner] = (requests - 1, sequences - plan.sequences)
+            counts = self._counts[place.owner]
+            counts.subtract(plan.held)
+            if not any(counts.values()):
+                del self._counts[place.owner]
 
 
 class LimitRefusal(NamedTuple):
@@ -144,8 +142,7 @@ def limited(refusals: Sequence[LimitRefusal], decision: Decision) -> RateLimited
     return RateLimited(
         longest.message,
         retry_after_s=longest.wait_s,
-        requests=decision.requests,
-        tokens=decision.tokens,
+        windows=decision.windows,
         is_own=longest.reached.owner != "server",
         reached=longest.reached,
     )
@@ -160,23 +157,25 @@ def _refused_rates(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -
 
 def _refused_places(plan: LimitPlan, running: Running) -> Iterator[LimitRefusal]:
     for place in plan.places:
-        if place.limit is not None and running.requests(place.owner) >= place.limit:
-            yield LimitRefusal(PLACE_RETRY_S, place.refusal, place.reached("concurrency"))
-        most = place.max_sequences
-        if most is not None and running.sequences(place.owner) + plan.sequences > most:
-            yield LimitRefusal(PLACE_RETRY_S, place.sequences_refusal, place.reached("sequences"))
+        for what, most in place.limits.items():
+            if most is not None and running.count(place.owner, what) + plan.held[what] > most:
+                yield LimitRefusal(PLACE_RETRY_S, place.refusal(what), place.reached(what))
 
 
-def _decision(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Decision:
-    """The decision with the window of each kind that has the least left."""
-    tightest: dict[What, LimitWindow] = {}
-    again = 0.0
-    for charge, window in zip(plan.rates, windows, strict=True):
-        state = limit_window(charge.limit, window.spent(now))
-        if charge.what not in tightest or state.remaining < tightest[charge.what].remaining:
-            tightest[charge.what] = state
-        again = max(again, window.wait(charge.seconds, now))
-    return Decision(tightest.get("requests"), tightest.get("tokens"), again)
+def decide(plan: LimitPlan, windows: Iterable[RateWindow], now: float) -> Decision:
+    pairs = list(zip(plan.rates, windows, strict=True))
+    again_s = max((window.wait(charge.seconds, now) for charge, window in pairs), default=0.0)
+    states = (limit_window(charge.limit, window.spent(now)) for charge, window in pairs)
+    return Decision(tightest(plan, states), again_s)
+
+
+def tightest(plan: LimitPlan, states: Iterable[LimitWindow]) -> dict[str, LimitWindow]:
+    """The state with the least left of each kind, of `states` in the order of the plan's rates."""
+    found: dict[str, LimitWindow] = {}
+    for charge, state in zip(plan.rates, states, strict=True):
+        if charge.what not in found or state.remaining < found[charge.what].remaining:
+            found[charge.what] = state
+    return found
 
 
 def limit_window(limit: int, spent_s: float) -> LimitWindow:

@@ -6,15 +6,13 @@ limiter decides a plan in one step, in memory (`in_process`) or elsewhere; it ad
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from loraplex.control.errors import NeverFits
 from loraplex.control.limits.gcra import PERIOD_S
 from loraplex.control.limits.periods import in_words
-from loraplex.control.types import BudgetPeriod, LimitOwner, Limits, Principal, ReachedLimit
-
-What = Literal["requests", "tokens"]
+from loraplex.control.types import PLACES, RATES, BudgetPeriod, LimitOwner, Limits, Principal, ReachedLimit
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ class RateCharge:
     """`cost` of `limit` a minute."""
 
     owner: Owner
-    what: What
+    what: str
     limit: int
     cost: int
 
@@ -43,7 +41,12 @@ class RateCharge:
         """The cost that is kept of a request that has ended: 0 where it produced nothing (None)."""
         if used_tokens is None:
             return 0
-        return self.cost if self.what == "requests" else min(used_tokens, self.cost)
+        return min(used_tokens, self.cost) if self.is_of_tokens else self.cost
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether what was not used of it is given back."""
+        return self.what == "tokens"
 
     @property
     def refusal(self) -> str:
@@ -56,23 +59,18 @@ class RateCharge:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One of `limit` requests at a time, and the plan's sequences of at most `max_sequences`. None: no limit. Both are
-    counted all the same, so that a limit which is set later counts what runs by then."""
+    """The limits of one owner on what it has at a time, by PLACES; None: no limit. It is counted all the same, so that
+    a limit which is set later counts what runs by then."""
 
     owner: Owner
-    limit: int | None
-    max_sequences: int | None = None
+    limits: Mapping[str, int | None]
 
-    @property
-    def refusal(self) -> str:
-        return f"The {self.owner.kind}'s limit of {self.limit} requests at a time is reached."
+    def refusal(self, what: str) -> str:
+        counted = "requests" if what == "concurrency" else what
+        return f"The {self.owner.kind}'s limit of {self.limits[what]} {counted} at a time is reached."
 
-    @property
-    def sequences_refusal(self) -> str:
-        return f"The {self.owner.kind}'s limit of {self.max_sequences} sequences at a time is reached."
-
-    def reached(self, kind: Literal["concurrency", "sequences"]) -> ReachedLimit:
-        return ReachedLimit(self.owner.kind, kind)
+    def reached(self, what: str) -> ReachedLimit:
+        return ReachedLimit(self.owner.kind, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,34 +86,30 @@ class BudgetCharge:
 
 @dataclass(frozen=True, slots=True)
 class LimitPlan:
-    """The charges of one decision, all or nothing. `output_tokens`: for each answer. `tokens`: prompts and answers
-    together, the cost of each charge on tokens. `sequences`: how many run for the request, in each of its places. A
-    limiter decides `rates` and `places`; `budgets` are taken from the slices that this server holds
-    (`budgets.Budgets`)."""
+    """The charges of one decision, all or nothing. A limiter decides `rates` and `places`."""
 
     rates: tuple[RateCharge, ...]
     places: tuple[Place, ...] = ()
+    held: Mapping[str, int] = field(default_factory=dict)
+    """The request's own count in each of its places, by PLACES."""
     budgets: tuple[BudgetCharge, ...] = ()
+    """Taken from the slices that this server holds (`budgets.Budgets`)."""
     tokens: int = 0
+    """Those of prompts and answers together."""
     output_tokens: int = 0
-    sequences: int = 0
+    """Those of each answer."""
 
     @property
     def is_limited(self) -> bool:
         """Whether rates or places limit the caller."""
         return bool(self.rates) or any(
-            place.limit is not None or place.max_sequences is not None for place in self.places
+            most is not None for place in self.places for most in place.limits.values()
         )
 
 
 def plan_admission(principal: Principal, server: Limits) -> LimitPlan:
     """One request of every request rate there is: what is charged before anything is known of the request."""
-    rates = (
-        RateCharge(owner, "requests", limits.requests_per_minute, 1)
-        for owner, limits in _owners(principal, server)
-        if limits.requests_per_minute is not None
-    )
-    return LimitPlan(tuple(rates))
+    return LimitPlan(_rates(_owners(principal, server), {"requests": 1}))
 
 
 def plan_request(
@@ -139,12 +133,12 @@ def plan_request(
         output = _fit(owner, limits, output, prompt_tokens, asked_tokens, n)
     tokens = prompt_tokens + n * output
     return LimitPlan(
-        rates=tuple(
-            RateCharge(owner, "tokens", limits.tokens_per_minute, tokens)
+        rates=_rates(owners, {"tokens": tokens}),
+        places=tuple(
+            Place(owner, {what: getattr(limits, name) for what, name in PLACES.items()})
             for owner, limits in owners
-            if limits.tokens_per_minute is not None
         ),
-        places=tuple(Place(owner, limits.max_concurrency, limits.max_sequences) for owner, limits in owners),
+        held={"concurrency": 1, "sequences": n},
         budgets=tuple(
             BudgetCharge(
                 owner,
@@ -158,8 +152,25 @@ def plan_request(
         ),
         tokens=tokens,
         output_tokens=output,
-        sequences=n,
     )
+
+
+def _rates(owners: tuple[tuple[Owner, Limits], ...], costs: Mapping[str, int]) -> tuple[RateCharge, ...]:
+    """Charges on each rate that is limited, by what is charged and its cost. Raises NeverFits."""
+    charges = tuple(
+        RateCharge(owner, what, limit, cost)
+        for owner, limits in owners
+        for what, cost in costs.items()
+        if (limit := getattr(limits, RATES[what])) is not None
+    )
+    for charge in charges:
+        if charge.cost > charge.limit:
+            raise NeverFits(
+                f"{charge.cost} {charge.what} were asked for at once; the {charge.owner.kind}'s limit is "
+                f"{charge.limit} a minute.",
+                param="n",
+            )
+    return charges
 
 
 def _owners(principal: Principal, server: Limits) -> tuple[tuple[Owner, Limits], ...]:

@@ -14,7 +14,7 @@
 --   TAG:rate:OWNER:WHAT   limit, base, TAT before the first held charge, TAT     gone when it has flowed back
 --   TAG:held:OWNER:WHAT   the list                                               the same
 --   TAG:busy:OWNER        requests that run
---   TAG:sequences:OWNER   sequences that they run
+--   TAG:WHAT:OWNER        what else they have at a time, such as sequences
 --   TAG:live:REPLICA      request -> what it holds
 --   TAG:state             `born`: a name for this set of data; `decisions`: how many changed it;
 --                         replica -> the number of its joining, which every call names
@@ -185,11 +185,15 @@ local function count_down(key, by)
   if by > 0 and redis.call('DECRBY', key, by) <= 0 then redis.call('DEL', key) end
 end
 
--- What a server of an earlier release holds counts no sequences.
+local function place_key(what, owner)
+  return TAG .. ':' .. (what == 'concurrency' and 'busy' or what) .. ':' .. owner
+end
+
+-- Servers of earlier releases name the sequences alone, or nothing.
 local function free_places(holds)
+  local held = holds.held or { concurrency = 1, sequences = holds.sequences or 0 }
   for _, owner in ipairs(holds.places) do
-    count_down(TAG .. ':busy:' .. owner, 1)
-    count_down(TAG .. ':sequences:' .. owner, holds.sequences or 0)
+    for what, amount in pairs(held) do count_down(place_key(what, owner), amount) end
   end
 end
 
@@ -229,11 +233,10 @@ local function hold(replica, request)
   end
   for i, place in ipairs(request.places) do places[i] = place.owner end
   -- The first write of a decision: here a Redis without memory stops it.
-  local holds = { rates = rates, places = places, sequences = request.sequences }
+  local holds = { rates = rates, places = places, held = request.held, sequences = request.held.sequences }
   redis.call('HSET', TAG .. ':live:' .. replica, request.id, cmsgpack.pack(holds))
   for _, owner in ipairs(places) do
-    redis.call('INCR', TAG .. ':busy:' .. owner)
-    redis.call('INCRBY', TAG .. ':sequences:' .. owner, request.sequences)
+    for what, amount in pairs(request.held) do redis.call('INCRBY', place_key(what, owner), amount) end
   end
 end
 
@@ -334,21 +337,23 @@ local function wait_for(rate, window)
 end
 
 local function is_beyond(limit, key, more)
-  return limit >= 0 and tonumber(redis.call('GET', key) or 0) + more > limit
+  return tonumber(redis.call('GET', key) or 0) + more > limit
 end
 
 -- All that the request is charged, or nothing.
 function operations.reserve()
-  local windows, spents, waits, full, crowded, refused = {}, {}, {}, {}, {}, false
+  local windows, spents, waits, over, refused = {}, {}, {}, {}, false
   for i, rate in ipairs(given.rates) do
     local window = open(rate.name, rate.limit)
     windows[i], spents[i], waits[i] = window, spent(window) / window.limit, wait_for(rate, window)
     refused = refused or waits[i] > 0
   end
   for i, place in ipairs(given.places) do
-    full[i] = is_beyond(place.limit, TAG .. ':busy:' .. place.owner, 1)
-    crowded[i] = is_beyond(place.max_sequences, TAG .. ':sequences:' .. place.owner, given.sequences)
-    refused = refused or full[i] or crowded[i]
+    over[i] = {}
+    for what, limit in pairs(place.bounds) do
+      if is_beyond(limit, place_key(what, place.owner), given.held[what]) then over[i][#over[i] + 1] = what end
+    end
+    refused = refused or #over[i] > 0
   end
   if not refused then
     hold(by.replica, given)
@@ -359,7 +364,7 @@ function operations.reserve()
     count_decision()
   end
   local status = refused and 'refused' or 'ok'
-  return { status = status, spent = spents, waits = waits, full = full, crowded = crowded }
+  return { status = status, spent = spents, waits = waits, over = over }
 end
 
 function operations.settle()

@@ -20,9 +20,9 @@ import structlog
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.errors import LimitsNotShared, LimitsUnavailable
 from loraplex.control.limits.gcra import PERIOD_S
-from loraplex.control.limits.in_process import LimitRefusal, Running, limit_window, limited
+from loraplex.control.limits.in_process import LimitRefusal, Running, limit_window, limited, tightest
 from loraplex.control.limits.limiter import PLACE_RETRY_S, WhenApart
-from loraplex.control.limits.plan import LimitPlan, What
+from loraplex.control.limits.plan import LimitPlan
 from loraplex.control.limits.redis_link import LinkDown, RedisLink
 from loraplex.control.limits.redis_messages import (
     Beat,
@@ -40,7 +40,7 @@ from loraplex.control.limits.redis_messages import (
 from loraplex.control.limits.redis_owed import Owed, Seen
 from loraplex.control.limits.redis_session import RedisSession
 from loraplex.control.limits.redis_share import LocalShare
-from loraplex.control.types import Decision, LimitWindow
+from loraplex.control.types import Decision
 
 TIMEOUT_S = 0.05
 """Longest time for a call that a request waits for."""
@@ -191,7 +191,7 @@ class RedisLimiter:
         """None where Redis is lost by this."""
         begin = time.perf_counter()
         caller = self._session.caller()
-        asked = Reserve(caller, request_id, rates_of(plan), seats_of(plan), plan.sequences)
+        asked = Reserve(caller, request_id, rates_of(plan), seats_of(plan), plan.held)
         self._asked.add(request_id)
         try:
             reply = await self._session.call("reserve", asked, TIMEOUT_S)
@@ -208,26 +208,24 @@ class RedisLimiter:
 
     def _decided(self, request_id: str, plan: LimitPlan, reply: Reply) -> Decision:
         now = self._clock()
-        tightest: dict[What, LimitWindow] = {}
         refusals: list[LimitRefusal] = []
         for charge, spent_us, wait_us in zip(plan.rates, reply.spent, reply.waits, strict=True):
             self._seen[window_name(charge)] = Seen(charge.limit, now + spent_us / 1e6)
-            state = limit_window(charge.limit, min(spent_us / 1e6, PERIOD_S))
-            if charge.what not in tightest or state.remaining < tightest[charge.what].remaining:
-                tightest[charge.what] = state
             if wait_us > 0:
                 refusals.append(LimitRefusal(wait_us / 1e6, charge.refusal, charge.reached))
         self._sweep(now)
+        states = (
+            limit_window(charge.limit, min(spent_us / 1e6, PERIOD_S))
+            for charge, spent_us in zip(plan.rates, reply.spent, strict=True)
+        )
         again_s = max((refusal.wait_s for refusal in refusals), default=0.0)
-        decision = Decision(tightest.get("requests"), tightest.get("tokens"), again_s)
+        decision = Decision(tightest(plan, states), again_s)
         if reply.status == "refused":
-            for place, full, crowded in zip(plan.places, reply.full, reply.crowded, strict=True):
-                if full:
-                    refusals.append(LimitRefusal(PLACE_RETRY_S, place.refusal, place.reached("concurrency")))
-                if crowded:
-                    refusals.append(
-                        LimitRefusal(PLACE_RETRY_S, place.sequences_refusal, place.reached("sequences"))
-                    )
+            refusals += [
+                LimitRefusal(PLACE_RETRY_S, place.refusal(what), place.reached(what))
+                for place, over in zip(plan.places, reply.over, strict=True)
+                for what in over
+            ]
             raise limited(refusals, decision)
         self._hold(request_id, _Live(plan, decision, now, told=True))
         return decision
@@ -344,7 +342,7 @@ class RedisLimiter:
                 one.told,
                 rates_of(one.plan),
                 seats_of(one.plan),
-                one.plan.sequences,
+                one.plan.held,
             )
             for name, one in told.items()
         ]

@@ -3,6 +3,7 @@ OWNER:ID:WHAT, an `owner` OWNER:ID, as they stand in the keys."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -19,11 +20,10 @@ class Rate(msgspec.Struct, frozen=True):
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """A place. -1: as many as there may be."""
+    """A place, with what it bounds; what it does not name has no limit."""
 
     owner: str
-    limit: int
-    max_sequences: int
+    bounds: dict[str, int]
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Request(msgspec.Struct, frozen=True):
     told: bool
     rates: list[Rate]
     places: list[Seat]
-    sequences: int
+    held: Mapping[str, int]
 
 
 class Spending(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class Reserve(msgspec.Struct, frozen=True):
     id: str
     rates: list[Rate]
     places: list[Seat]
-    sequences: int
+    held: Mapping[str, int]
 
 
 class Settle(msgspec.Struct, frozen=True):
@@ -106,8 +106,8 @@ class Beat(msgspec.Struct, frozen=True):
 class Reply(msgspec.Struct, frozen=True):
     """`unknown`: Redis does not know this joining of this replica; `late`: its time is more than a second beyond the
     caller's; neither did anything. `decisions` that changed its data. `spent` and `waits`: microseconds, for each rate
-    of the plan; `waits` until it, or once it passed the same one again, would pass. `full` and `crowded` for each
-    place: its requests and its sequences. `windows`: by name, what is spent after settling. `replicas` that live.
+    of the plan; `waits` until it, or once it passed the same one again, would pass. `over` for each
+    place: what there is too much of. `windows`: by name, what is spent after settling. `replicas` that live.
     `has_lost`: other data than `born` named before, or less."""
 
     status: Literal["ok", "refused", "unknown", "late"]
@@ -115,8 +115,7 @@ class Reply(msgspec.Struct, frozen=True):
     decisions: int
     spent: list[float] = []
     waits: list[float] = []
-    full: list[bool] = []
-    crowded: list[bool] = []
+    over: list[list[str]] = []
     windows: dict[str, float] = {}
     replicas: int = 0
     has_lost: bool = False
@@ -132,12 +131,11 @@ def owner_name(owner: Owner) -> str:
 
 
 def rates_of(plan: LimitPlan) -> list[Rate]:
-    return [Rate(window_name(one), one.limit, one.cost, one.what == "tokens") for one in plan.rates]
+    return [Rate(window_name(one), one.limit, one.cost, one.is_of_tokens) for one in plan.rates]
 
 
 def seats_of(plan: LimitPlan) -> list[Seat]:
-    return [Seat(owner_name(one.owner), _bound(one.limit), _bound(one.max_sequences)) for one in plan.places]
-
-
-def _bound(limit: int | None) -> int:
-    return -1 if limit is None else limit
+    return [
+        Seat(owner_name(one.owner), {what: most for what, most in one.limits.items() if most is not None})
+        for one in plan.places
+    ]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from loraplex.control.errors import LimitsUnavailable
 from loraplex.control.limits.gcra import PERIOD_S, RateWindow
-from loraplex.control.limits.in_process import Running, limit_window
+from loraplex.control.limits.in_process import Running, limit_window, tightest
 from loraplex.control.limits.limiter import PLACE_RETRY_S
-from loraplex.control.limits.plan import LimitPlan, RateCharge, What
+from loraplex.control.limits.plan import LimitPlan, RateCharge
 from loraplex.control.limits.redis_messages import window_name
 from loraplex.control.limits.redis_owed import Seen
 from loraplex.control.types import Decision, LimitWindow
@@ -71,26 +71,20 @@ class LocalShare:
         return window.wait(min(charge.seconds * self._parts, PERIOD_S), now)
 
     def _refused_places(self, plan: LimitPlan, running: Running) -> Iterator[str]:
-        """Limits of places that refuse the plan. One request is let through always, and one of any number of sequences
-        if nothing else runs."""
+        """Limits of places that refuse the plan. A request of any number of sequences is let through if nothing else
+        runs."""
         for place in plan.places:
-            requests, sequences = running.requests(place.owner), running.sequences(place.owner)
-            if place.limit is not None and requests >= max(1, place.limit // self._parts):
-                yield place.refusal
-            most = place.max_sequences
-            if most is not None and sequences and sequences + plan.sequences > most // self._parts:
-                yield place.sequences_refusal
+            for what, most in place.limits.items():
+                here = running.count(place.owner, what)
+                if most is not None and here and here + plan.held[what] > most // self._parts:
+                    yield place.refusal(what)
 
     def _decision(self, plan: LimitPlan, windows: list[RateWindow], now: float) -> Decision:
-        tightest: dict[What, LimitWindow] = {}
-        again = 0.0
-        for charge, window in zip(plan.rates, windows, strict=True):
-            again = max(again, self._wait(charge, window, now))
-            whole = limit_window(charge.limit, window.spent(now))
-            here = LimitWindow(charge.limit, whole.remaining // self._parts, whole.reset_s)
-            if charge.what not in tightest or here.remaining < tightest[charge.what].remaining:
-                tightest[charge.what] = here
-        return Decision(tightest.get("requests"), tightest.get("tokens"), again)
+        pairs = list(zip(plan.rates, windows, strict=True))
+        whole = [limit_window(charge.limit, window.spent(now)) for charge, window in pairs]
+        here = (LimitWindow(each.limit, each.remaining // self._parts, each.reset_s) for each in whole)
+        again_s = max((self._wait(charge, window, now) for charge, window in pairs), default=0.0)
+        return Decision(tightest(plan, here), again_s)
 
     def _sweep(self, now: float) -> None:
         if len(self._windows) > self._sweep_at:

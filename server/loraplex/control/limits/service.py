@@ -51,7 +51,7 @@ class RequestLimits:
         if not plan.rates:
             return Admission(request_id)
         decision = await self._limiter.reserve(_admission_id(request_id), plan)
-        return Admission(request_id, decision.requests, self._clock() + decision.again_s)
+        return Admission(request_id, decision.windows, self._clock() + decision.again_s)
 
     async def reserve(
         self,
@@ -88,9 +88,9 @@ class RequestLimits:
         except BaseException as error:
             await self._budgets.settle(request_id, used_tokens=None)
             if isinstance(error, RateLimited):
-                error.requests = admission.requests
+                error.windows = {**admission.windows, **error.windows}
             raise
-        return Reservation(admission.requests, decision.tokens, max_output_tokens=plan.output_tokens)
+        return Reservation({**admission.windows, **decision.windows}, max_output_tokens=plan.output_tokens)
 
     def again_s(self, admission: Admission) -> float:
         """Seconds until the request rates would let another request in."""

@@ -1,9 +1,7 @@
 /** Limits of tenants and keys, by the names that the API gives them. */
 import { bytes, num } from "./format.js";
 
-export const LIMITS = /** @type {Record<string, string>} */ ({
-  requests_per_minute: "Requests per minute",
-  tokens_per_minute: "Tokens per minute",
+const NAMES = /** @type {Record<string, string>} */ ({
   max_concurrency: "Requests at a time",
   max_sequences: "Sequences that run and wait",
   max_output_tokens: "Tokens of one answer",
@@ -13,6 +11,13 @@ export const LIMITS = /** @type {Record<string, string>} */ ({
   device_bytes_max: "Device memory",
   host_bytes_max: "Host memory",
 });
+const BUDGET = ["token_budget", "budget_period"];
+
+/** `requests_per_minute` is "Requests per minute". @param {string} name */
+export const limitName = (name) => NAMES[name] ?? name[0].toUpperCase() + name.slice(1).replaceAll("_", " ");
+
+/** Those that are set, the budget aside. @param {Record<string, any>} limits @returns {[string, number][]} */
+export const setLimits = (limits) => Object.entries(limits).filter(([name, value]) => value !== null && !BUDGET.includes(name));
 
 /** @param {string} name @param {number} value */
 export const limitShown = (name, value) => (name.includes("_bytes") ? bytes(value) : num(value));
@@ -22,7 +27,6 @@ export const budgetName = (budget) => `Tokens of this ${budget.period === "forev
 
 /** A key's limits and its budget, each as a line. @param {any} key @returns {string[]} */
 export function limitLines({ limits, budget }) {
-  const set = Object.keys(LIMITS).filter((name) => limits[name] !== null);
-  const lines = set.map((name) => `${LIMITS[name]}: ${limitShown(name, limits[name])}`);
+  const lines = setLimits(limits).map(([name, value]) => `${limitName(name)}: ${limitShown(name, value)}`);
   return budget ? [...lines, `${budgetName(budget)}: ${num(budget.spent)} of ${num(budget.limit)}`] : lines;
 }

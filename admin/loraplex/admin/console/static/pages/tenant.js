@@ -1,7 +1,7 @@
 /** Tenant: limits and what is used of them, usage by day and adapter, keys. */
 import { api, path } from "../lib/api.js";
 import { html } from "../lib/html.js";
-import { budgetName, LIMITS, limitShown } from "../lib/limits.js";
+import { budgetName, limitName, limitShown, setLimits } from "../lib/limits.js";
 import { usePoll } from "../lib/poll.js";
 import { caller, isOperator, mayCall } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
@@ -56,7 +56,7 @@ function Limits({ poll }) {
         <${ui.Tile} name="Since" value=${html`<${ui.Time} at=${found.created_at} />`} />
       <//>
       <${Budget} budget=${found.budget} />
-      ${Object.keys(LIMITS).map((name) => html`<${Limit} key=${name} name=${name} limit=${found.limits[name]} used=${used[name]} />`)}
+      ${setLimits(found.limits).map(([name, limit]) => html`<${Limit} key=${name} name=${name} limit=${limit} used=${used[name]} />`)}
       ${Object.values(found.limits).every((value) => value === null) && html`<${ui.Empty}>No limit is set.<//>`}`}<//>
   <//>`;
 }
@@ -69,14 +69,13 @@ export function Budget({ budget }) {
     note=${budget.ends_at && html`Begins again on <${ui.Time} at=${budget.ends_at} />.`} />`;
 }
 
-/** A bar where what is used is known, else the limit alone. @param {{ name: string, limit: number | null, used?: number }} props */
+/** A bar where what is used is known, else the limit alone. @param {{ name: string, limit: number, used?: number }} props */
 function Limit({ name, limit, used }) {
-  if (limit === null) return null;
   const show = (/** @type {number} */ value) => limitShown(name, value);
   if (used === undefined) {
-    return html`<div class="bar bar-text" data-testid=${name}><span>${LIMITS[name]}</span><span>at most ${show(limit)}</span></div>`;
+    return html`<div class="bar bar-text" data-testid=${name}><span>${limitName(name)}</span><span>at most ${show(limit)}</span></div>`;
   }
-  return html`<${ui.Bar} testid=${name} name=${LIMITS[name]} used=${used} limit=${limit} show=${show} />`;
+  return html`<${ui.Bar} testid=${name} name=${limitName(name)} used=${used} limit=${limit} show=${show} />`;
 }
 
 /** A key sees itself; an operator makes keys. */
