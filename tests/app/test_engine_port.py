@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import stat
@@ -79,7 +80,7 @@ async def test_an_engine_on_the_same_store_joins_by_the_token_file(tmp_path: Pat
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             same = ArtifactStore(given.data_dir / "artifacts")
             async with dialling(
-                given.engine_port,
+                given.engine_address[1],
                 token=load_engine_token(given),
                 read_probe=lambda digest: read_probe(same, digest),
             ):
@@ -107,7 +108,7 @@ async def test_a_probe_is_replaced_before_a_sweep_takes_it(
         ):
             await until(some_were_there)
             async with dialling(
-                given.engine_port,
+                given.engine_address[1],
                 token=load_engine_token(given),
                 read_probe=lambda digest: read_probe(store, digest),
             ) as dialled:
@@ -115,12 +116,11 @@ async def test_a_probe_is_replaced_before_a_sweep_takes_it(
 
 
 def test_engines_that_ray_starts_are_given_the_ca_of_the_port(tmp_path: Path) -> None:
-    files = {"engine_tls_cert": "server.crt", "engine_tls_key": "server.key"}
-    with pytest.raises(SettingsInvalid, match="needs --engine-tls-ca too"):
-        cluster_spec(settings(tmp_path, **files), "127.0.0.1:1")
-    spec = cluster_spec(settings(tmp_path, engine_tls_ca="ca.crt", **files), "127.0.0.1:1")
-    assert spec.settings["engine_tls_ca"] == str(Path("ca.crt").resolve())
-    assert not files.keys() & spec.settings.keys()
+    given = settings(tmp_path, engine_tls=os.path.relpath(tmp_path))
+    with pytest.raises(SettingsInvalid, match=r"needs ca\.crt too"):
+        cluster_spec(given, "127.0.0.1:1")
+    (tmp_path / "ca.crt").touch()
+    assert cluster_spec(given, "127.0.0.1:1").settings["engine_tls"] == str(tmp_path.resolve())
 
 
 def test_the_engines_port_is_taken_with_the_others(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_the_engines_port_is_taken_with_the_others(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         number = taken.getsockname()[1]
-        refusal = re.escape(f"port {number} on 127.0.0.1 cannot be used") + ".*--engine-port or --engine-host"
+        refusal = re.escape(f"port {number} on 127.0.0.1 cannot be used") + ".*--engine-port\\."
         with (
             pytest.raises(SettingsInvalid, match=refusal),
             open_ports(settings(tmp_path, engine_port=number)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from loraplex.app.cli import create_cli
-from loraplex.app.setting_groups import GROUPS, is_hidden
+from loraplex.app.removed_settings import REMOVED_SWITCHES, instead_of, removed_settings
+from loraplex.app.setting_groups import EXPERT, GROUPS
 from loraplex.app.setting_types import server_limits
 from loraplex.app.settings import Settings, SettingsInvalid, load_settings
 from loraplex.control.types import Limits
@@ -26,12 +28,9 @@ OTHER: dict[str, tuple[str, Any]] = {
     "public_url": ("https://llm.example.com/x/", "https://llm.example.com/x"),
     "admin_host": ("::1", "::1"),
     "admin_port": ("9001", 9001),
-    "engine_host": ("0.0.0.0", "0.0.0.0"),
-    "engine_port": ("9002", 9002),
+    "engine_port": ("0.0.0.0:9002", "0.0.0.0:9002"),
     "engine_token_file": ("/run/secrets/engine", "/run/secrets/engine"),
-    "engine_tls_cert": ("/run/secrets/tls.crt", "/run/secrets/tls.crt"),
-    "engine_tls_key": ("/run/secrets/tls.key", "/run/secrets/tls.key"),
-    "engine_tls_ca": ("/run/secrets/ca.crt", "/run/secrets/ca.crt"),
+    "engine_tls": ("/run/secrets/tls", "/run/secrets/tls"),
     "data_dir": ("/var/lib/loraplex", Path("/var/lib/loraplex")),
     "device": ("cpu", "cpu"),
     "dtype": ("float32", "float32"),
@@ -45,33 +44,20 @@ OTHER: dict[str, tuple[str, Any]] = {
     "kv_cache_dtype": ("int8", "int8"),
     "adapter_memory": ("64MiB", 64 << 20),
     "adapter_cpu_memory": ("65 MiB", 65 << 20),
-    "adapter_image_cache": ("1GiB", 1 << 30),
-    "adapter_load_timeout": ("90.5", 90.5),
     "max_adapter_rank": ("32", 32),
     "max_adapter_upload": ("10MB", 10_000_000),
     "default_max_tokens": ("17", 17),
-    "grammar_processes": ("3", 3),
-    "grammar_time_limit": ("0.25", 0.25),
     "adapter_templates": ("own", "own"),
     "adapter_base_error": ("false", False),
-    "adapter_base_error_warning": ("0.25", 0.25),
     "max_body": ("1MiB", 1 << 20),
-    "server_limit": (
-        "max_concurrency=50, token_budget=1000000000",
-        ["max_concurrency=50", "token_budget=1000000000"],
-    ),
-    "lookahead": ("1", "1"),
+    "server_limit": ("max_concurrency=3, token_budget=9", ["max_concurrency=3", "token_budget=9"]),
     "speculation": ("off", "off"),
     "threads": ("3", 3),
     "replicas": ("2", 2),
     "max_replicas": ("5", 5),
-    "scale_up_delay": ("30", 30.0),
-    "scale_down_delay": ("600", 600.0),
-    "replica_manager": ("local", "local"),
     "ray_address": ("10.0.0.1:6379", "10.0.0.1:6379"),
     "kernels": ("torch", "torch"),
     "attention": ("triton", "triton"),
-    "recorded_prompt_rows": ("256", 256),
     "batch_invariant": ("true", True),
     "engine_spare": ("false", False),
     "database_url": ("sqlite:////x/y.db", "sqlite:////x/y.db"),
@@ -89,14 +75,11 @@ OTHER: dict[str, tuple[str, Any]] = {
     "residency_metrics": ("true", True),
     "usage_journal_size": ("32MiB", 32 << 20),
     "usage_keep_days": ("7", 7),
-    "stream_stall_timeout": ("3.5", 3.5),
     "drain_grace": ("1.5", 1.5),
     "drain_timeout": ("7", 7.0),
     "otlp_endpoint": ("http://collector:4318", "http://collector:4318"),
     "otlp_headers": ("authorization=Bearer%20x, x-scope=a", "authorization=Bearer%20x, x-scope=a"),
-    "otlp_service_name": ("llm", "llm"),
     "trace_sample_ratio": ("0.25", 0.25),
-    "trace_follow_caller": ("true", True),
     "webhook_url": ("https://hooks.example.com/x?y=1", "https://hooks.example.com/x?y=1"),
     "webhook_secret": ("0123456789abcdef", "0123456789abcdef"),
     "webhook_allow": ("hooks.internal, 10.0.0.0/8", ["hooks.internal", "10.0.0.0/8"]),
@@ -294,41 +277,87 @@ def test_the_help_lists_every_setting() -> None:
     for name, field in Settings.model_fields.items():
         option = f"--{name.replace('_', '-')} "
         assert option in full or f"{option.strip()}/" in full or f"{option.strip()}," in full
-        assert (option in brief or option.replace(" ", "/") in brief) is not is_hidden(name), name
+        assert (option in brief or option.replace(" ", "/") in brief) is (name not in EXPERT), name
         assert field.description
     for panel in GROUPS:
         assert f"\n{panel}:\n" in brief
     assert "--help-all" in brief
 
 
-def test_limits_of_the_server_are_one_option(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    again = ("--server-limit", "tokens-per-minute=500", "--server-limit", "max_concurrency=3,token_budget=9")
-    limits = server_limits(from_cli(monkeypatch, *again).server_limit)
-    wanted = Limits(tokens_per_minute=500, max_concurrency=3, token_budget=9, budget_period="month")
-    assert limits == wanted
-    monkeypatch.setenv("LORAPLEX_SERVER_LIMIT", "token_budget=9, budget_period=day, max_sequences=0")
-    from_environment = server_limits(from_cli(monkeypatch).server_limit)
-    assert from_environment == Limits(token_budget=9, budget_period="day")
-    assert server_limits(["budget_period=hour"]) == Limits(), "there is no budget to have a period"
+def test_limits_of_the_server_are_one_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = Limits(tokens_per_minute=500, max_concurrency=3, token_budget=9, budget_period="month")
+    texts = ["tokens-per-minute=500", "max_concurrency = 3", "token_budget=9", "max_sequences=0"]
+    options = [part for text in texts for part in ("--server-limit", text)]
+    assert server_limits(from_cli(monkeypatch, *options).server_limit) == asked
+    file = tmp_path / "a.toml"
+    file.write_text("[server_limit]\ntokens_per_minute = 500\nmax_concurrency = 3\ntoken_budget = 9\n")
+    assert server_limits(load_settings({}, file).server_limit) == asked
+    monkeypatch.setenv("LORAPLEX_SERVER_LIMIT", ",".join(texts))
+    assert server_limits(from_cli(monkeypatch).server_limit) == asked
+    assert server_limits(["token_budget=9", "budget_period=day"]).budget_period == "day"
+    assert server_limits(["budget_period=day"]) == Limits()
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("tokens_per_minut=5", r"no limit 'tokens_per_minut'.*tokens_per_minute"),
-        ("max_adapters=5", "no limit 'max_adapters'"),
-        ("max_sequences", "'max_sequences' has no value"),
-        ("max_sequences=", "whole number"),
-        ("max_sequences=-1", "whole number"),
-        ("max_sequences=1e3", "whole number"),
-        (f"max_sequences={2**53 + 1}", "whole number"),
-        (f"max_sequences={'9' * 5000}", "whole number"),
-        ("budget_period=week", "one of hour, day, month, forever"),
+        (
+            "tokens_per_minut=5",
+            r"there is no limit 'tokens_per_minut', did you mean 'tokens_per_minute'.*; NAME is one of",
+        ),
+        ("max_adapters=5", "there is no limit 'max_adapters'"),
+        ("max_sequences", "'max_sequences' has no value: say max_sequences=VALUE"),
+        ("max_sequences=-1", "max_sequences must be a whole number"),
+        ("budget_period=year", "budget_period must be one of hour, day"),
     ],
 )
-def test_a_limit_of_the_server_that_is_none_is_refused(given: str, said: str) -> None:
-    with pytest.raises(SettingsInvalid, match=said):
-        load_settings({"server_limit": given})
+def test_a_wrong_limit_of_the_server_is_named(given: str, said: str) -> None:
+    with pytest.raises(SettingsInvalid, match=f"--server-limit: {said}"):
+        load_settings({"server_limit": [given]})
+
+
+def test_there_are_at_most_65_settings_and_the_first_are_those_that_operators_touch() -> None:
+    assert len(Settings.model_fields) <= 66
+    options = re.findall(r"^  --([a-z-]+)", shown_by("--help"), re.MULTILINE)
+    names = [name for names in GROUPS.values() for name in names if name not in EXPERT]
+    assert [name.replace("-", "_") for name in options[: len(names)]] == names
+    assert next(iter(GROUPS)) == "First"
+
+
+@pytest.mark.parametrize("name", removed_settings())
+def test_a_setting_that_was_taken_away_says_what_to_use(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert name not in Settings.model_fields
+    option = f"--{name.replace('_', '-')}"
+    value = [] if name in REMOVED_SWITCHES else ["1"]
+    answers = [CliRunner().invoke(create_cli(), ["serve", option, *value], env={"COLUMNS": "250"}).output]
+    answers.append(refused({}, toml(tmp_path / "a.toml", {name: "1"})))
+    monkeypatch.setenv(f"LORAPLEX_{name.upper()}", "1")
+    answers.append(refused({}))
+    for said in answers:
+        assert f"was taken away: {instead_of(name)}" in said
+    for used in re.findall(r"--([a-z-]+)", instead_of(name)):
+        assert used.replace("-", "_") in Settings.model_fields
+    assert option not in shown_by("--help-all").split()
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("0", ("127.0.0.1", 0)),
+        ("8002", ("127.0.0.1", 8002)),
+        ("10.0.0.5:8002", ("10.0.0.5", 8002)),
+        ("[::1]:8002", ("::1", 8002)),
+    ],
+)
+def test_the_engine_port_may_have_a_host(text: str, address: tuple[str, int]) -> None:
+    assert load_settings({"engine_port": text}).engine_address == address
+
+
+@pytest.mark.parametrize("text", ["", "host", "10.0.0.5:", "70000", "-1", "1.5"])
+def test_an_engine_port_that_is_none_is_refused(text: str) -> None:
+    assert "--engine-port: must be PORT or HOST:PORT" in refused({"engine_port": text})
 
 
 def test_settings_do_not_change_afterwards() -> None:

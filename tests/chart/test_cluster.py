@@ -11,7 +11,6 @@ import yaml
 from loraplex.app.cluster.autoscaling import autoscaling_config
 from loraplex.app.cluster.spec import ClusterSpec
 from loraplex.app.setting_groups import ENGINE_SETTINGS
-from loraplex.app.settings import Settings
 from support.chart.helm import (
     CLUSTER,
     NAME,
@@ -62,7 +61,7 @@ def test_without_it_there_is_no_ray_and_no_engine_port(helm: Helm) -> None:
 def test_the_server_only_listens_and_engines_dial_it(helm: Helm, monkeypatch: pytest.MonkeyPatch) -> None:
     rendering = helm.template(NEEDED, CLUSTER, {"cluster": {"enginePort": 9100}})
     settings = read_by_server(rendering.environment, monkeypatch)
-    assert (settings.replicas, settings.engine_host, settings.engine_port) == (0, "0.0.0.0", 9100)
+    assert (settings.replicas, settings.engine_port) == (0, "0.0.0.0:9100")
     assert {"name": "engine", "containerPort": 9100} in rendering.container["ports"]
     service = rendering.one("Service", f"{NAME}-engines")["spec"]
     assert service["ports"] == [{"name": "engine", "port": 9100, "targetPort": "engine"}]
@@ -96,11 +95,11 @@ def test_engines_dial_by_tls_and_get_no_private_key(helm: Helm, monkeypatch: pyt
         return {f"{mount['mountPath']}/{it['path']}": it["key"] for it in volume["secret"]["items"]}
 
     server = read_by_server(rendering.environment, monkeypatch)
-    assert files(rendering.server) == {server.engine_tls_cert: "its.crt", server.engine_tls_key: "its.key"}
+    folder = server.engine_tls
+    assert files(rendering.server) == {f"{folder}/tls.crt": "its.crt", f"{folder}/tls.key": "its.key"}
     for pod in pods(rendering):
         engine = read_by_server(variables(pod), monkeypatch)
-        assert files(pod) == {engine.engine_tls_ca: "its-ca.crt"}
-        assert not engine.engine_tls_key
+        assert files(pod) == {f"{engine.engine_tls}/ca.crt": "its-ca.crt"}
     assert "engine-tls" not in helm.template(NEEDED, CLUSTER).text
 
 
@@ -126,7 +125,7 @@ def test_engines_have_their_settings_and_no_secret_of_the_server(
 
 def test_every_setting_of_an_engine_reaches_it(helm: Helm) -> None:
     values = {"drain_timeout": 61, "threads": 3, "quantise": "int8", "log_level": "debug"}
-    spare = {"engine_spare": False, "max_waiting": 7, "batch_invariant": True, "lookahead": "0"}
+    spare = {"engine_spare": False, "max_waiting": 7, "batch_invariant": True, "speculation": "off"}
     _, engine = pods(helm.template(NEEDED, CLUSTER, {"settings": values | spare}))
     for name, value in (values | spare).items():
         assert variables(engine)[f"LORAPLEX_{name.upper()}"] == (
@@ -137,17 +136,13 @@ def test_every_setting_of_an_engine_reaches_it(helm: Helm) -> None:
     assert yaml.safe_load(block) == list(ENGINE_SETTINGS)
 
 
-def test_the_number_of_engines_is_the_values_and_so_are_the_delays(helm: Helm) -> None:
+def test_the_number_of_engines_is_the_values(helm: Helm) -> None:
     rendering = helm.template(NEEDED, CLUSTER, BETWEEN)
     (deployment,) = application(rendering)["deployments"]
-    fields = Settings.model_fields
-    delays = fields["scale_up_delay"].default, fields["scale_down_delay"].default
-    assert deployment["autoscaling_config"] == autoscaling_config(2, 5, *delays)
+    spec = ClusterSpec("x:1")
+    assert deployment["autoscaling_config"] == autoscaling_config(2, 5, spec.up_delay_s, spec.down_delay_s)
     (group,) = rendering.one("RayService")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 5)
-    given = {"settings": {"scale_up_delay": 2.5, "scale_down_delay": 0}}
-    (other,) = application(helm.template(NEEDED, CLUSTER, BETWEEN, given))["deployments"]
-    assert other["autoscaling_config"] == autoscaling_config(2, 5, 2.5, 0)
     (fixed,) = application(helm.template(NEEDED, CLUSTER, {"cluster": {"minReplicas": 3, "maxReplicas": 3}}))[
         "deployments"
     ]

@@ -69,8 +69,8 @@ def test_the_schema_is_asked(helms: list[Helm], values: dict[str, Any], said: st
         (merged(CLUSTER, {"cluster": {"enginePort": 8001}}), "cluster.enginePort is settings.port"),
         (merged(CLUSTER, {"settings": {"replicas": 2}}), "settings.replicas is decided by the chart"),
         (
-            merged(CLUSTER, TLS, {"settings": {"engine_tls_ca": "/etc/ca.crt"}}),
-            "settings.engine_tls_ca is decided by the chart where cluster.tls.existingSecret is given",
+            merged(CLUSTER, TLS, {"settings": {"engine_tls": "/etc/tls"}}),
+            "settings.engine_tls is decided by the chart where cluster.tls.existingSecret is given",
         ),
         (
             merged(SEVERAL, {"replicas": 2, "persistence": {"existingClaim": "old"}}),

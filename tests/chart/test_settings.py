@@ -19,16 +19,13 @@ TEXTS = {
     "host": "127.0.0.2",
     "public_url": "https://llm.example.com/loraplex",
     "admin_host": "::1",
-    "engine_host": "0.0.0.0",
+    "engine_port": "0.0.0.0:9002",
     "engine_token_file": "/run/secrets/engine-token",
-    "engine_tls_cert": "/run/secrets/tls/tls.crt",
-    "engine_tls_key": "/run/secrets/tls/tls.key",
-    "engine_tls_ca": "/run/secrets/tls/ca.crt",
+    "engine_tls": "/run/secrets/tls",
     "ray_address": "10.0.0.1:6379",
     "data_dir": "/srv/loraplex/elsewhere",
     "artifact_url": "file:///srv/adapters",
     "otlp_endpoint": "https://collector.example.com:4318",
-    "otlp_service_name": "llm",
     "webhook_url": "https://hooks.example.com/loraplex",
 }
 
@@ -43,6 +40,10 @@ def other_value(name: str) -> Any:
         return TEXTS[name]
     if name == "cors_origins":
         return ["https://a.example.com", "https://b.example.com"]
+    if name == "server_limit":
+        return ["tokens_per_minute=100000", "budget_period=day"]
+    if name == "trace_sample_ratio":
+        return 0.25
     if name == "adapter_sources":
         return ["file:///srv/shared", "file:///srv/{tenant}"]
     if name == "webhook_allow":

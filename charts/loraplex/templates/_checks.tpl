@@ -90,16 +90,14 @@
 {{- if not (or $values.artifacts.shared (hasPrefix "s3://" (default "" $values.settings.artifact_url))) }}
 {{- fail "artifacts.shared is needed for cluster.enabled: engines read adapters by themselves, from one volume for all, or from a bucket as settings.artifact_url." }}
 {{- end }}
-{{- range $name := list "replicas" "max_replicas" "engine_host" "engine_port" "engine_token_file" "ray_address" "replica_manager" }}
+{{- range $name := list "replicas" "max_replicas" "engine_port" "engine_token_file" "ray_address" }}
 {{- if hasKey $values.settings $name }}
 {{- fail (printf "settings.%s is decided by the chart where cluster.enabled is true: leave it out." $name) }}
 {{- end }}
 {{- end }}
 {{- if $values.cluster.tls.existingSecret }}
-{{- range $name := list "engine_tls_cert" "engine_tls_key" "engine_tls_ca" }}
-{{- if hasKey $values.settings $name }}
-{{- fail (printf "settings.%s is decided by the chart where cluster.tls.existingSecret is given: leave one of them out." $name) }}
-{{- end }}
+{{- if hasKey $values.settings "engine_tls" }}
+{{- fail "settings.engine_tls is decided by the chart where cluster.tls.existingSecret is given: leave one of them out." }}
 {{- end }}
 {{- end }}
 {{- if has (int $values.cluster.enginePort) (list (int $values.settings.port) (int $values.settings.admin_port)) }}

@@ -114,10 +114,9 @@ securityContext:
 {{/* Those that an engine has: a change of others leaves engines alone. */}}
 {{- define "loraplex.engineSettings" -}}
 ["model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
-"batch_invariant", "recorded_prompt_rows", "lookahead", "speculation", "threads", "engine_spare", "kv_cache_memory",
-"kv_cache_dtype", "adapter_memory", "adapter_cpu_memory", "adapter_image_cache", "max_num_seqs",
-"max_num_batched_tokens", "max_step_ms", "max_waiting", "max_adapter_rank", "adapter_load_timeout", "data_dir",
-"artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls_ca", "drain_timeout", "log_level"]
+"batch_invariant", "speculation", "threads", "engine_spare", "kv_cache_memory", "kv_cache_dtype", "adapter_memory",
+"adapter_cpu_memory", "max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_waiting", "max_adapter_rank",
+"data_dir", "artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls", "drain_timeout", "log_level"]
 {{- end }}
 
 {{/* The settings as the pod has them, as YAML: those of the values, and what other values decide. With isEngine those of
@@ -133,12 +132,7 @@ securityContext:
 {{- if .Values.cluster.enabled }}
 {{- $_ := set $settings "engine_token_file" (printf "%s/token" (include "loraplex.engineTokenDir" .)) }}
 {{- if .Values.cluster.tls.existingSecret }}
-{{- $dir := include "loraplex.engineTlsDir" . }}
-{{- $_ := set $settings "engine_tls_cert" (printf "%s/tls.crt" $dir) }}
-{{- $_ := set $settings "engine_tls_key" (printf "%s/tls.key" $dir) }}
-{{- if .isEngine }}
-{{- $_ := set $settings "engine_tls_ca" (printf "%s/ca.crt" $dir) }}
-{{- end }}
+{{- $_ := set $settings "engine_tls" (include "loraplex.engineTlsDir" .) }}
 {{- end }}
 {{- if .isEngine }}
 {{- range $name := keys $settings }}
@@ -148,8 +142,7 @@ securityContext:
 {{- end }}
 {{- else }}
 {{- $_ := set $settings "replicas" 0 }}
-{{- $_ := set $settings "engine_host" "0.0.0.0" }}
-{{- $_ := set $settings "engine_port" .Values.cluster.enginePort }}
+{{- $_ := set $settings "engine_port" (printf "0.0.0.0:%d" (int .Values.cluster.enginePort)) }}
 {{- end }}
 {{- end }}
 {{- range $name, $value := $settings }}

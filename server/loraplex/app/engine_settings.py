@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from loraplex.app.base_model.source import kept_dir
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.engine.config import EngineConfig
 from loraplex.serving.text.processor import base_turn_ends
+
+IMAGE_CACHE_BYTES = 2 << 30
+"""Disk for laid-out copies of adapters, which load faster."""
 
 
 def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
@@ -25,21 +28,15 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "model_name": served_name,
             "artifact_dir": str(artifact_dir(settings)),
             "artifact_cache_bytes": settings.artifact_cache_size,
-            "lookahead": lookahead(settings),
             "num_threads": settings.threads,
             "cache_dir": str(settings.data_dir.resolve()),
             "plan_dir": str(kept_dir("plans", settings.data_dir.resolve())),
             "image_dir": str(image_dir(settings)),
+            "adapter_image_cache": IMAGE_CACHE_BYTES,
             "num_sharing": max(1, settings.replicas),
             "turn_ends": base_turn_ends(model_dir),
         }
     )
-
-
-def lookahead(settings: Settings) -> Literal[-1, 0, 1]:
-    """The setting as EngineConfig has it."""
-    chosen: dict[str, Literal[-1, 0, 1]] = {"auto": -1, "0": 0, "1": 1}
-    return chosen[settings.lookahead]
 
 
 def image_dir(settings: Settings) -> Path:

@@ -50,7 +50,7 @@ from loraplex.http.routing import exact
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
-from loraplex.serving.grammar.checker import GrammarChecker, GrammarLimits
+from loraplex.serving.grammar.checker import GrammarChecker
 from loraplex.serving.templates.renderer import TemplateRenderer
 from loraplex.serving.text.processor import TextProcessor
 from loraplex.serving.text.text_build import text_build
@@ -167,7 +167,6 @@ def _shared(installation: Installation, engine: Engines) -> Shared:
         grammars=GrammarChecker(
             str(model_dir),
             eos_ids=engine.info.eos_ids,
-            limits=GrammarLimits(settings.grammar_time_limit, settings.grammar_processes),
             on_check=metrics.grammars.checked,
             log=warn,
         ),
@@ -196,7 +195,6 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         validation=installation.validation,
         store=installation.store,
         served=_served_base(settings, shared.text),
-        warn_above=settings.adapter_base_error_warning,
         measures=settings.adapter_base_error,
     )
     checks = VersionChecks(
@@ -271,7 +269,6 @@ def _data_services(installation: Installation, shared: Shared, admin_services: A
         max_model_len=engine.info.max_model_len,
         default_max_tokens=settings.default_max_tokens,
         max_body=settings.max_body,
-        stall_timeout=settings.stream_stall_timeout,
         cors_origins=tuple(settings.cors_origins),
         metrics_on_data_port=settings.metrics_on_data_port,
         database=installation.database_health,

@@ -55,7 +55,7 @@ def serve(settings: Settings) -> int:
     configure_logging(settings.log_level)
     log_everything()
     log = structlog.get_logger("loraplex")
-    if not settings.replicas and not settings.engine_port:
+    if not settings.replicas and not settings.engine_address[1]:
         raise SettingsInvalid(
             "--replicas 0 starts no engine: give --engine-port too, for engines that dial in."
         )

@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BeforeValidator, Field
 
 from loraplex.adapters.sources.urls import AllowedSources
-from loraplex.control.types import ADAPTER_LIMITS, BudgetPeriod, Limits
+from loraplex.control.types import ADAPTER_LIMITS, BUDGET_PERIODS, Limits
 from loraplex.http.text import did_you_mean
 from loraplex.lifecycle.releases.webhook_address import AllowedHosts
 
 ANY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - only compared
 """Hosts that stand for each address of the machine, and so name none."""
-SERVER_LIMITS = tuple(field.name for field in fields(Limits) if field.name not in ADAPTER_LIMITS)
+SERVER_LIMITS = tuple(each.name for each in fields(Limits) if each.name not in ADAPTER_LIMITS)
 """Names that `--server-limit NAME=VALUE` takes."""
-MAX_COUNT = 1 << 53
 _UNITS = {
     "": 1,
     "b": 1,
@@ -95,6 +94,71 @@ def header_pairs(value: str) -> list[tuple[str, str]]:
     return pairs
 
 
+def port_text(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def checked_engine_port(value: str) -> str:
+    split_engine_port(value)
+    return value
+
+
+def split_engine_port(value: str) -> tuple[str, int]:
+    """Host and port of `PORT`, `HOST:PORT` or `[HOST]:PORT`. Raises ValueError."""
+    host, _, port = value.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
+        raise ValueError("must be PORT or HOST:PORT, such as 8002 or 10.0.0.5:8002, and a port at most 65535")
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
+def limit_list(value: object) -> object:
+    """NAME=VALUE of a text, of several, or of a file's table."""
+    if isinstance(value, dict):
+        return [f"{name}={given}" for name, given in value.items()]
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return comma_list(",".join(value))
+    return comma_list(value)
+
+
+def checked_server_limits(value: list[str] | str) -> list[str] | str:
+    server_limits(value)
+    return value
+
+
+def server_limits(given: Iterable[str]) -> Limits:
+    """The limits of all tenants together, from NAME=VALUE. Raises ValueError."""
+    found: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        name = name.replace("-", "_")
+        if name not in SERVER_LIMITS:
+            raise ValueError(
+                f"there is no limit '{name}'{did_you_mean(name, SERVER_LIMITS)}; NAME is one of "
+                f"{', '.join(SERVER_LIMITS)}"
+            )
+        if not equals or not value:
+            raise ValueError(f"'{name}' has no value: say {name}=VALUE")
+        found[name] = _period(value) if name == "budget_period" else _count(name, value)
+    if found.get("token_budget") is None:
+        return Limits(**found | {"budget_period": None})
+    return Limits(**{"budget_period": "month"} | found)
+
+
+def _period(value: str) -> str:
+    if value not in BUDGET_PERIODS:
+        raise ValueError(f"budget_period must be one of {', '.join(BUDGET_PERIODS)}")
+    return value
+
+
+def _count(name: str, value: str) -> int | None:
+    """0 and none: no limit."""
+    if value == "none":
+        return None
+    if not (value.isascii() and value.isdecimal() and int(value) <= 1 << 53):
+        raise ValueError(f"{name} must be a whole number up to 2^53 (0: no limit)")
+    return int(value) or None
+
+
 def checked_sources(value: list[str] | str) -> list[str] | str:
     AllowedSources(value)
     return value
@@ -105,37 +169,5 @@ def checked_hosts(value: list[str] | str) -> list[str] | str:
     return value
 
 
-def checked_server_limits(value: list[str] | str) -> list[str] | str:
-    server_limits(value)
-    return value
-
-
-def server_limits(given: Iterable[str]) -> Limits:
-    """The limits that texts as "max_concurrency=64" stand for. A token budget without a period is one of each month.
-    Raises ValueError."""
-    found: dict[str, Any] = {}
-    for text in given:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        name = name.replace("-", "_")
-        if name not in SERVER_LIMITS:
-            listed = ", ".join(SERVER_LIMITS)
-            raise ValueError(
-                f"has no limit '{name}'{did_you_mean(name, SERVER_LIMITS)}; NAME is one of {listed}"
-            )
-        if not equals:
-            raise ValueError(f"'{name}' has no value: say {name}=VALUE")
-        if name == "budget_period":
-            if value not in get_args(BudgetPeriod):
-                raise ValueError(f"'{name}' must be one of {', '.join(get_args(BudgetPeriod))}")
-            found[name] = value
-        elif not (value.isascii() and value.isdecimal() and len(value) <= 16 and int(value) <= MAX_COUNT):
-            raise ValueError(f"'{name}' must be a whole number of at most {MAX_COUNT}")
-        else:
-            found[name] = int(value) or None
-    found["budget_period"] = found.get("budget_period", "month") if found.get("token_budget") else None
-    return Limits(**found)
-
-
 Bytes = Annotated[int, BeforeValidator(parse_size)]
-Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Port = Annotated[int, Field(ge=0, le=65535)]

@@ -21,10 +21,12 @@ from pydantic_settings import (
 )
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.app.removed_settings import instead_of
 from loraplex.app.setting_types import (
     SERVER_LIMITS,
     Bytes,
     Port,
+    checked_engine_port,
     checked_headers,
     checked_hosts,
     checked_server_limits,
@@ -32,9 +34,11 @@ from loraplex.app.setting_types import (
     comma_list,
     data_plane_url,
     header_pairs,
+    limit_list,
     otlp_url,
+    port_text,
+    split_engine_port,
 )
-from loraplex.engine.config import MAX_RECORDED_ROWS
 from loraplex.http.text import did_you_mean
 from loraplex.lifecycle.releases.webhook_address import checked_url
 
@@ -89,18 +93,18 @@ class Settings(BaseSettings):
     )
     admin_host: str = Field("127.0.0.1", description="Address of the admin plane")
     admin_port: Port = Field(8001, description="Port of the admin plane")
-    engine_host: str = Field("127.0.0.1", description="Address of the port that engines dial")
-    engine_port: Port = Field(0, description="Port that engines of other processes dial (0: none)")
+    engine_port: Annotated[str, BeforeValidator(port_text), AfterValidator(checked_engine_port)] = Field(
+        "0",
+        description="PORT or HOST:PORT that engines of other processes dial (0: none; default host: 127.0.0.1)",
+    )
     engine_token_file: str = Field(
         "",
         description="File of the token by which engines and server know each other (default: in the data directory)",
     )
-    engine_tls_cert: str = Field(
-        "", description="PEM file of the engine port's certificate and its chain: engines dial by TLS alone"
-    )
-    engine_tls_key: str = Field("", description="PEM file of the private key of --engine-tls-cert")
-    engine_tls_ca: str = Field(
-        "", description="PEM file of the certificates that an engine trusts: it dials its server by TLS alone"
+    engine_tls: str = Field(
+        "",
+        description="Folder of PEM files, with which engines dial by TLS alone: tls.crt and tls.key of the server, "
+        "ca.crt that an engine trusts",
     )
     data_dir: Path = Field(Path("data"), description="Database, artifacts, admin token")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
@@ -136,12 +140,6 @@ class Settings(BaseSettings):
     kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, for example 2GiB")
     adapter_memory: Bytes = Field(0, ge=0, description="Device bytes for adapters")
     adapter_cpu_memory: Bytes = Field(0, ge=0, description="Host bytes for adapters")
-    adapter_image_cache: Bytes = Field(
-        2 << 30, ge=0, description="Disk bytes for laid-out copies of adapters, which load faster (0: none)"
-    )
-    adapter_load_timeout: float = Field(
-        60.0, gt=0, le=3600, description="Seconds that an adapter's way from disk to host memory may take"
-    )
     max_adapter_rank: int = Field(64, ge=1, le=512, description="Largest rank of an adapter")
     max_adapter_upload: Bytes = Field(
         1 << 30, ge=1 << 10, description="Largest upload of an adapter in bytes"
@@ -156,35 +154,15 @@ class Settings(BaseSettings):
         description="Measure how the form of the base that an adapter was trained on changes its answers, in a process "
         "beside the engine",
     )
-    adapter_base_error_warning: float = Field(
-        0.1,
-        ge=0,
-        le=100,
-        description="Nats a token by which another form of the base than that of its training may change an adapter's "
-        "answers before its report warns",
-    )
     default_max_tokens: int = Field(
         256, ge=1, le=1 << 20, description="Answer length where a request asks for none"
     )
     max_body: Bytes = Field(
         4 << 20, ge=1 << 10, description="Largest request body of the data plane in bytes"
     )
-    grammar_processes: int = Field(
-        2, ge=1, le=64, description="Schemas and grammars of requests that are checked at a time"
-    )
-    grammar_time_limit: float = Field(
-        0.5, ge=0.05, le=60, description="Seconds of processor time that building one of them may take"
-    )
     server_limit: Annotated[
-        list[str] | str, BeforeValidator(comma_list), AfterValidator(checked_server_limits)
-    ] = Field(
-        [],
-        description="Limits of all tenants on this server, as max_concurrency=64, separated by commas; the option may "
-        f"be given again (0: no limit): {', '.join(SERVER_LIMITS)}",
-    )
-    lookahead: Literal["auto", "0", "1"] = Field(
-        "auto", description="Plan the next step while one runs: 0, 1 or auto (1 on cuda)"
-    )
+        list[str] | str, BeforeValidator(limit_list), AfterValidator(checked_server_limits)
+    ] = Field([], description=f"Limits of all tenants on this server, NAME=VALUE: {', '.join(SERVER_LIMITS)}")
     speculation: Literal["auto", "off"] = Field(
         "auto", description="Guess tokens and verify several in a step, where that is faster: auto or off"
     )
@@ -209,30 +187,16 @@ class Settings(BaseSettings):
         description="Make an answer's bits independent of what is computed beside it on a GPU too, or refuse to start "
         "(on a CPU they always are, where loraplex's own kernels run)",
     )
-    recorded_prompt_rows: int = Field(
-        -1,
-        ge=-1,
-        le=MAX_RECORDED_ROWS,
-        description="Rows of the largest step with prompt chunks that a GPU records; 0: none, -1: by GPU and model",
-    )
     replicas: int = Field(
         1, ge=0, le=64, description="Engine processes on this machine, which share its processors and memory"
     )
     max_replicas: int = Field(
         0, ge=0, le=64, description="Most engines that Ray may start under load (0: --replicas)"
     )
-    scale_up_delay: float = Field(
-        10.0, ge=0, le=3600, description="Seconds for which engines must be too full before Ray starts more"
-    )
-    scale_down_delay: float = Field(
-        300.0, ge=0, le=86400, description="Seconds for which fewer engines must be enough before one ends"
-    )
-    replica_manager: Literal["auto", "ray", "local"] = Field(
-        "auto",
-        description="What starts several engines: ray, local (the server) or auto (ray where it is installed)",
-    )
     ray_address: str = Field(
-        "", description="HOST:PORT of a Ray cluster whose machines run the engines (default: Ray here)"
+        "",
+        description="HOST:PORT of a Ray cluster whose machines run the engines; local: Ray here; none: no Ray "
+        "(default: several engines are Ray's where it is installed)",
     )
     engine_spare: bool = Field(True, description="Keep a second engine process ready, for when one dies")
     database_url: str = Field(
@@ -297,9 +261,6 @@ class Settings(BaseSettings):
     )
     metrics_on_data_port: bool = Field(False, description="Serve the vllm:* metrics on the data port too")
     residency_metrics: bool = Field(False, description="Serve metrics of adapters in memory, for gateways")
-    stream_stall_timeout: float = Field(
-        30.0, gt=0, le=3600, description="Seconds after which a client that reads nothing is cut"
-    )
     drain_grace: float = Field(5.0, ge=0, le=3600, description="Seconds from SIGTERM to the first refusal")
     drain_timeout: float = Field(
         60.0, ge=0, le=86400, description="Seconds that running requests have to finish"
@@ -311,14 +272,10 @@ class Settings(BaseSettings):
     otlp_headers: Annotated[str, AfterValidator(checked_headers)] = Field(
         "", description="Headers for that collector, NAME=VALUE,NAME=VALUE; values may be percent-encoded"
     )
-    otlp_service_name: str = Field(
-        "loraplex", min_length=1, max_length=200, description="service.name of the traces"
-    )
-    trace_sample_ratio: float = Field(
-        1.0, ge=0, le=1, description="Share of the generation requests that are recorded as traces"
-    )
-    trace_follow_caller: bool = Field(
-        False, description="Let the sampled flag of a caller's traceparent decide instead of the share"
+    trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["caller"] = Field(
+        1.0,
+        description="Share of the generation requests that are recorded as traces (caller: those whose traceparent "
+        "has the sampled flag)",
     )
     webhook_url: Annotated[str, AfterValidator(checked_url)] = Field(
         "",
@@ -347,6 +304,16 @@ class Settings(BaseSettings):
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
             raise ValueError("takes a value, not true or false")
         return value
+
+    @property
+    def engine_address(self) -> tuple[str, int]:
+        """Host and port that engines dial; port 0: none."""
+        return split_engine_port(self.engine_port)
+
+    @property
+    def ray_cluster(self) -> str:
+        """HOST:PORT of a Ray cluster that runs already, or an empty text."""
+        return "" if self.ray_address in ("local", "none") else self.ray_address
 
     @property
     def otlp_header_pairs(self) -> list[tuple[str, str]]:
@@ -383,8 +350,13 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
         return Settings(**{**from_file, **from_environment, **chosen})
     except ValidationError as error:
         raise SettingsInvalid(
-            "; ".join(_say(problem, chosen, from_environment) for problem in error.errors())
+            "; ".join(_say(problem, chosen, from_environment) for problem in _first_problems(error))
         ) from error
+
+
+def _first_problems(error: ValidationError) -> list[Any]:
+    """One for each setting: a value that is none of several types has one for each of them."""
+    return list({problem["loc"][:1]: problem for problem in reversed(error.errors())}.values())[::-1]
 
 
 def unknown_variables() -> str:
@@ -393,7 +365,13 @@ def unknown_variables() -> str:
     strange = sorted(name for name in os.environ if name.startswith("LORAPLEX_") and name not in known)
     if not strange:
         return ""
-    listed = "; ".join(f"{name} is no setting{did_you_mean(name, known)}" for name in strange)
+    gone = {name: instead_of(name.removeprefix("LORAPLEX_").lower()) for name in strange}
+    listed = "; ".join(
+        f"{name} was taken away: {gone[name]}"
+        if gone[name]
+        else f"{name} is no setting{did_you_mean(name, known)}"
+        for name in strange
+    )
     return f"{listed}; 'loraplex serve --help' lists them all."
 
 
@@ -429,6 +407,8 @@ def _say(problem: Any, chosen: dict[str, Any], environment: dict[str, Any]) -> s
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     option = "--" + name.replace("_", "-")
     if problem["type"] == "extra_forbidden":
+        if instead := instead_of(name):
+            return f"{option if name in chosen else repr(name)} was taken away: {instead}"
         meant = did_you_mean(name, Settings.model_fields)
         return f"'{name}' is no setting{meant}; 'loraplex serve --help' lists them all"
     where = (

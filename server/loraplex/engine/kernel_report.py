@@ -12,7 +12,7 @@ from loraplex.engine.sizing import REFERENCE_LAYERS, REFERENCE_WEIGHTS, most_rec
 from loraplex.kernels.backend import best_backend, obstacle_to
 
 
-def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt_rows: int = -1) -> str:
+def describe_kernels(choice: str, device: str, num_threads: int) -> str:
     """The kernels that `choice` selects on `device`, how they compute there, and what they record. Arguments as in
     EngineConfig. Raises DeviceUnavailable for what can't run here."""
     shown_threads = set_threads(num_threads)
@@ -22,11 +22,10 @@ def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt
         if found.type != "cuda":
             return "triton, interpreted: far too slow to serve with"
         major, minor = torch.cuda.get_device_capability(found)
-        rows = most_recorded_rows(recorded_prompt_rows, (major, minor), REFERENCE_LAYERS, REFERENCE_WEIGHTS)
+        rows = most_recorded_rows(-1, (major, minor), REFERENCE_LAYERS, REFERENCE_WEIGHTS)
         recorded = "decoding steps"
         if rows:
-            chosen = " for a model of 8 billion weights" if recorded_prompt_rows < 0 else ""
-            recorded += f" and those with prompt chunks of up to {rows} rows{chosen}"
+            recorded += f" and those with prompt chunks of up to {rows} rows for a model of 8 billion weights"
         name = torch.cuda.get_device_name(found)
         return f"triton on {name}, compute capability {major}.{minor}; {recorded} are recorded"
     if kernels.compilation is not None:
@@ -37,12 +36,10 @@ def describe_kernels(choice: str, device: str, num_threads: int, recorded_prompt
     return f"torch, {shown_threads}; {better} would be faster, but {obstacle_to(better, found)}"
 
 
-def describe_speculation(
-    choice: Literal["auto", "off"], lookahead: Literal[-1, 0, 1], kernels: str, device: str
-) -> str:
+def describe_speculation(choice: Literal["auto", "off"], kernels: str, device: str) -> str:
     """Whether an engine drafts tokens, and why not. Arguments as in EngineConfig. Raises DeviceUnavailable."""
     chosen = choose_kernels(device, kernels)
-    obstacle = obstacle_to_speculation(choice, choose_lookahead(lookahead, chosen.device), chosen)
+    obstacle = obstacle_to_speculation(choice, choose_lookahead(-1, chosen.device), chosen)
     return f"off: {obstacle}" if obstacle else "on, by what steps cost when the server starts"
 
 

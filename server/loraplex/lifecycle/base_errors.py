@@ -85,6 +85,8 @@ _OTHER_FORM = "the server serves the base in another form than when the version 
 _Key = tuple[str, str, int]
 
 log = structlog.get_logger("loraplex.admin")
+WARN_ABOVE = 0.1
+"""Nats a token by which another form of the base may change an adapter's answers before its report warns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class BaseErrors:
         validation: Validation,
         store: Store,
         served: ServedBase,
-        warn_above: float,
+        warn_above: float = WARN_ABOVE,
         measures: bool = True,
         measure: Callable[[BaseErrorTask], Awaitable[BaseErrorFigures]] = measure_in_process,
     ) -> None:

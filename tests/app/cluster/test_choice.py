@@ -23,8 +23,8 @@ HERE, OLD, NONE = "2.60.0", "2.59.1", None
         ({"replicas": 2}, HERE, True),
         ({"replicas": 2}, NONE, False),
         ({"replicas": 2}, OLD, False),
-        ({"replicas": 2, "replica_manager": "local"}, HERE, False),
-        ({"replica_manager": "ray"}, HERE, True),
+        ({"replicas": 2, "ray_address": "none"}, HERE, False),
+        ({"ray_address": "local"}, HERE, True),
         ({"ray_address": "head:6379", "engine_port": 8002}, HERE, True),
         ({"max_replicas": 3}, HERE, True),
         ({"replicas": 2, "max_replicas": 2}, NONE, False),
@@ -46,20 +46,19 @@ def test_the_reason_says_how_to_install_what_is_missing() -> None:
 @pytest.mark.parametrize(
     ("given", "version", "said"),
     [
-        ({"replica_manager": "ray"}, NONE, "Ray is not installed"),
+        ({"ray_address": "local"}, NONE, "Ray is not installed"),
         ({"ray_address": "head:6379", "engine_port": 8002}, NONE, "Ray is not installed"),
         ({"ray_address": "head:6379"}, HERE, "--ray-address needs --engine-port"),
         (
-            {"ray_address": "h:1", "engine_port": 8002, "engine_host": "0.0.0.0"},
+            {"ray_address": "h:1", "engine_port": "0.0.0.0:8002"},
             HERE,
-            "--engine-host 0.0.0.0",
+            "--engine-port 0.0.0.0:8002",
         ),
-        ({"replica_manager": "ray"}, OLD, "2.60 is needed"),
+        ({"ray_address": "local"}, OLD, "2.60 is needed"),
         ({"max_replicas": 3}, NONE, "Ray is not installed"),
         ({"replicas": 3, "max_replicas": 2}, HERE, "--max-replicas 2 is below --replicas 3"),
-        ({"ray_address": "head:6379", "replica_manager": "local"}, HERE, "--ray-address needs Ray"),
-        ({"max_replicas": 3, "replica_manager": "local"}, HERE, "--max-replicas needs Ray"),
-        ({"replicas": 0, "replica_manager": "ray"}, HERE, "--replicas 0"),
+        ({"max_replicas": 3, "ray_address": "none"}, HERE, "--max-replicas needs Ray"),
+        ({"replicas": 0, "ray_address": "local"}, HERE, "--replicas 0"),
     ],
 )
 def test_ray_that_is_asked_for_and_cannot_be_had_is_one_line(

@@ -204,14 +204,14 @@ ENGINES = [
     (GOOD, {"replicas": 2, "max_replicas": 4}, "wrong engines: Ray is not installed: pip install"),
     (
         replace(RAY, ray="2.61.0"),
-        {"replica_manager": "ray"},
+        {"ray_address": "local"},
         "wrong engines: Ray 2.61.0 is installed, and 2.60",
     ),
     (replace(RAY, shared_memory=64 << 20), {"replicas": 2}, "/dev/shm has 64 MiB free, and Ray wants 80 MiB"),
     (replace(RAY, memory_available=GIB // 2), {"replicas": 2}, "warn  engines: 2 by Ray"),
     (
         replace(RAY, shared_memory=0),
-        {"ray_address": "10.0.0.1:6379", "engine_port": 8002, "engine_host": "10.0.0.2"},
+        {"ray_address": "10.0.0.1:6379", "engine_port": "10.0.0.2:8002"},
         "ok    engines: 1 by Ray 2.60.1 at 10.0.0.1:6379",
     ),
     (GOOD, {"replicas": 0, "engine_port": 8002}, "ok    engines: 0 by this server: --replicas 0"),
@@ -253,6 +253,8 @@ def test_a_token_that_others_may_read_is_found_where_it_is(tmp_path: Path) -> No
     token = tmp_path / "engine-token"
     token.write_text("x")
     token.chmod(0o644)
-    machine = read_machine(Settings(data_dir=tmp_path / "data", engine_token_file=str(token), engine_port=0))
+    machine = read_machine(
+        Settings(data_dir=tmp_path / "data", engine_token_file=str(token), engine_port="0")
+    )
     assert [(file.path, file.mode) for file in machine.secrets] == [(token, 0o644)]
     assert machine.shared_memory > 0

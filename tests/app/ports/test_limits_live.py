@@ -147,7 +147,7 @@ def test_a_keys_limits_change_while_it_is_used(server: WholeServer) -> None:
 
 
 def test_limits_over_all_tenants(tmp_path: Path) -> None:
-    limits = "requests_per_minute=4, max_output_tokens=5, token_budget=1000"
+    limits = ["requests_per_minute=4", "max_output_tokens=5", "token_budget=1000"]
     with whole_server(tmp_path, server_limit=limits) as server:
         server.plane.engine.default = ENDLESS
         keys = []

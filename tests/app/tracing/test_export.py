@@ -118,7 +118,7 @@ def test_headers_path_and_resource_reach_the_collector(
 ) -> None:
     # Of the standard variables, only the resource's attributes count.
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=prod")
-    monkeypatch.setenv("OTEL_SERVICE_NAME", "other")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "llm")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
@@ -126,7 +126,6 @@ def test_headers_path_and_resource_reach_the_collector(
     settings = Settings(
         otlp_endpoint=collector.url,
         otlp_headers="authorization=Bearer%20abc, x-scope=a=b",
-        otlp_service_name="llm",
     )
     tracing = start_tracing(settings, "base", Counts(), delay_ms=1)
     trace = tracing.requests.begin("POST", "/v1/completions", [], 0.0)

@@ -108,8 +108,7 @@ async def test_a_reservation_is_the_requests_own_and_says_how_long_its_answers_m
     admission = await limits.admit("internal-1", caller("acme"))
     held = await limits.reserve(admission, caller("acme"), **asked)
     assert (admission.request_id, held.max_output_tokens) == ("internal-1", 60)
-    assert held.tokens is not None
-    assert (held.tokens.limit, held.tokens.remaining) == (100, 0)
+    assert (held.windows["tokens"].limit, held.windows["tokens"].remaining) == (100, 0)
     for _ in range(2):
         await limits.settle(admission, used_tokens=50)
     with pytest.raises(RateLimited) as refused:
@@ -127,7 +126,6 @@ async def test_an_admitted_request_costs_one_of_its_rate_unless_all_is_given_bac
     for number in range(5):
         await limits.settle(await limits.admit(f"given back {number}", acme), used_tokens=None)
     first = await limits.admit("first", acme)
-    assert first.requests is not None
     assert (first.windows["requests"].remaining, limits.again_s(first)) == (1, 0)
     await limits.settle(first, used_tokens=0)
     second = await limits.admit("second", acme)
@@ -150,9 +148,7 @@ async def test_refusal_by_other_limits_reports_remaining_requests() -> None:
     with pytest.raises(RateLimited, match="10 tokens a minute") as refused:
         await limits.reserve(admission, acme, **ASKED)
     assert refused.value.is_own
-    assert refused.value.requests is not None
-    assert refused.value.tokens is not None
-    assert (refused.value.requests.remaining, refused.value.tokens.remaining) == (1, 0)
+    assert (refused.value.windows["requests"].remaining, refused.value.windows["tokens"].remaining) == (1, 0)
     await limits.settle(admission, used_tokens=0)
     assert limiter.num_live == 0
 
@@ -165,7 +161,7 @@ async def test_caller_without_a_request_rate_is_admitted_without_the_limiter() -
 
 
 def test_more_sequences_than_may_ever_run_never_fit() -> None:
-    assert plan({"max_sequences": 4}, n=4).sequences == 4
+    assert plan({"max_sequences": 4}, n=4).held["sequences"] == 4
     with pytest.raises(
         NeverFits, match="5 sequences were asked for at once; the tenant's limit is 4"
     ) as caught:

@@ -78,7 +78,7 @@ def test_an_engine_serves_keeps_its_adapters_over_a_server_and_drains(
     """By TLS; the other test dials without it."""
     (port,) = free_ports(1)
     made = make_certificates(tmp_path)
-    tls = {"engine_tls_cert": made.cert, "engine_tls_key": made.key}
+    tls = {"engine_tls": made.cert.parent}
     server = LiveServer(
         tiny_model, tmp_path / "data", replicas=0, engine_port=port, dtype="float32", **TINY_TORCH, **tls
     )
@@ -86,7 +86,7 @@ def test_an_engine_serves_keeps_its_adapters_over_a_server_and_drains(
         server.start(wait=False)
         eventually((tmp_path / "data" / "engine-token").exists)
         assert server.get("/readyz") != 200
-        with engine(tmp_path, port, tiny_model, replica="far", engine_tls_ca=made.ca) as far:
+        with engine(tmp_path, port, tiny_model, replica="far", engine_tls=made.ca.parent) as far:
             server.wait_ready()
             (joined,) = server.logged("engine_joined")
             assert joined["replica"] == "far"

@@ -47,7 +47,7 @@ def test_the_text_is_that_of_an_undisturbed_run(deaths: int, real_model_dir: Pat
         tmp_path / "data",
         served_model_name=SERVED_NAME,
         replicas=2,
-        replica_manager="local",
+        ray_address="none",
         **SMALL,
     ) as server:
         server.create_tenant("acme")

@@ -60,7 +60,7 @@ def test_streams_outlive_an_engine_and_the_manager_and_all_ends_with_the_server(
 ) -> None:
     before = set(os.listdir("/tmp"))
     with LiveServer(
-        tiny_model, tmp_path / "data", replicas=2, replica_manager="ray", dtype="float32", **TINY_SIZES
+        tiny_model, tmp_path / "data", replicas=2, ray_address="local", dtype="float32", **TINY_SIZES
     ) as server:
         (managed,) = server.logged("engines_managed")
         assert managed["manager"] == "ray"

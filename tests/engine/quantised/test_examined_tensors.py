@@ -16,8 +16,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.app.doctor.torch_checks import _model
-from loraplex.app.engine_settings import lookahead
-from loraplex.app.settings import Settings
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.outline import examine_tensors
 from support.adapters.peft_zoo import PeftReference
@@ -151,12 +149,11 @@ def examine_all(model_dir: Path) -> str:
     """Doctor's check of a model, in this process."""
     from loraplex.app.doctor.torch_checks import Questions
 
-    settings = Settings()
     return _model(
         Questions(
             device="cpu", dtype="float32", quantise=False, kv_codes=False, kernels="torch", attention="auto", threads=1,
-            max_model_len=0, batch_invariant=False, recorded_prompt_rows=0, speculation="off",
-            lookahead=lookahead(settings), model_dir=str(model_dir),
+            max_model_len=0, batch_invariant=False, speculation="off",
+            model_dir=str(model_dir),
         )
     )  # fmt: skip
 

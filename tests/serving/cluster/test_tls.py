@@ -27,13 +27,13 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 def server_end(made: Certificates) -> ssl.SSLContext:
-    context = port_tls(Settings(engine_tls_cert=str(made.cert), engine_tls_key=str(made.key)))
+    context = port_tls(Settings(engine_tls=str(made.cert.parent)))
     assert context is not None
     return context
 
 
 def engine_end(ca: Path) -> ssl.SSLContext:
-    context = engine_tls(Settings(engine_tls_ca=str(ca)))
+    context = engine_tls(Settings(engine_tls=str(ca.parent)))
     assert context is not None
     return context
 
@@ -70,7 +70,7 @@ async def test_an_engine_that_trusts_another_ca_does_not_join(
             await until(lambda: bool(dialled.logged("server_not_joined")))
             reason = dialled.logged("server_not_joined")[0]["reason"]
             assert "CERTIFICATE_VERIFY_FAILED" in reason
-            assert "--engine-tls-ca" in reason
+            assert "--engine-tls" in reason
             assert "does not speak TLS" in await port.refusal()
         assert port.turns == []
 
@@ -82,7 +82,7 @@ async def test_both_ends_say_that_one_has_no_tls(
     monkeypatch.setattr("loraplex.serving.dialling.relay.HANDSHAKE_S", 0.5)
     async with listening(tls=server_end(certificates)) as port, dialling(port.number) as plain:
         await until(lambda: bool(plain.logged("server_not_joined")))
-        assert "then give --engine-tls-ca" in plain.logged("server_not_joined")[0]["reason"]
+        assert "then give --engine-tls" in plain.logged("server_not_joined")[0]["reason"]
         assert await port.refusal()
     async with listening() as port, dialling(port.number, tls=engine_end(certificates.ca)) as secured:
         await until(lambda: bool(secured.logged("server_not_joined")))
@@ -104,19 +104,15 @@ async def test_connections_without_tls_are_bounded_and_keep_no_engine_out(
             writer.close()
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"engine_tls_cert": "x"}, "--engine-tls-cert needs --engine-tls-key"),
-        ({"engine_tls_key": "x"}, "--engine-tls-key needs --engine-tls-cert"),
-        ({"engine_tls_cert": "/no", "engine_tls_key": "/no"}, "/no cannot be used: No such file"),
-    ],
-)
-def test_what_a_server_cannot_use_is_said(given: dict[str, str], said: str) -> None:
-    with pytest.raises(SettingsInvalid, match=said):
-        port_tls(Settings(**given))
+def test_what_a_server_cannot_use_is_said(certificates: Certificates, tmp_path: Path) -> None:
+    assert port_tls(Settings()) is None
+    (tmp_path / "tls.crt").write_bytes(certificates.cert.read_bytes())
+    with pytest.raises(SettingsInvalid, match=r"tls.crt with tls.key cannot be used: No such file"):
+        port_tls(Settings(engine_tls=str(tmp_path)))
 
 
-def test_what_an_engine_cannot_use_is_said(certificates: Certificates) -> None:
+def test_what_an_engine_cannot_use_is_said(certificates: Certificates, tmp_path: Path) -> None:
+    assert engine_tls(Settings()) is None
+    (tmp_path / "ca.crt").write_bytes(certificates.key.read_bytes())
     with pytest.raises(SettingsInvalid, match="PEM files are expected"):
-        engine_tls(Settings(engine_tls_ca=str(certificates.key)))
+        engine_tls(Settings(engine_tls=str(tmp_path)))

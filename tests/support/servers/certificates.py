@@ -33,7 +33,7 @@ def make_certificates(folder: Path) -> Certificates:
         x509.SubjectAlternativeName(names), critical=True
     )
     pem = serialization.Encoding.PEM
-    made = Certificates(folder / "ca.crt", folder / "server.crt", folder / "server.key")
+    made = Certificates(folder / "ca.crt", folder / "tls.crt", folder / "tls.key")
     made.ca.write_bytes(ca.sign(ca_key, hashes.SHA256()).public_bytes(pem))
     made.cert.write_bytes(server.sign(ca_key, hashes.SHA256()).public_bytes(pem))
     plain = serialization.NoEncryption()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from loraplex.app.cluster.spec import ClusterSpec
 from loraplex.app.engines.port import engine_token_path
+from loraplex.app.engines.tls import CA
 from loraplex.app.setting_groups import ENGINE_SETTINGS
 from loraplex.app.setting_types import ANY_ADDRESS
 from loraplex.app.settings import Settings, SettingsInvalid
@@ -28,13 +29,12 @@ def ray_version() -> str | None:
 
 def uses_ray(settings: Settings, version: Callable[[], str | None] = ray_version) -> tuple[bool, str]:
     """Whether Ray starts the engines, and why. Raises SettingsInvalid where it is asked for and cannot."""
-    is_wanted = settings.replica_manager == "ray" or bool(settings.ray_address)
-    if settings.replica_manager == "local":
-        if settings.ray_address:
-            raise SettingsInvalid("--ray-address needs Ray: leave --replica-manager local out.")
+    host, port = settings.engine_address
+    if settings.ray_address == "none":
         if settings.max_replicas > settings.replicas:
-            raise SettingsInvalid("--max-replicas needs Ray: leave --replica-manager local out.")
-        return False, "--replica-manager local"
+            raise SettingsInvalid("--max-replicas needs Ray: leave --ray-address none out.")
+        return False, "--ray-address none"
+    is_wanted = bool(settings.ray_address)
     if not settings.replicas:
         if is_wanted or settings.max_replicas:
             raise SettingsInvalid("--replicas 0 starts no engine, and so needs no Ray.")
@@ -43,11 +43,11 @@ def uses_ray(settings: Settings, version: Callable[[], str | None] = ray_version
         raise SettingsInvalid(
             f"--max-replicas {settings.max_replicas} is below --replicas {settings.replicas}: raise it or leave it out."
         )
-    if settings.ray_address and not settings.engine_port:
+    if settings.ray_cluster and not port:
         raise SettingsInvalid("--ray-address needs --engine-port: its engines dial it again after a restart.")
-    if settings.ray_address and settings.engine_host in ANY_ADDRESS:
+    if settings.ray_cluster and host in ANY_ADDRESS:
         raise SettingsInvalid(
-            f"--engine-host {settings.engine_host}: with --ray-address, name an address that its machines reach."
+            f"--engine-port {settings.engine_port}: with --ray-address, name an address that its machines reach."
         )
     if not is_wanted and max(settings.replicas, settings.max_replicas) == 1:
         return False, "one engine needs no Ray"
@@ -71,22 +71,21 @@ def cluster_spec(settings: Settings, address: str, command: tuple[str, ...] = EN
         "data_dir": str(settings.data_dir.resolve()),
         "engine_token_file": str(engine_token_path(settings).resolve()),
     }
-    if settings.engine_tls_cert and not settings.engine_tls_ca:
-        raise SettingsInvalid(
-            "--engine-tls-cert needs --engine-tls-ca too: the engines that Ray starts trust it."
-        )
-    if settings.engine_tls_ca:
-        given["engine_tls_ca"] = str(Path(settings.engine_tls_ca).resolve())
+    if settings.engine_tls:
+        folder = Path(settings.engine_tls).resolve()
+        if not (folder / CA).is_file():
+            raise SettingsInvalid(
+                f"--engine-tls {settings.engine_tls} needs {CA} too: the engines that Ray starts trust it."
+            )
+        given["engine_tls"] = str(folder)
     most = settings.max_replicas or settings.replicas
-    if not settings.ray_address:
+    if not settings.ray_cluster:
         given["replicas"] = most  # they share this machine
     return ClusterSpec(
         join=address,
         settings=given,
         min_replicas=settings.replicas,
         max_replicas=most,
-        up_delay_s=settings.scale_up_delay,
-        down_delay_s=settings.scale_down_delay,
-        address=settings.ray_address,
+        address=settings.ray_cluster,
         engine_command=command,
     )

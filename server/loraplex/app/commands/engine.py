@@ -17,9 +17,7 @@ def create_engine_command() -> Any:
     return with_settings(
         _engine,
         only=ENGINE_SETTINGS,
-        join=typer.Option(
-            ..., "--join", metavar="<host:port>", help="The server's --engine-host and --engine-port"
-        ),
+        join=typer.Option(..., "--join", metavar="<host:port>", help="The server's --engine-port"),
         replica=typer.Option(
             None, "--replica", metavar="<name>", help="Its name at the server (default: this machine's)"
         ),

@@ -11,14 +11,13 @@ from pydantic.fields import FieldInfo
 
 from loraplex.app.commands.shared.errors import json_failures
 from loraplex.app.output import Output
-from loraplex.app.setting_groups import GROUPS, is_hidden
-from loraplex.app.setting_types import parse_size
+from loraplex.app.removed_settings import REMOVED_SWITCHES, instead_of, removed_settings
+from loraplex.app.setting_groups import EXPERT, GROUPS
+from loraplex.app.setting_types import limit_list, parse_size
 from loraplex.app.settings import Settings, load_settings
 from loraplex.app.supported_platform import require_supported_platform
 from loraplex.engine.ipc.quick_imports import quick_imports
 
-_ANNOTATIONS: dict[str, Any] = {"server_limit": list[str] | None}
-"""Options that may be given again."""
 _PANELS = {name: panel for panel, names in GROUPS.items() for name in names}
 
 
@@ -73,12 +72,11 @@ def with_settings(run: Any, only: tuple[str, ...] = (), **flags: Any) -> Any:
     def command(**given: Any) -> None:
         config = given.pop("config")
         given.pop("help_all")
-        given["server_limit"] = ",".join(given.get("server_limit") or ()) or None
         own = {name: given.pop(name) for name in flags}
         with json_failures(Output(own.get("as_json", False))):
             run(load_settings(given, Path(config) if config else None), **own)
 
-    parameters = [*_setting_parameters(only), *_common_parameters(only)]
+    parameters = [*_setting_parameters(only), *_common_parameters(only), *_removed_parameters()]
     parameters += [
         inspect.Parameter(
             name,
@@ -106,12 +104,33 @@ def _setting_parameters(only: tuple[str, ...]) -> list[inspect.Parameter]:
                 help=f"{field.description}{_shown_default(field)}",
                 show_default=False,
                 rich_help_panel=_PANELS[name],
-                hidden=is_hidden(name) and not only,
+                hidden=name in EXPERT and not only,
             ),
-            annotation=_ANNOTATIONS.get(name, (bool | None) if field.annotation is bool else (str | None)),
+            annotation=_annotation(field),
         )
-        for name, field in Settings.model_fields.items()
+        for name, field in ((name, Settings.model_fields[name]) for name in _PANELS)
         if not only or name in only
+    ]
+
+
+def _annotation(field: FieldInfo) -> Any:
+    if any(getattr(part, "func", None) is limit_list for part in field.metadata):
+        return list[str] | None
+    return (bool | None) if field.annotation is bool else (str | None)
+
+
+def _removed_parameters() -> list[inspect.Parameter]:
+    """Options that were taken away, which help does not show: the settings say what to use instead."""
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=typer.Option(
+                None, _option_names(name, is_switch=name in REMOVED_SWITCHES), hidden=True, show_default=False
+            ),
+            annotation=(bool | None) if name in REMOVED_SWITCHES else (str | None),
+        )
+        for name in removed_settings()
     ]
 
 
@@ -150,7 +169,7 @@ def _show_everything(context: typer.Context, asked: bool) -> None:
     """Print the help with every option, and end."""
     if asked:
         for parameter in context.command.params:
-            parameter.hidden = False  # type: ignore[attr-defined]
+            parameter.hidden = bool(instead_of(parameter.name or ""))  # type: ignore[attr-defined]
         print(context.get_help())
         raise typer.Exit()
 
@@ -166,6 +185,8 @@ def _metavar(field: FieldInfo) -> str | None:
         return f"<{'|'.join(choices)}>"
     if any(getattr(part, "func", None) is parse_size for part in field.metadata):
         return "<bytes>"
+    if any(getattr(part, "func", None) is limit_list for part in field.metadata):
+        return "<name=value>"
     names: dict[Any, str] = {int: "<int>", float: "<float>", Path: "<path>"}
     return names.get(field.annotation)
 

@@ -19,7 +19,6 @@ from loraplex.app.doctor import production, services
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
 from loraplex.app.doctor.machine import Device, Machine, Port, read_machine
 from loraplex.app.doctor.torch_checks import Answers, Questions
-from loraplex.app.engine_settings import lookahead
 from loraplex.app.output import Output
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import is_bucket
@@ -49,9 +48,7 @@ def examine(settings: Settings, out: Output) -> int:
             threads=settings.threads,
             max_model_len=settings.max_model_len,
             batch_invariant=settings.batch_invariant,
-            recorded_prompt_rows=settings.recorded_prompt_rows,
             speculation=settings.speculation,
-            lookahead=lookahead(settings),
             model_dir=None if model.directory is None else str(model.directory),
         )
     )
@@ -97,12 +94,7 @@ def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list
     if machine.engine_port is not None:
         port = machine.engine_port
         checks.append(("engine port", lambda: _port(port, machine)))
-    if (
-        settings.replicas != 1
-        or settings.max_replicas
-        or settings.replica_manager == "ray"
-        or settings.ray_address
-    ):
+    if settings.replicas != 1 or settings.max_replicas or settings.ray_address:
         checks.append(("engines", lambda: production.check_engines(settings, machine)))
     return checks
 

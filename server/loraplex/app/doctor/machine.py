@@ -94,7 +94,7 @@ def read_machine(settings: Settings) -> Machine:
         data_port=_port(settings.host, settings.port),
         admin_port=_port(settings.admin_host, settings.admin_port),
         is_held=is_data_dir_locked(settings.data_dir),
-        engine_port=_port(settings.engine_host, settings.engine_port) if settings.engine_port else None,
+        engine_port=_port(*settings.engine_address) if settings.engine_address[1] else None,
         shared_memory=_shared_memory(),
         ray=ray_version(),
     )

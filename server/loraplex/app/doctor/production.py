@@ -58,7 +58,7 @@ def _options(pools: Mapping[str, int]) -> str:
 
 def engines_here(settings: Settings) -> int:
     """Engines that this machine may have at a time."""
-    return 0 if settings.ray_address else max(settings.replicas, settings.max_replicas)
+    return 0 if settings.ray_cluster else max(settings.replicas, settings.max_replicas)
 
 
 def check_engines(settings: Settings, machine: Machine) -> Finding:
@@ -69,18 +69,18 @@ def check_engines(settings: Settings, machine: Machine) -> Finding:
     most = max(settings.replicas, settings.max_replicas)
     number = str(most) if most == settings.replicas else f"{settings.replicas} to {most}"
     found = f"{number} by {why}"
-    if settings.ray_address:
-        return ok(f"{found} at {settings.ray_address}")
+    if settings.ray_cluster:
+        return ok(f"{found} at {settings.ray_cluster}")
     wanted = ray_bytes(most)
     found += f", which takes {_gib(wanted)} beside them"
     if machine.shared_memory < OBJECT_STORE_BYTES:
         return fail(
             f"{found}; /dev/shm has {machine.shared_memory >> 20} MiB free, and Ray wants "
             f"{OBJECT_STORE_BYTES >> 20} MiB of it",
-            "make /dev/shm larger (--shm-size of a container), or use --replica-manager local",
+            "make /dev/shm larger (--shm-size of a container), or use --ray-address none",
         )
     if machine.memory_available < wanted:
-        return warn(found, "stop what else runs here, or use --replica-manager local")
+        return warn(found, "stop what else runs here, or use --ray-address none")
     return ok(found)
 
 

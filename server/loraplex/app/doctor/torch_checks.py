@@ -31,9 +31,7 @@ class Questions:
     threads: int
     max_model_len: int
     batch_invariant: bool
-    recorded_prompt_rows: int
     speculation: Literal["auto", "off"]
-    lookahead: Literal[-1, 0, 1]
     model_dir: str | None
 
 
@@ -116,17 +114,13 @@ def _device(questions: Questions) -> str:
 def _kernels(questions: Questions) -> str:
     from loraplex.engine.kernel_report import describe_kernels
 
-    return describe_kernels(
-        questions.kernels, questions.device, questions.threads, questions.recorded_prompt_rows
-    )
+    return describe_kernels(questions.kernels, questions.device, questions.threads)
 
 
 def _speculation(questions: Questions) -> str:
     from loraplex.engine.kernel_report import describe_speculation
 
-    return describe_speculation(
-        questions.speculation, questions.lookahead, questions.kernels, questions.device
-    )
+    return describe_speculation(questions.speculation, questions.kernels, questions.device)
 
 
 def _model(questions: Questions) -> str:

@@ -5,34 +5,37 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 
 from loraplex.app.settings import Settings, SettingsInvalid
 
+CA = "ca.crt"
+"""The certificates that an engine trusts."""
+
 
 def port_tls(settings: Settings) -> ssl.SSLContext | None:
-    """The server's end of TLS, of `--engine-tls-cert` and `--engine-tls-key`; None where neither is given. Raises
-    SettingsInvalid."""
-    cert, key = settings.engine_tls_cert, settings.engine_tls_key
-    if not cert and not key:
+    """The server's end of TLS, of the folder `--engine-tls`; None where it is not given. Raises SettingsInvalid."""
+    if not settings.engine_tls:
         return None
-    if not cert or not key:
-        missing, given = ("cert", "key") if key else ("key", "cert")
-        raise SettingsInvalid(f"--engine-tls-{given} needs --engine-tls-{missing} beside it.")
+    folder = Path(settings.engine_tls)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    _read(lambda: context.load_cert_chain(cert, key), f"--engine-tls-cert {cert} with --engine-tls-key {key}")
+    _read(
+        lambda: context.load_cert_chain(folder / "tls.crt", folder / "tls.key"),
+        f"--engine-tls {folder}: tls.crt with tls.key",
+    )
     return context
 
 
 def engine_tls(settings: Settings) -> ssl.SSLContext | None:
-    """The engine's end of TLS, which trusts `--engine-tls-ca` alone and checks the name that is dialled; None where it
-    is not given. Raises SettingsInvalid."""
-    ca = settings.engine_tls_ca
-    if not ca:
+    """The engine's end of TLS, which trusts ca.crt of the folder `--engine-tls` alone and checks the name that is
+    dialled; None where it is not given. Raises SettingsInvalid."""
+    if not settings.engine_tls:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    _read(lambda: context.load_verify_locations(ca), f"--engine-tls-ca {ca}")
+    authority = Path(settings.engine_tls) / CA
+    _read(lambda: context.load_verify_locations(authority), f"--engine-tls {settings.engine_tls}: {CA}")
     return context
 
 

@@ -30,7 +30,7 @@ def open_ports(settings: Settings, *, engines_dial: bool = False) -> Iterator[Po
     chosen = [
         (settings.host, settings.port, "--port"),
         (settings.admin_host, settings.admin_port, "--admin-port"),
-        (settings.engine_host, settings.engine_port, "--engine-port"),
+        (*settings.engine_address, "--engine-port"),
     ]
     for (host, port, option), (other_host, other_port, other) in itertools.combinations(chosen, 2):
         if port and (host, port) == (other_host, other_port):
@@ -41,8 +41,8 @@ def open_ports(settings: Settings, *, engines_dial: bool = False) -> Iterator[Po
         yield Ports(
             _bind(stack, settings.host, settings.port, "--host", "--port"),
             _bind(stack, settings.admin_host, settings.admin_port, "--admin-host", "--admin-port"),
-            _bind(stack, settings.engine_host, settings.engine_port, "--engine-host", "--engine-port")
-            if settings.engine_port or engines_dial
+            _bind(stack, *settings.engine_address, "--engine-port", "--engine-port")
+            if settings.engine_address[1] or engines_dial
             else [],
         )
 
@@ -79,7 +79,7 @@ def _bind(
         except OSError as error:
             raise SettingsInvalid(
                 f"port {port} on {host} cannot be used ({error.strerror}): stop what listens there, or choose another "
-                f"with {port_option} or {host_option}."
+                f"with {' or '.join(dict.fromkeys((port_option, host_option)))}."
             ) from error
         sockets.append(bound)
     if not sockets:

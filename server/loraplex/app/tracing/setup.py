@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
+import os
 import uuid
 from urllib.parse import urlsplit
 
@@ -50,12 +51,12 @@ def start_tracing(
         compression=Compression.NoCompression,
     )
     spans = CountedSpans(exporter, counts, delay_ms=delay_ms)
-    version = importlib.metadata.version("loraplex")
+    version, ratio = importlib.metadata.version("loraplex"), settings.trace_sample_ratio
     provider = TracerProvider(
-        sampler=RequestSampler(settings.trace_sample_ratio, follow_caller=settings.trace_follow_caller),
+        sampler=RequestSampler(0.0 if ratio == "caller" else ratio, follow_caller=ratio == "caller"),
         resource=Resource.create(
             {
-                SERVICE_NAME: settings.otlp_service_name,
+                SERVICE_NAME: os.environ.get("OTEL_SERVICE_NAME") or "loraplex",
                 SERVICE_VERSION: version,
                 SERVICE_INSTANCE_ID: str(uuid.uuid4()),
             }

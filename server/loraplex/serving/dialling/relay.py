@@ -200,9 +200,11 @@ class Relay:
         except TimeoutError:
             reason = f"no handshake within {HANDSHAKE_S:g} s"
             if door.tls is None:
-                reason += "; a server with --engine-tls-cert waits for TLS: then give --engine-tls-ca"
+                reason += "; a server with --engine-tls waits for TLS: then give --engine-tls"
         except ssl.SSLError as error:
-            reason = f"no TLS with the server: {error}; look at --engine-tls-ca, and at the names in its certificate"
+            reason = (
+                f"no TLS with the server: {error}; look at --engine-tls, and at the names in its certificate"
+            )
         except (HandshakeRefused, LoraplexError, OSError) as error:
             reason = str(error)
         except asyncio.CancelledError:
