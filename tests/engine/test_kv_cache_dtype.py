@@ -60,7 +60,7 @@ def test_an_engine_says_how_it_keeps_keys_and_values(tmp_path: Path) -> None:
     assert [len(tokens) for tokens in answers] == [5, 5]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_triton_gives_the_answers_of_the_reference(tmp_path: Path) -> None:
     """With an adapter and without, in chunks and step by step."""
     base = save_tiny(tmp_path / "base", FAMILIES["llama-biases"])

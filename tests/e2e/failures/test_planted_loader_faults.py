@@ -73,7 +73,9 @@ def check_refused(
     return error
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [name if name == "scaling" else pytest.param(name, marks=pytest.mark.soak) for name in FAULTS]
+)
 def test_a_fault_of_the_loader_is_found_by_the_upload(fault: str, tiny_model: Path, tmp_path: Path) -> None:
     folder = write_tiny_adapter(tmp_path / "sound", targets=SITES)
     with serving(tiny_model, tmp_path, FAULTS[fault]) as server:

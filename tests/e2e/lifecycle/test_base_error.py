@@ -11,7 +11,7 @@ import pytest
 from support.models.real_answers import ROOT
 from support.servers.live_server import LiveServer, checked
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 
 def test_a_version_gets_its_figures(real_model_dir: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from loraplex.kernels.linear import numba_dense
 from support.engine.same_bits import Answer, Asked, PlantedDrafter, Question
 from support.servers.live_server import write_real_adapter
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("one_torch_thread")]
 
 SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NUM_ADAPTERS, RANK = 4, 8
@@ -41,9 +41,8 @@ def made() -> Iterator[list[Asked]]:
         asked.close()
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(24, marks=pytest.mark.soak)])
 def test_all_have_the_same_bits(
-    count: int, real_model_dir: Path, adapters: dict[str, Path], made: list[Asked], tmp_path: Path
+    real_model_dir: Path, adapters: dict[str, Path], made: list[Asked], tmp_path: Path
 ) -> None:
     if not numba_dense.is_for(torch.bfloat16):
         pytest.skip("on this processor a library multiplies in bfloat16")
@@ -67,6 +66,7 @@ def test_all_have_the_same_bits(
         made.append(asked)
         return asked
 
+    count = 24
     probes = [question(number) for number in range(count)]
     others = [question(number) for number in range(count, 2 * count - 4)]
     lone = engine("lone", max_num_batched_tokens=512)

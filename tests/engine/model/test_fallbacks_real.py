@@ -83,5 +83,6 @@ def test_unknown_architecture_through_transformers_equals_peft(
     )
 
 
+@pytest.mark.soak
 def test_torch_kernels_equal_peft(real_model_dir: Path, tmp_path: Path, reference: PeftReference) -> None:
     assert_equal_to_peft(real_model_dir, tmp_path / "work", reference, kernels="torch", decoder="fused")
