@@ -7,7 +7,6 @@ import torch
 
 from loraplex.kernels.linear import numba_dense
 from loraplex.kernels.linear.dense import PackedDense
-from loraplex.kernels.linear.numba_blocks import UNIT_BYTES
 from loraplex.kernels.linear.numba_dense import PackedWeight, pack_weight
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features
@@ -46,57 +45,6 @@ def test_the_product_is_rounded_once(columns: int, inputs: int, with_bias: bool,
         exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
         # And what float32 loses on the way.
         assert ((y.double() - exact).abs() <= exact.abs() * ROUNDING[dtype] + 1e-4 * inputs**0.5).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("inputs", [64, 576])
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(inputs: int, dtype: torch.dtype) -> None:
-    rows = 2 * (UNIT_BYTES // dtype.itemsize) + 5
-    weight, x = pack_weight(drawn(100, inputs, dtype=dtype)), drawn(rows, inputs, seed=1, dtype=dtype)
-    together = weight(x)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for count in (*range(1, 30), 100, 191, 192, 193, rows - 2):
-                first = (count * 7) % (rows - count)
-                some = weight(x[first : first + count])
-                assert torch.equal(some, together[first : first + count]), count
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_nonfinite_values_stay_in_their_row() -> None:
-    weight, x = pack_weight(drawn(70, 32)), drawn(9, 32, seed=1)
-    calm = weight(x)
-    wild = x.clone()
-    wild[4] = float("nan")
-    wild[6, 3] = float("inf")
-    y = weight(wild)
-    assert y[4].isnan().all()
-    assert not y[6].isfinite().any()
-    others = [0, 1, 2, 3, 5, 7, 8]
-    assert torch.equal(y[others], calm[others])
-
-
-def test_rows_with_a_stride() -> None:
-    weight, wide = pack_weight(drawn(40, 32)), drawn(6, 96, seed=1)
-    assert torch.equal(weight(wide[:, 32:64]), weight(wide[:, 32:64].contiguous()))
-    across = drawn(32, 6, seed=2).T
-    assert torch.equal(weight(across), weight(across.contiguous()))
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    weight = pack_weight(drawn(40, 32))
-    for x, bias in (
-        (drawn(2, 30), None),
-        (drawn(2, 32).float(), None),
-        (drawn(1, 2, 32), None),
-        (drawn(2, 32), drawn(41)),
-        (drawn(2, 32), drawn(80)[::2]),
-    ):
-        with pytest.raises(ValueError, match="does not fit"):
-            weight(x, bias)
 
 
 def test_an_odd_number_of_inputs_is_packed_in_float32_alone() -> None:

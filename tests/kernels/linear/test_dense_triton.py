@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
 from loraplex.kernels.linear.triton_dense import LinearTiling, choose_tiling, linear
-from loraplex.kernels.triton_backend import triton_ops
-from loraplex.kernels.weight_form import FLOATS
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,24 +44,6 @@ def test_the_product(dtype, with_bias, tiling):
     )
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_row_has_the_same_bits_beside_any_others(dtype):
-    rng = random.Random(0)
-    ops = triton_ops(device=DEVICE, batch_invariant=True)
-    weight, bias = draw(72, 200, dtype=dtype), draw(72, dtype=dtype)
-    x = draw(40, 200, dtype=dtype, seed=3)
-    packed = ops.pack(weight, FLOATS, dtype)
-    whole = packed(x, bias)
-    for _ in range(12):
-        first = rng.randrange(40)
-        count = rng.randint(1, 40 - first)
-        before, behind = (draw(rng.randint(0, 70), 200, dtype=dtype, seed=rng.randrange(99)) for _ in "ab")
-        behind[:] = float("nan")  # padding holds anything
-        got = packed(torch.cat((before, x[first : first + count], behind)), bias)
-        at = before.shape[0]
-        assert torch.equal(got[at : at + count], whole[first : first + count])
-
-
 def test_tiles_follow_from_the_weight_alone():
     """Nothing else is given to choose by. 16 bits: 64 rows, and as many in each."""
     for out_features in (576, 4096, 14336, 28672, 128256):
@@ -73,15 +51,3 @@ def test_tiles_follow_from_the_weight_alone():
         assert tiling.block_m == 64
         shared = tiling.num_stages * tiling.block_k * 2 * (tiling.block_m + tiling.block_n)
         assert shared <= 163 << 10
-
-
-def test_bad_calls_are_refused():
-    weight = draw(8, 16)
-    for x, bias in (
-        (draw(2, 15), None),
-        (draw(2, 16).half(), None),
-        (draw(16, 2).T, None),
-        (draw(2, 16), draw(7)),
-    ):
-        with pytest.raises(ValueError, match="no product of"):
-            linear(x, weight, bias)

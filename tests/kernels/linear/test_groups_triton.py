@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -16,8 +15,6 @@ from loraplex.kernels.linear.triton_groups import (
     pack_groups,
 )
 from loraplex.kernels.linear.triton_splits import SplitTiling
-from loraplex.kernels.triton_backend import triton_ops
-from loraplex.kernels.weight_form import WeightForm
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,24 +86,6 @@ def test_planted_faults_are_noticed(fault: str) -> None:
     assert (y.double() - exact(x, weight)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_row_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None:
-    rng = random.Random(0)
-    ops = triton_ops(device=DEVICE)
-    form, bias = WeightForm("groups", 8, 64), draw(72, dtype=dtype)
-    packed = ops.pack(weight_of(72, 192, 64, offsets=True), form, dtype)
-    x = draw(40, 192, dtype=dtype, seed=3)
-    whole = packed(x, bias)
-    for _ in range(8):
-        first = rng.randrange(40)
-        count = rng.randint(1, 40 - first)
-        before, behind = (draw(rng.randint(0, 70), 192, dtype=dtype, seed=rng.randrange(99)) for _ in "ab")
-        behind[:] = float("nan")  # padding holds anything
-        got = packed(torch.cat((before, x[first : first + count], behind)), bias)
-        at = before.shape[0]
-        assert torch.equal(got[at : at + count], whole[first : first + count])
-
-
 def test_it_is_as_exact_as_torchs_operations() -> None:
     weight, x = weight_of(40, 96, 32, offsets=True), draw(9, 96)
     want = groups.linear(x.cpu(), weight)
@@ -176,15 +155,3 @@ def test_splits_are_programs_only_for_rows_of_one_tile() -> None:
             assert not tiling.apart or tiling.splits * rows * shape[0] * 4 <= 32 << 20
             assert tiling.apart or rows > 64
             assert tiling.apart or tiling.block_m <= 128
-
-
-def test_bad_calls_are_refused() -> None:
-    packed = pack_groups(weight_of(8, 16, 16, offsets=False), torch.float32, device=DEVICE)
-    for x, bias in (
-        (draw(2, 15), None),
-        (draw(2, 16).half(), None),
-        (draw(16, 2).T, None),
-        (draw(2, 16), draw(7)),
-    ):
-        with pytest.raises(ValueError, match="no product of"):
-            packed(x, bias)

@@ -107,22 +107,6 @@ def test_sums_of_extreme_codes_are_exact(codes: tuple[int, int]) -> None:
     assert torch.equal(packed(x).long(), x.long() @ weight_codes.long().T)
 
 
-@pytest.mark.parametrize(("bits", "dtype"), FORMS, ids=str)
-def test_a_row_does_not_depend_on_the_others_nor_on_the_threads(bits: int, dtype: torch.dtype) -> None:
-    packed, rows = packed_of(weight_of(100, 192, 64, bits=bits, offsets=True), dtype), 400
-    x = drawn(rows, 192, seed=1, dtype=dtype)
-    together = packed(x)
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            for count in (*range(1, 20), 100, 191, rows - 2):
-                first = (count * 7) % (rows - count)
-                assert torch.equal(packed(x[first : first + count]), together[first : first + count])
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_scale_of_a_step_in_place_of_a_row_is_noticed(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     packed = packed_of(weight_of(64, 128, 32, bits=bits), torch.float32)
@@ -148,25 +132,8 @@ def test_a_scale_of_a_step_in_place_of_a_row_is_noticed(bits: int, monkeypatch: 
     assert not torch.equal(packed(x[2:3]), packed(x)[2:3])
 
 
-def test_nonfinite_values_stay_in_their_row() -> None:
-    packed = packed_of(weight_of(70, 64, 32, offsets=True), torch.bfloat16)
-    x = drawn(20, 64, dtype=torch.bfloat16)
-    calm, wild = packed(x), x.clone()
-    wild[4, 3], wild[9, 40] = float("nan"), float("inf")
-    y = packed(wild)
-    assert not y[[4, 9]].isfinite().any()
-    keep = [row for row in range(20) if row not in (4, 9)]
-    assert torch.equal(y[keep], calm[keep])
-
-
-def test_rows_may_lie_apart_and_other_shapes_are_refused() -> None:
+def test_other_groups_are_left_to_others() -> None:
     weight = weight_of(40, 64, 64)
-    packed, wide = packed_of(weight, torch.float32), drawn(6, 192)
-    assert torch.equal(packed(wide[:, 64:128]), packed(wide[:, 64:128].contiguous()))
-    assert torch.equal(packed(wide[:, ::3]), packed(wide[:, ::3].contiguous()))
-    for x in (drawn(6, 32), drawn(6, 64, dtype=torch.bfloat16), drawn(2, 6, 64)):
-        with pytest.raises(ValueError, match="does not fit a weight"):
-            packed(x)
     other = GroupedWeight(weight.codes[:, :48], weight.scales, None, 48)
     assert numba_int8.bits_of(other) is None
     assert pack_integers(other, torch.float32) is None

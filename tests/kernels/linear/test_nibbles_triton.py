@@ -157,10 +157,3 @@ def test_codes_of_more_bits_and_other_groups_take_a_byte_each() -> None:
     ):
         assert pack_nibbles(other, torch.float32, device=DEVICE) is None
         assert isinstance(ops.pack(other, WeightForm("groups", 4), torch.float32), triton_groups.PackedCodes)
-
-
-def test_bad_calls_are_refused() -> None:
-    packed = packed_of(weight_of(16, 128, 32, "signed"))
-    for x, bias in ((draw(2, 64), None), (draw(2, 128).half(), None), (draw(2, 128), draw(7))):
-        with pytest.raises(ValueError, match="no product of"):
-            packed(x, bias)

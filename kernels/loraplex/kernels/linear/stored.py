@@ -40,7 +40,8 @@ class GroupedWeight:
 
     def rows(self, first: int, last: int) -> GroupedWeight:
         """The outputs first … last-1, as views."""
-        return self.map(lambda part: part[first:last])
+        offsets = None if self.offsets is None else self.offsets[first:last]
+        return GroupedWeight(self.codes[first:last], self.scales[first:last], offsets, self.group)
 
     def dense(self) -> Any:
         """[N, K] float32: a product and a sum, each rounded to float32."""
