@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import examine_attention
-from loraplex.kernels.backend import make_kernels
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, PagedRun, save_tiny
-from support.models.loading import load_model
+from support.models.loading import load_model, plan_model
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3, 9, 1, 4, 4, 2, 8] * 5, [5, 1], list(range(3, 40))]
@@ -96,9 +94,9 @@ def test_attention_that_reads_floats_alone_is_refused(asks: str, tmp_path: Path)
         if asks == "start":
             load_model(base, CPU, "float32", kernels="triton", attention="torch", kv_codes=True)
         else:
-            examine_attention(base, "torch", make_kernels("triton", CPU), torch.float32, kv_codes=True)
+            plan_model(base, CPU, "float32", kernels="triton", attention="torch", kv_codes=True)
     assert "\n" not in caught.value.message
     for kernels in ("triton", "torch", "numba"):
-        found = examine_attention(base, "auto", make_kernels(kernels, CPU), torch.float32, kv_codes=True)
-        assert found.startswith(f"attention {kernels} (")
-        assert found.endswith(", KV in int8")
+        found = plan_model(base, CPU, "float32", kernels=kernels, kv_codes=True).explain()
+        assert f", attention {kernels} (" in found
+        assert ", KV in int8, " in found

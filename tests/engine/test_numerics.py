@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from loraplex.engine import numerics
 from loraplex.engine.numerics import numerical_build
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.linear import numba_dense
+from loraplex.kernels.weight_form import WeightForm
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
-from support.models.loading import load_model
+from support.models.loading import plan_model
 
 SIZES = {
     "kv_cache_memory": 1 << 20,
@@ -88,16 +90,21 @@ def test_a_family_on_a_cpu_keeps_it_always(llama, tmp_path, caplog):
 def test_the_build_is_the_same_for_the_same_and_another_for_whatever_changes_bits(
     llama, granite, monkeypatch
 ):
-    model = load_model(llama, "cpu", "float32", kernels="torch")
+    plan = plan_model(llama, "cpu", "float32", kernels="torch")
 
-    def build(backend="torch", of=model, kv="auto", activations="", library="", **changed):
+    def build(backend="torch", of=plan, kv="auto", activations="", library="", **changed):
         kernels = make_kernels(backend, torch.device("cpu"), **changed)
-        return numerical_build(
-            of, kernels, kv_cache_dtype=kv, activations=activations, four_bit_library=library
+        changed_plan = replace(
+            of,
+            kernels=kernels,
+            obstacle=kernels.obstacle_to_same_bits(of.dtype, kernels.batch_invariant),
+            settings=replace(of.settings, kv_cache_dtype=kv),
+            linears=replace(of.linears, stored=WeightForm("groups", 4, 32, activations)),
         )
+        return numerical_build(changed_plan, library)
 
     first = build()
-    assert build(of=load_model(llama, "cpu", "float32", kernels="torch")) == first
+    assert build(of=plan_model(llama, "cpu", "float32", kernels="torch")) == first
     others = [
         build("numba"),
         build("triton"),
@@ -106,7 +113,7 @@ def test_the_build_is_the_same_for_the_same_and_another_for_whatever_changes_bit
         build(library="humming-kernels 0.1.19"),
         build(library="humming-kernels 0.1.20"),
         build("triton", batch_invariant=True),
-        build(of=load_model(granite, "cpu", "float32")),
+        build(of=plan_model(granite, "cpu", "float32")),
     ]
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     others.append(build())

@@ -17,7 +17,7 @@ from support.clients.outside_clients import INSTALLED
 from support.markdown import ROOT
 from support.models.byte_tokenizer import write_byte_tokenizer
 from support.models.checkpoints import PagedRun, reference_logits, save_tiny
-from support.models.loading import load_model
+from support.models.loading import load_model, plan_model
 
 pytestmark = pytest.mark.soak
 
@@ -91,7 +91,7 @@ def test_what_a_maker_writes_is_served_or_refused_in_one_sentence(
     for name, folder in written.items():
         words = REFUSED[maker].get(name)
         try:
-            examine_tensors(folder)
+            examine_tensors(plan_model(folder))
             run = PagedRun(load_model(folder, "cpu", torch.float32, kernels="torch"), [PROMPT])
         except ModelUnsupported as error:
             is_right = words is not None and words in error.message and "\n" not in error.message

@@ -19,10 +19,8 @@ IMAGE_CACHE_BYTES = 2 << 30
 def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
     """The configuration of an engine on this machine. Fields that both have by the same name are copied; the others are
     named here."""
-    shared = {field.name for field in fields(EngineConfig)} & Settings.model_fields.keys()
-    values: dict[str, Any] = {name: getattr(settings, name) for name in shared}
     return EngineConfig(
-        **values
+        **shared_values(settings, EngineConfig)
         | {
             "model_path": str(model_dir),
             "model_name": served_name,
@@ -37,6 +35,12 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "turn_ends": base_turn_ends(model_dir),
         }
     )
+
+
+def shared_values(settings: Settings, kind: type) -> dict[str, Any]:
+    """The settings that a dataclass has by the same name."""
+    shared = {field.name for field in fields(kind)} & Settings.model_fields.keys()
+    return {name: getattr(settings, name) for name in shared}
 
 
 def image_dir(settings: Settings) -> Path:

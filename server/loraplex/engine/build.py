@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from loraplex.adapters.device.image_files import ImageFiles, image_key
 from loraplex.adapters.device.transport import ThreadedTransport
 from loraplex.adapters.end_tokens import EndTokens, read_end_tokens, read_not_followed
 from loraplex.adapters.spec import BaseSpec
+from loraplex.adapters.store.interface import Store
 from loraplex.adapters.store.open_store import open_store
 from loraplex.engine.config import EngineConfig, SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
@@ -29,6 +30,7 @@ from loraplex.engine.device_parts import (
     build_device,
     compile_kernels,
     load_device,
+    plan_model,
 )
 from loraplex.engine.devices import (
     DeviceUnavailable,
@@ -48,7 +50,7 @@ from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.model.base import Model
-from loraplex.engine.model.fused import FusedDecoder
+from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.numerics import numerical_build
 from loraplex.engine.reports import EngineInfo, MemoryUse
 from loraplex.engine.scheduling.drafting import Drafter
@@ -121,10 +123,20 @@ def build_engine(
     config = replace(config, max_num_seqs=most_sequences(config.max_num_seqs, place.type))
 
     def build(kernels: Kernels) -> BuiltEngine:
-        on_stage("reading the model")
-        return _build(config, Device(kernels, executor, memory, recorder), wake, on_stage, wrap_model)
+        opened = _Opened(base, ends, store, executor.submit(lambda: plan_model(config, kernels)).result())
+        return _build(config, opened, Device(kernels, executor, memory, recorder), wake, on_stage, wrap_model)
 
     try:
+        on_stage("reading the model")
+        base = load_base_spec(
+            Path(config.model_path),
+            cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
+            quantise=config.quantise,
+        )
+        ends = _end_tokens(config)
+        store = open_store(
+            config.artifact_url, Path(config.artifact_dir), cache_bytes=config.artifact_cache_bytes
+        )
         try:
             return build(kernels)
         except CompilationFailed as error:
@@ -139,8 +151,19 @@ def build_engine(
         raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The model's directory as it was read, and the store of adapters, before anything is made of them."""
+
+    base: BaseSpec
+    ends: EndTokens
+    store: Store
+    plan: ModelPlan
+
+
 def _build(
     config: EngineConfig,
+    opened: _Opened,
     device: Device,
     wake: Callable[[], None],
     on_stage: Callable[[str], None],
@@ -148,13 +171,7 @@ def _build(
 ) -> BuiltEngine:
     memory = device.memory
     others = None if memory is None else memory.total() - memory.free()
-    model_dir = Path(config.model_path)
-    base = load_base_spec(
-        model_dir,
-        cache_dir=None if config.cache_dir is None else Path(config.cache_dir),
-        quantise=config.quantise,
-    )
-    loaded = load_device(config, device, base)
+    loaded = load_device(config, device, opened.plan)
     # Before the minutes that compilation may take: it may be refused.
     host = _host_slab(config, device.kernels.device, loaded)
     compile_kernels(
@@ -162,14 +179,13 @@ def _build(
         loaded.model.dtype,
         device.executor,
         on_stage,
-        codes=config.quantise != "none" or base.stored != "",
-        kv_codes=loaded.kv_dtype is torch.int8,
+        codes=opened.plan.linears.have_codes,
+        kv_codes=opened.plan.kv_dtype is torch.int8,
     )
     on_stage("preparing the memory and the first step")
-    transport, heartbeat = _transport(config, base, loaded, host, wake), StepHeartbeat()
-    ends = _end_tokens(config)
-    eos_ids = frozenset(ends.ids)
-    grammars = _grammars(model_dir, eos_ids, loaded.model.shape.vocab_size, wake)
+    transport, heartbeat = _transport(config, opened, loaded, host, wake), StepHeartbeat()
+    eos_ids = frozenset(opened.ends.ids)
+    grammars = _grammars(opened.plan, eos_ids, wake)
     lookahead = choose_lookahead(config.lookahead, device.kernels.device)
     parts = build_device(
         config,
@@ -211,7 +227,7 @@ def _build(
         bound=bound,
     )
     info = replace(
-        _info(config, base, device, parts, host, ends, others),
+        _info(config, opened, device, parts, host, others),
         speculation=speculation is not None,
         speculation_reason=no_speculation,
         max_step_ms=0.0 if bound is None else 1000 * bound.max_s,
@@ -219,11 +235,10 @@ def _build(
     return BuiltEngine(core, info, heartbeat, parts.runner, transport, grammars)
 
 
-def _grammars(
-    model_dir: Path, eos_ids: frozenset[int], vocab_size: int, wake: Callable[[], None]
-) -> GrammarMatchers:
+def _grammars(plan: ModelPlan, eos_ids: frozenset[int], wake: Callable[[], None]) -> GrammarMatchers:
     return GrammarMatchers(
-        lambda: GrammarVocabulary(load_grammar_tokenizer(model_dir, eos_ids), vocab_size), wake
+        lambda: GrammarVocabulary(load_grammar_tokenizer(plan.model_dir, eos_ids), plan.shape.vocab_size),
+        wake,
     )
 
 
@@ -272,45 +287,40 @@ def _host_slab(config: EngineConfig, place: torch.device, loaded: LoadedModel) -
 
 
 def _transport(
-    config: EngineConfig, base: BaseSpec, loaded: LoadedModel, host: HostSlab, wake: Callable[[], None]
+    config: EngineConfig, opened: _Opened, loaded: LoadedModel, host: HostSlab, wake: Callable[[], None]
 ) -> ThreadedTransport:
     """The threads that bring adapters from the store to the device."""
     images = None
     if config.image_dir is not None and config.adapter_image_cache:
-        key = image_key(loaded.arena.layout, f"{base.fingerprint} {base.quantise}")
+        key = image_key(loaded.arena.layout, f"{opened.base.fingerprint} {opened.base.quantise}")
         images = ImageFiles(Path(config.image_dir), key, config.adapter_image_cache)
-    store = open_store(
-        config.artifact_url, Path(config.artifact_dir), cache_bytes=config.artifact_cache_bytes
-    )
     return ThreadedTransport(
-        store, base, loaded.arena, host, wake=wake, threads=LOADER_THREADS, images=images
+        opened.store, opened.base, loaded.arena, host, wake=wake, threads=LOADER_THREADS, images=images
     )
 
 
 def _info(
     config: EngineConfig,
-    base: BaseSpec,
+    opened: _Opened,
     device: Device,
     parts: DeviceParts,
     host: HostSlab,
-    ends: EndTokens,
     others: int | None,
 ) -> EngineInfo:
     """`others`: bytes of the device that other programs held before."""
     loaded, kv_size, memory = parts.loaded, parts.kv_size, device.memory
-    model, arena = loaded.model, loaded.arena
+    plan, model, arena = opened.plan, loaded.model, loaded.arena
     return EngineInfo(
+        **asdict(plan.summary),
         model_name=config.model_name or Path(config.model_path).name,
-        architecture=base.model_type,
+        architecture=opened.base.model_type,
         max_model_len=kv_size.max_model_len,
-        vocab_size=model.shape.vocab_size,
-        eos_ids=ends.ids,
-        end_tokens=ends.found,
+        eos_ids=opened.ends.ids,
+        end_tokens=opened.ends.found,
         device=str(device.kernels.device),
-        dtype=str(model.dtype).removeprefix("torch."),
         block_size=BLOCK_SIZE,
         num_kv_blocks=kv_size.num_blocks,
-        kv_bytes=kv_size.num_blocks * block_bytes(model.shape.caches, loaded.kv_dtype),
+        kv_bytes=kv_size.num_blocks * block_bytes(model.shape.caches, plan.kv_dtype),
         arena_page_bytes=arena.layout.page_bytes,
         arena_pages=loaded.num_pages,
         adapter_cpu_bytes=host.num_bytes,
@@ -318,26 +328,11 @@ def _info(
         max_num_seqs=config.max_num_seqs,
         max_waiting=config.max_waiting,
         max_num_batched_tokens=parts.max_step_tokens,
-        decoder="fused" if isinstance(model, FusedDecoder) else "transformers",
-        attention=model.attention.name,
-        attention_reason=model.attention_reason,
-        base_fingerprint=base.fingerprint,
+        base_fingerprint=opened.base.fingerprint,
         sites=arena.layout.site_names,
         hidden_size=model.hidden_size,
-        quantise=config.quantise,
-        kv_cache_dtype=str(loaded.kv_dtype).removeprefix("torch."),
-        stored_codes=base.stored,
-        activations=loaded.activations,
         four_bit_library=loaded.library,
-        same_bits=loaded.obstacle is None,
-        numerics=numerical_build(
-            model,
-            device.kernels,
-            config.quantise,
-            config.kv_cache_dtype,
-            loaded.activations,
-            loaded.library,
-        ),
+        numerics=numerical_build(plan, loaded.library),
         recorded_decodes=parts.steps.recorded(prompts=False),
         recorded_prompts=parts.steps.recorded(prompts=True),
         memory=MemoryUse(

@@ -10,10 +10,7 @@ from pathlib import Path
 import torch
 
 from loraplex.adapters.device.arena import AdapterArena
-from loraplex.adapters.device.layout import ArenaLayout
-from loraplex.adapters.spec import BaseSpec
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.devices import refuse_bits
 from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import Recorder, StepLimits
@@ -24,7 +21,6 @@ from loraplex.engine.execution.kv_cache import (
     block_bytes,
     blocks_of,
     free_host_memory,
-    kv_dtype,
     size_kv_cache,
 )
 from loraplex.engine.execution.riders.site_probe import SiteProbe
@@ -33,15 +29,14 @@ from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import KVCache
-from loraplex.engine.model import code_products
 from loraplex.engine.model.base import Model
-from loraplex.engine.model.config_fields import read_config_json
-from loraplex.engine.model.fused import FusedDecoder
-from loraplex.engine.model.loading import load_model, no_same_bits
+from loraplex.engine.model.loading import library_of, load_model
+from loraplex.engine.model.model_plan import ModelPlan, ModelSettings, make_plan
 from loraplex.engine.model.plans import KeptPlans
 from loraplex.engine.sampling.sampler import Sampler, make_sampler
 from loraplex.engine.sizing import (
     adapter_budget,
+    adapter_layout,
     arena_size,
     most_recorded_rows,
     most_tokens,
@@ -74,18 +69,15 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with the arena for its adapters. `obstacle`: why it cannot promise the same bits; None where it can.
-    `kv_dtype`: of its KV cache. `free_host`: bytes of host memory that were free before pools took any; None where that
-    is not known. `activations` and `library`: see `loraplex.engine.model.code_products`."""
+    """A planned model with the arena for its adapters. `free_host`: bytes of host memory that were free before pools
+    took any; None where that is not known. `library`: see `library_of`."""
 
+    plan: ModelPlan
     model: Model
     arena: AdapterArena
     num_pages: int
     num_slots: int
-    obstacle: str | None
-    kv_dtype: torch.dtype
     free_host: int | None
-    activations: str
     library: str
 
 
@@ -104,55 +96,23 @@ class DeviceParts:
     workspace: int | None
 
 
-def load_device(config: EngineConfig, device: Device, base: BaseSpec) -> LoadedModel:
+def plan_model(config: EngineConfig, kernels: Kernels) -> ModelPlan:
+    """Raises LoraplexError."""
+    kept = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
+    return make_plan(Path(config.model_path), ModelSettings.of(config), kernels, kept)
+
+
+def load_device(config: EngineConfig, device: Device, plan: ModelPlan) -> LoadedModel:
     """The model on its device, with the arena beside it. Raises LoraplexError."""
-    plans = None if config.plan_dir is None else KeptPlans(Path(config.plan_dir))
     kernels, executor = device.kernels, device.executor
-    model = executor.submit(
-        lambda: load_model(
-            Path(config.model_path),
-            kernels,
-            config.dtype,
-            max_model_len=config.max_model_len,
-            attention=config.attention,
-            plans=plans,
-            quantise=config.quantise != "none",
-            kv_codes=config.kv_cache_dtype == "int8",
-        )
-    ).result()
-    obstacle = kernels.obstacle_to_same_bits(model.dtype, config.batch_invariant)
-    if not isinstance(model, FusedDecoder):
-        obstacle = no_same_bits(base.model_type)
-    if obstacle is not None and config.batch_invariant:
-        raise refuse_bits(obstacle)
-    if obstacle is not None and kernels.device.type == "cpu":
-        _log.warning("answers may depend on what is computed beside them: %s", obstacle)
-    layout = ArenaLayout(
-        model.site_groups,
-        model.num_layers,
-        model.dtype,
-        max_rank=config.max_adapter_rank,
-        head=model.head_group,
-        embedding=model.embedding_shape,
-    )
+    model = executor.submit(lambda: load_model(plan)).result()
+    layout = adapter_layout(model, config.max_adapter_rank)
     free = available_memory(kernels.device)
     budget = config.adapter_memory or adapter_budget(free // config.num_sharing, kernels.device.type)
     num_pages, num_slots = arena_size(budget, layout)
     free_host = free_host_memory()
     arena = executor.submit(lambda: AdapterArena(layout, num_pages, num_slots, kernels)).result()
-    chosen = kv_dtype(config.kv_cache_dtype, model.dtype)
-    raw = read_config_json(Path(config.model_path))[1]
-    return LoadedModel(
-        model,
-        arena,
-        num_pages,
-        num_slots,
-        obstacle,
-        chosen,
-        free_host,
-        activations=code_products.activations(raw, config.dtype, kernels),
-        library=code_products.library(model),
-    )
+    return LoadedModel(plan, model, arena, num_pages, num_slots, free_host, library_of(model))
 
 
 def build_device(
@@ -187,7 +147,7 @@ def build_device(
     if memory is None:
         size = make_kv.size(None)
         pools = {
-            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape.caches, loaded.kv_dtype),
+            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape.caches, loaded.plan.kv_dtype),
             "--adapter-memory": loaded.arena.num_bytes,
         }
         _warn_of_memory(pools | dict(host_pools), loaded.free_host)
@@ -235,7 +195,7 @@ class _KVMaker:
             lambda: WatchedKVCache(
                 self.loaded.model.shape.caches,
                 num_blocks,
-                self.loaded.kv_dtype,
+                self.loaded.plan.kv_dtype,
                 self.device.kernels.device,
                 self.heartbeat,
                 blocks_ahead=self.blocks_ahead,
@@ -246,7 +206,7 @@ class _KVMaker:
         """`budget`: bytes of the device that are left for it; None: a share of what is free."""
         return size_kv_cache(
             self.loaded.model.shape,
-            self.loaded.kv_dtype,
+            self.loaded.plan.kv_dtype,
             self.device.kernels.device,
             kv_cache_memory=self.config.kv_cache_memory,
             max_model_len=self.config.max_model_len,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -24,6 +25,13 @@ def choose_kernels(device: str, kernels: str, *, batch_invariant: bool = False) 
         return resolve_kernels(kernels, found, batch_invariant=batch_invariant)
     except BackendUnavailable as error:
         raise DeviceUnavailable(f"--kernels {kernels}: {error}") from error
+
+
+def kernels_elsewhere(device: torch.device) -> Kernels:
+    """Kernels of a device that need not be here, to plan with: weights on a GPU have the forms of Triton."""
+    if device.type == "cpu":
+        return resolve_kernels("auto", device)
+    return replace(resolve_kernels("torch", device), backend="triton")
 
 
 def resolve_device(asked: str) -> torch.device:

@@ -16,8 +16,7 @@ import torch
 import loraplex.adapters
 import loraplex.engine
 import loraplex.kernels
-from loraplex.engine.model.base import Model
-from loraplex.engine.model.fused import FusedDecoder
+from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.kernels.bundle import Kernels
 
 _PACKAGES = (loraplex.kernels, loraplex.engine, loraplex.adapters)
@@ -29,40 +28,33 @@ _VARIABLES = (
 """Variables by which libraries choose other instructions."""
 
 
-def numerical_build(
-    model: Model,
-    kernels: Kernels,
-    quantise: str = "none",
-    kv_cache_dtype: str = "auto",
-    activations: str = "",
-    four_bit_library: str = "",
-) -> str:
+def numerical_build(plan: ModelPlan, four_bit_library: str = "") -> str:
     """A digest of what decides the bits of its answers, the weights and dtype aside: how they and activations are
     quantised and how keys and values are kept, sources, versions of libraries, processor or GPU, the kernels chosen, a
     library for 4-bit linears, and the RoPE frequencies that the served length chose (ADR 0011)."""
-    decides = kernels.obstacle_to_same_bits(model.dtype, False) is not None
+    kernels, settings, attention = plan.kernels, plan.settings, plan.attention.name
+    decides = kernels.obstacle_to_same_bits(plan.dtype, False) is not None
     parts = [
         *(f"{package.__name__} {_digest(Path(package.__path__[0]))}" for package in _PACKAGES),
-        *(f"{name} {_version(name)}" for name in _libraries(model)),
+        *(f"{name} {_version(name)}" for name in _libraries(plan)),
         *(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ),
-        f"{kernels.backend} {type(model).__name__} {model.shape.max_positions}",
-        f"attention {model.attention.name} {_version(model.attention.name)}",
-        *(() if quantise == "none" else (f"quantise {quantise}",)),
-        *(() if kv_cache_dtype == "auto" else (f"KV {kv_cache_dtype}",)),
-        *((f"activations {activations}",) if activations else ()),
+        f"{kernels.backend} {plan.decoder} {plan.shape.max_positions}",
+        f"attention {attention} {_version(attention)}",
+        *(() if settings.quantise == "none" else (f"quantise {settings.quantise}",)),
+        *(() if settings.kv_cache_dtype == "auto" else (f"KV {settings.kv_cache_dtype}",)),
+        *((f"activations {plan.linears.activations}",) if plan.linears.activations else ()),
         *((f"4-bit linears {four_bit_library}",) if four_bit_library else ()),
         f"batch invariant {decides and kernels.batch_invariant}",
-        *_processor(model.device, kernels),
+        *_processor(kernels),
     ]
-    obstacle = kernels.obstacle_to_same_bits(model.dtype, kernels.batch_invariant)
-    if obstacle is not None or not isinstance(model, FusedDecoder):
+    if plan.obstacle is not None:
         # Libraries may cut sums by the number of threads. Kernels that keep the promise do not.
         parts.append(f"threads {torch.get_num_threads()}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _libraries(model: Model) -> tuple[str, ...]:
-    return _LIBRARIES if isinstance(model, FusedDecoder) else (*_LIBRARIES, "transformers")
+def _libraries(plan: ModelPlan) -> tuple[str, ...]:
+    return _LIBRARIES if plan.decoder == "fused" else (*_LIBRARIES, "transformers")
 
 
 def _version(library: str) -> str:
@@ -81,7 +73,8 @@ def _digest(package: Path) -> str:
     return digest.hexdigest()
 
 
-def _processor(device: torch.device, kernels: Kernels) -> list[str]:
+def _processor(kernels: Kernels) -> list[str]:
+    device = kernels.device
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), f"cuda {torch.version.cuda}"]
     return [torch.backends.cpu.get_cpu_capability(), *kernels.processor()]

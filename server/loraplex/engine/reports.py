@@ -30,17 +30,39 @@ class MemoryUse:
     total: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSummary:
+    """The part of a `ModelPlan` that needs no torch to be read."""
+
+    vocab_size: int
+    dtype: str
+    decoder: str = ""
+    """Which implementation runs the model: "fused" or "transformers"."""
+    attention: str = ""
+    """The kernel of its attention, by the name of the setting's choices or "numba"."""
+    attention_reason: str = ""
+    """Why, in words."""
+    quantise: str = "none"
+    """The setting of this name: how the base's linears are kept."""
+    kv_cache_dtype: str = ""
+    """The dtype of keys and values; "int8" is that of codes with scales."""
+    stored_codes: str = ""
+    """The format of a checkpoint that is quantised itself, for example "gptq int4"."""
+    activations: str = ""
+    """The form of what its linears of codes are multiplied with: "int8", in groups of 32, or empty for the dtype."""
+    same_bits: bool = False
+    """Whether a request's tokens are promised not to depend on what is computed beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo(ModelSummary):
     """The properties of a started engine. Sizes in bytes, tokens, blocks or pages as named."""
 
     model_name: str
     architecture: str
     max_model_len: int
-    vocab_size: int
     eos_ids: tuple[int, ...]
     device: str
-    dtype: str
     block_size: int
     num_kv_blocks: int
     kv_bytes: int
@@ -51,29 +73,13 @@ class EngineInfo:
     max_num_seqs: int
     max_waiting: int
     max_num_batched_tokens: int = 0
-    decoder: str = ""
-    """Which implementation runs the model: "fused" or "transformers"."""
-    attention: str = ""
-    """The kernel of its attention, by the name of the setting's choices or "numba"."""
-    attention_reason: str = ""
-    """Why, in words."""
     base_fingerprint: str = ""
-    quantise: str = "none"
-    """The setting of this name: how the base's linears are kept."""
-    kv_cache_dtype: str = ""
-    """The dtype of keys and values; "int8" is that of codes with scales."""
-    stored_codes: str = ""
-    """The format of a checkpoint that is quantised itself, for example "gptq int4"."""
-    activations: str = ""
-    """The form of what its linears of codes are multiplied with: "int8", in groups of 32, or empty for the dtype."""
     four_bit_library: str = ""
     """The library, with its version, that multiplies with those of its form; empty for the engine's own kernels."""
     sites: tuple[str, ...] = ()
     """Module names that adapters may target, for example "q_proj"."""
     hidden_size: int | None = None
     """Numbers in an embedding; None where the model gives none."""
-    same_bits: bool = False
-    """Whether a request's tokens are promised not to depend on what is computed beside it."""
     numerics: str = ""
     """The digest of `loraplex.engine.numerics.numerical_build`."""
     recorded_decodes: tuple[int, ...] = ()

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from loraplex.adapters.device.layout import ArenaLayout, SiteKey, place_tiles
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import DEFAULT_SEQUENCES, MAX_RECORDED_ROWS
+from loraplex.engine.model.base import Model
+from loraplex.engine.model.outline import ModelOutline
 from loraplex.kernels.lora.dispatch import CHUNK
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SiteGroup
 
@@ -63,6 +65,18 @@ def most_recorded_rows(
 def row_bytes(groups: Sequence[SiteGroup], itemsize: int) -> int:
     """Inputs and outputs of a layer's linears, for one token."""
     return sum(group.in_features + sum(group.out_features) for group in groups) * itemsize
+
+
+def adapter_layout(model: Model | ModelOutline, max_rank: int) -> ArenaLayout:
+    """How adapters up to a rank lie in memory beside a model."""
+    return ArenaLayout(
+        model.site_groups,
+        model.num_layers,
+        model.dtype,
+        max_rank=max_rank,
+        head=model.head_group,
+        embedding=model.embedding_shape,
+    )
 
 
 def adapter_budget(free: int, device_type: str) -> int:

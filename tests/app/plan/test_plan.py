@@ -13,16 +13,16 @@ import torch
 
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.app.plan.devices import DEVICES
-from loraplex.app.plan.memory import Wanted, make_plan
+from loraplex.app.plan.memory import Wanted, divide_memory
 from loraplex.app.plan.shapes import SHAPES, SOURCES
 from loraplex.app.settings import Settings
 from loraplex.engine.build import build_engine
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.model.outline import ModelOutline, outline_model
+from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import adapter_pages
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.linear.packed import PackedLinear
-from support.models.loading import load_model
+from support.models.loading import load_model, outline_model
 from support.servers.live_server import (
     LiveServer,
     checked,
@@ -180,13 +180,13 @@ def test_known_sizes_of_llama_8b(tmp_path: Path) -> None:
     outline = outline_of("llama-3.1-8b", tmp_path)
     assert outline.weight_bytes / 2 == 8_030_261_248
     assert round(outline.step_bytes / 1e9, 1) == 15.0
-    made = make_plan(outline, DEVICES["h100"], Wanted(adapters=8, rank=16), None)
+    made = divide_memory(outline, DEVICES["h100"], Wanted(adapters=8, rank=16), None)
     assert made.block == 16 * 128 << 10
     assert made.adapter / 16 == pytest.approx(5.24e6, rel=0.03)
     assert made.sites == ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     # Recorded are steps of up to 640 rows with prompt chunks there, none on a GPU that is no faster than the host.
     (l40s, h100) = (replace(DEVICES[name], memory=DEVICES["h100"].memory) for name in ("l40s", "h100"))
-    slow, fast = (make_plan(outline, device, Wanted(8, 16), None).activations for device in (l40s, h100))
+    slow, fast = (divide_memory(outline, device, Wanted(8, 16), None).activations for device in (l40s, h100))
     assert fast - slow == 640 * (6 * 4096 + 3 * 14336) * 2
 
 
@@ -198,7 +198,7 @@ def test_fewer_modules_take_fewer_pages(tmp_path: Path) -> None:
     few, all_sites = ("q_proj", "v_proj"), tuple(layout.sites)
     assert adapter_pages(layout, 16, few) < adapter_pages(layout, 16, all_sites)
     assert adapter_pages(layout, 9, few) == adapter_pages(layout, 16, few) > adapter_pages(layout, 8, few)
-    head = make_plan(outline, DEVICES["h100"], Wanted(4, 8, ("lm_head",)), None)
+    head = divide_memory(outline, DEVICES["h100"], Wanted(4, 8, ("lm_head",)), None)
     assert head.resident >= 4
 
 

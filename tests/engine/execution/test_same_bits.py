@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-from loraplex.engine.execution.kv_cache import block_bytes, kv_dtype
+from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.kernels import numba_backend
 from loraplex.kernels.attention import BLOCK_SIZE, numba_kernel
@@ -104,7 +104,7 @@ def make_asked(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
         served = getattr(torch, KV_DTYPES.get(dtype, dtype))
         size = block_bytes(
             (CacheKind(heads, dim),) * 3,
-            kv_dtype(settings.get("kv_cache_dtype", "auto"), served),
+            torch.int8 if settings.get("kv_cache_dtype") == "int8" else served,
         )
         asked = Asked(
             subject.base,

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from loraplex.engine.model import loading
+from loraplex.engine.model import model_plan
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.fused import FusedDecoder
-from loraplex.engine.model.loading import TESTED, load_wrapped
+from loraplex.engine.model.loading import load_wrapped
+from loraplex.engine.model.model_plan import TESTED
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.wrapped import TransformersDecoder
-from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.linear import dense
 from loraplex.kernels.numba_runtime.vectors import host_features
 from support.models.checkpoints import (
@@ -27,7 +27,7 @@ from support.models.checkpoints import (
     reference_logits,
     save_tiny,
 )
-from support.models.loading import load_model
+from support.models.loading import load_model, plan_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -204,13 +204,12 @@ def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path, monkeypatch):
     path = save_tiny(tmp_path, FAMILIES["llama"])
     edit_config(path, dtype="bfloat16")
     monkeypatch.setattr(dense, "multiplies", lambda dtype, device: dtype is torch.float32)
-    monkeypatch.setattr(loading, "multiplies", dense.multiplies)
+    monkeypatch.setattr(model_plan, "multiplies", dense.multiplies)
     assert load_model(path, "cpu", kernels="torch").dtype is torch.float32  # torch's can't on this processor
     assert load_model(path, "cpu", "bfloat16", kernels="torch").dtype is torch.bfloat16
     if "avx2" in host_features():
-        kernels = resolve_kernels("numba", torch.device("cpu"))
         assert load_model(path, "cpu", kernels="numba").dtype is torch.bfloat16  # they widen it themselves
-        assert "widen" in loading.examine_dtype(path, "auto", kernels)
+        assert "widen" in plan_model(path, kernels="numba").explain()
     monkeypatch.setattr(dense, "multiplies", lambda dtype, device: True)
     assert load_model(path, "cpu", kernels="torch").dtype is torch.bfloat16
     assert load_model(path, "cpu", "float32", kernels="torch").dtype is torch.float32
@@ -219,10 +218,9 @@ def test_dtype_is_the_checkpoints_own_unless_asked(tmp_path, monkeypatch):
 def test_dtype_of_a_model_through_transformers_is_what_torch_multiplies(tmp_path, monkeypatch):
     path = save_tiny(tmp_path, OTHERS["granite"])
     edit_config(path, dtype="bfloat16")
-    monkeypatch.setattr(loading, "multiplies", lambda dtype, device: dtype is torch.float32)
-    kernels = resolve_kernels("auto", torch.device("cpu"))
+    monkeypatch.setattr(model_plan, "multiplies", lambda dtype, device: dtype is torch.float32)
     assert load_model(path, "cpu").dtype is torch.float32
-    assert loading.examine_dtype(path, "auto", kernels).startswith("float32 (this processor cannot")
+    assert "float32 (this processor cannot" in plan_model(path).explain()
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ import torch
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import TESTED, examine_model
-from loraplex.engine.model.outline import outline_model
+from loraplex.engine.model.model_plan import TESTED
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.models.checkpoints import FAMILIES, edit_config, save_tiny, save_tiny_gemma3_with_vision
-from support.models.loading import load_model
+from support.models.loading import load_model, outline_model, plan_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -94,7 +93,7 @@ def test_a_text_part_that_means_something_else_is_refused(change, words, tmp_pat
 )
 def test_unsupported_model_is_refused_in_one_line_before_any_weight_is_read(config, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for look in (examine_model, lambda path: load_model(path, "cpu")):
+    for look in (plan_model, lambda path: load_model(path, "cpu")):
         with pytest.raises(ModelUnsupported, match=words) as error:
             look(tmp_path)
         assert "\n" not in str(error.value)
@@ -118,7 +117,7 @@ def test_all_who_read_a_config_refuse_it_in_the_same_words(config, tmp_path):
     for look in (
         load_base_spec,
         lambda path: load_model(path, "cpu"),
-        examine_model,
+        plan_model,
         lambda path: outline_model(path, torch.device("cpu"), "auto"),
     ):
         with pytest.raises((BaseModelInvalid, ModelUnsupported)) as error:
@@ -138,7 +137,7 @@ def test_all_who_read_a_config_refuse_it_in_the_same_words(config, tmp_path):
 )
 def test_served_models_name_their_decoder(config, words, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert words in examine_model(tmp_path)
+    assert words in plan_model(tmp_path).explain()
 
 
 def test_every_family_is_documented():

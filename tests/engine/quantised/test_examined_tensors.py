@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loraplex.app.doctor.torch_checks import _model
+from loraplex.app.doctor.torch_checks import _model, _plan
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.outline import examine_tensors
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.models.checkpoints import FAMILIES, save_tiny
-from support.models.loading import load_model
+from support.models.loading import load_model, plan_model
 from support.models.quantised_formats import FORMATS, write_quantised
 
 from .test_quantised_base import engine_of, worst_error
@@ -47,7 +47,7 @@ def test_modules_that_a_tool_left_out_are_read_by_their_tensors(base: Path, tmp_
     # Old tools saved a bias of 0 beside the codes of each linear.
     path = made / "model.safetensors"
     save_file(load_file(path) | {"model.layers.0.mlp.up_proj.bias": torch.zeros(96)}, path, {"format": "pt"})
-    examine_tensors(made)
+    examine_tensors(plan_model(made))
     adapters = save_adapters(dense, tmp_path, {"all": ADAPTERS["all"]})
     engine = engine_of(made, tmp_path / "work", dtype="float32", quantise="none")
     try:
@@ -149,15 +149,13 @@ def examine_all(model_dir: Path) -> str:
     """Doctor's check of a model, in this process."""
     from loraplex.app.doctor.torch_checks import Questions
 
-    return _model(
-        Questions(
-            device="cpu", dtype="float32", quantise=False, kv_codes=False, kernels="torch", attention="auto", threads=1,
-            max_model_len=0, batch_invariant=False, speculation="off",
-            model_dir=str(model_dir),
-        )
+    asked = Questions(
+        device="cpu", dtype="float32", quantise="none", kv_cache_dtype="auto", kernels="torch", attention="auto",
+        threads=1, max_model_len=0, batch_invariant=False, speculation="off", model_dir=str(model_dir),
     )  # fmt: skip
+    return _model(_plan(asked))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_whole_checkpoints_pass(name: str, base: Path, tmp_path: Path) -> None:
-    examine_tensors(write_quantised(base, tmp_path, name)[0])
+    examine_tensors(plan_model(write_quantised(base, tmp_path, name)[0]))

@@ -10,12 +10,11 @@ import torch
 
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import examine_dtype
-from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.linear import humming
 from support.engine.local_engine import LocalEngine
 from support.kernels.fake_humming import install_fake
 from support.models.checkpoints import FAMILIES, save_tiny
+from support.models.loading import plan_model
 from support.models.quantised_formats import write_quantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
@@ -78,9 +77,7 @@ def test_a_start_whose_library_fails_says_what_to_do(library: Any, tmp_path: Pat
 
 def test_doctor_says_what_multiplies(library: Any, tmp_path: Path) -> None:
     made = write(tmp_path)
-    kernels = make_kernels("triton", torch.device("cpu"))
-    told = examine_dtype(made, "float16", kernels)
+    told = plan_model(made, "cpu", "float16", kernels="triton").explain()
     assert told.endswith(", two codes of 4 bits in a byte, by humming-kernels 0.1.19 where it has their form")
-    same_bits = make_kernels("triton", torch.device("cpu"), batch_invariant=True)
-    told = examine_dtype(made, "float16", same_bits)
+    told = plan_model(made, "cpu", "float16", kernels="triton", batch_invariant=True).explain()
     assert told.endswith(", by Triton, since humming-kernels does not keep a row's bits")

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.engine.logprobs import join_scores
-from loraplex.engine.model.code_products import activations, bits_for_int8
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
-from loraplex.engine.model.loading import examine_dtype
-from loraplex.engine.model.outline import outline_model
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.linear.numba_int8 import PackedIntegers
 from loraplex.kernels.linear.stored import GroupedWeight
-from loraplex.kernels.weight_form import WeightForm
+from loraplex.kernels.weight_form import WeightForm, served_form
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, save_tiny
+from support.models.loading import outline_model, plan_model
 from support.models.quantised_formats import FORMATS, write_quantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -39,22 +38,28 @@ SIZES = {
 MEMORY = {"kv_cache_memory": 8 << 20, "adapter_memory": 8 << 20, "adapter_cpu_memory": 8 << 20}
 
 
+def rounded_bits(config: dict[str, Any], backend: str = "numba", *, rounds: bool = True) -> int:
+    """The most bits of codes that are multiplied with activations in 8 bits; 0: none."""
+    scheme = read_scheme(config)
+    assert scheme is not None
+    form = served_form(scheme.form, backend, round_activations=rounds)
+    return form.bits if form.activations == "int8" else 0
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_checkpoints_of_4_bits_and_those_made_for_them_take_them_unless_a_dtype_is_named(name: str) -> None:
-    kernels, raw = make_kernels("numba", CPU), {"quantization_config": FORMATS[name].config}
+    raw = {"quantization_config": FORMATS[name].config}
     in_groups = name != "compressed int4, zeros"  # those of 16 inputs are no groups of 32
     bits = 4 if ("int4" in name and in_groups) or name == "awq" else 0
     if name in MADE_FOR_THEM:
         bits = 8
-    assert bits_for_int8(raw, "auto", kernels) == bits
-    assert activations(raw, "auto", kernels) == ("int8" if bits else "")
-    assert activations(raw, "bfloat16", kernels) == ""
-    assert activations(raw, torch.float32, kernels) == ""
-    assert activations(raw, "auto", make_kernels("torch", CPU)) == ""
+    assert rounded_bits(raw) == bits
+    assert rounded_bits(raw, rounds=False) == 0
+    assert rounded_bits(raw, "torch") == 0
 
 
 def test_codes_of_8_bits_take_them_only_where_all_groups_of_the_config_say_so() -> None:
-    kernels, right = make_kernels("numba", CPU), FORMATS[MADE_FOR_THEM[0]].config
+    right = FORMATS[MADE_FOR_THEM[0]].config
     inputs = right["config_groups"]["group_0"]["input_activations"]
     for found, expected in (
         ([inputs, inputs], 8),
@@ -65,14 +70,13 @@ def test_codes_of_8_bits_take_them_only_where_all_groups_of_the_config_say_so() 
         group = right["config_groups"]["group_0"]
         groups = {f"group_{at}": {**group, "input_activations": each} for at, each in enumerate(found)}
         raw = {"quantization_config": {**right, "config_groups": groups}}
-        assert bits_for_int8(raw, "auto", kernels) == expected
+        assert rounded_bits(raw) == expected
 
 
 def test_gguf_files_by_the_kinds_of_their_blocks() -> None:
-    kernels = make_kernels("numba", CPU)
-    for kinds, expected in ((["Q4_1", "Q8_0"], "int8"), (["Q4_K"], "int8"), (["Q8_0", "Q6_K"], "")):
+    for kinds, expected in ((["Q4_1", "Q8_0"], 4), (["Q4_K"], 4), (["Q8_0", "Q6_K"], 0)):
         raw = {"num_attention_heads": 4, "quantization_config": {"quant_method": "gguf", "kinds": kinds}}
-        assert activations(raw, "auto", kernels) == expected
+        assert rounded_bits(raw) == expected
 
 
 @pytest.mark.parametrize("name", ["gptq int4, zeros", *MADE_FOR_THEM])
@@ -103,10 +107,10 @@ def test_an_engine_with_them_is_near_and_its_reports_name_them(name: str, tmp_pa
         assert abs(planned - info.memory.weights) < 0.03 * planned
     difference = (logprobs[0] - logprobs[1]).abs()
     assert 0 < difference.mean() < (0.15 if name in MADE_FOR_THEM else 0.1)
-    kernels = make_kernels("numba", CPU)
     bits = 8 if name in MADE_FOR_THEM else 4
-    assert f"{bits}-bit linears with 8-bit activations" in examine_dtype(made, "auto", kernels)
-    assert examine_dtype(made, "float32", kernels) == "float32"
+    told = f", float32, {bits}-bit linears with 8-bit activations in groups of 32"
+    assert plan_model(made, kernels="numba").explain().endswith(told)
+    assert plan_model(made, "cpu", "float32", kernels="numba").explain().endswith(", float32")
 
 
 class _Lora:

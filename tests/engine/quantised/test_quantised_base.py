@@ -18,15 +18,12 @@ from loraplex.app.base_model.source import ensure_model
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model import stored_linears
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.loading import examine_dtype
-from loraplex.engine.model.outline import outline_model
-from loraplex.kernels.backend import make_kernels
 from support.adapters.peft_zoo import PeftReference, cut_model, make_zoo
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
 from support.models.gguf import CONTROL, MERGES, MIXES, convert_with_transformers, write_gguf
-from support.models.loading import load_model
+from support.models.loading import load_model, outline_model, plan_model
 from support.models.quantised import dequantised
 from support.models.quantised_formats import FORMATS, write_quantised
 
@@ -169,9 +166,10 @@ def test_on_a_gpu_two_codes_of_4_bits_are_held_in_a_byte(name: str, tmp_path: Pa
         assert weights is not None
         planned = outline_model(made, torch.device("cuda"), "float32").weight_bytes
         assert abs(planned - weights.weights) < 0.01 * planned
-        kernels = make_kernels("triton", torch.device("cpu"))
-        assert examine_dtype(made, "float32", kernels).endswith(
-            ", two codes of 4 bits in a byte, by Triton, since humming-kernels is for GPUs"
+        assert (
+            plan_model(made, "cpu", "float32", kernels="triton")
+            .explain()
+            .endswith(", two codes of 4 bits in a byte, by Triton, since humming-kernels is for GPUs")
         )
         assert planned < 0.9 * outline_model(made, torch.device("cpu"), "float32").weight_bytes
     finally:

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.model.family import decoder_spec, is_fused
-from loraplex.engine.model.loading import read_model_config
 from support.models.checkpoints import PagedRun
-from support.models.loading import load_model
+from support.models.loading import load_model, plan_model
 
 _PROMPT = [1, *range(20, 60), *range(90, 50, -3)]
 
@@ -25,14 +23,11 @@ _PROMPT = [1, *range(20, 60), *range(90, 50, -3)]
 def read_family(model_dir: Path) -> dict[str, Any]:
     """`plan` and `logits` [L, V], or `error`."""
     try:
-        config, part = read_model_config(model_dir)
-        plan = (
-            repr(decoder_spec(part.config, part.raw)) if is_fused(part.config.model_type) else "transformers"
-        )
+        plan = plan_model(model_dir, "cpu", torch.float32, kernels="torch")
         model = load_model(model_dir, "cpu", torch.float32, kernels="torch")
         run = PagedRun(model, [_PROMPT])
         run.step({0: len(_PROMPT)})
-        return {"plan": f"{config.model_type}: {plan}", "logits": torch.cat(run.logits[0])}
+        return {"plan": f"{plan.model_type}: {plan.spec!r}", "logits": torch.cat(run.logits[0])}
     except Exception as error:  # of any kind: the difference between two versions is what is wanted
         return {"error": f"{type(error).__name__}: {error}"}
 

@@ -159,27 +159,6 @@ def tensor_bytes(kind: str, shape: tuple[int, ...]) -> int:
     return count // KINDS[kind].values * KINDS[kind].size
 
 
-def grouping(tensors: Mapping[str, TensorSlice], module: str) -> tuple[int, int] | None:
-    """Inputs of a group of a module's codes in memory, and the numbers that a group has beside them; None where they
-    are floats."""
-    kinds = [KINDS[name] for name in _together(tensors, module)]
-    if not kinds:
-        return None
-    return min(kind.group for kind in kinds), 2 if any(kind.has_offsets for kind in kinds) else 1
-
-
-def bytes_beside_4_bits(tensors: Mapping[str, TensorSlice], module: str, *, integers: bool) -> int | None:
-    """Bytes of a group beside its codes, where two codes of a module are held in a byte: on a GPU, and with `integers`
-    for a CPU's products of whole numbers, which always have offsets. None where some codes have more than 4 bits, or
-    are floats."""
-    names = _together(tensors, module)
-    if not names or not FOUR_BITS.issuperset(names):
-        return None
-    numbers = 2 if integers or any(KINDS[name].has_offsets for name in names) else 1
-    # Those of Q4_K are products, which no 16 bits hold.
-    return numbers * (4 if "Q4_K" in names else 2)
-
-
 def module_form(tensors: Mapping[str, TensorSlice], module: str) -> WeightForm | None:
     """The form of a module, and of those that are multiplied with it; None where they are floats."""
     names = _together(tensors, module)

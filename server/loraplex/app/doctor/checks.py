@@ -17,8 +17,9 @@ from loraplex.app.base_model.served_tokenizer import serve_tokenizer
 from loraplex.app.base_model.source import ensure_model
 from loraplex.app.doctor import production, services
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
-from loraplex.app.doctor.machine import Device, Machine, Port, read_machine
+from loraplex.app.doctor.machine import EngineDevice, Machine, Port, read_machine
 from loraplex.app.doctor.torch_checks import Answers, Questions
+from loraplex.app.engine_settings import shared_values
 from loraplex.app.output import Output
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import is_bucket
@@ -39,16 +40,7 @@ def examine(settings: Settings, out: Output) -> int:
     model = _Model(settings)
     torch = Answers(
         Questions(
-            device=settings.device,
-            dtype=settings.dtype,
-            quantise=settings.quantise != "none",
-            kv_codes=settings.kv_cache_dtype == "int8",
-            kernels=settings.kernels,
-            attention=settings.attention,
-            threads=settings.threads,
-            max_model_len=settings.max_model_len,
-            batch_invariant=settings.batch_invariant,
-            speculation=settings.speculation,
+            **shared_values(settings, Questions),
             model_dir=None if model.directory is None else str(model.directory),
         )
     )
@@ -99,13 +91,13 @@ def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list
     return checks
 
 
-def find_device(settings: Settings, torch: TorchAnswers) -> Device:
+def find_device(settings: Settings, torch: TorchAnswers) -> EngineDevice:
     """The device that a start would take; the named one, or a CPU, where torch cannot say."""
     try:
         kind, _, total = torch["device"].partition(" ")
     except OSError:
         kind, total = settings.device, ""
-    return Device("cuda", int(total or 0)) if kind == "cuda" else Device("cpu")
+    return EngineDevice("cuda", int(total or 0)) if kind == "cuda" else EngineDevice("cpu")
 
 
 def report(checks: list[Check], out: Output) -> int:

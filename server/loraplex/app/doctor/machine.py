@@ -29,7 +29,7 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class EngineDevice:
     """Where the engine runs, `cpu` or `cuda`, and the bytes of a GPU's own memory."""
 
     kind: Literal["cpu", "cuda"]

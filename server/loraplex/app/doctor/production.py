@@ -8,7 +8,7 @@ from dataclasses import replace
 from loraplex.app.cluster.choice import uses_ray
 from loraplex.app.cluster.cost import OBJECT_STORE_BYTES, ray_bytes
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
-from loraplex.app.doctor.machine import Device, Machine
+from loraplex.app.doctor.machine import EngineDevice, Machine
 from loraplex.app.ports.connections import RESERVED_FILES
 from loraplex.app.settings import Settings
 from loraplex.app.storage.disk import GIB, Disk, data_room
@@ -23,7 +23,7 @@ _VOLATILE = frozenset({"tmpfs", "ramfs", "overlay"})
 SKEW_WARN_S, SKEW_FAIL_S = 2.0, 60.0
 
 
-def check_memory(settings: Settings, machine: Machine, device: Device) -> Finding:
+def check_memory(settings: Settings, machine: Machine, device: EngineDevice) -> Finding:
     """The pools beside the memory that they are in: on a GPU the KV cache and the adapters are in the device's own."""
     in_host = {"adapter_cpu_memory": settings.adapter_cpu_memory}
     on_device = {"kv_cache_memory": settings.kv_cache_memory, "adapter_memory": settings.adapter_memory}
@@ -130,7 +130,7 @@ def check_store(settings: Settings, store: tuple[Disk, ...]) -> Finding:
     return ok(found)
 
 
-def check_open_files(settings: Settings, machine: Machine, device: Device) -> Finding:
+def check_open_files(settings: Settings, machine: Machine, device: EngineDevice) -> Finding:
     """The server raises its own limit as far as it may; each request has a connection."""
     sequences = settings.max_num_seqs or DEFAULT_SEQUENCES[device.kind]
     wanted = settings.max_waiting + sequences + RESERVED_FILES

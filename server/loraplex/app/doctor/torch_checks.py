@@ -9,8 +9,12 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from loraplex.engine.model.model_plan import ModelPlan
 
 NAMES = ("torch", "device", "kernels", "speculation", "model", "untested")
 """Names of the answers."""
@@ -24,8 +28,8 @@ class Questions:
 
     device: str
     dtype: str
-    quantise: bool
-    kv_codes: bool
+    quantise: str
+    kv_cache_dtype: str
     kernels: str
     attention: str
     threads: int
@@ -66,13 +70,14 @@ def _ask(questions: Questions) -> dict[str, dict[str, str]]:
 
 
 def _answer(questions: Questions) -> dict[str, dict[str, str]]:
+    plan = cache(lambda: _plan(questions))
     checks = {
         "torch": _torch,
         "device": lambda: _device(questions),
         "kernels": lambda: _kernels(questions),
         "speculation": lambda: _speculation(questions),
-        "model": lambda: _model(questions),
-        "untested": lambda: _untested(questions),
+        "model": lambda: _model(plan()),
+        "untested": lambda: _untested(plan()),
     }
     return {name: _told(check) for name, check in checks.items()}
 
@@ -123,46 +128,28 @@ def _speculation(questions: Questions) -> str:
     return describe_speculation(questions.speculation, questions.kernels, questions.device)
 
 
-def _model(questions: Questions) -> str:
-    from loraplex.engine.devices import choose_kernels, refuse_bits
-    from loraplex.engine.model.loading import (
-        examine_attention,
-        examine_codes,
-        examine_dtype,
-        examine_model,
-        examine_same_bits,
-        read_model_config,
-        serving_dtype,
-    )
-    from loraplex.engine.model.outline import examine_tensors
+def _plan(questions: Questions) -> ModelPlan | None:
+    from loraplex.engine.devices import choose_kernels
+    from loraplex.engine.model.model_plan import ModelSettings, make_plan
 
     if questions.model_dir is None:
-        return ""
-    model_dir = Path(questions.model_dir)
-    kind = examine_model(model_dir, questions.max_model_len)
+        return None
     kernels = choose_kernels(questions.device, questions.kernels, batch_invariant=questions.batch_invariant)
-    examine_codes(model_dir, questions.quantise)
-    served = serving_dtype(*read_model_config(model_dir), questions.dtype, kernels)
-    obstacle = kernels.obstacle_to_same_bits(served, kernels.batch_invariant)
-    if obstacle is not None and questions.batch_invariant:
-        raise refuse_bits(obstacle)
-    obstacle = examine_same_bits(model_dir, questions.batch_invariant) or obstacle
-    bits = "the same bits in every batch"
-    if obstacle is not None:
-        bits = f"bits that may depend on the batch ({obstacle})"
-    attention = examine_attention(
-        model_dir, questions.attention, kernels, served, kv_codes=questions.kv_codes
-    )
-    dtype = examine_dtype(model_dir, questions.dtype, kernels)
-    examine_tensors(model_dir, questions.max_model_len)
-    return f"{kind}, {attention}, {bits}, {dtype}"
+    return make_plan(Path(questions.model_dir), ModelSettings.of(questions), kernels)
 
 
-def _untested(questions: Questions) -> str:
+def _model(plan: ModelPlan | None) -> str:
+    from loraplex.engine.model.outline import examine_tensors
+
+    if plan is None:
+        return ""
+    examine_tensors(plan)
+    return plan.explain()
+
+
+def _untested(plan: ModelPlan | None) -> str:
     """The model type, where only the start can tell whether it is served."""
-    from loraplex.engine.model.loading import untested_type
-
-    return "" if questions.model_dir is None else untested_type(Path(questions.model_dir))
+    return plan.model_type if plan is not None and plan.untested else ""
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class PlannedDevice:
     """`memory` in bytes, as the driver reports it. `bandwidth` in bytes a second and `flops` of dense 16-bit products
     are those of the data sheet, `capability` is a GPU's compute capability; None where they are unknown."""
 
@@ -25,8 +25,8 @@ class Device:
 
 def _gpu(
     name: str, memory_mib: int, bandwidth_gb: int, teraflops: int, capability: tuple[int, int]
-) -> Device:
-    return Device(name, "cuda", memory_mib * MIB, bandwidth_gb * 1e9, teraflops * 1e12, capability)
+) -> PlannedDevice:
+    return PlannedDevice(name, "cuda", memory_mib * MIB, bandwidth_gb * 1e9, teraflops * 1e12, capability)
 
 
 DEVICES = {
@@ -45,18 +45,18 @@ DEVICES = {
 """The SXM versions of A100, H100 and H200."""
 
 
-def find_device(name: str, memory: int, bandwidth_gb: float, cpu_memory: int) -> Device:
+def find_device(name: str, memory: int, bandwidth_gb: float, cpu_memory: int) -> PlannedDevice:
     """The device of `--gpu`, with the memory in bytes and the bandwidth in GB/s that were given in its place (0: its
     own). "cpu" has `cpu_memory` bytes free. Raises SettingsInvalid."""
     lowered = name.lower().replace("_", "-").replace(" ", "")
     known = DEVICES.get(lowered)
     if lowered == "cpu":
-        known = Device("cpu", "cpu", cpu_memory, None, None)
+        known = PlannedDevice("cpu", "cpu", cpu_memory, None, None)
     if known is None and not memory:
         raise SettingsInvalid(
             f"--gpu {name[:40]}: not known by name. Known are cpu, {', '.join(DEVICES)}; for any other GPU give "
             "--gpu-memory, and --bandwidth for the speed."
         )
-    known = known or Device(lowered, "cuda", memory, None, None)
+    known = known or PlannedDevice(lowered, "cuda", memory, None, None)
     bandwidth = bandwidth_gb * 1e9 if bandwidth_gb else known.bandwidth
     return replace(known, memory=memory or known.memory, bandwidth=bandwidth)

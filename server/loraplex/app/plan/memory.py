@@ -8,12 +8,13 @@ import torch
 
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
-from loraplex.app.plan.devices import MIB, Device
+from loraplex.app.plan.devices import MIB, PlannedDevice
 from loraplex.engine.execution.device_memory import headroom
-from loraplex.engine.execution.kv_cache import KVSize, block_bytes, kv_dtype, size_kv_cache
+from loraplex.engine.execution.kv_cache import KVSize, block_bytes, size_kv_cache
 from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import (
     MAX_SLOTS,
+    adapter_layout,
     adapter_pages,
     arena_bytes,
     arena_size,
@@ -54,7 +55,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """How the memory is divided. Sizes in bytes."""
 
     wanted: Wanted
@@ -87,20 +88,15 @@ class Plan:
     settings: dict[str, str | int] = field(default_factory=dict)
 
 
-def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: int | None) -> Plan:
+def divide_memory(
+    model: ModelOutline, device: PlannedDevice, wanted: Wanted, host_free: int | None
+) -> MemoryPlan:
     """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
     and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
     target = torch.device(device.kind)
-    block = block_bytes(model.shape.caches, kv_dtype(wanted.kv_cache_dtype, model.dtype))
+    block = block_bytes(model.shape.caches, model.kv_dtype)
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
-    layout = ArenaLayout(
-        model.site_groups,
-        model.num_layers,
-        model.dtype,
-        max_rank=_max_rank(wanted),
-        head=model.head_group,
-        embedding=model.embedding_shape,
-    )
+    layout = adapter_layout(model, _max_rank(wanted))
     sites = _sites(model, layout, wanted)
     adapter = adapter_pages(layout, wanted.rank, sites) * layout.page_bytes
     reserve, weights = RESERVES[device.kind], model.weight_bytes
@@ -137,7 +133,7 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
     if wanted.max_model_len:
         settings["max_model_len"] = wanted.max_model_len
     kv = size.num_blocks * block
-    return Plan(
+    return MemoryPlan(
         wanted=wanted,
         sites=sites,
         weights=weights,
@@ -163,7 +159,7 @@ def make_plan(model: ModelOutline, device: Device, wanted: Wanted, host_free: in
 
 
 def _share(
-    device: Device,
+    device: PlannedDevice,
     wanted: Wanted,
     layout: ArenaLayout,
     adapter: int,
@@ -204,20 +200,19 @@ def _kv_size(
     wanted: Wanted,
     target: torch.device,
     kv_free: int,
-    device: Device,
+    device: PlannedDevice,
     activations: int,
 ) -> tuple[KVSize, int]:
     """The KV cache that a start would choose of `kv_free` bytes, less if the activations need more than that leaves;
     and the setting, in whole MiB, that gives it."""
-    of_cache = kv_dtype(wanted.kv_cache_dtype, model.dtype)
-    block = block_bytes(model.shape.caches, of_cache)
+    block = block_bytes(model.shape.caches, model.kv_dtype)
     # A start measures what is an estimate here.
     left = max(block, kv_free - activations - headroom(device.memory))
 
     def sized(budget: int) -> KVSize:
         return size_kv_cache(
             model.shape,
-            of_cache,
+            model.kv_dtype,
             target,
             kv_cache_memory=budget,
             max_model_len=wanted.max_model_len,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from loraplex.app.output import Output
-from loraplex.app.plan.devices import Device
-from loraplex.app.plan.memory import Plan
+from loraplex.app.plan.devices import PlannedDevice
+from loraplex.app.plan.memory import MemoryPlan
 from loraplex.app.plan.speed import FORMULA, Speed
 
 _ESTIMATE = "an estimate: bytes over the device's bandwidth, without launches, host and sampling."
@@ -14,7 +14,11 @@ _MEASURED = "One H100 took 1.2 times the estimate for the base, 1.5 to 1.9 times
 
 
 def print_plan(
-    out: Output, device: Device, settings: Mapping[str, object], plan: Plan, speeds: tuple[Speed, ...]
+    out: Output,
+    device: PlannedDevice,
+    settings: Mapping[str, object],
+    plan: MemoryPlan,
+    speeds: tuple[Speed, ...],
 ) -> None:
     """Memory by use, places, speed, settings."""
     wanted = plan.wanted
@@ -53,7 +57,7 @@ def print_plan(
         out.line(f"  {name}: {value}")
 
 
-def _print_speed(out: Output, device: Device, speeds: tuple[Speed, ...]) -> None:
+def _print_speed(out: Output, device: PlannedDevice, speeds: tuple[Speed, ...]) -> None:
     if not speeds:
         out.line("\nspeed: not estimated, since the bandwidth is not known; give --bandwidth in GB/s")
         return
@@ -72,7 +76,7 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB" if abs(num_bytes) >= 1 << 20 else f"{num_bytes / 1024:.0f} KiB"
 
 
-def print_replicas(out: Output, replicas: int, plan: Plan, ray: int) -> None:
+def print_replicas(out: Output, replicas: int, plan: MemoryPlan, ray: int) -> None:
     """Several engines: the above is each one's."""
     out.line(f"\n{replicas} engines, the above for each:")
     out.line(f"  {'sequences at once, at most':<38}{replicas * plan.wanted.max_num_seqs:>11}")

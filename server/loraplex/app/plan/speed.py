@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loraplex.app.plan.devices import Device
-from loraplex.app.plan.memory import Plan
+from loraplex.app.plan.devices import PlannedDevice
+from loraplex.app.plan.memory import MemoryPlan
 from loraplex.engine.model.outline import ModelOutline
 
 FORMULA = "t = max(W / BW, 2 P T / F) + T context KV / BW + A adapter / BW"
@@ -24,7 +24,7 @@ class Speed:
     tokens_per_s: float
 
 
-def decode_speeds(model: ModelOutline, device: Device, plan: Plan) -> tuple[Speed, ...]:
+def decode_speeds(model: ModelOutline, device: PlannedDevice, plan: MemoryPlan) -> tuple[Speed, ...]:
     """None where the device's bandwidth is not known. Launches, the host and the sampler are not in it."""
     if device.bandwidth is None:
         return ()

@@ -17,7 +17,6 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import build_image
-from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.engine.base_error.forms import BaseInForm
@@ -25,12 +24,13 @@ from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.model.base import ForwardBatch, TokenRows
-from loraplex.engine.model.config_fields import read_config_json
-from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
-from loraplex.engine.model.fused import DecoderReader, FusedDecoder, attention_needs
-from loraplex.engine.model.loading import read_model_config
+from loraplex.engine.model.family import DecoderSpec
+from loraplex.engine.model.fused import DecoderReader, FusedDecoder
+from loraplex.engine.model.model_plan import ModelSettings, make_plan
 from loraplex.engine.model.plans import KeptPlans
+from loraplex.engine.sizing import adapter_layout
 from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.lora.dispatch import CHUNK
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
@@ -51,27 +51,30 @@ class NotMeasured(LoraplexError):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A task with what its files' headers say. `prompts` are of token ids; the adapter acts from the position `places`
-    of each on, and what comes before is not compared."""
+    """A task with what its files' headers say."""
 
     spec: DecoderSpec
+    """The decoder that the engine has."""
+    attention: AttentionChoice
     base: BaseSpec
     trained_on: str
     adapter: AdapterSpec
     tensors_path: Path
     prompts: list[list[int]]
+    """Token ids."""
     places: list[int]
+    """The position of each prompt that the adapter acts from; what comes before is not compared."""
 
 
 def read_subject(task: BaseErrorTask) -> Subject:
     """Raises NotMeasured, AdapterRefused, ArtifactMissing, ModelUnsupported, BaseModelInvalid, OSError."""
-    spec = _decoder_spec(task)
+    spec, attention = _decoder(task)
     cache_dir = None if task.cache_dir is None else Path(task.cache_dir)
     base = load_base_spec(Path(task.model_dir), cache_dir=cache_dir, quantise=task.quantise)
     files = Path(task.config_path), Path(task.tensors_path)
     adapter = inspect_adapter(*files, base, max_rank=task.max_rank, deep=False, digest=task.digest)
     prompts, places = _invoked(task.prompts, adapter.invocation, spec.rope.max_positions)
-    return Subject(spec, base, task.trained_on, adapter, files[1], prompts, places)
+    return Subject(spec, attention, base, task.trained_on, adapter, files[1], prompts, places)
 
 
 def _invoked(
@@ -135,20 +138,15 @@ def compare_logits(trained: torch.Tensor, served: torch.Tensor) -> BaseErrorFigu
     return BaseErrorFigures(max(0.0, divergence) / tokens, same / tokens, tokens)
 
 
-def _decoder_spec(task: BaseErrorTask) -> DecoderSpec:
-    """The spec that the engine has. Raises NotMeasured for a model that runs through transformers, ModelUnsupported."""
-    model_dir = Path(task.model_dir)
-    if task.plan_dir is not None:
-        content = read_config_json(model_dir)[0]
-        plan = KeptPlans(Path(task.plan_dir)).find(content, task.max_model_len)
-        if plan is not None:
-            return plan.spec
-    _, part = read_model_config(model_dir)
-    if not is_fused(part.config.model_type):
-        raise NotMeasured(
-            f"{part.config.model_type} runs through transformers, which reads all layers at once"
-        )
-    return decoder_spec(part.config, part.raw, task.max_model_len)
+def _decoder(task: BaseErrorTask) -> tuple[DecoderSpec, AttentionChoice]:
+    """The engine's decoder, with torch's attention. Raises NotMeasured for a model that runs through transformers,
+    ModelUnsupported."""
+    kept = None if task.plan_dir is None else KeptPlans(Path(task.plan_dir))
+    settings = ModelSettings(dtype="float32", max_model_len=task.max_model_len)
+    plan = make_plan(Path(task.model_dir), settings, torch_kernels(_CPU, batch_invariant=False), kept)
+    if plan.spec is None:
+        raise NotMeasured(f"{plan.model_type} runs through transformers, which reads all layers at once")
+    return plan.spec, plan.attention
 
 
 @torch.inference_mode()
@@ -157,8 +155,7 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
     base."""
     spec, prompts = subject.spec, subject.prompts
     kernels = torch_kernels(_CPU, batch_invariant=False)
-    attention = kernels.choose_attention("auto", attention_needs(spec), torch.float32)
-    reader = DecoderReader(form, spec, torch.float32, _CPU, kernels.ops, None, form)
+    reader = DecoderReader(form, spec, torch.float32, _CPU, kernels.ops, subject.attention, form)
     rows = [token for prompt in prompts for token in prompt]
     known, compact = np.unique(np.array(rows, np.int64), return_inverse=True)
     model = FusedDecoder(
@@ -168,7 +165,7 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
         reader.final_norm(),
         form.read({HEAD: (spec.vocab_size, spec.hidden_size)}),
         ops=kernels.ops,
-        attention=attention,
+        attention=subject.attention,
     )
     arena = _arena(model, subject, form, kernels)
     starts = accumulate((len(prompt) for prompt in prompts), initial=0)
@@ -200,14 +197,7 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
 def _arena(model: FusedDecoder, subject: Subject, form: BaseInForm, kernels: Kernels) -> AdapterArena:
     """An arena with the adapter in slot 0, as it lies over this form of the base."""
     adapter = subject.adapter
-    layout = ArenaLayout(
-        model.site_groups,
-        model.num_layers,
-        torch.float32,
-        max_rank=adapter.rank,
-        head=model.head_group,
-        embedding=model.embedding_shape,
-    )
+    layout = adapter_layout(model, adapter.rank)
     image = build_image(adapter, subject.tensors_path, layout, base=form.weights)
     arena = AdapterArena(layout, image.num_pages, 1, kernels)
     arena.write(image, 0, tuple(range(image.num_pages)))

@@ -73,11 +73,6 @@ class WatchedKVCache(KVCache):
             self._first_touch.expect(int(blocks.max()))
 
 
-def kv_dtype(asked: str, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache by the setting --kv-cache-dtype. int8 is that of codes."""
-    return torch.int8 if asked == "int8" else model_dtype
-
-
 def block_bytes(caches: Sequence[CacheKind], dtype: torch.dtype) -> int:
     """Bytes of one block of 16 positions over all layers, K and V, of a KV cache in this dtype; in int8 with the scales
     of its codes."""

@@ -94,8 +94,6 @@ class Model(Protocol):
     device: torch.device
     attention: AttentionKernel
     """The kernel that computes its attention. It lays out the batch of each step."""
-    attention_reason: str
-    """Why that one, in words."""
     site_groups: tuple[SiteGroup, ...]
     """The linears of layers that adapters may change, as the forward pass calls `LoraPass.apply` for them."""
     head_group: SiteGroup | None

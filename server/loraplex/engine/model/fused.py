@@ -68,9 +68,9 @@ class FusedDecoder:
         self._norm = norm
         self._head = head
         self.weights = self._layers, embed, norm, head
-        self.shape = ModelShape(spec.caches, spec.vocab_size, spec.rope.max_positions)
+        self.shape = decoder_shape(spec)
         self.num_layers = spec.num_layers
-        self.attention, self.attention_reason = attention.kernel, attention.reason
+        self.attention = attention.kernel
         self.hidden_size: int | None = spec.hidden_size
         self.dtype, self.device = embed.dtype, embed.device
         self.embedding_shape: tuple[int, int] | None = spec.vocab_size, spec.hidden_size
@@ -194,6 +194,10 @@ def fused_decoder(
     """The same of tensors that come from anywhere. `ops` and `attention` belong together; None: torch's. `codes` reads
     linears and head as codes; None: they are kept in `dtype`."""
     return DecoderReader(tensors, spec, dtype, device, ops, attention, codes).decoder()
+
+
+def decoder_shape(spec: DecoderSpec) -> ModelShape:
+    return ModelShape(spec.caches, spec.vocab_size, spec.rope.max_positions)
 
 
 def attention_needs(spec: DecoderSpec) -> AttentionNeeds:

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class FusedPlan:
+class ReadConfig:
     """A checkpoint of one of `FusedDecoder`'s families. `dtype` is the checkpoint's own, as `torch.dtype` is named;
     tensors whose names begin with one of `unread` belong to other parts of a larger model."""
 
@@ -52,7 +52,7 @@ class KeptPlans:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def find(self, config_json: bytes, max_model_len: int) -> FusedPlan | None:
+    def find(self, config_json: bytes, max_model_len: int) -> ReadConfig | None:
         """The plan that `save_plan` got for the same arguments."""
         path = self._path(config_json, max_model_len)
         try:
@@ -60,17 +60,17 @@ class KeptPlans:
             encoded = kept[_SUM_BYTES:]
             if kept[:_SUM_BYTES] != _checksum(path, encoded):
                 return None
-            plan = msgspec.json.decode(encoded, type=FusedPlan)
+            plan = msgspec.json.decode(encoded, type=ReadConfig)
             os.utime(path)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
         return plan
 
-    def save_plan(self, config_json: bytes, max_model_len: int, plan: FusedPlan) -> None:
+    def save_plan(self, config_json: bytes, max_model_len: int, plan: ReadConfig) -> None:
         """Plans that no start has used for `KEPT_S` are removed."""
         encoded = msgspec.json.encode(plan)
         with contextlib.suppress(msgspec.MsgspecError):
-            if msgspec.json.decode(encoded, type=FusedPlan) == plan:  # else it would not come back as it is
+            if msgspec.json.decode(encoded, type=ReadConfig) == plan:  # else it would not come back as it is
                 self._write(self._path(config_json, max_model_len), encoded)
 
     def _write(self, path: Path, encoded: bytes) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from loraplex.adapters.admission.base_model import find_sites as site_shapes
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
+from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, transform_queries
 from loraplex.kernels.attention.torch_attention import TorchAttention
@@ -49,6 +50,12 @@ class Sites:
     embedding: torch.nn.Embedding | None
 
 
+def wrapped_attention(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> AttentionChoice:
+    widest = max(shape.caches, key=lambda kind: kind.kv_heads * kind.head_dim)
+    kernel = TorchAttention(widest.kv_heads, widest.head_dim, dtype, device)
+    return AttentionChoice(kernel, "models that run through transformers have no other")
+
+
 class TransformersDecoder:
     """A transformers model whose attention is ours. Build it with `wrap`."""
 
@@ -58,11 +65,7 @@ class TransformersDecoder:
         self.shape, self.num_layers = shape, shape.num_layers
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        widest = max(shape.caches, key=lambda kind: kind.kv_heads * kind.head_dim)
-        self.attention: AttentionKernel = TorchAttention(
-            widest.kv_heads, widest.head_dim, self.dtype, self.device
-        )
-        self.attention_reason = "models that run through transformers have no other"
+        self.attention = wrapped_attention(shape, self.dtype, self.device).kernel
         self.num_weights = sum(parameter.numel() for parameter in model.parameters())
         sites = find_sites(model, shape.num_layers)
         self.site_groups = sites.groups

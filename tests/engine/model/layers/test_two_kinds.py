@@ -21,9 +21,8 @@ from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model import family
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.family import Family, LayerRow
-from loraplex.engine.model.loading import examine_model
 from support.models.checkpoints import PagedRun
-from support.models.loading import load_model
+from support.models.loading import load_model, plan_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -207,7 +206,7 @@ def test_a_family_of_two_kinds_is_one_row(kernels: str, model_dir: Path) -> None
 
 
 def test_a_kind_that_the_row_has_not_is_refused(model_dir: Path) -> None:
-    assert "two_kinds on the fused decoder" in examine_model(model_dir)
+    assert "two_kinds on the fused decoder" in plan_model(model_dir).explain()
     (model_dir / "config.json").write_text(json.dumps(CONFIG | {"layer_types": ["linear_attention"] * 4}))
     with pytest.raises(ModelUnsupported, match="full_attention or sliding_attention 4 times"):
-        examine_model(model_dir)
+        plan_model(model_dir)

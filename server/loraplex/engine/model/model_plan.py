@@ -1,0 +1,359 @@
+"""The plan of a model: all that a checkpoint becomes under some settings and kernels, decided before a weight is read.
+
+`load_model` builds a plan; `loraplex plan`, `loraplex doctor`, the engine's report and its numerical build read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loraplex.adapters.admission.base_families import text_fields
+from loraplex.adapters.base_weights.gguf import is_indexed, module_form, read_index
+from loraplex.adapters.base_weights.grouped import INT8_GROUP, group_of
+from loraplex.adapters.base_weights.schemes import read_scheme, stores_head
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
+from loraplex.adapters.spec import TensorSlice
+from loraplex.engine.devices import refuse_bits
+from loraplex.engine.model.base import ModelShape, ModelUnsupported
+from loraplex.engine.model.config_fields import read_config_json
+from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
+from loraplex.engine.model.fused import attention_needs, decoder_shape
+from loraplex.engine.model.plans import KeptPlans, ReadConfig
+from loraplex.engine.model.served_config import ServedConfig, read_served_config, wrapped_shape
+from loraplex.engine.model.wrapped import wrapped_attention
+from loraplex.engine.reports import ModelSummary
+from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable
+from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.linear.dense import multiplies
+from loraplex.kernels.weight_form import FLOATS, WeightForm, served_form
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+TESTED = frozenset({"gemma", "granite", "olmo2", "smollm3", "starcoder2"})
+"""Model types whose equality with transformers through `TransformersDecoder` the test suite shows. Others are
+compared at every start."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """The settings that decide what a checkpoint becomes, by the names that `EngineConfig` has."""
+
+    dtype: str = "auto"
+    max_model_len: int = 0
+    attention: str = "auto"
+    quantise: str = "none"
+    kv_cache_dtype: str = "auto"
+
+    @classmethod
+    def of(cls, settings: object) -> ModelSettings:
+        """The fields of the same names of an `EngineConfig`, or of anything else that has them."""
+        return cls(**{field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A checkpoint's decoder, dtype, linears, attention and KV cache, and why. Made by `make_plan`."""
+
+    model_dir: Path
+    settings: ModelSettings
+    kernels: Kernels
+    model_type: str
+    """The type in config.json; `spec` has that of its text part."""
+    spec: DecoderSpec | None
+    """The fused decoder's; None: the model runs through transformers."""
+    config: Any
+    """transformers' config of a model that runs through it; None for the fused decoder."""
+    unread: tuple[str, ...]
+    """How the names begin of tensors that belong to other parts of a larger model."""
+    shape: ModelShape
+    dtype: torch.dtype
+    stored_dtype: str
+    """The checkpoint's own, as `torch.dtype` is named."""
+    attention: AttentionChoice
+    linears: Linears
+    obstacle: str | None
+    """Why it cannot promise the same bits in every step; None where it can."""
+
+    @property
+    def decoder(self) -> str:
+        return "transformers" if self.spec is None else "fused"
+
+    @property
+    def untested(self) -> bool:
+        """Whether the start compares it with transformers, and may refuse it."""
+        return self.spec is None and self.model_type not in TESTED
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of keys and values; int8 is that of codes."""
+        return torch.int8 if self.settings.kv_cache_dtype == "int8" else self.dtype
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Warnings to the operator, at each start."""
+        found = []
+        if self.spec is not None:
+            for name in self.spec.ignored:
+                found.append(f"config.json has {name}, which {self.spec.model_type} does not define: ignored")
+            longest, trained = self.spec.rope.max_positions, self.spec.trained_positions
+            if longest < trained:
+                found.append(
+                    f"sequences of up to {longest} positions are served, of the {trained} that the model can have: a "
+                    f"--max-model-len above {longest} would choose other RoPE frequencies, for all sequences"
+                )
+        if self._is_widened:
+            # Tens of times as fast there, for twice the memory.
+            found.append(
+                f"this processor can't multiply in {self.stored_dtype}, the checkpoint's dtype: float32 is used"
+            )
+        if self.obstacle is not None and self.kernels.device.type == "cpu":
+            found.append(f"answers may depend on what is computed beside them: {self.obstacle}")
+        return tuple(found)
+
+    @property
+    def _is_widened(self) -> bool:
+        return self.settings.dtype == "auto" and _name(self.dtype) != self.stored_dtype
+
+    @property
+    def summary(self) -> ModelSummary:
+        return ModelSummary(
+            vocab_size=self.shape.vocab_size,
+            dtype=_name(self.dtype),
+            decoder=self.decoder,
+            attention=self.attention.name,
+            attention_reason=self.attention.reason,
+            quantise=self.settings.quantise,
+            kv_cache_dtype=_name(self.kv_dtype),
+            stored_codes=self.linears.format,
+            activations=self.linears.activations,
+            same_bits=self.obstacle is None,
+        )
+
+    def explain(self) -> str:
+        """The plan in words, for `loraplex doctor`."""
+        if self.spec is None:
+            how = "to be compared with it at the start" if self.untested else "tested"
+            kind, attention = f"{self.model_type} through transformers, {how}", "attention torch"
+        else:
+            kind = f"{self.spec.model_type} on the fused decoder, up to {self.shape.max_positions} positions"
+            attention = f"attention {self.attention.name} ({self.attention.reason})"
+        if self.kv_dtype is torch.int8:
+            attention += ", KV in int8"
+        bits = "the same bits in every batch"
+        if self.obstacle is not None:
+            bits = f"bits that may depend on the batch ({self.obstacle})"
+        return ", ".join(
+            filter(None, (kind, attention, bits, self._explain_dtype(), self._explain_linears()))
+        )
+
+    def _explain_dtype(self) -> str:
+        name = _name(self.dtype)
+        if self._is_widened:
+            return f"{name} (this processor cannot multiply in {self.stored_dtype}, the checkpoint's dtype)"
+        if self.settings.dtype == "auto" and not multiplies(self.dtype, self.kernels.device):
+            return f"{name} (the checkpoint's; this processor multiplies in float32, into which the kernels widen it)"
+        return name
+
+    def _explain_linears(self) -> str:
+        form, choose = self.linears.form, self.kernels.choose_four_bits
+        if form.activations == "int8":
+            return f"{form.bits}-bit linears with 8-bit activations in groups of 32"
+        if form.codes != "groups" or form.bits != 4 or choose is None:
+            return ""
+        choice = choose(form.group, self.dtype)
+        by = (
+            f"{choice.library} where it has their form"
+            if choice.library
+            else f"Triton, since {choice.reason}"
+        )
+        return f"two codes of 4 bits in a byte, by {by}"
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """The forms of a model's linears."""
+
+    format: str
+    """A quantised checkpoint's, for example "gptq int4"; empty: its linears are floats."""
+    stored: WeightForm
+    """The form in which those are served that the checkpoint quantises. Linears of a GGUF file differ; this is the one
+    of fewest bits."""
+    quantise: bool
+    """Linears that are stored as floats become codes of 8 bits."""
+    stores_head: bool
+    backend: str
+    rounds_activations: bool
+    index: Mapping[str, TensorSlice] | None
+    """The tensors of a GGUF file."""
+
+    @property
+    def form(self) -> WeightForm:
+        """The form of the layers' linears, modules aside that a quantising tool left out."""
+        return self._quantised(self.stored, INT8_GROUP)
+
+    @property
+    def have_codes(self) -> bool:
+        return self.form.codes == "groups"
+
+    @property
+    def activations(self) -> str:
+        """The numbers that x is rounded to for products of codes; empty: x keeps the model's dtype."""
+        return self.form.activations if self.form.codes == "groups" else ""
+
+    def form_of(self, modules: Iterable[str], inputs: int) -> WeightForm:
+        """The form of modules, by their names in the checkpoint, that are multiplied as one."""
+        form = self.stored
+        if self.index is not None:
+            stored = module_form(self.index, next(iter(modules)))
+            form = FLOATS if stored is None else self._served(stored)
+        elif not self.stores_head and any(name.endswith(("lm_head", "embed_tokens")) for name in modules):
+            form = FLOATS
+        return self._quantised(form, group_of(inputs))
+
+    def _quantised(self, form: WeightForm, group: int) -> WeightForm:
+        return WeightForm("groups", 8, group) if self.quantise and form.codes != "groups" else form
+
+    def _served(self, stored: WeightForm) -> WeightForm:
+        return served_form(stored, self.backend, round_activations=self.rounds_activations)
+
+
+def make_plan(
+    model_dir: Path, settings: ModelSettings, kernels: Kernels, kept: KeptPlans | None = None
+) -> ModelPlan:
+    """Plan a checkpoint of safetensors files or a GGUF file, from its config alone. Nothing in the directory is
+    executed, and with `kept`, transformers is not imported where a config of the families has been read before (ADR
+    0011). Raises ModelUnsupported with the reason if it can't be served exactly as transformers would, or not with
+    these settings; DeviceUnavailable where batch-invariant kernels cannot keep their promise in its dtype."""
+    content, raw = read_config_json(model_dir)
+    read = None if kept is None else kept.find(content, settings.max_model_len)
+    if read is None:
+        served = read_served_config(model_dir, raw)
+        if not is_fused(served.text.model_type):
+            return _plan_wrapped(model_dir, settings, kernels, served)
+        spec = decoder_spec(served.text, served.raw, settings.max_model_len)
+        read = ReadConfig(spec, _stored_dtype(served.whole), served.unread)
+        # Of this file alone: not where it names others to read in its place, or is being replaced.
+        if (
+            kept is not None
+            and "configuration_files" not in raw
+            and read_config_json(model_dir)[0] == content
+        ):
+            kept.save_plan(content, settings.max_model_len, read)
+    dtype = _dtype(settings.dtype, read.dtype, kernels.multiplies(_DTYPES[read.dtype]))
+    return ModelPlan(
+        model_dir=model_dir,
+        settings=settings,
+        kernels=kernels,
+        model_type=raw["model_type"],
+        spec=read.spec,
+        config=None,
+        unread=read.unread,
+        shape=decoder_shape(read.spec),
+        dtype=dtype,
+        stored_dtype=read.dtype,
+        attention=_attention(settings, kernels, read.spec, dtype),
+        linears=_linears(model_dir, text_fields(raw), settings, kernels),
+        obstacle=_obstacle(kernels, dtype),
+    )
+
+
+def _plan_wrapped(
+    model_dir: Path, settings: ModelSettings, kernels: Kernels, served: ServedConfig
+) -> ModelPlan:
+    config, shape = served.whole, wrapped_shape(served.whole)
+    kind, stored = config.model_type, _stored_dtype(config)
+    through = f"{kind} runs through transformers"
+    if settings.attention not in ("auto", "torch"):
+        raise ModelUnsupported(
+            f"--attention {settings.attention}: {through}, with torch's attention; choose auto or torch"
+        )
+    obstacle = f"{through}, whose products depend on the other rows of a step"
+    if kernels.batch_invariant:
+        raise ModelUnsupported(f"--batch-invariant: {obstacle}; serve without it")
+    linears = _linears(model_dir, text_fields(served.raw), settings, kernels)
+    if linears.quantise or linears.format:
+        what = "--quantise" if linears.quantise else "a quantised checkpoint"
+        raise ModelUnsupported(
+            f"{what}: {through}, which keeps its weights as they are; serve one of 16 bits"
+        )
+    # Its linears are torch's.
+    dtype = _dtype(settings.dtype, stored, multiplies(_DTYPES[stored], kernels.device))
+    return ModelPlan(
+        model_dir=model_dir,
+        settings=settings,
+        kernels=kernels,
+        model_type=kind,
+        spec=None,
+        config=config,
+        unread=(),
+        shape=shape,
+        dtype=dtype,
+        stored_dtype=stored,
+        attention=wrapped_attention(shape, dtype, kernels.device),
+        linears=linears,
+        obstacle=obstacle,
+    )
+
+
+def _attention(
+    settings: ModelSettings, kernels: Kernels, spec: DecoderSpec, dtype: torch.dtype
+) -> AttentionChoice:
+    try:
+        choice = kernels.choose_attention(settings.attention, attention_needs(spec), dtype)
+    except AttentionUnavailable as error:
+        raise ModelUnsupported(f"--attention {settings.attention}: {error}") from error
+    if settings.kv_cache_dtype == "int8" and not choice.kernel.reads_codes:
+        raise ModelUnsupported(
+            f"--kv-cache-dtype int8: --attention {settings.attention} reads keys and values in the model's dtype "
+            "alone; choose --attention auto, or serve with --kv-cache-dtype auto"
+        )
+    return choice
+
+
+def _linears(
+    model_dir: Path, fields: Mapping[str, Any], settings: ModelSettings, kernels: Kernels
+) -> Linears:
+    # A dtype that is named asks for exact products.
+    rounds = settings.dtype == "auto"
+    try:
+        scheme = read_scheme(fields)
+        stored = FLOATS if scheme is None else scheme.form
+        return Linears(
+            format="" if scheme is None else scheme.name,
+            stored=served_form(stored, kernels.backend, round_activations=rounds),
+            quantise=settings.quantise != "none",
+            stores_head=stores_head(fields),
+            backend=kernels.backend,
+            rounds_activations=rounds,
+            index=read_index(model_dir) if is_indexed(model_dir) else None,
+        )
+    except (QuantisationUnsupported, OSError) as error:
+        raise ModelUnsupported(str(error)) from error
+
+
+def _obstacle(kernels: Kernels, dtype: torch.dtype) -> str | None:
+    found = kernels.obstacle_to_same_bits(dtype, kernels.batch_invariant)
+    if found is not None and kernels.batch_invariant:
+        raise refuse_bits(found)
+    return found
+
+
+def _dtype(asked: str, stored: str, is_fast: bool) -> torch.dtype:
+    if asked != "auto":
+        return _DTYPES[asked]
+    return _DTYPES[stored] if is_fast else torch.float32
+
+
+def _stored_dtype(config: Any) -> str:
+    name = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return name if name in _DTYPES else "float32"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,126 @@
+"""A checkpoint's config as transformers reads it, and the part of it that a text server can serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loraplex.adapters.admission.base_families import obstacle_of, text_fields
+from loraplex.adapters.base_weights.schemes import read_scheme
+from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
+from loraplex.adapters.store.files import shown
+from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.model.base import ModelShape, ModelUnsupported
+from loraplex.engine.model.config_fields import check_sizes
+from loraplex.engine.model.rope import STATIC_ROPE_TYPES
+
+_OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config", "vq_config")
+_MULTIMODAL_TYPES = frozenset({"phi4_multimodal"})
+"""Those that have no config for what they see or hear where `_OTHER_INPUTS` would find it."""
+_TEXT_OF = {"gemma3": "gemma3_text"}
+"""Multimodal types whose text part alone is served, and the type that it is."""
+_OTHER_PARTS = ("model.vision_tower.", "model.multi_modal_projector.")
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class ServedConfig:
+    """transformers' config of a checkpoint (`whole`) and of its served part, a text model (`text`), the JSON of that,
+    and the names of tensors (by how they begin) that belong to other parts and are not read."""
+
+    whole: Any
+    text: Any
+    raw: Mapping[str, Any]
+    unread: tuple[str, ...] = ()
+
+
+def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
+    """`raw`: the directory's config.json. `text` is the config itself for a text model, and the text model in it for a
+    Gemma 3 that also sees. Raises ModelUnsupported, in one line, also for what is no decoder of text."""
+    config = _config(model_dir, raw)
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelUnsupported(f"{kind} is an encoder with a decoder; only decoders are served")
+    inner = _TEXT_OF.get(kind)
+    if inner is None:
+        if kind in _MULTIMODAL_TYPES or any(getattr(config, n, None) is not None for n in _OTHER_INPUTS):
+            raise ModelUnsupported(
+                f"{kind} is multimodal; only models of text are served, and of Gemma 3 the text part"
+            )
+        return ServedConfig(config, config, raw)
+    text, text_raw = config.get_text_config(), raw.get("text_config")
+    if text.model_type != inner or not isinstance(text_raw, dict):
+        raise ModelUnsupported(f"the text_config of {kind} is not one of {inner}")
+    if bool(config.tie_word_embeddings) != bool(text.tie_word_embeddings):
+        raise ModelUnsupported(f"tie_word_embeddings of {kind} differs between the model and its text part")
+    return ServedConfig(config, text, text_raw, _OTHER_PARTS)
+
+
+def _config(model_dir: Path, raw: Mapping[str, Any]) -> Any:
+    # Before transformers, which has another reason of its own for an old config, and none for many families.
+    fields = text_fields(raw)
+    obstacle = obstacle_of(fields)
+    if obstacle is not None:
+        raise ModelUnsupported(f"{obstacle} ({model_dir})")
+    check_sizes(fields)
+    try:
+        read_scheme(fields)
+    except QuantisationUnsupported as error:
+        raise ModelUnsupported(f"{error.message} ({model_dir})") from error
+    from transformers import AutoConfig
+
+    scaling = raw.get("rope_scaling")
+    try:
+        if isinstance(scaling, dict) and scaling.get("type") == "su":
+            # The first name of longrope, which transformers takes no parameters for any more.
+            return AutoConfig.for_model(**{**raw, "rope_scaling": scaling | {"type": "longrope"}})
+        return AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # its validators raise errors of many kinds
+        reason = " ".join(str(error).split())[:500]
+        raise ModelUnsupported(
+            f"transformers does not accept {model_dir / 'config.json'}: {reason}"
+        ) from error
+
+
+def wrapped_shape(config: Any) -> ModelShape:
+    """The sizes of a model that runs through transformers. Raises ModelUnsupported."""
+    text = config.get_text_config()
+    heads = _number(text, "num_attention_heads")
+    kind = CacheKind(
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or _number(text, "hidden_size") // heads,
+    )
+    return ModelShape(
+        caches=(kind,) * _number(text, "num_hidden_layers"),
+        vocab_size=_number(text, "vocab_size"),
+        max_positions=min(_number(text, "max_position_embeddings"), *_rope_limits(text)),
+    )
+
+
+def _number(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ModelUnsupported(f"the config of {config.model_type} has no {name}")
+    return value
+
+
+def _rope_limits(config: Any) -> list[int]:
+    """Where RoPE's frequencies would change with the longest row of a batch, so that neighbours would matter: up to
+    these positions they do not."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = parameters.values() if all(isinstance(v, dict) for v in parameters.values()) else [parameters]
+    limits = [_NO_LIMIT]
+    for kind in kinds:
+        rope_type = kind.get("rope_type", "default")
+        if rope_type == "longrope":
+            limit = kind.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            if not limit:
+                raise ModelUnsupported("rope_type 'longrope' without original_max_position_embeddings")
+            limits.append(limit)
+        elif rope_type not in STATIC_ROPE_TYPES | {"proportional", "dynamic"}:
+            raise ModelUnsupported(f"rope_type {shown(rope_type)} is not supported")
+    return limits
