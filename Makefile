@@ -16,7 +16,7 @@ ARGS ?=
 OUT ?= build/gpu
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadgroup --no-loadscope-reorder --rerun-failed
 
-.PHONY: quickstart test test-slow test-all check check-types check-rules docs chart soak faults gpu gpu-site gpu-wheels fmt clean clients makers outside dashboards console
+.PHONY: quickstart test test-slow test-all check check-types check-rules collect docs chart soak faults gpu gpu-site gpu-wheels fmt clean clients makers outside dashboards console
 
 quickstart: $(STAMP)
 	@$(BIN)/loraplex quickstart $(ARGS)
@@ -65,6 +65,10 @@ check-rules: $(STAMP)-dev $(CONSOLE)
 	$(BIN)/python tools/check_layout.py
 	$(BIN)/python tools/check_prose.py
 	$(CLIENTS)/console/node_modules/.bin/tsc --project tools/console_types.json
+
+# Imports all tests: what Python compiles then, the processes that run them find. In CI mypy leaves a core for it.
+collect: $(STAMP)-dev
+	@mkdir -p build; $(BIN)/python -m pytest -qq --collect-only -m "not soak" >build/collected.txt || { tail -30 build/collected.txt; exit 1; }
 
 # The documentation site, into build/site. A broken link fails it, here and in tests/docs/test_site.py. Not --quiet: it
 # hides warnings from --strict too.
