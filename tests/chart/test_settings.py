@@ -98,11 +98,12 @@ def test_secrets_reach_the_server(helm: Helm) -> None:
         "LORAPLEX_KEY_PEPPER",
         "LORAPLEX_DATABASE_URL",
         "LORAPLEX_REDIS_URL",
-        "LORAPLEX_OTLP_HEADERS",
+        "OTEL_EXPORTER_OTLP_HEADERS",
         "LORAPLEX_WEBHOOK_SECRET",
         "HF_TOKEN",
     )
-    assert {f"LORAPLEX_{name.upper()}" for name in SECRET_SETTINGS} == set(variables) - {"HF_TOKEN"}
+    of_others = {"HF_TOKEN", "OTEL_EXPORTER_OTLP_HEADERS"}
+    assert {f"LORAPLEX_{name.upper()}" for name in SECRET_SETTINGS} == set(variables) - of_others
     listed = {it["name"]: it for it in helm.template(NEEDED, {"secrets": secrets}).container["env"]}
     for index, variable in enumerate(variables):
         reference = {"name": f"of-{index}", "key": f"key-{index}"}

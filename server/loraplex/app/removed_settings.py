@@ -17,6 +17,7 @@ _REMOVED = {
     "engine_tls_ca": "use --engine-tls DIR, with what an engine trusts as ca.crt",
     "replica_manager": "use --ray-address local (Ray here) or none (no Ray)",
     "trace_follow_caller": "use --trace-sample-ratio caller",
+    "otlp_headers": "use the variable OTEL_EXPORTER_OTLP_HEADERS",
     "otlp_service_name": "use the variable OTEL_SERVICE_NAME",
     "adapter_base_error_warning": f"{_LEAVE_OUT}warns from 0.1 nats a token; reports have the figure",
     "adapter_image_cache": f"{_LEAVE_OUT}keeps 2 GiB at most, and 1 GiB of the disk free",

@@ -24,7 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "replicas", "max_replicas", "ray_address", "engine_port", "engine_token_file", "engine_tls", "engine_spare",
     ),
     "Telemetry": (
-        "otlp_endpoint", "otlp_headers", "trace_sample_ratio", "webhook_url", "webhook_secret", "webhook_allow",
+        "otlp_endpoint", "trace_sample_ratio", "webhook_url", "webhook_secret", "webhook_allow",
     ),
 }  # fmt: skip
 """Names of settings in the order of `--help`, by its panels: those that operators touch first come first."""

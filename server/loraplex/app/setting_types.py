@@ -51,7 +51,7 @@ def comma_list(value: object) -> object:
 
 
 def otlp_url(value: str) -> str:
-    return _plain_url(value, "http://collector:4318", "; use --otlp-headers for a secret")
+    return _plain_url(value, "http://collector:4318", "; use OTEL_EXPORTER_OTLP_HEADERS for a secret")
 
 
 def data_plane_url(value: str) -> str:
@@ -72,11 +72,6 @@ def _plain_url(value: str, example: str, advice: str) -> str:
         raise ValueError(f"must be a URL such as {example}")
     if "@" in url.netloc or url.query or url.fragment:
         raise ValueError(f"must have no user, password, query or fragment{advice}")
-    return value
-
-
-def checked_headers(value: str) -> str:
-    header_pairs(value)
     return value
 
 

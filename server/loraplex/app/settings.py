@@ -27,13 +27,11 @@ from loraplex.app.setting_types import (
     Bytes,
     Port,
     checked_engine_port,
-    checked_headers,
     checked_hosts,
     checked_server_limits,
     checked_sources,
     comma_list,
     data_plane_url,
-    header_pairs,
     limit_list,
     otlp_url,
     port_text,
@@ -47,9 +45,7 @@ OTHER_ENVIRONMENT = frozenset(
 )
 """Variables that other commands read; any further LORAPLEX_ variable must be a setting."""
 
-SECRET_SETTINGS = frozenset(
-    {"admin_token", "key_pepper", "database_url", "redis_url", "otlp_headers", "webhook_secret"}
-)
+SECRET_SETTINGS = frozenset({"admin_token", "key_pepper", "database_url", "redis_url", "webhook_secret"})
 """Their values are not repeated in messages; the chart takes them from Secrets alone."""
 
 
@@ -269,9 +265,6 @@ class Settings(BaseSettings):
         "",
         description="http(s)://HOST:PORT of an OpenTelemetry collector that traces are sent to (default: none)",
     )
-    otlp_headers: Annotated[str, AfterValidator(checked_headers)] = Field(
-        "", description="Headers for that collector, NAME=VALUE,NAME=VALUE; values may be percent-encoded"
-    )
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | Literal["caller"] = Field(
         1.0,
         description="Share of the generation requests that are recorded as traces (caller: those whose traceparent "
@@ -314,11 +307,6 @@ class Settings(BaseSettings):
     def ray_cluster(self) -> str:
         """HOST:PORT of a Ray cluster that runs already, or an empty text."""
         return "" if self.ray_address in ("local", "none") else self.ray_address
-
-    @property
-    def otlp_header_pairs(self) -> list[tuple[str, str]]:
-        """Names and values of `otlp_headers`."""
-        return header_pairs(self.otlp_headers)
 
     @classmethod
     def settings_customise_sources(
