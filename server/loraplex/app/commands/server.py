@@ -126,7 +126,11 @@ def _removed_parameters() -> list[inspect.Parameter]:
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
-                None, _option_names(name, is_switch=name in REMOVED_SWITCHES), hidden=True, show_default=False
+                None,
+                _option_names(name, is_switch=name in REMOVED_SWITCHES),
+                help=instead_of(name),
+                hidden=True,
+                show_default=False,
             ),
             annotation=(bool | None) if name in REMOVED_SWITCHES else (str | None),
         )
