@@ -10,9 +10,10 @@ from math import inf
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.execution.warm_up import made_up_slice
 from loraplex.engine.scheduling.timing.step_costs import FEW_ROWS, MANY_ROWS, NotMeasured, StepCosts
 from loraplex.engine.scheduling.timing.step_times import MeasuredTimes
-from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
+from loraplex.engine.types import SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
 
 _CONTEXT = 496
@@ -119,12 +120,12 @@ class _Steps:
         """The seconds of a step of one token behind `start` others, and `rows - 1` drafts behind it. Raises NotMeasured
         where no token can be sampled."""
         asked = SamplingParams(max_tokens=MANY_ROWS[-1])
-        return self._time(_slice(rows, start, asked, samples=True, drafted=(0,) * (rows - 1)))
+        return self._time(made_up_slice(rows, asked, start=start, drafted=rows - 1))
 
     def run_prompt(self, rows: int, start: int, scored: int = 0) -> float:
         """The seconds of a step of `rows` positions of a prompt behind `start` others, `scored` of them scored."""
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        return self._time(_slice(rows, start, asked, targets=(0,) * scored))
+        return self._time(made_up_slice(rows, asked, start=start, samples=False, num_scored=scored))
 
     def _time(self, part: ScheduledSequence) -> float:
         before = self._worked()
@@ -134,31 +135,3 @@ class _Steps:
         took = self._worked() - before
         self.spent += took
         return took
-
-
-def _slice(
-    rows: int,
-    start: int,
-    asked: SamplingParams,
-    *,
-    samples: bool = False,
-    drafted: tuple[int, ...] = (),
-    targets: tuple[int, ...] = (),
-) -> ScheduledSequence:
-    return ScheduledSequence(
-        request=EngineRequest("measured", "", (0,) * (start + rows + 1), asked),
-        order=0,
-        epoch=0,
-        start=start,
-        num_tokens=rows,
-        token_ids=(0,) * rows,
-        # A block may stand in a table twice: what is computed does not matter.
-        block_ids=(0,) * -(-(start + rows) // BLOCK_SIZE),
-        slot=-1,
-        samples=samples,
-        pending_input=False,
-        output_index=0,
-        score_start=start,
-        targets=targets,
-        drafted=drafted,
-    )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from loraplex.engine.execution.inputs import StepLimits
-from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from loraplex.engine.execution.packed_inputs import PackedSource
 
 _PROMPT = 17
 """Rows of a sequence that no list of decoding tiles takes, and no multiple of 16: Triton compiles for those apart."""
@@ -31,15 +35,15 @@ def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
     limits = source.limits
     longest = min(_PROMPT, BLOCK_SIZE * limits.max_blocks, limits.max_rows)
     beside = limits.max_rows > longest and limits.max_sequences > 1
-    first = [_slice(longest, _EVERY_OPTION)]
-    pooled = [_slice(longest, _NOTHING, pooling="mean")]
+    first = [made_up_slice(longest, _EVERY_OPTION, num_scored=longest - 1)]
+    pooled = [made_up_slice(longest, _NOTHING, pooling="mean")]
     if beside:
-        first.append(_slice(1, _GREEDY))
-        pooled.append(_slice(1, _NOTHING, pooling="last"))
+        first.append(made_up_slice(1, _GREEDY))
+        pooled.append(made_up_slice(1, _NOTHING, pooling="last"))
     steps = [first]
     if longest >= BLOCK_SIZE:
-        steps.append([_slice(BLOCK_SIZE, _RANDOM)])
-    steps.append([_slice(1, _GREEDY, samples=False)])
+        steps.append([made_up_slice(BLOCK_SIZE, _RANDOM)])
+    steps.append([made_up_slice(1, _GREEDY, samples=False)])
     if pools:
         steps.append(pooled)
     for number, slices in enumerate(steps):
@@ -62,7 +66,7 @@ def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int
         scored = min(more, max_scored)
         max_scored -= scored
         slices.append(
-            _slice(
+            made_up_slice(
                 1 + more,
                 _EVERY_OPTION,
                 name=f"largest {number}",
@@ -74,25 +78,23 @@ def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int
     runner.collect(runner.submit(StepPlan(0, tuple(slices))))
 
 
-def _slice(
+def made_up_slice(
     count: int,
     sampling: SamplingParams,
     *,
     samples: bool = True,
     pooling: Pooling | None = None,
-    name: str = "warm-up",
+    name: str = "made up",
     slot: int = -1,
     start: int = 0,
-    num_scored: int | None = None,
+    num_scored: int = 0,
+    drafted: int = 0,
 ) -> ScheduledSequence:
-    """A prompt of `count` tokens 0, behind `start` others. `num_scored` positions of it are scored; None: all, where
-    `sampling` says so."""
+    """A prompt of `count` tokens 0, behind `start` others. `num_scored` positions of it are scored; its last `drafted`
+    tokens are drafts."""
     tokens = (0,) * count
-    request = EngineRequest(name, "", tokens, sampling, pooling=pooling)
-    if num_scored is None:
-        num_scored = 0 if sampling.prompt_logprobs is None else count - 1
     return ScheduledSequence(
-        request=request,
+        request=EngineRequest(name, "", tokens, sampling, pooling=pooling),
         order=0,
         epoch=0,
         start=start,
@@ -107,4 +109,5 @@ def _slice(
         score_start=start,
         targets=tokens[:num_scored],
         pool_start=None if pooling is None else 0,
+        drafted=tokens[:drafted],
     )
