@@ -38,7 +38,7 @@ def test_tiles_hold_the_matrices_scaled_and_rounded_once(tmp_path: Path, dtype: 
     adapter = make_adapter(tmp_path / "a", ODD_GROUPS, rank={"q_proj": 11, "k_proj": 1, "v_proj": 8, "down_proj": 20},
                            layers=[1], scaling=1 / 3)  # fmt: skip
     image = build_image(adapter.spec, adapter.path, layout)
-    names = {number: site for site, number in layout.sites.items()}
+    names = {number: site for (_, site), number in layout.sites.items()}
     found: dict[str, int] = {}
     for layer, number, chunk, a_start, b_start in image.sites.tolist():
         site = names[number]

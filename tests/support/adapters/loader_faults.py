@@ -59,11 +59,11 @@ def exchange(layer: int, one: str, other: str) -> Plant:
     def change(rows: NDArray[np.int32], layout: ArenaLayout) -> None:
         numbers = layout.sites
         first, second = (
-            (rows[:, _LAYER] == layer) & (rows[:, _NUMBER] == numbers[site]) for site in (one, other)
+            (rows[:, _LAYER] == layer) & (rows[:, _NUMBER] == numbers[layer, site]) for site in (one, other)
         )
         assert first.any()
         assert second.any()
-        rows[first, _NUMBER], rows[second, _NUMBER] = numbers[other], numbers[one]
+        rows[first, _NUMBER], rows[second, _NUMBER] = numbers[layer, other], numbers[layer, one]
 
     return _changed_places(change)
 
@@ -73,7 +73,7 @@ def a_of_another_layer(layer: int, site: str, other: int) -> Plant:
 
     def change(rows: NDArray[np.int32], layout: ArenaLayout) -> None:
         own, others = (
-            (rows[:, _LAYER] == number) & (rows[:, _NUMBER] == layout.sites[site])
+            (rows[:, _LAYER] == number) & (rows[:, _NUMBER] == layout.sites[number, site])
             for number in (layer, other)
         )
         assert own.sum() == others.sum() > 0

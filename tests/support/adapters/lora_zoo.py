@@ -69,6 +69,8 @@ def make_adapter(
         return TensorSlice("F32", array.shape, start, len(raw))
 
     for layer, group in itertools.product(layers, groups):
+        if group.layers is not None and layer not in group.layers:
+            continue
         for site, out_features in zip(group.sites, group.out_features, strict=True):
             if chosen is not None and site not in chosen:
                 continue

@@ -248,8 +248,7 @@ def blank_image(layout: ArenaLayout) -> HostImage:
     pages = loose_pages(1, layout.page_bytes)
     pages.runs[0].zero_()
     head = 0 if layout.head is None else len(layout.head.sites)
-    places = [(layer, number) for layer in range(layout.num_layers) for number in range(len(layout.sites))]
-    places += [(HEAD_LAYER, block) for block in range(head)]
+    places = [*layout.places, *((HEAD_LAYER, block) for block in range(head))]
     rows = [(*place, chunk, 0, 0) for place in places for chunk in range(layout.max_chunks)]
     return HostImage("blank", layout.max_chunks * CHUNK, pages, np.array(rows, np.int32))
 
@@ -289,9 +288,9 @@ def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
     seen = set()
     for site in spec.sites:
         where = f"{site.site} of layer {site.layer}"
-        shape = layout.shape(site.site)
-        num_layers = 1 if site.site in (HEAD, EMBEDDING) else layout.num_layers
-        if shape is None or not 0 <= site.layer < num_layers or (site.layer, site.site) in seen:
+        shape = layout.shape(site.layer, site.site)
+        is_behind = site.layer != 0 and site.site in (HEAD, EMBEDDING)
+        if shape is None or is_behind or (site.layer, site.site) in seen:
             raise ArtifactCorrupt(f"{where} is not a place for an adapter in this model, or is there twice")
         seen.add((site.layer, site.site))
         if not 1 <= site.rank <= layout.max_chunks * CHUNK:

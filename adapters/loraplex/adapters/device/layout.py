@@ -78,19 +78,23 @@ class ArenaLayout:
         self.num_layers = num_layers
         self.dtype = dtype
         self.max_chunks = -(-max_rank // CHUNK)
-        self.sites: dict[str, int] = {}
+        self.sites: dict[tuple[int, str], int] = {}
+        """Numbers of the sites, by layer and name."""
         self.features: list[tuple[int, int]] = []
         """(in, out) of each site, by its number."""
         for group in self.groups:
             for site, out_features in zip(group.sites, group.out_features, strict=True):
-                if site in self.sites:
-                    raise ValueError(f"site {site} is in two groups")
-                self.sites[site] = len(self.features)
+                for layer in range(num_layers) if group.layers is None else group.layers:
+                    if (layer, site) in self.sites:
+                        raise ValueError(f"site {site} of layer {layer} is in two groups")
+                    self.sites[layer, site] = len(self.features)
                 self.features.append((group.in_features, out_features))
-        sizes = [self.tile_bytes(features) for pair in self.features for features in pair]
-        self.largest_tile_bytes = max(sizes)
+        self.places = sorted((layer, number) for (layer, _), number in self.sites.items())
+        """Each site's layer and number."""
+        self._sizes = [self.tile_bytes(size) for _, number in self.places for size in self.features[number]]
+        self.largest_tile_bytes = max(self._sizes)
         if page_bytes is None:
-            page_bytes = self._choose_page_bytes(num_layers * sum(sizes))
+            page_bytes = self._choose_page_bytes(sum(self._sizes))
         if page_bytes < self.largest_tile_bytes or page_bytes % GRANULE_BYTES:
             raise ValueError(
                 f"a page of {page_bytes} bytes can't hold the largest tile ({self.largest_tile_bytes} bytes), "
@@ -101,26 +105,26 @@ class ArenaLayout:
         fits = embedding is not None and self.tile_bytes(embedding[1]) <= page_bytes
         self.embedding = embedding if fits else None
 
-    def shape(self, site: str) -> tuple[int, int] | None:
+    def shape(self, layer: int, site: str) -> tuple[int, int] | None:
         """(in, out) of a site; None where adapters can't change it."""
         if site == HEAD:
             return None if self.head is None else (self.head.in_features, sum(self.head.out_features))
         if site == EMBEDDING:
             return self.embedding
-        number = self.sites.get(site)
+        number = self.sites.get((layer, site))
         return None if number is None else self.features[number]
 
     @property
     def site_names(self) -> tuple[str, ...]:
         """Every site that adapters can change."""
         head = () if self.head is None else (HEAD,)
-        return (*self.sites, *head, *(() if self.embedding is None else (EMBEDDING,)))
+        own = dict.fromkeys(site for group in self.groups for site in group.sites)
+        return (*own, *head, *(() if self.embedding is None else (EMBEDDING,)))
 
     @property
     def smallest_full_bytes(self) -> int:
         """Pages of an adapter of rank up to CHUNK on every site of every layer, without the head."""
-        sizes = [self.tile_bytes(features) for pair in self.features for features in pair] * self.num_layers
-        return place_tiles(sizes, self.page_bytes)[1] * self.page_bytes
+        return place_tiles(self._sizes, self.page_bytes)[1] * self.page_bytes
 
     @property
     def granules_per_page(self) -> int:
@@ -130,9 +134,9 @@ class ArenaLayout:
         """The size of a tile [CHUNK, features], rounded up to a granule."""
         return _whole_granules(CHUNK * features * self.dtype.itemsize)
 
-    def columns(self, site: str) -> list[tuple[int, int]]:
+    def columns(self, layer: int, site: str) -> list[tuple[int, int]]:
         """The blocks [start, end) of output columns that a site is cut into: one, except for the head."""
-        shape = self.shape(site)
+        shape = self.shape(layer, site)
         assert shape is not None
         widths = self.head.out_features if site == HEAD and self.head is not None else (shape[1],)
         ends = list(accumulate(widths))
@@ -145,7 +149,7 @@ class ArenaLayout:
             if site.site == REPLACED:
                 listed += self._row_tiles(index, "token_rows", site.rank, self.replaced_row_bytes)
                 continue
-            shape = self.shape(site.site)
+            shape = self.shape(site.layer, site.site)
             assert shape is not None
             if site.site == EMBEDDING:
                 chunks = -(-site.rank // CHUNK)
@@ -153,7 +157,7 @@ class ArenaLayout:
                 size = self.tile_bytes(shape[1])
                 listed += [Tile(index, "b", chunk, 0, shape[1], size) for chunk in range(chunks)]
                 continue
-            columns = self.columns(site.site)
+            columns = self.columns(site.layer, site.site)
             for chunk in range(-(-site.rank // CHUNK)):
                 listed.append(Tile(index, "a", chunk, 0, shape[0], self.tile_bytes(shape[0])))
                 listed += [

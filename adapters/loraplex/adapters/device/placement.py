@@ -132,9 +132,9 @@ class _Tables:
             number = tile.chunk if tile.kind == "b" else tile.start
             self._rows.append((_ROW_KINDS[tile.kind], number, start))
             return
-        columns = self._layout.columns(key.site)
+        columns = self._layout.columns(key.layer, key.site)
         layer = HEAD_LAYER if key.site == HEAD else key.layer
-        first = 0 if key.site == HEAD else self._layout.sites[key.site]
+        first = 0 if key.site == HEAD else self._layout.sites[key.layer, key.site]
         if tile.kind == "a":
             for block in range(len(columns)):
                 self._sites[layer, first + block, tile.chunk] = [start, 0]

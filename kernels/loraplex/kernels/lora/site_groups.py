@@ -29,10 +29,12 @@ class SiteGroup:
     """Sites of one layer that read the same input and write adjacent columns of one output.
 
     `x` is [T, in_features]; `y` is [T, sum(out_features)], site i's columns following those of site i-1. A
-    model declares its groups once; they are the same in every layer. One LoRA launch serves a group.
+    model declares its groups once; layers whose sizes differ have groups of other keys. One LoRA launch serves a group.
     """
 
     key: str
     sites: tuple[str, ...]
     in_features: int
     out_features: tuple[int, ...]
+    layers: tuple[int, ...] | None = None
+    """Those that have it; None: all."""

@@ -12,7 +12,6 @@ from torch.nn.functional import embedding
 
 from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.layer_kinds import LayerKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
 from loraplex.engine.model.layers.attention import AttentionWeights, attend, attention_groups, read_attention
 from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated
@@ -216,18 +215,21 @@ def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
 
 def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
     """Those of each layer. Groups of other sizes under one name have keys of their own."""
-    known: dict[SiteGroup, SiteGroup] = {}
-    of_kind: dict[LayerKind, tuple[SiteGroup, ...]] = {}
-    for kind in dict.fromkeys(spec.layers):
-        groups = (
-            *attention_groups(kind.mixer, spec.hidden_size),
-            *gated_groups(kind.feed_forward, spec.hidden_size),
-        )
+    hidden = spec.hidden_size
+    of_layer = [
+        (*attention_groups(kind.mixer, hidden), *gated_groups(kind.feed_forward, hidden))
+        for kind in spec.layers
+    ]
+    places: dict[SiteGroup, list[int]] = {}
+    for layer, groups in enumerate(of_layer):
         for group in groups:
-            same = sum(group.key == other.key for other in known)
-            known.setdefault(group, replace(group, key=f"{group.key}.{same}") if same else group)
-        of_kind[kind] = tuple(known[group] for group in groups)
-    return [of_kind[kind] for kind in spec.layers]
+            places.setdefault(group, []).append(layer)
+    named: dict[SiteGroup, SiteGroup] = {}
+    for group, layers in places.items():
+        same = sum(group.key == other.key for other in named)
+        key = f"{group.key}.{same}" if same else group.key
+        named[group] = replace(group, key=key, layers=None if len(layers) == len(of_layer) else tuple(layers))
+    return [tuple(named[group] for group in groups) for groups in of_layer]
 
 
 class DecoderReader:

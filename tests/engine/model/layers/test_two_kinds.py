@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,15 @@ from safetensors.torch import save_file
 from torch.nn.functional import gelu, linear, rms_norm, silu
 from transformers import AutoConfig, PretrainedConfig
 
+from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.host_image import build_image
+from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model import family
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.family import Family, LayerRow
+from loraplex.kernels.backend import resolve_kernels
+from support.adapters.lora_zoo import ZooAdapter, make_adapter
 from support.models.checkpoints import PagedRun
 from support.models.loading import load_model, plan_model
 
@@ -144,31 +150,12 @@ def reference_logits(weights: dict[str, torch.Tensor], tokens: list[int]) -> tor
     return linear(norm(x, "model.norm"), weights["lm_head.weight"])
 
 
-class DenseChanges:
-    """Stands for adapters: a full matrix for each group of each layer."""
-
-    def __init__(self, model: Any) -> None:
-        groups = {group.key: group for group in model.site_groups}
-        self.matrices: dict[tuple[int, str], torch.Tensor] = {}
-        self._groups, self._generator = groups, torch.Generator().manual_seed(2)
-
-    def apply(self, layer: int, key: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        group = self._groups[key]
-        if (layer, key) not in self.matrices:
-            shape = sum(group.out_features), group.in_features
-            self.matrices[layer, key] = torch.randn(shape, generator=self._generator) * 0.1
-        y += x @ self.matrices[layer, key].T
-
-    def added_to(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        changed = dict(weights)
-        for (layer, key), matrix in self.matrices.items():
-            group = self._groups[key]
-            for site, rows in zip(group.sites, matrix.split(group.out_features), strict=True):
-                part = "mlp" if site[:-5] in ("gate", "up", "down") else "self_attn"
-                changed[f"model.layers.{layer}.{part}.{site}.weight"] = (
-                    weights[f"model.layers.{layer}.{part}.{site}.weight"] + rows
-                )
-        return changed
+def merged(weights: dict[str, torch.Tensor], adapter: ZooAdapter) -> dict[str, torch.Tensor]:
+    changed = dict(weights)
+    for (layer, site), (a, b, scaling) in adapter.dense.items():
+        part = "mlp" if site.removesuffix("_proj") in ("gate", "up", "down") else "self_attn"
+        changed[f"model.layers.{layer}.{part}.{site}.weight"] += scaling * b @ a
+    return changed
 
 
 @pytest.fixture
@@ -180,29 +167,31 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_in_slices(model: Any, prompts: list[list[int]], lora: Any = None) -> PagedRun:
-    rng, run = random.Random(1), PagedRun(model, prompts)
-    while alive := [i for i, p in enumerate(prompts) if run.done[i] < len(p)]:
-        chosen = rng.sample(alive, rng.randint(1, len(alive)))
-        run.step({i: min(rng.choice([1, 1, 5, 16]), len(prompts[i]) - run.done[i]) for i in chosen}, lora)
-    return run
-
-
 @pytest.mark.parametrize("kernels", ["torch", "numba"])
 def test_a_family_of_two_kinds_is_one_row(kernels: str, model_dir: Path) -> None:
+    """Rows of the base and of an adapter on all linears, in one batch, in slices."""
     model = load_model(model_dir, "cpu", "float32", kernels=kernels)
     assert model.shape.caches == (CacheKind(3, 8, 9), CacheKind(1, 16)) * 2
+    layout = ArenaLayout(model.site_groups, model.num_layers, model.dtype, max_rank=8)
+    adapter = make_adapter(model_dir / "adapter", model.site_groups, rank=5, layers=range(4), std=0.2)
+    assert len(adapter.dense) == 4 * 7
+    image = build_image(adapter.spec, adapter.path, layout)
+    arena = AdapterArena(layout, image.num_pages, 1, resolve_kernels(kernels, torch.device("cpu")))
+    arena.write(image, 0, tuple(range(image.num_pages)))
     rng = random.Random(0)
-    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40)]
-    lora = DenseChanges(model)
-    for run, weights in (
-        (run_in_slices(model, prompts), make_weights()),
-        (run_in_slices(model, prompts, lora), lora.added_to(make_weights())),
-    ):
-        for index, prompt in enumerate(prompts):
-            expected = reference_logits(weights, prompt)
-            torch.testing.assert_close(run.result(index), expected, atol=1e-4, rtol=1e-4)
-    assert len(lora.matrices) == 4 * 4
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 17, 40, 40)]
+    slots = [0, -1, 0, -1]
+    run = PagedRun(model, prompts)
+    while alive := [i for i, p in enumerate(prompts) if run.done[i] < len(p)]:
+        chosen = rng.sample(alive, rng.randint(1, len(alive)))
+        counts = {i: min(rng.choice([1, 1, 5, 16]), len(prompts[i]) - run.done[i]) for i in chosen}
+        ends = list(accumulate(counts.values()))
+        segments = [(slots[i], end - counts[i], counts[i]) for i, end in zip(counts, ends, strict=True)]
+        run.step(counts, arena.lora_pass(segments, ends[-1]))
+    for index, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
+        weights = make_weights() if slot < 0 else merged(make_weights(), adapter)
+        expected = reference_logits(weights, prompt)
+        torch.testing.assert_close(run.result(index), expected, atol=2e-4, rtol=1e-4)
 
 
 def test_a_kind_that_the_row_has_not_is_refused(model_dir: Path) -> None:
