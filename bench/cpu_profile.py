@@ -103,8 +103,7 @@ class Engine:
         parts = {
             "rms_norm": "norms",
             "add_rms_norm": "norms",
-            "silu_and_mul": "activation",
-            "gelu_tanh_and_mul": "activation",
+            "act_and_mul": "activation",
             "rotate_and_write": "rotate and write",
         }
 

@@ -6,6 +6,7 @@ Each case function gives a dict, with times where it gets `ceilings`. Without a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def activation_case(
     gate, up = gate_up.double().chunk(2, dim=-1)
     functional = torch.nn.functional
     want = (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up
-    run = triton_activation.gelu_tanh_and_mul if gelu else triton_activation.silu_and_mul
+    run = partial(triton_activation.act_and_mul, gelu=gelu)
     return _result(
         f"{'gelu' if gelu else 'silu'} and mul {rows} × {inner}",
         dtype,

@@ -46,8 +46,7 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
     return Ops(
         rms_norm=numba_norm.rms_norm,
         add_rms_norm=numba_norm.add_rms_norm,
-        silu_and_mul=numba_activation.silu_and_mul,
-        gelu_tanh_and_mul=numba_activation.gelu_tanh_and_mul,
+        act_and_mul=numba_activation.act_and_mul,
         rotate_and_write=numba_rope.rotate_and_write,
         pack=partial(_pack, batch_invariant=batch_invariant, pool=HugePagePool()),
         to_float32=numba_widen.to_float32,

@@ -31,7 +31,7 @@ def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool
     for weight in (torch.ones(64, dtype=dtype), torch.ones(64)):
         ops.rms_norm(x, weight, 1e-5)
         ops.add_rms_norm(x, x.clone(), weight, 1e-5)
-    ops.silu_and_mul(x)
+    ops.act_and_mul(x, False)
     ops.to_float32(x)
     batch = build_attention_batch([1], [1], [[0]])
     cache_dtype = torch.int8 if kv_codes else dtype

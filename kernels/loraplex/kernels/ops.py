@@ -45,8 +45,7 @@ class Ops:
 
     rms_norm: Norm
     add_rms_norm: AddNorm
-    silu_and_mul: Callable[[torch.Tensor], torch.Tensor]
-    gelu_tanh_and_mul: Callable[[torch.Tensor], torch.Tensor]
+    act_and_mul: Callable[[torch.Tensor, bool], torch.Tensor]
     rotate_and_write: RotateAndWrite
     pack: Callable[[Any, WeightForm, torch.dtype], PackedLinear]
     """Packs the weight [N, K] of a linear for x and y of a dtype. `WeightForm.codes` says what the weight is: a tensor

@@ -55,8 +55,7 @@ def torch_ops(device: torch.device = _CPU) -> Ops:
     return Ops(
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
-        silu_and_mul=activation.silu_and_mul,
-        gelu_tanh_and_mul=activation.gelu_tanh_and_mul,
+        act_and_mul=activation.act_and_mul,
         rotate_and_write=_rotate_and_write,
         pack=pack,
         to_float32=torch.Tensor.float,

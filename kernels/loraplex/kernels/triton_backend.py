@@ -68,8 +68,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
     return Ops(
         rms_norm=triton_norm.rms_norm,
         add_rms_norm=triton_norm.add_rms_norm,
-        silu_and_mul=triton_activation.silu_and_mul,
-        gelu_tanh_and_mul=triton_activation.gelu_tanh_and_mul,
+        act_and_mul=triton_activation.act_and_mul,
         rotate_and_write=_rotate_and_write,
         pack=pack,
         to_float32=torch.Tensor.float,

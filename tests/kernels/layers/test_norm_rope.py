@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from loraplex.kernels.layers.activation import gelu_tanh_and_mul, silu_and_mul
+from loraplex.kernels.layers.activation import act_and_mul
 from loraplex.kernels.layers.norm import add_rms_norm, rms_norm
 from loraplex.kernels.layers.rope import CosSinTable, apply_rope, rope_cos_sin
 
@@ -100,7 +100,7 @@ def test_silu_and_mul():
     x = torch.randn(3, 10) * 20
     gate, up = x[:, :5].double(), x[:, 5:].double()
     torch.testing.assert_close(
-        silu_and_mul(x).double(), gate * torch.sigmoid(gate) * up, atol=1e-5, rtol=1e-5
+        act_and_mul(x, False).double(), gate * torch.sigmoid(gate) * up, atol=1e-5, rtol=1e-5
     )
 
 
@@ -110,5 +110,5 @@ def test_gelu_tanh_and_mul():
     gate, up = x[:, :5].double(), x[:, 5:].double()
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
     torch.testing.assert_close(
-        gelu_tanh_and_mul(x).double(), 0.5 * gate * (1 + torch.tanh(inner)) * up, atol=1e-5, rtol=1e-5
+        act_and_mul(x, True).double(), 0.5 * gate * (1 + torch.tanh(inner)) * up, atol=1e-5, rtol=1e-5
     )

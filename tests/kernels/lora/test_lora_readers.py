@@ -102,8 +102,7 @@ def check_gated(arena: ManualArena, segments: list[Segment], *, gelu: bool, laye
     assert got is not None
     assert torch.equal(y, kept)
     pass_.launcher.apply(layer, "gate_up", x, apart)
-    of = triton_activation.gelu_tanh_and_mul if gelu else triton_activation.silu_and_mul
-    assert torch.equal(got, of(apart))
+    assert torch.equal(got, triton_activation.act_and_mul(apart, gelu))
     gate, up = arena.expected(layer, group, segments, x, kept).chunk(2, dim=-1)
     functional = torch.nn.functional
     want = (functional.gelu(gate, approximate="tanh") if gelu else functional.silu(gate)) * up

@@ -1,18 +1,16 @@
-"""The gated activation of the feed-forward part."""
+"""The gated activation of a feed-forward."""
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu as _gelu
+from torch.nn.functional import silu
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up (SwiGLU; Shazeer, 2020). gate_up: [T, 2·I], gate before up; returns [T, I]."""
+def act_and_mul(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    """silu(gate) · up (SwiGLU), or gelu(gate) · up with the tanh approximation of GELU (GeGLU; Shazeer, 2020).
+
+    gate_up: [T, 2·I], gate before up; returns [T, I].
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate).mul_(up)
-
-
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) · up with the tanh approximation of GELU (GeGLU; Shazeer, 2020). Shapes as in `silu_and_mul`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gelu(gate, approximate="tanh").mul_(up)
+    return (_gelu(gate, approximate="tanh") if gelu else silu(gate)).mul_(up)

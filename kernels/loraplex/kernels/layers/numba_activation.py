@@ -25,17 +25,9 @@ from loraplex.kernels.numba_runtime.vectors import (
 _F32, _ONE = np.float32(0), np.float32(1)
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up. gate_up: [T, 2·I], gate before up, last axis contiguous; returns [T, I]."""
-    return _activate(gate_up, is_gelu=False)
-
-
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) · up with the tanh approximation. Shapes as in `silu_and_mul`."""
-    return _activate(gate_up, is_gelu=True)
-
-
-def _activate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
+def act_and_mul(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    """silu(gate) · up, or gelu(gate) · up with the tanh approximation. gate_up: [T, 2·I], gate before up, last axis
+    contiguous; returns [T, I]."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2:
         raise ValueError(f"{list(gate_up.shape)} are not rows of a gate and what it is for")
     if gate_up.stride(1) != 1:
@@ -48,7 +40,7 @@ def _activate(gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
         gate_up.stride(0) * gate_up.element_size(),
         out.data_ptr(),
         columns,
-        int(is_gelu),
+        int(gelu),
     )
     alone = rows * columns <= SMALL // 2
     _activate_all.run(arguments[:1], *arguments[1:], rows, rows_of_unit(rows), alone=alone)

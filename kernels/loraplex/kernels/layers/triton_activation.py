@@ -10,18 +10,9 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) · up (SwiGLU; Shazeer, 2020), in float32 inside. gate_up: [T, 2·I], gate before up, the last axis
-    contiguous; returns [T, I], contiguous. Raises ValueError for other shapes."""
-    return _gated(gate_up, gelu=False)
-
-
-def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) · up with the tanh approximation of GELU (GeGLU; Shazeer, 2020). Shapes as in `silu_and_mul`."""
-    return _gated(gate_up, gelu=True)
-
-
-def _gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+def act_and_mul(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+    """silu(gate) · up, or gelu(gate) · up with the tanh approximation, in float32 inside. gate_up: [T, 2·I], gate
+    before up, the last axis contiguous; returns [T, I], contiguous. Raises ValueError for other shapes."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"{list(gate_up.shape)} is no [rows, gate and up] with contiguous rows")
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2

@@ -113,7 +113,7 @@ class FusedReaders:
     def gated(
         self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
     ) -> torch.Tensor | None:
-        """Compute `Ops.silu_and_mul`, or `Ops.gelu_tanh_and_mul`, of a group of gate and up, or one site for both: y
+        """Compute `Ops.act_and_mul` of a group of gate and up, or one site for both: y
         [T, 2·I] → [T, I]. Raises ValueError where the shapes are not the group's."""
         tiling = self._launcher.tiling
         if not tiling.fuse_gated:

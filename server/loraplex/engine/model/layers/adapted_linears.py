@@ -41,7 +41,7 @@ class AdaptedLinears:
         self._eps = eps
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
-        self._activations = {"silu": ops.silu_and_mul, "gelu_tanh": ops.gelu_tanh_and_mul}
+        self._act_and_mul = ops.act_and_mul
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[T, C]: see `loraplex.kernels.layers.norm`."""
@@ -88,14 +88,14 @@ class AdaptedLinears:
     ) -> torch.Tensor:
         """[T, N ÷ 2]: the activation of gate, times up."""
         y = linear.weight(x, linear.bias)
+        gelu = activation == "gelu_tanh"
         if batch.lora_readers is not None:
-            is_gelu = activation == "gelu_tanh"
-            found = batch.lora_readers.gated(linear.layer, linear.group, x, y, gelu=is_gelu)
+            found = batch.lora_readers.gated(linear.layer, linear.group, x, y, gelu=gelu)
             if found is not None:
                 return found
         if batch.lora is not None:
             batch.lora.apply(linear.layer, linear.group, x, y)
-        return self._activations[activation](y)
+        return self._act_and_mul(y, gelu)
 
     def apply_and_norm(
         self,
