@@ -10,6 +10,7 @@ engine, which keeps its adapters, and dials again until the server is back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import ssl
 from collections.abc import Callable
@@ -25,14 +26,13 @@ from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.serving.dialling.hello import HANDSHAKE_S, Draining, HandshakeRefused, Identity
 from loraplex.serving.dialling.link import Link
+from loraplex.serving.engines.calls import Calls
 from loraplex.serving.errors import EngineStartError, EngineUnavailable
 from loraplex.serving.supervision.engine_supervisor import EngineSupervisor, Supervision
 from loraplex.serving.supervision.supervisor import EngineProcess
 
 LOOK_S = 1.0
 """Time between two looks whether the supervisor has given up."""
-OWN_CALL = 0
-"""The number of a relay's own calls. Sessions number theirs from 1."""
 TOKENS = msgspec.msgpack.encode(wire.Events(()))[:-1]
 """The first bytes of each encoded `Events`."""
 
@@ -94,13 +94,13 @@ class Relay:
         self._supervisor = EngineSupervisor(config, self, rules, self._on_payload)
         self.num_served = 0  # requests that came to a proper end, of all engines so far
         self._live: set[str] = set()  # requests that have not ended
-        self._num_resets = 0  # that the engine has not answered
+        self._is_clean = True  # nothing but live requests is left of a server that has gone
+        self._calls = Calls(self._supervisor.send, step=-1)  # of its own; sessions number theirs upwards
         self._info: EngineInfo | None = None
         self._link: Link | None = None
         self._last_reason = ""
         self._draining = False
         self._changed = asyncio.Event()
-        self._asked: asyncio.Future[EngineStats] | None = None
         self.joined = asyncio.Event()
         """Set when a server has welcomed the engine for the first time."""
 
@@ -123,10 +123,7 @@ class Relay:
         """The engine's figures of now. Raises EngineUnavailable while it takes no requests."""
         if not self._supervisor.healthy:
             raise EngineUnavailable(self._supervisor.reason or "the engine is not ready")
-        if self._asked is None:
-            self._asked = asyncio.get_running_loop().create_future()
-            self._supervisor.send(wire.GetStats(OWN_CALL))
-        return await asyncio.shield(self._asked)
+        return (await self._calls.share(wire.GetStats)).stats
 
     async def run(self) -> None:
         """Start the engine and serve with it until it is drained. Raises EngineStartError where it does not start, or
@@ -160,9 +157,14 @@ class Relay:
 
     async def _wait_until_ready(self) -> None:
         """Return when the engine can take requests and nothing of the last server's is left in it."""
-        while not self._supervisor.healthy or self._num_resets or self._live:
+        while not (self._supervisor.healthy and self._is_clean) or self._live:
             if self._supervisor.phase == "failed":
                 raise EngineStartError(self._supervisor.reason or "the engine stays down")
+            if self._supervisor.healthy and not self._is_clean:
+                with contextlib.suppress(EngineUnavailable):  # it answers late, or has just gone
+                    await self._calls.ask(wire.Reset)
+                    self._is_clean = True
+                continue
             self._changed.clear()
             try:
                 async with asyncio.timeout(LOOK_S):
@@ -222,20 +224,14 @@ class Relay:
         self._link = link
         self._log("server_joined", server=self._server, replica=self._replica)
         link.begin(wire.Ready(self._info))
-        self._reset()  # the engine tells this server of the adapters that are there
+        self._calls.tell(wire.Reset)  # the engine tells this server of the adapters that are there
         self.joined.set()
         if self._draining:
             link.send(Draining())
         reason = await asyncio.shield(link.gone)
         self._link = None
         self._log("server_left", server=self._server, reason=reason)
-        if self._supervisor.healthy and not self._draining:
-            self._reset()
-
-    def _reset(self) -> None:
-        """End what the last server had in the engine. The answer comes behind all those that it has not read."""
-        self._num_resets += 1
-        self._supervisor.send(wire.Reset(OWN_CALL))
+        self._is_clean = False
 
     @property
     def _server(self) -> str:
@@ -273,24 +269,11 @@ class Relay:
         if self._link is None:
             self._changed.set()
 
-    def _tell(self, found: EngineStats | EngineUnavailable) -> None:
-        asked, self._asked = self._asked, None
-        if asked is None:
-            return
-        if isinstance(found, EngineStats):
-            asked.set_result(found)
-        else:
-            asked.set_exception(found)
-            asked.exception()  # the caller may have given up
-
     # The supervisor's user.
 
     def on_event(self, event: wire.Event) -> None:
-        if isinstance(event, wire.CallAnswer) and event.call == OWN_CALL:
-            if isinstance(event, wire.Stats):
-                self._tell(event.stats)
-            else:
-                self._num_resets -= 1
+        if isinstance(event, wire.CallAnswer) and event.call < 0:
+            self._calls.take(event)
         elif self._link is not None:
             self._link.send(event)
         self._look()
@@ -303,7 +286,7 @@ class Relay:
     def on_lost(self, code: Literal["draining", "engine_restarting"], reason: str, *, early: bool) -> int:
         num_live = len(self._live)
         self._live.clear()
-        self._num_resets = 0
-        self._tell(EngineUnavailable("the engine was lost"))
+        self._is_clean = True
+        self._calls.fail("the engine was lost")
         self._hang_up("the engine was lost")
         return num_live

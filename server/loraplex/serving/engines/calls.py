@@ -15,19 +15,21 @@ AnswerT = TypeVar("AnswerT", bound=wire.CallAnswer)
 
 
 class Calls:
-    """The calls of one session that wait for their answers. `send` passes a command on."""
+    """The calls of one caller that wait for their answers. `send` passes a command on; `step` is between the numbers of
+    two calls."""
 
-    def __init__(self, send: Callable[[wire.Command], None]) -> None:
+    def __init__(self, send: Callable[[wire.Command], None], step: int = 1) -> None:
         self._send = send
+        self._step = step
         self._waiting: dict[int, asyncio.Future[wire.CallAnswer]] = {}
         self._shared: dict[type, asyncio.Future[wire.CallAnswer]] = {}
-        self._num_made = 0
+        self._last = 0  # its number
 
     def tell(self, make: Callable[[int], wire.Call[AnswerT]]) -> int:
         """Send a call whose answer nobody waits for; its number."""
-        self._num_made += 1
-        self._send(cast(wire.Command, make(self._num_made)))  # a test holds that every call is in the table
-        return self._num_made
+        self._last += self._step
+        self._send(cast(wire.Command, make(self._last)))  # a test holds that every call is in the table
+        return self._last
 
     async def ask(self, make: Callable[[int], wire.Call[AnswerT]]) -> AnswerT:
         """Raises ServingError where the engine refuses, EngineUnavailable where it does not answer."""
