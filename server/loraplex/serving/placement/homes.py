@@ -29,7 +29,7 @@ class PlacedVersion:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _KnownVersion:
     ref: AdapterRef
     size: int | None = None  # bytes on a device
 
@@ -41,7 +41,7 @@ class Homes:
         self._clock = clock
         self._levels = DemandLevels()
         self._asked: dict[str, float] = {}  # sequences in flight by digest, as of the last `advance`
-        self._known: dict[str, _Asked] = {}
+        self._known: dict[str, _KnownVersion] = {}
         self.pins: dict[str, AdapterRef] = {}
         """The versions that are kept on a device, by digest."""
         self.places: Places = {}
@@ -56,7 +56,7 @@ class Homes:
 
     def begin(self, ref: AdapterRef, count: int) -> None:
         """Sequences of this version have begun."""
-        self._known.setdefault(ref.digest, _Asked(ref))
+        self._known.setdefault(ref.digest, _KnownVersion(ref))
         self._levels.begin(ref.digest, self._clock(), count)
 
     def end(self, digest: str, load_s: float | None = None) -> None:
@@ -110,7 +110,7 @@ class Homes:
             if digest in self._asked or digest in self.pins
         }
         for digest, ref in self.pins.items():
-            self._known.setdefault(digest, _Asked(ref))
+            self._known.setdefault(digest, _KnownVersion(ref))
 
     def without_size(self) -> list[str]:
         """The versions whose size on a device is not known."""
