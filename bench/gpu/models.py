@@ -17,7 +17,7 @@ from loraplex.adapters.device.host_slab import HostPages, HostSlab
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.spec import AdapterSpec, SiteWeights, TensorSlice
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
-from loraplex.engine.model.fused import FusedDecoder, attention_needs, fused_decoder
+from loraplex.engine.model.fused import DecoderReader, FusedDecoder, attention_needs
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.ops import Ops
 
@@ -144,7 +144,7 @@ def decoder_of(
         if pack is None
         else replace(kernels.ops, pack=lambda weight, *_: pack(kernels.ops, weight))
     )
-    return fused_decoder(tensors, spec, dtype, device, ops=ops, attention=chosen)
+    return DecoderReader(tensors, spec, dtype, device, ops, chosen).decoder()
 
 
 def random_reference(config: Any, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:

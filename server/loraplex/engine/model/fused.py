@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 
 import torch
 from torch.nn.functional import embedding
@@ -16,8 +15,8 @@ from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
 from loraplex.engine.model.layers.attention import AttentionWeights, attend, attention_groups, read_attention
 from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated
 from loraplex.engine.model.layers.tensors import LayerTensors
-from loraplex.engine.model.stored_linears import PackedReader, packed_reader
-from loraplex.engine.model.weights import TensorSource, open_checkpoint
+from loraplex.engine.model.stored_linears import PackedReader
+from loraplex.engine.model.weights import TensorSource
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionNeeds
@@ -28,7 +27,7 @@ from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.recorded_layers import CosSin, LayerInputs
 from loraplex.kernels.torch_backend import torch_kernels, torch_ops
-from loraplex.kernels.weight_form import FLOATS, WeightForm
+from loraplex.kernels.weight_form import FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,45 +155,6 @@ class FusedDecoder:
         return x
 
 
-def load_fused(
-    model_dir: Path,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    unread: tuple[str, ...] = (),
-    ops: Ops | None = None,
-    attention: AttentionChoice | None = None,
-    form: WeightForm = FLOATS,
-    quantise: bool = False,
-) -> FusedDecoder:
-    """Read a checkpoint into the packed layout. Memory beside the weights themselves: one tensor of the checkpoint.
-    Tensors whose names begin with one of `unread` belong to other parts of a larger model. `form`: of linears, and of
-    the head where that is not floats. `quantise`: linears and head as codes of 8 bits in groups
-    (`base_weights.grouped`), where they are not stored as codes. Raises ModelUnsupported for a tensor that is missing,
-    of another shape, or unknown to the family: it would change the computation."""
-    with open_checkpoint(model_dir) as checkpoint:
-        codes = packed_reader(checkpoint, ops or torch_ops(device), dtype, form, quantise=quantise)
-        decoder = fused_decoder(checkpoint, spec, dtype, device, ops=ops, attention=attention, codes=codes)
-        checkpoint.refuse_leftover(spec.model_type, unread)
-    return decoder
-
-
-def fused_decoder(
-    tensors: TensorSource,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    ops: Ops | None = None,
-    attention: AttentionChoice | None = None,
-    codes: PackedReader | None = None,
-) -> FusedDecoder:
-    """The same of tensors that come from anywhere. `ops` and `attention` belong together; None: torch's. `codes` reads
-    linears and head as codes; None: they are kept in `dtype`."""
-    return DecoderReader(tensors, spec, dtype, device, ops, attention, codes).decoder()
-
-
 def decoder_shape(spec: DecoderSpec) -> ModelShape:
     return ModelShape(spec.caches, spec.vocab_size, spec.rope.max_positions)
 
@@ -233,7 +193,8 @@ def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
 
 
 class DecoderReader:
-    """A checkpoint's tensors as `FusedDecoder` has them. Its methods raise ModelUnsupported as `load_fused` does."""
+    """Tensors as `FusedDecoder` has them: of a checkpoint, or from anywhere else. Memory beside the weights themselves:
+    one tensor. Its methods raise ModelUnsupported for a tensor that is missing, or of another shape."""
 
     def __init__(
         self,
@@ -241,10 +202,12 @@ class DecoderReader:
         spec: DecoderSpec,
         dtype: torch.dtype,
         device: torch.device,
-        ops: Ops | None,
-        attention: AttentionChoice | None,
-        codes: PackedReader | None,
+        ops: Ops | None = None,
+        attention: AttentionChoice | None = None,
+        codes: PackedReader | None = None,
     ) -> None:
+        """`ops` and `attention` belong together; None: torch's. `codes` reads linears and head as more than floats;
+        None: they are kept in `dtype`."""
         self._codes = codes
         self._ops = ops or torch_ops(device)
         self._attention = attention or torch_kernels(device, batch_invariant=False).choose_attention(

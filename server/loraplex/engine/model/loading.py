@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from loraplex.engine.model.base import Model, ModelUnsupported
-from loraplex.engine.model.fused import FusedDecoder, load_fused
+from loraplex.engine.model.fused import DecoderReader, FusedDecoder
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.model.probe import probe
 from loraplex.engine.model.served_config import wrapped_shape
+from loraplex.engine.model.stored_linears import LinearReader
+from loraplex.engine.model.weights import open_checkpoint
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder, register_attention
 from loraplex.kernels.linear.packed import PackedLinear, every_part
 
@@ -30,17 +32,17 @@ def load_model(plan: ModelPlan) -> Model:
         if plan.untested:
             probe(decoder)
         return decoder
-    return load_fused(
-        plan.model_dir,
-        plan.spec,
-        plan.dtype,
-        plan.kernels.device,
-        unread=plan.unread,
-        ops=plan.kernels.ops,
-        attention=plan.attention,
-        form=plan.linears.form,
-        quantise=plan.linears.quantise,
-    )
+    ops, linears, codes = plan.kernels.ops, plan.linears, None
+    with open_checkpoint(plan.model_dir) as checkpoint:
+        if linears.form.codes != "floats":
+            codes = LinearReader(checkpoint, ops, plan.dtype, linears.form, quantise=linears.quantise)
+        reader = DecoderReader(
+            checkpoint, plan.spec, plan.dtype, plan.kernels.device, ops, plan.attention, codes
+        )
+        fused = reader.decoder()
+        # It would change the computation.
+        checkpoint.refuse_leftover(plan.spec.model_type, plan.unread)
+    return fused
 
 
 def library_of(model: Model) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from loraplex.engine.model.base import ModelShape
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.fused import fused_decoder
+from loraplex.engine.model.fused import DecoderReader
 from loraplex.engine.model.loading import lay_out_wrapped
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.model.weights import ExaminedTensors, open_checkpoint
@@ -60,13 +60,13 @@ def examine_tensors(plan: ModelPlan) -> None:
         return
     with open_checkpoint(plan.model_dir) as checkpoint:
         examined = ExaminedTensors(checkpoint)
-        fused_decoder(examined, plan.spec, torch.float32, _META, codes=examined)
+        DecoderReader(examined, plan.spec, torch.float32, _META, codes=examined).decoder()
         checkpoint.refuse_leftover(plan.spec.model_type, plan.unread)
 
 
 def _outline_fused(plan: ModelPlan, spec: DecoderSpec) -> ModelOutline:
     counted = _CountedTensors(plan, has_head=not spec.tied)
-    decoder = fused_decoder(counted, spec, plan.dtype, _META, codes=counted)
+    decoder = DecoderReader(counted, spec, plan.dtype, _META, codes=counted).decoder()
     count = spec.vocab_size * spec.hidden_size
     embed, has_copy = count * plan.dtype.itemsize, counted.has_head_of_codes
     if spec.tied and not has_copy and _packs(plan):

@@ -79,16 +79,6 @@ class LinearReader:
             raise ModelUnsupported(f"{module}.weight: {error}") from error
 
 
-def packed_reader(
-    checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, form: WeightForm, *, quantise: bool
-) -> PackedReader | None:
-    """The reader of linears in a `form`; None where all are floats of the model's dtype. `quantise`: those that the
-    checkpoint stores as floats become codes."""
-    if form.codes == "floats":
-        return None
-    return LinearReader(checkpoint, ops, dtype, form, quantise=quantise)
-
-
 def _as_numpy(tensor: torch.Tensor) -> Any:
     if tensor.dtype is torch.bfloat16:
         import ml_dtypes
