@@ -147,6 +147,8 @@ def _biases(
     memory: RowMemory,
     upload: HostToDevice,
 ) -> Biases | None:
+    if not any(row.request.sampling.logit_bias or row.request.sampling.min_tokens for row in rows):
+        return None
     tokens: list[NDArray[np.int64]] = []
     values: list[NDArray[np.float32]] = []
     for row in rows:

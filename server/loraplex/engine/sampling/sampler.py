@@ -170,16 +170,15 @@ def _edit(logits: torch.Tensor, rows: SampleRows, last_tokens: torch.Tensor) -> 
     """Changes of single logits before a token is chosen."""
     if rows.history is not None:
         assert rows.options is not None, "penalties without options"
-        _penalise(logits, rows.history, rows.options.device.float(), last_tokens)
+        _penalise(logits, rows.history, rows.options.device, last_tokens)
     if (biases := rows.biases) is not None:
         found = _row_numbers(biases.starts, len(biases.tokens))
-        logits[found, biases.tokens] += biases.values
+        logits.view(-1).index_add_(0, found * logits.shape[1] + biases.tokens, biases.values)
 
 
 def _row_numbers(starts: torch.Tensor, size: int) -> torch.Tensor:
     """[size]: the row of each item of lists that begin at `starts` [S + 1]."""
-    rows = torch.arange(len(starts) - 1, device=starts.device)
-    return rows.repeat_interleave(starts.diff(), output_size=size)
+    return torch.repeat_interleave(starts.diff(), output_size=size)
 
 
 def _bar_tokens(logits: torch.Tensor, masks: TokenMasks) -> None:
@@ -193,25 +192,22 @@ def _penalise(
     logits: torch.Tensor, history: History, options: torch.Tensor, last_tokens: torch.Tensor
 ) -> None:
     """Changes the logits of the tokens that occurred, and no others: a vocabulary has many more. options [S, K]
-    float32."""
-
-    def change(rows: torch.Tensor, tokens: torch.Tensor, count: torch.Tensor, where: torch.Tensor) -> None:
-        x, own = logits[rows, tokens], options.index_select(0, rows)
-        repetition = own[:, Option.REPETITION_PENALTY]
-        y = torch.where(x > 0, x / repetition, x * repetition)
-        y = y - count * own[:, Option.FREQUENCY_PENALTY] - (count > 0) * own[:, Option.PRESENCE_PENALTY]
-        logits[rows, tokens] = torch.where(where, y, x)
-
+    float64."""
     rows = _row_numbers(history.starts, len(history.entries))
     tokens = history.entries & (1 << TOKEN_BITS) - 1
-    pending = history.pending > 0
-    is_last = pending[rows] & (tokens == last_tokens[rows])
-    known = torch.zeros_like(history.pending).index_add_(0, rows, is_last.long())
-    change(rows, tokens, (history.entries >> TOKEN_BITS) + is_last, torch.ones_like(is_last))
-    # The token that only the device knows, where it is new.
-    fresh = pending & (known == 0)
-    all_rows = torch.arange(len(fresh), device=logits.device)
-    change(all_rows, torch.where(fresh, last_tokens, 0), fresh.long(), fresh)
+    # The token that only the device knows counts once more, or stands behind the others.
+    again = (history.pending.index_select(0, rows) > 0) & (tokens == last_tokens.index_select(0, rows))
+    fresh = history.pending.index_fill(0, rows[again], 0).nonzero()[:, 0]
+    rows, tokens = torch.cat((rows, fresh)), torch.cat((tokens, last_tokens.index_select(0, fresh)))
+    count = torch.cat(((history.entries >> TOKEN_BITS) + again, torch.ones_like(fresh))).float()
+    repetition, frequency, presence = (
+        options[:, option].float().index_select(0, rows)
+        for option in (Option.REPETITION_PENALTY, Option.FREQUENCY_PENALTY, Option.PRESENCE_PENALTY)
+    )
+    places, flat = rows * logits.shape[1] + tokens, logits.view(-1)
+    x = flat.index_select(0, places)
+    x = torch.where(x > 0, x / repetition, x * repetition)
+    flat.index_copy_(0, places, x - count * frequency - (count > 0) * presence)
 
 
 def _draw(x: torch.Tensor, best: torch.Tensor, options: Options, index: torch.Tensor) -> torch.Tensor:
