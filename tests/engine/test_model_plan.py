@@ -11,14 +11,16 @@ import torch
 
 from loraplex.app.doctor.torch_checks import Questions, _answer
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.loading import load_model
 from loraplex.engine.model.model_plan import ModelSettings
 from loraplex.engine.model.outline import outline_model
 from loraplex.kernels.weight_form import FLOATS, WeightForm
 from support.engine.local_engine import LocalEngine
-from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
+from support.models.checkpoints import FAMILIES, OTHERS, edit_config, save_tiny
 from support.models.loading import plan_model
-from support.models.quantised_formats import write_quantised
+from support.models.quantised_formats import FORMATS, write_quantised
+from support.servers.run_here import run_here
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -114,6 +116,16 @@ def test_linears_have_one_form_each(
     assert plan.linears.form_of(["lm_head"], 64) == head
     planned = outline_model(plan).weight_bytes
     assert abs(planned - load_model(plan).weight_bytes) < 0.02 * planned
+
+
+def test_what_a_start_refuses_is_not_planned(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "base", OTHERS["granite"])
+    edit_config(path, quantization_config=FORMATS["gptq int4"].config)
+    with pytest.raises(ModelUnsupported, match="a quantised checkpoint: granite runs through transformers"):
+        plan_model(path)
+    done = run_here("plan", "--model", str(path), "--gpu", "l4")
+    assert done.code != 0
+    assert "a quantised checkpoint: granite runs through transformers" in done.stderr
 
 
 def test_a_plan_remarks_what_a_start_logs(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
