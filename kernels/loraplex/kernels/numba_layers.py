@@ -44,7 +44,7 @@ class _AttentionToRecord:
 
 
 class NumbaRecordedLayers:
-    """See `loraplex.kernels.recorded_layers.RecordedLayers`: the lists of one decoder."""
+    """Repeats a decoder's layers without the Python code around their kernels. For one thread at a time."""
 
     def __init__(self) -> None:
         self._memory = LayerMemory()
@@ -56,7 +56,9 @@ class NumbaRecordedLayers:
     def run(
         self, given: LayerInputs, kv: object, run_layers: Callable[[LayerInputs], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `RecordedLayers.run`."""
+        """The result of `run_layers` for these inputs, and the residual that it leaves; both are overwritten by the
+        next call. `kv` owns the memory that layers keep keys and values in. None where such a step can't be recorded;
+        then nothing was computed."""
         rows = given.residual.shape[0]
         attention, lora = given.attention, given.lora
         if (

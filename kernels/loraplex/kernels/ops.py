@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from loraplex.kernels.linear.packed import PackedLinear
-from loraplex.kernels.recorded_layers import RecordedLayers
 from loraplex.kernels.weight_form import WeightForm
+
+if TYPE_CHECKING:  # numba need not be there where it does not run.
+    from loraplex.kernels.numba_layers import NumbaRecordedLayers
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -51,5 +53,5 @@ class Ops:
     """Packs the weight [N, K] of a linear for x and y of a dtype. `WeightForm.codes` says what the weight is: a tensor
     in that dtype on its device, or a `GroupedWeight` or a `FloatWeight` on the CPU."""
     to_float32: Callable[[torch.Tensor], torch.Tensor]
-    record_layers: Callable[[], RecordedLayers] | None = None
+    record_layers: Callable[[], NumbaRecordedLayers] | None = None
     """Begins with a decoder whose layers call these functions; None: steps are not recorded."""

@@ -1,10 +1,10 @@
-"""The interface of a decoder whose layers are recorded and repeated at later steps."""
+"""The inputs of a decoder's layers, which may be recorded and repeated at later steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,15 +22,3 @@ class LayerInputs:
     attention: Any
     lora: Any
     enter_layer: Callable[[int], None] = lambda layer: None
-
-
-class RecordedLayers(Protocol):
-    """Repeats a decoder's layers without the Python code around their kernels. For one thread at a time."""
-
-    def run(
-        self, given: LayerInputs, kv: object, run_layers: Callable[[LayerInputs], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The result of `run_layers` for these inputs, and the residual that it leaves; both are overwritten by the
-        next call. `kv` owns the memory that layers keep keys and values in. None where such a step can't be recorded;
-        then nothing was computed."""
-        ...

@@ -67,8 +67,8 @@ def test_admission_and_engine_find_the_linears_of_a_shared_expert(family: str, t
         for layer in (1, 2)
         for leaf in LEAVES
     }
-    found = find_sites(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), spec.num_layers)
-    assert found.modules.keys() == {key for key in spec.sites if key[1] not in ("lm_head", "embed_tokens")}
+    modules, _ = find_sites(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), spec.num_layers)
+    assert modules.keys() == {key for key in spec.sites if key[1] not in ("lm_head", "embed_tokens")}
 
 
 def test_a_shared_expert_takes_lora_and_answers_as_in_peft(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loraplex.adapters.store.files import shown
@@ -65,7 +65,7 @@ class Family:
     partial_rope: bool = False
     rope_by_kind: bool = False
     """Whether rope_parameters hold a set for each kind of layer."""
-    fields: frozenset[str] = field(default_factory=frozenset)
+    fields: frozenset[str] = frozenset()
     """Config fields that transformers has worked into others."""
 
 

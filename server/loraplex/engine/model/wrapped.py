@@ -8,9 +8,7 @@ forward's context where each sequence begins. Adapters are added by hooks on the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,17 +37,6 @@ _IGNORED_ARGUMENTS = frozenset(
 """Attention arguments whose effect is in q, k and v already, or that speak of a cache that we do not use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sites:
-    """Modules by (layer, site), and one group a site. `head` is the linear behind the layers, None where the model's
-    own is called otherwise, and `embedding` the table before them in the same way."""
-
-    modules: Mapping[tuple[int, str], torch.nn.Linear]
-    groups: tuple[SiteGroup, ...]
-    head: torch.nn.Linear | None
-    embedding: torch.nn.Embedding | None
-
-
 def wrapped_attention(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> AttentionChoice:
     widest = max(shape.caches, key=lambda kind: kind.kv_heads * kind.head_dim)
     kernel = TorchAttention(widest.kv_heads, widest.head_dim, dtype, device)
@@ -67,18 +54,17 @@ class TransformersDecoder:
         self.device: torch.device = model.device
         self.attention = wrapped_attention(shape, self.dtype, self.device).kernel
         self.num_weights = sum(parameter.numel() for parameter in model.parameters())
-        sites = find_sites(model, shape.num_layers)
-        self.site_groups = sites.groups
-        self.site_layers = frozenset(sites.modules)
+        modules, self.site_groups = find_sites(model, shape.num_layers)
+        self.site_layers = frozenset(modules)
         """The (layer, site) that exist: a site may be missing in some layers."""
-        for (layer, site), module in sites.modules.items():
+        for (layer, site), module in modules.items():
             module.register_forward_hook(_adapter_hook(layer, site))
         self.head_group: SiteGroup | None = None
-        if (head := sites.head) is not None:
+        if isinstance(head := getattr(model, HEAD, None), torch.nn.Linear):
             self.head_group = SiteGroup(HEAD, (HEAD,), head.in_features, (head.out_features,))
             head.register_forward_hook(_adapt_head)
         self.embedding_shape: tuple[int, int] | None = None
-        if (table := sites.embedding) is not None:
+        if (table := _find_embedding(model)) is not None:
             self.embedding_shape = table.num_embeddings, table.embedding_dim
             table.register_forward_hook(_adapt_embedding)
         for module in model.modules():
@@ -236,9 +222,11 @@ def _change_logits(batch: ForwardBatch, x: torch.Tensor, logits: torch.Tensor) -
         batch.head_lora.apply(0, HEAD, x, logits)
 
 
-def find_sites(model: Any, num_layers: int) -> Sites:
-    """The linears that admission finds in the checkpoint of the model too. Raises ModelUnsupported where there is none
-    at all."""
+def find_sites(
+    model: Any, num_layers: int
+) -> tuple[dict[tuple[int, str], torch.nn.Linear], tuple[SiteGroup, ...]]:
+    """The linears that admission finds in the checkpoint of the model too, by (layer, site), and one group a site.
+    Raises ModelUnsupported where there is none at all."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     shapes = site_shapes({n: (m.out_features, m.in_features) for n, m in linears.items()}, num_layers)
     if not shapes:
@@ -251,9 +239,7 @@ def find_sites(model: Any, num_layers: int) -> Sites:
         for site in LAYER_SITES
         if site in by_leaf
     )
-    modules = {key: linears[shape.module_path] for key, shape in shapes.items()}
-    head = getattr(model, HEAD, None)
-    return Sites(modules, groups, head if isinstance(head, torch.nn.Linear) else None, _find_embedding(model))
+    return {key: linears[shape.module_path] for key, shape in shapes.items()}, groups
 
 
 def _find_embedding(model: Any) -> torch.nn.Embedding | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 import torch
 
@@ -22,14 +22,6 @@ class Linear:
     bias: torch.Tensor | None
     layer: int
     group: str
-
-
-class _Norms(TypedDict):
-    """Norms of queries and keys."""
-
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    eps: float
 
 
 class AdaptedLinears:
@@ -73,7 +65,7 @@ class AdaptedLinears:
         y = linear.weight(x, linear.bias)
         head_dim = head_dim_of(cache)
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
-        norms: _Norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
+        norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
         readers = batch.lora_readers
         if readers is None or not readers.rotary(
             linear.layer, linear.group, x, y, num_heads, *cos_sin, cache, batch.attention.slots, **norms
