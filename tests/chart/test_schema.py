@@ -57,7 +57,8 @@ def test_every_setting_is_a_value_or_a_secret() -> None:
     settings = set(SCHEMA["properties"]["settings"]["properties"])
     assert settings == Settings.model_fields.keys() - SECRET_SETTINGS
     by_reference = {re.sub(r"(?=[A-Z])", "_", name).lower() for name in DEFAULTS["secrets"]}
-    assert by_reference == SECRET_SETTINGS | {"hf_token", "engine_token"}
+    # The headers for a collector are the standard variable's, as the hub's token is.
+    assert by_reference == SECRET_SETTINGS | {"hf_token", "engine_token", "otlp_headers"}
 
 
 def test_the_schema_is_one_and_takes_the_defaults_and_every_value_set() -> None:
