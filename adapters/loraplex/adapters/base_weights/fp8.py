@@ -52,10 +52,6 @@ class Fp8(Scheme):
     def shape(self, module: str, tensors: QuantisedTensors) -> tuple[int, int]:
         return tensors.matrix(f"{module}.weight")
 
-    def group(self, inputs: int) -> int:
-        """How many of a row's inputs have one scale, by the config."""
-        return inputs if self.block is None else self.block[1]
-
     def examine(self, module: str, tensors: QuantisedTensors) -> None:
         """All checks of `read` that need no values. Raises QuantisationUnsupported."""
         rows, inputs = self.shape(module, tensors)

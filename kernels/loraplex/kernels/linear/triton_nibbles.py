@@ -71,14 +71,11 @@ class PackedNibbles(SplitLinear):
         return nibbles_program, (self.words, self.scales, offsets, lows), constants
 
 
-def pack_nibbles(
-    weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device, block: int | None = None
-) -> PackedNibbles | None:
-    """The weight on `device`; None where the codes of a group need more than 4 bits, or no block fits the weight.
-    `block` is for benches."""
+def pack_nibbles(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> PackedNibbles | None:
+    """The weight on `device`; None where the codes of a group need more than 4 bits, or no block fits the weight."""
     rows, inputs = weight.shape
-    block = block or block_of_4_bits(inputs, weight.group)
-    if block is None or inputs % block or weight.group % (block // PLANES):
+    block = block_of_4_bits(inputs, weight.group)
+    if block is None:
         return None
     codes = weight.codes.to(device).view(rows, -1, weight.group)
     least, most = codes.amin(2), codes.amax(2)
