@@ -18,6 +18,7 @@ from loraplex.engine.execution.cuda_graphs import CudaRecorder, record_steps
 from loraplex.engine.execution.inputs import RecordedSize, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource
 from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.layers import keeping_all
 from loraplex.engine.model.base import ForwardBatch
 from loraplex.engine.model.fused import FusedDecoder
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
@@ -75,7 +76,10 @@ class Rig:
         self.size = size
         self.blocks_each = -(-size.max_len // BLOCK_SIZE)
         self.kv = kv or KVCache(
-            model.shape.caches, size.max_sequences * self.blocks_each, kv_dtype or model.dtype, model.device
+            keeping_all(model.shape.caches),
+            size.max_sequences * self.blocks_each,
+            kv_dtype or model.dtype,
+            model.device,
         )
         self.layout = ArenaLayout(
             model.site_groups, model.num_layers, model.dtype, max_rank=size.max_rank, head=model.head_group

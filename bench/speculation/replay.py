@@ -27,8 +27,8 @@ from loraplex.app.base_model.source import ensure_model
 from loraplex.engine.build import HISTORY_BYTES, TENANT_HISTORY_BYTES
 from loraplex.engine.execution.cost_measurement import measure_step_times
 from loraplex.engine.execution.inputs import StepLimits
-from loraplex.engine.kv.block_needs import blocks_for
-from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.layers import BlockNeeds, blocks_for
+from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling.drafting import Drafter
 from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
@@ -83,7 +83,7 @@ class Replay:
     def __init__(self, costs: StepCosts, speculation: Speculation | None) -> None:
         self._costs = costs
         self._speculation = speculation
-        self._blocks = BlockManager(2 * SMALL_STEP)
+        self._blocks = SequenceBlocks(2 * SMALL_STEP, BlockNeeds())
         self._running: dict[EngineSequence, Answer] = {}
         self._numbers = count()
         self.tokens = 0

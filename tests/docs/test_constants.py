@@ -39,7 +39,7 @@ from loraplex.engine import build, device_parts, sizing
 from loraplex.engine.config import Charges, SchedulerConfig
 from loraplex.engine.execution import device_memory, kv_cache
 from loraplex.engine.grammar import dictated
-from loraplex.engine.kv import block_needs
+from loraplex.engine.kv import sequence_blocks
 from loraplex.engine.scheduling import step_budget
 from loraplex.engine.scheduling.drafting import MAX_DRAFT
 from loraplex.http import body, context
@@ -244,7 +244,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("fairness.md", "found in the prefix cache a tenth", (CHARGES.cached == 0.1 * CHARGES.prefill,)),
     ("fairness.md", "costs half a percent more for each of its ranks", (CHARGES.per_rank == 0.005,)),
     ("fairness.md", "three quarters of a unit for each", (CHARGES.load_per_rank == 0.75,)),
-    ("fairness.md", "a block is kept free for each running request", (block_needs._GROWTH == 1,)),
+    ("fairness.md", "a block is kept free for each running request", (sequence_blocks._GROWTH == 1,)),
     ("limits.md", "Per tenant: {} [releases]", (release_runs.MAX_RUNS,)),
     ("limits.md", "{} looks in a round", (rounds.MAX_LOOKS,)),
     ("limits.md", "n + 1 of its {} changes a minute", (change_rate_limit.MAX_CHANGES,)),

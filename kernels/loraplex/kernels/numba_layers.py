@@ -27,9 +27,10 @@ MAX_ROWS = 64
 
 
 class _AttentionToRecord:
-    """Stands in for the `NumbaAttentionBatch` of a step of as many rows."""
+    """Stands in for the `NumbaAttentionBatch` of a group of layers in a step of as many rows."""
 
-    def __init__(self, num_rows: int, slots: torch.Tensor) -> None:
+    def __init__(self, group: int, num_rows: int, slots: torch.Tensor) -> None:
+        self._group = group
         self.num_rows = num_rows
         self.slots = slots
         self._asked: dict[tuple[int, int, int, int], None] = {}
@@ -37,10 +38,14 @@ class _AttentionToRecord:
     def lists(self, kv_heads: int, group: int, dim: int, window: int) -> tuple[int, ...]:
         key = (kv_heads, group, dim, window)
         self._asked[key] = None
-        return tuple(StepValue((key, number)) for number in range(7))
+        return tuple(StepValue((self._group, key, number)) for number in range(7))
 
     def step_values(self, batch: NumbaAttentionBatch) -> dict[object, int]:
-        return {(key, number): value for key in self._asked for number, value in enumerate(batch.lists(*key))}
+        return {
+            (self._group, key, number): value
+            for key in self._asked
+            for number, value in enumerate(batch.lists(*key))
+        }
 
 
 class NumbaRecordedLayers:
@@ -48,7 +53,7 @@ class NumbaRecordedLayers:
 
     def __init__(self) -> None:
         self._memory = LayerMemory()
-        self._lists: dict[tuple[int, int], tuple[CallList, _AttentionToRecord, torch.Tensor]] = {}
+        self._lists: dict[tuple[int, int], tuple[CallList, tuple[_AttentionToRecord, ...], torch.Tensor]] = {}
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._kv: object = None
         self._is_recordable = True
@@ -64,14 +69,15 @@ class NumbaRecordedLayers:
         if (
             not self._is_recordable
             or rows > MAX_ROWS
-            or type(attention) is not NumbaAttentionBatch
+            or any(type(group) is not NumbaAttentionBatch for group in attention)
             or not (lora is None or type(lora) is NumbaLoraPass)
         ):
             return None
         if kv is not self._kv:
             self._kv = kv
             self._lists.clear()
-        given_tensors = (given.residual, attention.slots, *(each for pair in given.cos_sin for each in pair))
+        all_slots = [group.slots for group in attention]
+        given_tensors = (given.residual, *(each for pair in given.cos_sin for each in pair), *all_slots)
         if not self._inputs:
             with torch.inference_mode(False):  # else they could not be written to outside of that mode
                 self._inputs = tuple(
@@ -82,14 +88,16 @@ class NumbaRecordedLayers:
         found = self._lists.get(key)
         if found is None:
             try:
-                found = self._lists[key] = self._record(tensors, lora, run_layers)
+                found = self._lists[key] = self._record(tensors, len(attention), lora, run_layers)
             except NotRecordable:
                 self._is_recordable = False
                 return None
         calls, attention_to_record, x = found
         for own, each in zip(tensors, given_tensors, strict=True):
             own.copy_(each)
-        values = attention_to_record.step_values(attention)
+        values: dict[object, int] = {}
+        for recorded, group in zip(attention_to_record, attention, strict=True):
+            values |= recorded.step_values(group)
         if lora is not None:
             values |= lora.step_values()
         calls.run(values)
@@ -98,11 +106,14 @@ class NumbaRecordedLayers:
     def _record(
         self,
         tensors: tuple[torch.Tensor, ...],
+        num_groups: int,
         lora: NumbaLoraPass | None,
         run_layers: Callable[[LayerInputs], torch.Tensor],
-    ) -> tuple[CallList, _AttentionToRecord, torch.Tensor]:
-        residual, slots, *tables = tensors
-        attention = _AttentionToRecord(len(residual), slots)
+    ) -> tuple[CallList, tuple[_AttentionToRecord, ...], torch.Tensor]:
+        residual, tables, all_slots = tensors[0], tensors[1:-num_groups], tensors[-num_groups:]
+        attention = tuple(
+            _AttentionToRecord(group, len(residual), slots) for group, slots in enumerate(all_slots)
+        )
         lora = None if lora is None else lora.to_record()
         recording = Recording(self._memory)
 

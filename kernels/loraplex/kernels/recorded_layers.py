@@ -14,11 +14,11 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
     """Inputs of the layers of a step: `residual` [T, C], which they change, cos and sin [T, 1, R/2] of each kind of
-    rotation, the sequences as the `AttentionKernel` laid them out, the step's adapters or None. `enter_layer` is to be
-    called with the number of each layer."""
+    rotation, the sequences as the `AttentionKernel` laid them out for each group of layers, the step's adapters or
+    None. `enter_layer` is to be called with the number of each layer."""
 
     residual: torch.Tensor
     cos_sin: Sequence[CosSin]
-    attention: Any
+    attention: tuple[Any, ...]
     lora: Any
     enter_layer: Callable[[int], None] = lambda layer: None

@@ -42,13 +42,15 @@ from loraplex.engine.execution.cost_measurement import measure_step_times, time_
 from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor, set_threads
 from loraplex.engine.execution.inputs import Recorder, StepLimits
-from loraplex.engine.execution.kv_cache import available_memory, block_bytes, blocks_of
+from loraplex.engine.execution.kv_cache import available_memory
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.grammar.matchers import GrammarMatchers
 from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.kv.cache import block_bytes
+from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.numerics import numerical_build
@@ -208,6 +210,7 @@ def _build(
             max_waiting=config.max_waiting,
             max_scored_tokens=parts.max_scored,
             lookahead=lookahead,
+            windows=parts.kv_size.needs.windows,
         ),
         parts.runner,
         AdapterCache(
@@ -259,7 +262,7 @@ def _timed(
     obstacle = obstacle_to_speculation(config.speculation, lookahead, device.kernels)
     if obstacle and not config.max_step_ms:
         return None, obstacle, None
-    limits = StepLimits(parts.max_step_tokens, config.max_num_seqs, blocks_of(parts.kv_size.max_model_len))
+    limits = StepLimits(parts.max_step_tokens, config.max_num_seqs, blocks_for(parts.kv_size.max_model_len))
     on_cpu = device.kernels.device.type == "cpu"
     worked = time_on(device.executor) if on_cpu else time.perf_counter
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from loraplex.engine.kv.layers import BlockNeeds
+
 DEFAULT_SEQUENCES = {"cpu": 64, "cuda": 256}
 """Sequences of a step where no setting says, by device."""
 MAX_RECORDED_ROWS = 1024
@@ -100,3 +102,9 @@ class SchedulerConfig:
     adapter_wait_aging_s: float = 3.0
     """After so long a wait for room on the device, a request's adapter goes before all others."""
     charges: Charges = Charges()
+    windows: tuple[int | None, ...] = (None,)
+    """Positions that the layers of each group see; None: all. See `loraplex.engine.kv.layers`."""
+
+    @property
+    def block_needs(self) -> BlockNeeds:
+        return BlockNeeds(self.windows, (1 + self.lookahead) * self.max_num_batched_tokens)

@@ -11,6 +11,7 @@ import torch
 
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.engine.config import EngineConfig
+from loraplex.engine.devices import choose_lookahead
 from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import Recorder, StepLimits
@@ -18,8 +19,6 @@ from loraplex.engine.execution.kv_cache import (
     KVSize,
     WatchedKVCache,
     available_memory,
-    block_bytes,
-    blocks_of,
     free_host_memory,
     size_kv_cache,
 )
@@ -28,7 +27,8 @@ from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.cache import KVCache, block_bytes
+from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.loading import library_of, load_model
 from loraplex.engine.model.model_plan import ModelPlan, ModelSettings, make_plan
@@ -43,7 +43,6 @@ from loraplex.engine.sizing import (
     row_bytes,
     too_large_pools,
 )
-from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.failures import describe_failure
 
@@ -141,7 +140,7 @@ def build_device(
     sampler = make_sampler(kernels, vocab_size=vocab_size, max_rows=config.max_num_seqs)
     max_scored = max(1, _MAX_SCORED_BYTES // (4 * vocab_size))
     steps = _steps(config, device, loaded, served, sampler, max_scored)
-    make_kv = _KVMaker(config, device, loaded, heartbeat, 2 * -(-max_step_tokens // BLOCK_SIZE))
+    make_kv = _KVMaker(config, device, loaded, heartbeat, max_step_tokens)
     limits = StepLimits(max_step_tokens, config.max_num_seqs, 0)
     workspace = None
     if memory is None:
@@ -152,10 +151,10 @@ def build_device(
         }
         _warn_of_memory(pools | dict(host_pools), loaded.free_host)
         kv = make_kv(size.num_blocks)
-        steps.begin(kv, replace(limits, max_blocks=blocks_of(size.max_model_len)))
+        steps.begin(kv, replace(limits, max_blocks=blocks_for(size.max_model_len)))
     else:
         _warn_of_memory(host_pools, loaded.free_host)
-        limits = replace(limits, max_blocks=blocks_of(config.max_model_len or model.shape.max_positions))
+        limits = replace(limits, max_blocks=blocks_for(config.max_model_len or model.shape.max_positions))
         workspace, budget = steps.measure(memory, make_kv, limits)
         if config.kv_cache_memory > budget:
             _log.warning("--kv-cache-memory leaves less than is needed for the steps: %d bytes would", budget)
@@ -188,7 +187,7 @@ class _KVMaker:
     device: Device
     loaded: LoadedModel
     heartbeat: StepHeartbeat
-    blocks_ahead: int
+    max_step_tokens: int
 
     def __call__(self, num_blocks: int) -> KVCache:
         return self.device.executor.submit(
@@ -198,7 +197,7 @@ class _KVMaker:
                 self.loaded.plan.kv_dtype,
                 self.device.kernels.device,
                 self.heartbeat,
-                blocks_ahead=self.blocks_ahead,
+                blocks_ahead=2 * blocks_for(self.max_step_tokens),
             )
         ).result()
 
@@ -213,6 +212,8 @@ class _KVMaker:
             max_num_seqs=self.config.max_num_seqs,
             budget=budget,
             num_sharing=self.config.num_sharing,
+            most_ahead=(1 + choose_lookahead(self.config.lookahead, self.device.kernels.device))
+            * self.max_step_tokens,
         )
 
 

@@ -226,7 +226,8 @@ class Sequence:
     `token_ids` holds the prompt and every output token that has been collected. `num_pending` counts output tokens that
     submitted steps will sample but that have not been collected yet (0 without lookahead). `num_computed` is how many
     positions have been *scheduled* for computation; it catches up with `num_tokens`, and is at most `most_computed`.
-    `block_ids[i]` holds positions 16·i … 16·i+15. `epoch` grows at each preemption, so that a result of an older life
+    `block_ids[i]` holds positions 16·i … 16·i+15, of models with several groups of layers as
+    `loraplex.engine.kv.sequence_blocks` says. `epoch` grows at each preemption, so that a result of an older life
     can be told apart. `num_charged` is the highest position that was ever charged to the tenant, so that recomputation
     is free. Positions below `lost_until` were computed before a preemption. `block_keys[i]` names the content of the
     i-th full block. `num_scored` prompt positions have told the log probability of the token behind them.
@@ -249,6 +250,8 @@ class Sequence:
     num_pending: int = 0
     num_cached: int = 0
     block_ids: tuple[int, ...] = ()
+    num_given_back: int = 0  # entries of block_ids that stand for blocks which no row sees any more
+    blocks_done: int = 0  # full blocks computed and collected, by which blocks are given back
     epoch: int = 0
     slot: int = -1  # the adapter's device slot while running; -1 on the base
     adapter_opened: float | None = None  # when its adapter became schedulable, as of its first step
@@ -290,6 +293,11 @@ class Sequence:
     def num_outputs(self) -> int:
         """Collected output tokens, and those that another engine has delivered."""
         return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that it holds."""
+        return len(self.block_ids) - self.num_given_back
 
     @property
     def is_resumed(self) -> bool:

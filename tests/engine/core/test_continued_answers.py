@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.execution.kv_cache import block_bytes
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.logprobs import Scores, cut_scores, join_scores
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent

@@ -45,6 +45,9 @@ FIRST_HISTORY = {
     "image_given_back_while_it_is_copied": 6,
     "damage_not_told": 7,
     "damaged_copy_ends_its_load": 10,
+    "a_windows_block_given_back_too_early": 5,
+    "prefix_found_without_a_windows_blocks": 5,
+    "prefix_key_without_the_group": 5,
 }
 """Where the search begins for a bug that few histories can show, as the table has it; 0 for the others."""
 

@@ -11,8 +11,9 @@ import torch
 
 from loraplex.engine.execution.device_errors import DeviceOutOfMemory
 from loraplex.engine.execution.device_memory import MIN_HEADROOM, headroom
-from loraplex.engine.execution.kv_cache import KVMemoryTooSmall, block_bytes
+from loraplex.engine.execution.kv_cache import KVMemoryTooSmall
 from loraplex.engine.execution.step_preparation import StepTooLarge
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.local_engine import LocalEngine

@@ -65,7 +65,7 @@ def questions(seed: str, adapters: Mapping[str, Any]) -> list[Asked]:
 
 
 def engine_of(base: Path, work: Path, family: Mapping[str, Any], **settings: Any) -> LocalEngine:
-    return cramped_engine(base, work, family, max_num_seqs=6, **settings)
+    return cramped_engine(base, work, max_num_seqs=6, **settings)
 
 
 def pooled_by(reference: PeftReference, asked: Asked) -> torch.Tensor:

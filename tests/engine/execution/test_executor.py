@@ -12,9 +12,9 @@ from loraplex.engine.execution.kv_cache import (
     KVMemoryTooSmall,
     SequenceTooLong,
     available_memory,
-    block_bytes,
     size_kv_cache,
 )
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ModelShape
 

@@ -52,7 +52,6 @@ def test_tokens_are_those_of_transformers_and_peft(
     engine = cramped_engine(
         base,
         tmp_path / "work",
-        options,
         recorder=recorder,
         kernels="triton",
         attention=attention,
@@ -97,7 +96,7 @@ def test_adapters_of_a_model_through_transformers_travel_with_the_step(family, r
     adapters = save_adapters(base, tmp_path, chosen)
     recorder = Repeater()
     engine = cramped_engine(
-        base, tmp_path / "work", options, recorder=recorder, kernels="triton", lookahead=1, max_num_seqs=6
+        base, tmp_path / "work", recorder=recorder, kernels="triton", lookahead=1, max_num_seqs=6
     )
     answered = ask_mixed(engine, adapters, seed=family, requests=requests, tokens=tokens)
     engine.close()
@@ -122,7 +121,6 @@ def test_steps_that_change_by_token_are_not_replayed(family, name, tmp_path):
     engine = cramped_engine(
         base,
         tmp_path / "work",
-        FAMILIES[family],
         recorder=recorder,
         kernels="triton",
         lookahead=1,
@@ -156,7 +154,6 @@ def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
     engine = cramped_engine(
         base,
         tmp_path / "work",
-        FAMILIES["llama-biases"],
         recorder=recorder,
         kernels="triton",
         lookahead=0,
@@ -207,7 +204,6 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
     mixed = cramped_engine(
         base,
         tmp_path / "work",
-        options,
         num_blocks=num_blocks,
         recorder=recorder,
         lookahead=1,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from loraplex.engine.execution.first_touch import FirstTouch
-from loraplex.engine.execution.kv_cache import block_bytes, size_kv_cache
-from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.execution.kv_cache import size_kv_cache
+from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ModelShape
 
@@ -106,3 +106,15 @@ def test_layers_keep_blocks_of_their_own_sizes_in_one_piece_of_memory() -> None:
         assert bool((cache.layer(index) == index + 1).all())
     cache.clear_blocks(torch.tensor([3]))
     assert all(not cache.layer(index)[3].any() and cache.layer(index)[2].all() for index in range(4))
+
+
+def test_layers_of_different_groups_lie_in_the_same_memory() -> None:
+    """Those of one group do not: a block belongs to one group at a time."""
+    full, window = CacheKind(2, 8), CacheKind(2, 8, window=32)
+    caches = (window, window, full, window, window, full)
+    cache = KVCache(caches, 5, torch.float32, torch.device("cpu"))
+    assert cache.group_of == (0, 0, 2, 1, 1, 2)
+    first, second = (cache.layer(index).data_ptr() for index in (0, 1))
+    places = [cache.layer(index).data_ptr() for index in range(6)]
+    assert places == [first, second, first, first, second, second]
+    assert cache.tensor.nbytes == 5 * block_bytes(caches, torch.float32) == 5 * 2 * 16 * 2 * 2 * 8 * 4

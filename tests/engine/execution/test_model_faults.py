@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.engine.execution.device_errors import DeviceLost, DeviceOutOfMemory
-from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.execution.torch_errors import as_device_fault
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.logprobs import join_scores
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -379,7 +379,7 @@ def test_kv_that_went_bad_in_passing_fails_one_request_and_is_cleaned(make_engin
     def spoil(batch, logits):
         rows = (batch.positions == 40).nonzero()[:, 0].tolist()
         if rows and not spoilt:
-            slot = int(batch.attention.slots[rows[0]])
+            slot = int(batch.attention[0].slots[rows[0]])
             batch.kv.pools[0][:, slot // BLOCK_SIZE, slot % BLOCK_SIZE] = float("nan")
             spoilt.append(slot // BLOCK_SIZE)
 

@@ -14,6 +14,8 @@ from loraplex.engine.execution.batch import StepRows
 from loraplex.engine.execution.cuda_graphs import graph_sizes, recorded_sizes
 from loraplex.engine.execution.inputs import PlainInputs, RecordedSize, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource, find_recorded
+from loraplex.engine.kv.layers import blocks_unseen
+from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.torch_attention import TorchAttention
@@ -25,15 +27,18 @@ VOCAB = 100
 LIMITS = StepLimits(max_rows=40, max_sequences=6, max_blocks=8)
 
 
-def make_source(sizes: tuple[RecordedSize, ...] = ()) -> PackedSource:
+def make_source(
+    sizes: tuple[RecordedSize, ...] = (), windows: tuple[int | None, ...] = (None,)
+) -> PackedSource:
     needs = AttentionNeeds(AttentionShape(4, 2, 16, 16), (None, 9))
     attention = TritonAttention(needs, torch.float32, CPU)
-    source = PackedSource(attention, torch.float32, CPU, LIMITS, lora=None, sizes=sizes)
+    source = PackedSource(attention, torch.float32, CPU, LIMITS, lora=None, sizes=sizes, windows=windows)
     source.replays = {size: lambda _with_adapters: torch.empty(0) for size in sizes}
     return source
 
 
-def make_plan(rng: random.Random, *, decoding: bool) -> StepPlan:
+def make_plan(rng: random.Random, *, decoding: bool, windows: tuple[int | None, ...] = (None,)) -> StepPlan:
+    """`windows`: of each group of layers. Where a group does not see a block, it was given back."""
     rows = []
     room = LIMITS.max_rows
     for number in range(rng.randint(1, LIMITS.max_sequences)):
@@ -42,11 +47,16 @@ def make_plan(rng: random.Random, *, decoding: bool) -> StepPlan:
             break
         room -= count
         start = rng.randint(0, LIMITS.max_blocks * 16 - count)
-        blocks = tuple(rng.sample(range(50), -(-(start + count) // 16)))
+        blocks = rng.sample(range(50), -(-(start + count) // 16) * len(windows))
+        for group, window in enumerate(windows):
+            for index in range(0 if window is None else blocks_unseen(window, start // 16)):
+                blocks[index * len(windows) + group] = GIVEN_BACK
         tokens = tuple(rng.randrange(VOCAB) for _ in range(count))
         request = EngineRequest(str(number), "t", tokens, SamplingParams(max_tokens=4))
         samples = decoding or rng.random() < 0.7
-        rows.append(ScheduledSequence(request, 0, 0, start, count, tokens, blocks, -1, samples, False, 0))
+        rows.append(
+            ScheduledSequence(request, 0, 0, start, count, tokens, tuple(blocks), -1, samples, False, 0)
+        )
     return StepPlan(1, tuple(rows))
 
 
@@ -56,13 +66,17 @@ PROMPTS = (RecordedSize(16, 3, prompts=True), RecordedSize(36, 6, prompts=True))
 
 @pytest.mark.parametrize("prompts", [(), PROMPTS])
 @pytest.mark.parametrize("decoding", [False, True])
-def test_any_step_arrives_as_it_was_planned(decoding: bool, prompts: tuple[RecordedSize, ...]) -> None:
+@pytest.mark.parametrize("windows", [(None,), (9, None, 9)])
+def test_any_step_arrives_as_it_was_planned(
+    windows: tuple[int | None, ...], decoding: bool, prompts: tuple[RecordedSize, ...]
+) -> None:
     rng = random.Random(7)
-    source = make_source((*DECODES, *prompts))
+    source = make_source((*DECODES, *prompts), windows)
+    groups = len(windows)
     used = set()
     plain = PlainInputs(CPU, TorchAttention(2, 16, torch.float32, CPU))
     for _ in range(60):
-        plan = make_plan(rng, decoding=decoding)
+        plan = make_plan(rng, decoding=decoding, windows=windows)
         inputs = source.begin_inputs(StepRows(plan, VOCAB))
         count = len(plan.scheduled)
         alone = all(item.num_tokens == 1 and item.samples for item in plan.scheduled)
@@ -75,7 +89,7 @@ def test_any_step_arrives_as_it_was_planned(decoding: bool, prompts: tuple[Recor
         ]
         assert inputs.size == (fitting[0] if fitting else None)
         used.add(inputs.size)
-        step, want = StepRows(plan, VOCAB).send(inputs), StepRows(plan, VOCAB).send(plain)
+        step, want = (StepRows(plan, VOCAB, groups).send(to) for to in (inputs, plain))
         extra = [inputs.floats([0.5, -1.0]), inputs.doubles([1e-300]), inputs.ints([]), inputs.ints([2**40])]
         source.memory.fill_(0xFF)  # a step's numbers come with it, not from the one before
         inputs.send()
@@ -88,8 +102,9 @@ def test_any_step_arrives_as_it_was_planned(decoding: bool, prompts: tuple[Recor
         for name in ("logits_rows", "fresh_blocks"):
             assert getattr(step, name).tolist() == getattr(want, name).tolist()
         assert step.tokens.sampled_rows.tolist() == want.tokens.sampled_rows.tolist()
-        assert step.attention.slots[:total].tolist() == want.attention.slots.tolist()
-        assert (step.attention.slots[total:] == -1).all()
+        for found, expected in zip(step.attention, want.attention, strict=True):
+            assert found.slots[:total].tolist() == expected.slots.tolist()
+            assert (found.slots[total:] == -1).all()
         assert [values.tolist() for values in extra] == [[0.5, -1.0], [1e-300], [], [2**40]]
         if inputs.size is not None and inputs.size.prompts:
             start = source.layouts[inputs.size].rows["logits_rows"]

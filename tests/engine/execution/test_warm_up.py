@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from loraplex.engine.execution.cuda_graphs import CudaRecorder
-from loraplex.engine.execution.kv_cache import block_bytes
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.sampling import scoring
 from loraplex.kernels.attention import BLOCK_SIZE

@@ -14,11 +14,11 @@ import torch
 from llguidance import LLMatcher, LLParserLimits
 
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.grammar import matchers, tokenizer
 from loraplex.engine.grammar.masks import MAX_FORCED
 from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer, new_matcher
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.logprobs import Logprobs
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent

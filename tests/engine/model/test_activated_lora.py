@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.engine.execution.kv_cache import block_bytes
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from support.adapters.peft_zoo import ALL_SITES, PeftReference
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
@@ -194,7 +194,7 @@ def test_models_through_transformers_compute_both_sides_too(tmp_path: Path) -> N
     config = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"]}
     chosen = {"plain": config, "activated": config | {"alora_invocation_tokens": list(INVOCATION)}}
     adapters = save_adapters(base, tmp_path, chosen, std=0.1)
-    engine = cramped_engine(base, tmp_path / "work", options, lookahead=1, max_num_seqs=6)
+    engine = cramped_engine(base, tmp_path / "work", lookahead=1, max_num_seqs=6)
     assert engine.built.info.decoder == "transformers"
     refs = {None: None, **{name: engine.publish(folder, name=name) for name, folder in adapters.items()}}
     shared = tuple(rng.randrange(3, 100) for _ in range(50))

@@ -165,7 +165,9 @@ class FakeRunner:
     """`mark_in_slot(slot)` reads the arena. Steps run as late as they may, when they are collected: whatever is
     changed too early in what they read shows. `fault(plan)` chooses a step's fault, `tokens_per_row(row)` how many
     tokens (1 and more) a sampling row brings, as speculative decoding would. `has_matcher` says whether the matcher of
-    a request with a grammar was built, `is_live` whether the sequence of a row has not ended."""
+    a request with a grammar was built, `is_live` whether the sequence of a row has not ended. `windows`: of each group
+    of layers; one sees all. Each group writes to blocks of its own, and those with a window must read theirs,
+    as far as they see."""
 
     num_blocks: int
     mark_in_slot: Callable[[int], int]
@@ -175,8 +177,10 @@ class FakeRunner:
     max_in_flight: int = 1
     has_matcher: Callable[[str], bool] = field(default=lambda request_id: False)
     is_live: Callable[[ScheduledSequence], bool] = field(default=lambda row: True)
+    windows: tuple[int | None, ...] = (None,)
 
     def __post_init__(self) -> None:
+        self._full = self.windows.index(None)
         positions = self.num_blocks * BLOCK_SIZE
         self._values = [GARBAGE] * positions
         self._tenants = [""] * positions
@@ -253,7 +257,8 @@ class FakeRunner:
                 found.fail("not finite")
                 continue
             if index in fault.poisoned:
-                self._values[self._place(row, row.start + row.num_tokens - 1)] = POISON
+                for group in range(len(self.windows)):
+                    self._values[self._place(row, row.start + row.num_tokens - 1, group)] = POISON
             sampling = row.request.sampling
             of_prompt = [
                 score(seen[:position], target, sampling.prompt_logprobs or 0)
@@ -328,38 +333,53 @@ class FakeRunner:
                 self.complaints.append(f"{name} was given KV that was known to be spoilt")
 
     def _write(self, row: ScheduledSequence, tokens: tuple[int, ...]) -> None:
-        if len(tokens) != row.num_tokens or len(row.block_ids) * BLOCK_SIZE < row.start + row.num_tokens:
+        room = len(row.block_ids) // len(self.windows) * BLOCK_SIZE
+        if len(tokens) != row.num_tokens or room < row.start + row.num_tokens:
             self.complaints.append(f"a slice of {row.request_id} does not fit its tokens or its blocks")
             return
         mark = self._mark(row)
         tenant = row.request.tenant_id
         value = self._values[self._place(row, row.start - 1)] if row.start else 0
         for position, token in enumerate(tokens, row.start):
-            place = self._place(row, position)
             if value != POISON:
                 value = GARBAGE if token == GARBAGE else attend(value, mark, token)
-            self._values[place] = value
-            self._noticed.pop(place, None)
-            self._tenants[place] = tenant
+            for group in range(len(self.windows)):
+                place = self._place(row, position, group)
+                self._values[place] = self._of_group(value, group)
+                self._noticed.pop(place, None)
+                self._tenants[place] = tenant
 
     def _mark(self, row: ScheduledSequence | MeasuredPart) -> int:
         return BASE if row.slot < 0 else self.mark_in_slot(row.slot)
 
-    def _place(self, row: ScheduledSequence, position: int) -> int:
-        return row.block_ids[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    def _place(self, row: ScheduledSequence, position: int, group: int | None = None) -> int:
+        """`group` None: one that sees all."""
+        number = position // BLOCK_SIZE * len(self.windows) + (self._full if group is None else group)
+        return row.block_ids[number] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def _of_group(self, value: int, group: int) -> int:
+        """The KV of a position in a group's blocks, where the one that sees all has `value`."""
+        return value if group == self._full or value in (GARBAGE, POISON) else hash((value, group))
 
     def _read(self, row: ScheduledSequence) -> tuple[int, ...]:
         """The KV of positions 0 … the slice's end, through the row's own block table."""
         end = row.start + row.num_tokens
         values: list[int] = []
         tenants: list[str] = []
-        for block in row.block_ids[: -(-end // BLOCK_SIZE)]:
+        for block in row.block_ids[self._full :: len(self.windows)][: -(-end // BLOCK_SIZE)]:
             values += self._values[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
             tenants += self._tenants[block * BLOCK_SIZE : (block + 1) * BLOCK_SIZE]
         # The row of a sequence that ended while it was in flight reads what it likes: nobody gets its answer.
         owners = set(tenants[:end])
         if owners != {row.request.tenant_id} and self.is_live(row):
             self.complaints.append(f"{row.request_id} reads KV that {sorted(owners)} wrote")
+        for group, window in enumerate(self.windows):
+            seen = range(0 if window is None else max(0, row.start - window + 1), end)
+            own = [self._values[self._place(row, position, group)] for position in seen]
+            if own != [self._of_group(value, group) for value in values[seen.start : end]] and self.is_live(
+                row
+            ):
+                self.complaints.append(f"{row.request_id} reads other KV where it sees {window} positions")
         return tuple(values[:end])
 
 

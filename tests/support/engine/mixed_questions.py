@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.execution.kv_cache import block_bytes
-from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.kv.cache import block_bytes
+from loraplex.engine.kv.layers import block_needs, blocks_for
 from support.adapters.peft_zoo import PeftReference
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import VOCAB
+from support.models.loading import outline_model
 
 NUM_BLOCKS = 14
+LONGEST = 100
 LONGEST_START = 35
 """Tokens that prompts may have in common: far beyond the windows of the tiny families."""
 
@@ -23,17 +25,17 @@ Answered = list[tuple[str | None, list[int], list[int]]]
 """Of each question: the adapter's name, the prompt, the answer."""
 
 
-def cramped_engine(
-    base: Path, work: Path, family: Mapping[str, Any], *, num_blocks: int = NUM_BLOCKS, **settings: Any
-) -> LocalEngine:
-    """In float32, with a pool so small that sequences start over. `family`: the config that the base was made of."""
-    kv_heads, head_dim = family.get("num_key_value_heads", 2), family.get("head_dim", 8)
-    caches = (CacheKind(kv_heads, head_dim),) * 3
+def cramped_engine(base: Path, work: Path, *, num_blocks: int = NUM_BLOCKS, **settings: Any) -> LocalEngine:
+    """In float32, with a pool so small that sequences start over: of as many of the longest sequences as `num_blocks`
+    hold where all layers see everything."""
+    caches = outline_model(base, torch.device("cpu"), "float32").shape.caches
+    most_ahead = 40 * (1 + settings.get("lookahead", 0))
+    num_blocks = num_blocks * block_needs(caches, most_ahead).of(LONGEST) // blocks_for(LONGEST)
     return LocalEngine(
         base,
         work,
         dtype="float32",
-        max_model_len=100,
+        max_model_len=LONGEST,
         max_num_batched_tokens=40,
         kv_cache_memory=num_blocks * block_bytes(caches, torch.float32),
         adapter_memory=4 << 20,

@@ -102,10 +102,13 @@ class Recorder:
         return sampler
 
     def _keep_kv(self, part: ScheduledSequence) -> None:
-        kept, cache = self.kv.setdefault(part.request_id, {}), self._caches[-1].pools[0]
-        heads, dim = cache.shape[-2], head_dim_of(cache[0])
+        kept, kv = self.kv.setdefault(part.request_id, {}), self._caches[-1]
+        layers = range(len(kv.group_of))
+        cache = kv.layer(0)
+        heads, dim = cache.shape[-2], head_dim_of(cache)
         for position in range(max(part.start, part.num_prompt), part.start + part.num_tokens):
-            block, place = part.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
+            number, place = position // BLOCK_SIZE * kv.num_groups, position % BLOCK_SIZE
+            blocks = [kv.layer(layer)[part.block_ids[number + kv.group_of[layer]]] for layer in layers]
             offsets = key_value_offsets(
                 np.arange(heads)[:, None], place, np.arange(dim), dim, cache.element_size()
             )
@@ -113,7 +116,7 @@ class Recorder:
                 scales = scale_offsets(np.arange(heads)[:, None], place, dim)
                 offsets = *offsets, *(each + np.arange(SCALE_BYTES) for each in scales)
             own = torch.from_numpy(np.concatenate([each.ravel() for each in offsets]))
-            values = cache[:, block].flatten(1)[:, own].view(torch.uint8)
+            values = torch.stack(blocks).flatten(1)[:, own].view(torch.uint8)
             kept[position - part.num_prompt] = hashlib.sha256(values.numpy().tobytes()).digest()
 
 

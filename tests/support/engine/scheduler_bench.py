@@ -25,11 +25,14 @@ class Bench:
         charges: Charges | None = None,
         speculation: Speculation | None = None,
         bound: StepBound | None = None,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.now = 0.0
         self.transport = FakeTransport(lambda: self.now, num_pages=4)
         self.cache = make_cache(self.transport)
-        config = SchedulerConfig(blocks, 4096, seqs, tokens, 1000, charges=charges or Charges())
+        config = SchedulerConfig(
+            blocks, 1 << 14, seqs, tokens, 1000, charges=charges or Charges(), windows=windows
+        )
         self.scheduler = Scheduler(config, self.cache, speculation, bound)
         self.live: dict[str, Sequence] = {}
         self._order = count()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.layers import keeping_all
 from loraplex.engine.model.base import ForwardBatch, LoraPass, Model
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.torch_attention import TorchAttention, build_attention_batch
@@ -192,7 +193,9 @@ class PagedRun:
         self.gather_blocks = gather_blocks
         self.done = [0] * len(prompts)
         self.logits: list[list[torch.Tensor]] = [[] for _ in prompts]
-        self.kv = KVCache(model.shape.caches, sum(needed) + 3, kv_dtype or model.dtype, model.device)
+        self.kv = KVCache(
+            keeping_all(model.shape.caches), sum(needed) + 3, kv_dtype or model.dtype, model.device
+        )
         # Scales of codes are NaN then too.
         self.kv.tensor.fill_(127 if kv_dtype is torch.int8 else float("nan"))
 
@@ -220,8 +223,10 @@ class PagedRun:
         batch = ForwardBatch(
             token_ids=torch.tensor(rows),
             positions=torch.tensor(positions),
-            attention=lay_out(
-                list(counts.values()), [self.done[i] for i in counts], [self.tables[i] for i in counts]
+            attention=(
+                lay_out(
+                    list(counts.values()), [self.done[i] for i in counts], [self.tables[i] for i in counts]
+                ),
             ),
             fresh_blocks=torch.tensor(fresh, dtype=torch.int64),
             logits_rows=torch.arange(len(rows)),

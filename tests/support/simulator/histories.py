@@ -101,6 +101,7 @@ class History:
             max_in_flight=1 + world.lookahead,
             has_matcher=lambda request_id: request_id in self.grammars.ready,
             is_live=lambda row: self.core._tracker.sequence(row) is not None,
+            windows=world.config.windows,
         )
         self.grammars = FakeGrammars(lambda: self.now, world.constraining)
         self.drafter: PlantedDrafter | None = None

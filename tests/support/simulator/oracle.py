@@ -255,7 +255,7 @@ class Oracle:
                 return record.crowded and not record.tokens
             case "context_length_exceeded":
                 computed = len(request.prompt_ids) + max(0, request.sampling.max_tokens - 1)
-                return total > config.max_model_len or computed > config.num_blocks * BLOCK_SIZE
+                return total > config.max_model_len or config.block_needs.of(computed) > config.num_blocks
         return False
 
     def check_step(

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.cache.tenant_memory import TenantMemory
-from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv import prefix_keys, sequence_blocks
 from loraplex.engine.kv.blocks import BlockManager
-from loraplex.engine.scheduling import scheduler, step_draft
+from loraplex.engine.kv.sequence_blocks import SequenceBlocks
+from loraplex.engine.scheduling import step_draft
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.tenant_turns import TenantTurns
@@ -100,7 +101,29 @@ def content_of_a_reused_block_not_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_block_too_few(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "blocks_for", lambda num_tokens: max(1, num_tokens // scheduler.BLOCK_SIZE))
+    missing = SequenceBlocks.missing_to
+
+    def fewer(self: SequenceBlocks, seq: Sequence, end: int) -> int:
+        return missing(self, seq, max(1, end // BLOCK_SIZE * BLOCK_SIZE))
+
+    patch.setattr(SequenceBlocks, "missing_to", fewer)
+
+
+def a_windows_block_given_back_too_early(patch: pytest.MonkeyPatch) -> None:
+    unseen = sequence_blocks.blocks_unseen
+    patch.setattr(
+        sequence_blocks,
+        "blocks_unseen",
+        lambda window, num_blocks: unseen(max(1, window - BLOCK_SIZE), num_blocks),
+    )
+
+
+def prefix_found_without_a_windows_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SequenceBlocks, "_last_gap", lambda self, tables, size: None)
+
+
+def prefix_key_without_the_group(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefix_keys, "of_group", lambda key, group: key)
 
 
 def a_block_still_held_given_out(patch: pytest.MonkeyPatch) -> None:
@@ -253,6 +276,9 @@ SCHEDULING_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     blocks_freed_twice,
     content_of_a_reused_block_not_forgotten,
     one_block_too_few,
+    a_windows_block_given_back_too_early,
+    prefix_found_without_a_windows_blocks,
+    prefix_key_without_the_group,
     a_block_still_held_given_out,
     preemption_without_epoch,
     prefix_registered_for_a_former_life,

@@ -1,6 +1,6 @@
 """The world of a random history of the engine core: how large everything is, who sends requests, and what goes wrong.
 
-Drawn from one seed. Eleven streams of chance, so that a new kind of mishap changes no history but by that mishap.
+Drawn from one seed. Twelve streams of chance, so that a new kind of mishap changes no history but by that mishap.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class World:
         self.storing = random.Random(seed)  # mishaps of the store, the disk and the engine's process
         self.timing = random.Random(seed)  # bounds of steps' times
         self.is_bounded = seed % 3 == 1
+        self.windowing = random.Random(seed)  # layers that see a window
+        self.has_windows = seed % 7 == 5 and not fair
         self._draw_sizes()
         self._draw_tenants()
         self.p_tier = 0.0 if fair else self.storing.choice((0.0, 0.02, 0.1))
@@ -89,6 +91,12 @@ class World:
             self.config,
             max_scored_tokens=self.asking.choice((1, 5, 16, 128)),
         )
+        if self.has_windows:
+            windows = self.windowing.choice(((None,), (1,), (7,), (17,), (33,), (24, 24)))
+            windows = self.windowing.choice(((None, *windows), (*windows, None)))
+            self.config = replace(
+                self.config, num_blocks=len(windows) * self.config.num_blocks, windows=windows
+            )
         self.num_pages = rng.randint(2, 5)
         self.p_arrive = rng.choice((0.05, 0.1, 0.2, 0.5))
         self.p_deadline = rng.choice((0.0, 0.1, 0.4))

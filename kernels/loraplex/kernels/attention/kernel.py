@@ -107,6 +107,9 @@ class RecordableAttention(AttentionKernel, Protocol):
     """A kernel whose steps are laid out in one array at a fixed place, so that decoding steps can be recorded and
     replayed: on a GPU a step is hundreds of launches."""
 
-    def layouts(self, capacities: Sequence[AttentionCapacity]) -> Sequence[AttentionLayout]:
-        """One for each capacity. They share their scratch memory: only one step may run at a time."""
+    def layouts(
+        self, capacities: Sequence[AttentionCapacity], windows: Sequence[int | None] | None = None
+    ) -> Sequence[AttentionLayout]:
+        """One for each capacity: for the layers with windows[i], or None: for all layers. They share their scratch
+        memory: only one step may run at a time."""
         ...

@@ -160,9 +160,13 @@ class LibraryAttention:
     def name(self) -> str:
         return self._library.name
 
-    def layouts(self, capacities: Sequence[AttentionCapacity]) -> tuple[LibraryLayout, ...]:
+    def layouts(
+        self, capacities: Sequence[AttentionCapacity], windows: Sequence[int | None] | None = None
+    ) -> tuple[LibraryLayout, ...]:
         takes_decodes = self._library.takes_decodes
-        return tuple(LibraryLayout(lists, takes_decodes) for lists in self._triton.layouts(capacities))
+        return tuple(
+            LibraryLayout(lists, takes_decodes) for lists in self._triton.layouts(capacities, windows)
+        )
 
     def lay_out(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -79,8 +80,11 @@ class TritonAttention:
             needs.shape, dtype.itemsize, capability, batch_invariant=batch_invariant
         )
 
-    def layouts(self, capacities: Sequence[AttentionCapacity]) -> tuple[TritonLayout, ...]:
-        plans = [self._plan(capacity) for capacity in capacities]
+    def layouts(
+        self, capacities: Sequence[AttentionCapacity], windows: Sequence[int | None] | None = None
+    ) -> tuple[TritonLayout, ...]:
+        of_each = repeat(self._needs.windows) if windows is None else [(window,) for window in windows]
+        plans = [self._plan(capacity, own) for capacity, own in zip(capacities, of_each, strict=False)]
         largest = max(plans, key=lambda plan: plan.partial_rows)
         scratch = AttentionScratch.allocate(largest, self._device)
         return tuple(TritonLayout(plan, scratch) for plan in plans)
@@ -109,13 +113,13 @@ class TritonAttention:
     ) -> torch.Tensor:
         return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
 
-    def _plan(self, capacity: AttentionCapacity) -> AttentionPlan:
+    def _plan(self, capacity: AttentionCapacity, windows: Sequence[int | None]) -> AttentionPlan:
         return AttentionPlan(
             self._needs.shape,
             capacity,
             self._tilings,
             num_programs=self._programs,
-            windows=self._needs.windows,
+            windows=windows,
             room_apart=self._room_apart,
         )
 

@@ -9,8 +9,11 @@ import torch
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.plan.devices import MIB, PlannedDevice
+from loraplex.engine.devices import choose_lookahead
 from loraplex.engine.execution.device_memory import headroom
-from loraplex.engine.execution.kv_cache import KVSize, block_bytes, size_kv_cache
+from loraplex.engine.execution.kv_cache import KVSize, size_kv_cache
+from loraplex.engine.kv.cache import block_bytes
+from loraplex.engine.kv.layers import BlockNeeds, block_needs
 from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import (
     MAX_SLOTS,
@@ -24,7 +27,6 @@ from loraplex.engine.sizing import (
     most_tokens,
     row_bytes,
 )
-from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
 RESERVES = {"cuda": 1536 * MIB, "cpu": 1024 * MIB}
@@ -80,6 +82,7 @@ class MemoryPlan:
     kv: int
     kv_blocks: int
     block: int
+    needs: BlockNeeds
     max_model_len: int
     total: int
     free: int
@@ -110,12 +113,14 @@ def divide_memory(
             f"{_gib(reserve + activations)} for the rest of a server: a device of at least "
             f"{_gib(weights + reserve + activations + adapter + block)} is needed."
         )
-    needed = -(-max(wanted.context, wanted.max_model_len) // BLOCK_SIZE) * block
+    most_ahead = tokens * (1 + choose_lookahead(-1, target))
+    needs = block_needs(model.shape.caches, most_ahead)
+    needed = needs.of(max(wanted.context, wanted.max_model_len)) * block
     on_device, host = _share(device, wanted, layout, adapter, free - activations, needed, host_free)
     budget = _whole_mib(max(on_device * adapter, layout.smallest_full_bytes), layout.page_bytes)
     pages, slots = arena_size(budget, layout)
     arena = arena_bytes(pages, layout)
-    size, kv_budget = _kv_size(model, wanted, target, free - arena, device, activations)
+    size, kv_budget = _kv_size(model, wanted, target, free - arena, device, activations, most_ahead)
     if host is not None:
         host = _whole_mib(max(host, layout.smallest_full_bytes), 1)
     settings: dict[str, str | int] = {
@@ -150,6 +155,7 @@ def divide_memory(
         kv=kv,
         kv_blocks=size.num_blocks,
         block=block,
+        needs=size.needs,
         max_model_len=size.max_model_len,
         total=device.memory,
         free=free - arena - kv - activations,
@@ -202,6 +208,7 @@ def _kv_size(
     kv_free: int,
     device: PlannedDevice,
     activations: int,
+    most_ahead: int,
 ) -> tuple[KVSize, int]:
     """The KV cache that a start would choose of `kv_free` bytes, less if the activations need more than that leaves;
     and the setting, in whole MiB, that gives it."""
@@ -219,6 +226,7 @@ def _kv_size(
             max_num_seqs=wanted.max_num_seqs,
             budget=left if target.type == "cuda" else None,
             available=kv_free,
+            most_ahead=most_ahead,
         )
 
     chosen = min(sized(0).num_blocks * block, kv_free - activations)
@@ -253,7 +261,7 @@ def _activations(model: ModelOutline, tokens: int, recorded: int, sequences: int
 def _places(size: KVSize, max_num_seqs: int) -> tuple[tuple[int, int], ...]:
     contexts = [length for length in _CONTEXTS if length < size.max_model_len]
     return tuple(
-        (length, min(max_num_seqs, size.num_blocks // -(-length // BLOCK_SIZE)))
+        (length, min(max_num_seqs, size.needs.at_once(length, size.num_blocks)))
         for length in (*contexts, size.max_model_len)
     )
 

@@ -23,6 +23,7 @@ from loraplex.engine.base_error.forms import BaseInForm
 from loraplex.engine.base_error.messages import BaseErrorFigures, BaseErrorTask
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.layers import keeping_all
 from loraplex.engine.model.base import ForwardBatch, TokenRows
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.fused import DecoderReader, FusedDecoder
@@ -183,10 +184,10 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
         ForwardBatch(
             token_ids=torch.from_numpy(compact),
             positions=torch.cat([torch.arange(count) for count in counts]),
-            attention=model.attention.lay_out(counts, counts, tables),
+            attention=(model.attention.lay_out(counts, counts, tables),),
             fresh_blocks=torch.arange(ends[-1]),
             logits_rows=torch.tensor(compared),
-            kv=KVCache(model.shape.caches, ends[-1], torch.float32, _CPU),
+            kv=KVCache(keeping_all(model.shape.caches), ends[-1], torch.float32, _CPU),
             lora=arena.lora_pass(segments, len(rows)),
             head_lora=arena.head_pass(of_logits, len(compared)),
             token_rows=None if tokens is None else _OfTokens(tokens, torch.tensor(rows)),

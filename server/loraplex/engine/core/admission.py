@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.kv.block_needs import blocks_for
 from loraplex.engine.logprobs import MAX_LOGPROB_TOKEN_IDS, MAX_TOP_LOGPROBS
 from loraplex.engine.types import EngineError, EngineRequest
 
@@ -77,7 +76,9 @@ def check_request(
             f"{num_prompt} prompt tokens and up to {max_tokens} to generate exceed the context of "
             f"{config.max_model_len} tokens",
         )
-    needed = blocks_for(num_prompt + max(0, max_tokens - 1))  # the last token is sampled, but never computed
+    needed = config.block_needs.of(
+        num_prompt + max(0, max_tokens - 1)
+    )  # the last token is sampled, but never computed
     if needed > config.num_blocks:
         return EngineError(
             "context_length_exceeded",

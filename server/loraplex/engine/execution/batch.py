@@ -15,8 +15,9 @@ from loraplex.engine.execution.riders.pooling import PooledSlices
 from loraplex.engine.execution.riders.prompt_scores import PromptScores
 from loraplex.engine.execution.riders.rider import Rider
 from loraplex.engine.execution.riders.tokens import Tokens
+from loraplex.engine.kv.layers import blocks_for
+from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
 from loraplex.engine.types import RowFailure, RowResult, ScheduledSequence, StepPlan
-from loraplex.kernels.attention import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class FlatStep:
     token_ids: torch.Tensor
     """[rows] int64, and the padding of a recorded pass behind them."""
     positions: torch.Tensor
-    attention: Any
-    """The batch as the model's attention takes it."""
+    attention: tuple[Any, ...]
+    """The batch as the model's attention takes it, for each group of layers."""
     fresh_blocks: torch.Tensor
     """The KV blocks whose first position is written."""
     logits_rows: torch.Tensor
@@ -44,7 +45,8 @@ class StepRows:
     """The rows of a step on the host. Slices are ordered by adapter slot, base rows first, so that each adapter's rows
     are adjacent."""
 
-    def __init__(self, plan: StepPlan, vocab_size: int) -> None:
+    def __init__(self, plan: StepPlan, vocab_size: int, num_groups: int = 1) -> None:
+        """`num_groups`: of the model's layers, by their blocks."""
         scheduled = plan.scheduled
         order = sorted(range(len(scheduled)), key=lambda index: scheduled[index].slot)
         self.tokens = Tokens()
@@ -53,6 +55,7 @@ class StepRows:
         self.results = [RowResult() for _ in scheduled]
         """In the order of the plan. Where a slice's input is wrong this says so, and its rows hold harmless tokens."""
         self._vocab_size = vocab_size
+        self._num_groups = num_groups
         self._items = [scheduled[index] for index in order]
         self._token_ids: list[int] = []
         self._positions: list[int] = []
@@ -96,7 +99,7 @@ class StepRows:
             tokens = (0,) * count
         self._token_ids += tokens
         self._positions += range(item.start, item.start + count)
-        self._fresh += _fresh_blocks(item)
+        self._fresh += _fresh_blocks(item, self._num_groups)
         if item.targets:
             self._score(index, item, first)
         self._want(index, item, first)
@@ -139,7 +142,10 @@ class StepRows:
         attention = inputs.attention(
             [item.num_tokens for item in items],
             [item.start + item.num_tokens for item in items],
-            [item.block_ids for item in items],
+            [
+                [_table(item.block_ids[group :: self._num_groups]) for item in items]
+                for group in range(self._num_groups)
+            ],
         )
         token_ids = inputs.rows("token_ids", self._token_ids)
         logits_rows = inputs.logits_rows(self._logits_rows)
@@ -175,7 +181,16 @@ def _segments_among(segments: Segments, rows: Sequence[int]) -> Segments:
     return found
 
 
-def _fresh_blocks(item: ScheduledSequence) -> tuple[int, ...]:
+def _table(block_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The table of one group of layers. A block that was given back is not read; where a kernel loads it all the same,
+    it finds one of the sequence's own."""
+    if block_ids[0] != GIVEN_BACK:
+        return block_ids
+    given = block_ids.count(GIVEN_BACK)
+    return (block_ids[given],) * given + block_ids[given:]
+
+
+def _fresh_blocks(item: ScheduledSequence, num_groups: int) -> tuple[int, ...]:
     """The blocks whose first position this slice writes."""
-    first = -(-item.start // BLOCK_SIZE)
-    return item.block_ids[first : -(-(item.start + item.num_tokens) // BLOCK_SIZE)]
+    first, end = blocks_for(item.start), blocks_for(item.start + item.num_tokens)
+    return item.block_ids[first * num_groups : end * num_groups]

@@ -120,12 +120,14 @@ class _Steps:
         """The seconds of a step of one token behind `start` others, and `rows - 1` drafts behind it. Raises NotMeasured
         where no token can be sampled."""
         asked = SamplingParams(max_tokens=MANY_ROWS[-1])
-        return self._time(made_up_slice(rows, asked, start=start, drafted=rows - 1))
+        return self._time(made_up_slice(self._runner, rows, asked, start=start, drafted=rows - 1))
 
     def run_prompt(self, rows: int, start: int, scored: int = 0) -> float:
         """The seconds of a step of `rows` positions of a prompt behind `start` others, `scored` of them scored."""
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        return self._time(made_up_slice(rows, asked, start=start, samples=False, num_scored=scored))
+        return self._time(
+            made_up_slice(self._runner, rows, asked, start=start, samples=False, num_scored=scored)
+        )
 
     def _time(self, part: ScheduledSequence) -> float:
         before = self._worked()

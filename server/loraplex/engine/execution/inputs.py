@@ -49,10 +49,13 @@ class StepInputs(HostToDevice, Protocol):
         ...
 
     def attention(
-        self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
-    ) -> Any:
-        """The input of the model's attention for a batch: sequence i has the next num_rows[i] rows, seq_lens[i]
-        positions at its end and the blocks block_tables[i]."""
+        self,
+        num_rows: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[Sequence[int]]],
+    ) -> tuple[Any, ...]:
+        """The input of the model's attention for a batch, for each group of layers: sequence i has the next num_rows[i]
+        rows, seq_lens[i] positions at its end and in group g the blocks block_tables[g][i]."""
         ...
 
     def adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
@@ -167,10 +170,13 @@ class PlainInputs:
         return self._tensor(values, torch.int64)
 
     def attention(
-        self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
-    ) -> Any:
+        self,
+        num_rows: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[Sequence[int]]],
+    ) -> tuple[Any, ...]:
         assert self._attention is not None
-        return self._attention.lay_out(num_rows, seq_lens, block_tables)
+        return tuple(self._attention.lay_out(num_rows, seq_lens, tables) for tables in block_tables)
 
     def adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._source(segments).lora_pass(segments, num_rows) if segments else None

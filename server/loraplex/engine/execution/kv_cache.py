@@ -13,8 +13,8 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.control_groups import ControlGroups
 from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.kv.cache import KVCache, block_elements
-from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.kv.cache import KVCache, block_bytes
+from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs
 from loraplex.engine.model.base import ModelShape
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -40,6 +40,7 @@ class KVSize:
 
     num_blocks: int
     max_model_len: int
+    needs: BlockNeeds
 
 
 class WatchedKVCache(KVCache):
@@ -73,17 +74,6 @@ class WatchedKVCache(KVCache):
             self._first_touch.expect(int(blocks.max()))
 
 
-def block_bytes(caches: Sequence[CacheKind], dtype: torch.dtype) -> int:
-    """Bytes of one block of 16 positions over all layers, K and V, of a KV cache in this dtype; in int8 with the scales
-    of its codes."""
-    return dtype.itemsize * sum(block_elements(kind, dtype) for kind in caches)
-
-
-def blocks_of(num_positions: int) -> int:
-    """Blocks of one sequence."""
-    return -(-num_positions // BLOCK_SIZE)
-
-
 def size_kv_cache(
     shape: ModelShape,
     dtype: torch.dtype,
@@ -95,14 +85,15 @@ def size_kv_cache(
     budget: int | None = None,
     available: int | None = None,
     num_sharing: int = 1,
+    most_ahead: int = 1,
 ) -> KVSize:
     """The number of blocks of a KV cache in `dtype` for `kv_cache_memory` bytes (0: for `budget` bytes; None: a
     share of the `available` bytes; None: of what is free now, for one of `num_sharing` engines), never more than
     `max_num_seqs` sequences can use.
 
-    `max_model_len` 0 means what the model's positions and the memory allow. Raises KVMemoryTooSmall where one
-    sequence of an asked `max_model_len` does not fit, and where not even one block does; SequenceTooLong for an
-    asked length beyond what the model was made for.
+    `most_ahead`: positions of one sequence that steps in flight compute. `max_model_len` 0 means what the model's
+    positions and the memory allow. Raises KVMemoryTooSmall where one sequence of an asked `max_model_len` does not fit,
+    and where not even one block does; SequenceTooLong for an asked length beyond what the model was made for.
     """
     if max_model_len > shape.max_positions:
         raise SequenceTooLong(
@@ -113,18 +104,19 @@ def size_kv_cache(
         budget = kv_cache_memory or _choose_budget(device, available, num_sharing)
     num_blocks = budget // one
     wanted = max_model_len or shape.max_positions
-    per_sequence = -(-wanted // BLOCK_SIZE)
-    too_small = num_blocks < per_sequence if max_model_len else num_blocks < 1
-    if too_small:
-        need = per_sequence if max_model_len else 1
+    needs = block_needs(shape.caches, most_ahead)
+    per_sequence = needs.of(wanted)
+    longest = wanted if per_sequence <= num_blocks else needs.longest(num_blocks)
+    if longest < (wanted if max_model_len else 1):
+        need = max_model_len or 1
         origin = "kv_cache_memory" if kv_cache_memory else "the memory that is free for it"
         remedy = "raise kv_cache_memory" if kv_cache_memory else "free memory, or set kv_cache_memory"
         raise KVMemoryTooSmall(
-            f"the KV cache has room for {num_blocks * BLOCK_SIZE} tokens ({origin}: {_mib(budget)}), a sequence "
-            f"of {need * BLOCK_SIZE} needs {_mib(need * one)}; {remedy}"
+            f"the KV cache has room for {longest} tokens ({origin}: {_mib(budget)}), a sequence "
+            f"of {-(-need // BLOCK_SIZE) * BLOCK_SIZE} needs {_mib(needs.of(need) * one)}; {remedy}"
             + (" or lower max_model_len" if max_model_len else "")
         )
-    return KVSize(min(num_blocks, max_num_seqs * per_sequence), min(wanted, num_blocks * BLOCK_SIZE))
+    return KVSize(min(num_blocks, max_num_seqs * per_sequence), longest, needs)
 
 
 def available_memory(device: torch.device) -> int:

@@ -46,9 +46,10 @@ Replay = Callable[[bool], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a step lie, in bytes. `lists`: of attention's work, None where there are none."""
+    """Where the parts of a step lie, in bytes. `lists`: of attention's work for each group of layers, one after the
+    other from `attention` on; none where there are none."""
 
-    lists: AttentionLayout | None
+    lists: tuple[AttentionLayout, ...]
     rows: dict[str, int]
     lora: int
     lora_end: int
@@ -57,7 +58,9 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def make(cls, num_rows: int, logits_rows: int, lists: AttentionLayout | None, lora_ints: int) -> Layout:
+    def make(
+        cls, num_rows: int, logits_rows: int, lists: Sequence[AttentionLayout], lora_ints: int
+    ) -> Layout:
         rows: dict[str, int] = {}
         at = 0
         for name, count in (*((name, num_rows) for name in ROWS), (_LOGITS_ROWS, logits_rows)):
@@ -65,8 +68,15 @@ class Layout:
             at = _aligned(at + 8 * count)
         lora_end = _aligned(at + 4 * lora_ints)
         free_end = _aligned(lora_end + _FREE_BYTES)
-        end = free_end if lists is None else free_end + 4 * lists.num_ints
-        return cls(lists, rows, at, lora_end, free_end, free_end, end)
+        end = free_end + 4 * sum(each.num_ints for each in lists)
+        return cls(tuple(lists), rows, at, lora_end, free_end, free_end, end)
+
+    def places(self) -> Iterator[tuple[AttentionLayout, int, int]]:
+        """The lists of each group: first byte, and bytes."""
+        start = self.attention
+        for lists in self.lists:
+            yield lists, start, 4 * lists.num_ints
+            start += 4 * lists.num_ints
 
 
 @dataclass(slots=True)
@@ -81,9 +91,9 @@ class Frame:
 class PackedSource:
     """Where the steps of a model begin on Triton's kernels.
 
-    `lora`: the arena's adapters on the device, or None. `sizes`: what passes are recorded for, the cheapest
-    first, none where `attention` cannot be recorded; `replays` is filled by the code that captures them. No more than
-    three steps may be in flight.
+    `lora`: the arena's adapters on the device, or None. `windows`: of each group of layers. `sizes`: what passes are
+    recorded for, the cheapest first, none where `attention` cannot be recorded; `replays` is filled by the code that
+    captures them. No more than three steps may be in flight.
     """
 
     def __init__(
@@ -95,6 +105,7 @@ class PackedSource:
         *,
         lora: DeviceLora | None,
         sizes: Sequence[RecordedSize] = (),
+        windows: Sequence[int | None] = (None,),
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -106,25 +117,34 @@ class PackedSource:
         self.layouts: dict[RecordedSize, Layout] = {}
         if isinstance(attention, RecordableAttention):
             largest = RecordedSize(limits.max_rows, limits.max_sequences, prompts=True)
-            first, *others = attention.layouts(
-                [
-                    AttentionCapacity(
-                        size.rows,
-                        size.sequences,
-                        size.sequences * limits.max_blocks,
-                        size.rows if size.prompts else 1,
-                    )
-                    for size in (largest, *sizes)
-                ]
+            kinds = tuple(dict.fromkeys(windows))
+            made = iter(
+                attention.layouts(
+                    [
+                        AttentionCapacity(
+                            size.rows,
+                            size.sequences,
+                            size.sequences * limits.max_blocks,
+                            size.rows if size.prompts else 1,
+                        )
+                        for size in (largest, *sizes)
+                        for _ in kinds
+                    ],
+                    kinds * (1 + len(sizes)) if len(windows) > 1 else None,
+                )
             )
-            self.layout = Layout.make(limits.max_rows, 0, first, lora_ints)
-            for size, lists in zip(sizes, others, strict=True):
+            of_kind = dict(zip(kinds, made, strict=False))
+            self.layout = Layout.make(limits.max_rows, 0, [of_kind[each] for each in windows], lora_ints)
+            for size in sizes:
+                of_kind = dict(zip(kinds, made, strict=False))
                 logits_rows = size.sequences if size.prompts else 0
-                self.layouts[size] = Layout.make(size.rows, logits_rows, lists, lora_ints)
+                self.layouts[size] = Layout.make(
+                    size.rows, logits_rows, [of_kind[each] for each in windows], lora_ints
+                )
         else:
             if sizes:
                 raise ValueError(f"steps cannot be recorded whose attention is {attention.name}'s")
-            self.layout = Layout.make(limits.max_rows, 0, None, lora_ints)
+            self.layout = Layout.make(limits.max_rows, 0, (), lora_ints)
         num_bytes = max(layout.num_bytes for layout in (self.layout, *self.layouts.values()))
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         hosts = [
@@ -148,7 +168,7 @@ class PackedSource:
         finally:
             self.replays = kept
 
-    def empty_batch(self, size: RecordedSize) -> tuple[dict[str, torch.Tensor], Any]:
+    def empty_batch(self, size: RecordedSize) -> tuple[dict[str, torch.Tensor], tuple[Any, ...]]:
         """The rows and the attention of a recorded size, holding a step of padding alone. With prompts, "logits_rows"
         are beside the rows."""
         layout = self.layouts[size]
@@ -157,13 +177,15 @@ class PackedSource:
         if size.prompts:
             inputs.logits_rows([])
             rows[_LOGITS_ROWS] = self.view(layout.rows[_LOGITS_ROWS], 8 * size.sequences, torch.int64)
-        inputs.attention([], [], [])
+        inputs.attention([], [], [[] for _ in layout.lists])
         inputs.adapters([], 0)
         inputs.head_adapters([], 0)
         inputs.send()
-        assert layout.lists is not None
-        array = self.view(layout.attention, 4 * layout.lists.num_ints, torch.int32)
-        return rows, layout.lists.recorded_batch(array)
+        batches = [
+            lists.recorded_batch(self.view(start, size, torch.int32))
+            for lists, start, size in layout.places()
+        ]
+        return rows, tuple(batches)
 
     def recorded_adapters(self, size: RecordedSize) -> tuple[LoraLauncher, LoraLauncher | None]:
         """The passes that read the adapters' lists of a recorded size."""
@@ -228,19 +250,24 @@ class PackedInputs:
         return self.source.view(self._layout.rows[_LOGITS_ROWS], 8 * len(values), torch.int64)
 
     def attention(
-        self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
-    ) -> Any:
-        start, lists = self._layout.attention, self._layout.lists
-        if lists is None:
-            return self.source.attention.lay_out(num_rows, seq_lens, block_tables)
-        num_bytes = 4 * lists.num_ints
-        host = self.frame.numbers[start : start + num_bytes].view(np.int32)
-        device = self.source.view(start, num_bytes, torch.int32)
-        batch, used = lists.lay_out(
-            host, device, num_rows, seq_lens, block_tables, recorded=self.size is not None
-        )
-        self._used = max(self._used, start + 4 * used)
-        return batch
+        self,
+        num_rows: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[Sequence[int]]],
+    ) -> tuple[Any, ...]:
+        if not self._layout.lists:
+            lay_out = self.source.attention.lay_out
+            return tuple(lay_out(num_rows, seq_lens, tables) for tables in block_tables)
+        batches = []
+        for (lists, start, num_bytes), tables in zip(self._layout.places(), block_tables, strict=True):
+            host = self.frame.numbers[start : start + num_bytes].view(np.int32)
+            device = self.source.view(start, num_bytes, torch.int32)
+            batch, used = lists.lay_out(
+                host, device, num_rows, seq_lens, tables, recorded=self.size is not None
+            )
+            self._used = max(self._used, start + 4 * used)
+            batches.append(batch)
+        return tuple(batches)
 
     def adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._pass(segments, num_rows, head=False)

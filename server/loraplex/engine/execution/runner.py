@@ -61,6 +61,7 @@ class ModelRunner:
         unless another one is given. `masks`: for rows with a grammar. `probe`: for the parts of a MeasureRequest."""
         self._model = model
         self._kv = kv
+        self.num_groups = kv.num_groups
         self._executor = executor
         self._eos_ids = eos_ids
         self._lora = lora
@@ -88,7 +89,7 @@ class ModelRunner:
         if not plan.scheduled:
             self._previous = Tokens()
             return StepHandle(StepResult(plan.step_id, []), riders, self._begin(riders, self._no_forward))
-        rows = StepRows(plan, self._model.shape.vocab_size)
+        rows = StepRows(plan, self._model.shape.vocab_size, self.num_groups)
         inputs = self._begin_inputs(rows)
         step = rows.send(inputs)
         self._kv.expect(step.fresh_blocks)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from loraplex.engine.execution.inputs import StepLimits
 from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -35,15 +36,15 @@ def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
     limits = source.limits
     longest = min(_PROMPT, BLOCK_SIZE * limits.max_blocks, limits.max_rows)
     beside = limits.max_rows > longest and limits.max_sequences > 1
-    first = [made_up_slice(longest, _EVERY_OPTION, num_scored=longest - 1)]
-    pooled = [made_up_slice(longest, _NOTHING, pooling="mean")]
+    first = [made_up_slice(runner, longest, _EVERY_OPTION, num_scored=longest - 1)]
+    pooled = [made_up_slice(runner, longest, _NOTHING, pooling="mean")]
     if beside:
-        first.append(made_up_slice(1, _GREEDY))
-        pooled.append(made_up_slice(1, _NOTHING, pooling="last"))
+        first.append(made_up_slice(runner, 1, _GREEDY))
+        pooled.append(made_up_slice(runner, 1, _NOTHING, pooling="last"))
     steps = [first]
     if longest >= BLOCK_SIZE:
-        steps.append([made_up_slice(BLOCK_SIZE, _RANDOM)])
-    steps.append([made_up_slice(1, _GREEDY, samples=False)])
+        steps.append([made_up_slice(runner, BLOCK_SIZE, _RANDOM)])
+    steps.append([made_up_slice(runner, 1, _GREEDY, samples=False)])
     if pools:
         steps.append(pooled)
     for number, slices in enumerate(steps):
@@ -67,6 +68,7 @@ def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int
         max_scored -= scored
         slices.append(
             made_up_slice(
+                runner,
                 1 + more,
                 _EVERY_OPTION,
                 name=f"largest {number}",
@@ -79,6 +81,7 @@ def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int
 
 
 def made_up_slice(
+    runner: ModelRunner,
     count: int,
     sampling: SamplingParams,
     *,
@@ -101,7 +104,7 @@ def made_up_slice(
         num_tokens=count,
         token_ids=tokens,
         # A block may stand in a table twice: what is computed does not matter.
-        block_ids=(0,) * -(-(start + count) // BLOCK_SIZE),
+        block_ids=(0,) * (blocks_for(start + count) * runner.num_groups),
         slot=slot,
         samples=samples and pooling is None,
         pending_input=False,

@@ -63,6 +63,10 @@ class BlockManager:
             found.append(block)
         return found
 
+    def lookup_all(self, keys: Row[BlockKey]) -> list[int]:
+        """The block of each key, -1 where its content is not in the pool. Takes nothing."""
+        return [self._block_of.get(key, -1) for key in keys]
+
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """How many of these are free now, so that sharing them would shrink `num_free`."""
         return sum(not self._refs[block] for block in block_ids)

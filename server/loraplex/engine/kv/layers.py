@@ -1,8 +1,19 @@
-"""The needs of a model's layers: what each keeps of a sequence. No torch."""
+"""The needs of a model's layers: what each keeps of a sequence, and how many blocks that takes. No torch.
+
+Layers are cut into groups of equally many, of one window each, and a block has room for 16 positions of one group's
+layers. So the same block serves layers that keep all positions, or others that keep the last ones, and the number of
+free blocks says what is left for both. (Groups: vLLM's hybrid KV cache manager.)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from loraplex.kernels.attention import BLOCK_SIZE
+
+_MOST_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +26,92 @@ class CacheKind:
     """The positions that a row reads, its own included; None: all."""
     shares: int | None = None
     """The index of the layer whose keys and values this layer reads; None: it has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that have their blocks in common. `window`: of what they and those that share theirs see; None: all."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
+def keeping_all(caches: Sequence[CacheKind]) -> tuple[CacheKind, ...]:
+    """The same layers, but that each keeps all positions, whatever it sees of them: one group."""
+    return tuple(replace(layer, window=None) for layer in caches)
+
+
+def layer_groups(caches: Sequence[CacheKind]) -> tuple[LayerGroup, ...]:
+    """The groups of a model's layers: as many layers each as there are of the rarer window, or more, for each group has
+    tables of its own in each step. One that has fewer leaves a part of its blocks empty. Layers of several head sizes
+    are one group that keeps all positions, and so are those that would take no less of a long sequence."""
+    own = [index for index, layer in enumerate(caches) if layer.shares is None]
+    kinds: dict[int | None, list[int]] = {}
+    for index in own:
+        windows = [layer.window for at, layer in enumerate(caches) if index in (at, layer.shares)]
+        widest = max((window for window in windows if window is not None), default=0)
+        kinds.setdefault(None if None in windows else widest, []).append(index)
+    size = min(map(len, kinds.values()))
+    while sum(-(-len(found) // size) for found in kinds.values()) > _MOST_GROUPS:
+        size += 1
+    kept = -(-len(kinds.get(None, ())) // size) * size
+    if kept >= len(own) or len({(caches[index].kv_heads, caches[index].head_dim) for index in own}) > 1:
+        return (LayerGroup(None, tuple(own)),)
+    return tuple(
+        LayerGroup(window, tuple(found[first : first + size]))
+        for window, found in kinds.items()
+        for first in range(0, len(found), size)
+    )
+
+
+def blocks_for(num_tokens: int) -> int:
+    """How many blocks of one group hold `num_tokens` positions."""
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def blocks_unseen(window: int, num_blocks: int) -> int:
+    """How many blocks, from the first one on, no row from position 16·num_blocks on sees."""
+    return max(0, num_blocks - (window + BLOCK_SIZE - 2) // BLOCK_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNeeds:
+    """The blocks that sequences of a model need."""
+
+    windows: tuple[int | None, ...] = (None,)
+    """One for each group of layers."""
+    most_ahead: int = 1
+    """The most positions of one sequence that steps in flight compute."""
+
+    def of(self, num_tokens: int, ahead: int | None = None) -> int:
+        """The most blocks that a sequence holds on its way to `num_tokens` positions, while `ahead` of them are not
+        computed (None: all)."""
+        every = blocks_for(num_tokens)
+        ahead = min(num_tokens if ahead is None else ahead, self.most_ahead)
+        return sum(
+            every
+            if window is None
+            else min(
+                every, (window + BLOCK_SIZE - 2) // BLOCK_SIZE + (ahead + BLOCK_SIZE - 2) // BLOCK_SIZE + 1
+            )
+            for window in self.windows
+        )
+
+    def seen(self, num_tokens: int) -> int:
+        """Positions of all groups together that a row behind `num_tokens - 1` others reads."""
+        return sum(num_tokens if window is None else min(window, num_tokens) for window in self.windows)
+
+    def at_once(self, num_tokens: int, num_blocks: int) -> int:
+        """How many sequences of `num_tokens` positions run in these blocks while one of them computes its prompt."""
+        return max(0, 1 + (num_blocks - self.of(num_tokens)) // self.of(num_tokens, 1))
+
+    def longest(self, num_blocks: int) -> int:
+        """The most positions, a multiple of 16, of a sequence that needs no more blocks than these."""
+        return BLOCK_SIZE * (
+            bisect_right(range(num_blocks + 2), num_blocks, key=lambda n: self.of(n * BLOCK_SIZE)) - 1
+        )
+
+
+def block_needs(caches: Sequence[CacheKind], most_ahead: int) -> BlockNeeds:
+    """Those of a model with these layers; `most_ahead` as there."""
+    return BlockNeeds(tuple(group.window for group in layer_groups(caches)), most_ahead)

@@ -65,11 +65,22 @@ def cached_prompt_tokens(seq: Sequence) -> int:
     return min(seq.num_computed, (seq.num_prompt - 1) // BLOCK_SIZE * BLOCK_SIZE)
 
 
-def filled(seq: Sequence, scheduled: ScheduledSequence, start: int, end: int) -> list[tuple[int, BlockKey]]:
+def of_group(key: BlockKey, group: int) -> BlockKey:
+    """The name of what the layers of a group keep of the positions that `key` names. No link has a byte more."""
+    return (key[0], key[1] + bytes((group,))) if group else key
+
+
+def filled(
+    seq: Sequence, scheduled: ScheduledSequence, start: int, end: int, num_groups: int
+) -> list[tuple[int, BlockKey]]:
     """The blocks that positions start … end-1 of a computed slice of the sequence have filled, each with its key."""
     indices = range(start // BLOCK_SIZE, end // BLOCK_SIZE)
     keys = extend_keys(seq) if indices else []
-    return [(scheduled.block_ids[index], keys[index]) for index in indices]
+    return [
+        (scheduled.block_ids[index * num_groups + group], of_group(keys[index], group))
+        for index in indices
+        for group in range(num_groups)
+    ]
 
 
 def extend_keys(seq: Sequence) -> list[BlockKey]:

@@ -60,17 +60,17 @@ class ForwardBatch:
     """The rows of one step, T in all, flat: sequences one after another, each with its next positions.
 
     `token_ids`, `positions` [T] int64. `attention` knows where each sequence's KV lies: what the model's
-    `AttentionKernel` laid out. `fresh_blocks` [n] int64 are those that the step begins. `logits_rows` [S] int64 are the
-    rows whose logits are wanted. `take_hidden` is called with the hidden states behind the final norm, [P, C], of
-    `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a new tensor. `lora` is None
-    where no row has an adapter that changes a layer; `head_lora`, over the rows of `logits_rows`, where none has one
-    that changes the head. `lora_readers` computes some of `lora` in the operations that read it, for a model that asks
-    it.
+    `AttentionKernel` laid out for each group of layers. `fresh_blocks` [n] int64 are those that the step begins.
+    `logits_rows` [S] int64 are the rows whose logits are wanted. `take_hidden` is called with the hidden states behind
+    the final norm, [P, C], of `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a
+    new tensor. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
+    `logits_rows`, where none has one that changes the head. `lora_readers` computes some of `lora` in the operations
+    that read it, for a model that asks it.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: Any
+    attention: tuple[Any, ...]
     fresh_blocks: torch.Tensor
     logits_rows: torch.Tensor
     kv: KVCache
@@ -81,6 +81,10 @@ class ForwardBatch:
     logits_out: torch.Tensor | None = None
     lora_readers: FusedReaders | None = None
     token_rows: TokenRows | None = None
+
+    def attention_of(self, layer: int) -> Any:
+        """The batch that the `AttentionKernel` laid out for the group of this layer."""
+        return self.attention[self.kv.group_of[layer]]
 
 
 class Model(Protocol):

@@ -106,8 +106,12 @@ def _paged_logits(
                 [t for i, (a, b) in zip(turn, spans, strict=True) for t in prompts[i][a:b]], device=device
             ),
             positions=torch.tensor([p for span in spans for p in range(*span)], device=device),
-            attention=decoder.attention.lay_out(
-                [end - start for start, end in spans], [end for _, end in spans], [tables[i] for i in turn]
+            attention=(
+                decoder.attention.lay_out(
+                    [end - start for start, end in spans],
+                    [end for _, end in spans],
+                    [tables[i] for i in turn],
+                ),
             ),
             fresh_blocks=torch.tensor(fresh, dtype=torch.int64, device=device),
             logits_rows=torch.arange(num_rows, device=device),

@@ -155,9 +155,11 @@ def _attention(
         q = query[0].to(cache.dtype)
         kv = torch.stack((key[0], value[0])).to(cache.dtype)
     kernel = _KERNEL.get()
-    kernel.write_kv(kv.permute(2, 0, 1, 3), cache, batch.attention)
+    kernel.write_kv(kv.permute(2, 0, 1, 3), cache, batch.attention_of(layer))
     q = q.transpose(0, 1)
-    out = kernel.run(q, cache, batch.attention, scale=scaling, window=sliding_window, softcap=softcap)
+    out = kernel.run(
+        q, cache, batch.attention_of(layer), scale=scaling, window=sliding_window, softcap=softcap
+    )
     return out.to(query.dtype)[None], None
 
 

@@ -18,11 +18,9 @@ from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.kv.block_needs import blocks_for, reserved_blocks
-from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
 from loraplex.engine.types import Sequence, SequenceState
-from loraplex.kernels.attention import BLOCK_SIZE
 
 MAX_BACKGROUND = 256
 """Background sequences in the engine. More are refused."""
@@ -38,7 +36,7 @@ class BackgroundSequences:
     """The waiting background sequences, and those that have `begun` and hold blocks. Both are in the order of
     arrival."""
 
-    def __init__(self, blocks: BlockManager, cache: AdapterCache[Any]) -> None:
+    def __init__(self, blocks: SequenceBlocks, cache: AdapterCache[Any]) -> None:
         self._blocks = blocks
         self._cache = cache
         self._waiting: dict[Sequence, None] = {}
@@ -50,7 +48,7 @@ class BackgroundSequences:
     @property
     def num_blocks(self) -> int:
         """KV blocks that they hold."""
-        return sum(len(seq.block_ids) for seq in self.begun)
+        return sum(seq.num_held for seq in self.begun)
 
     @property
     def is_ready(self) -> bool:
@@ -63,8 +61,8 @@ class BackgroundSequences:
 
     def remove(self, seq: Sequence) -> None:
         """A sequence has ended: release its blocks."""
-        self._blocks.release(seq.block_ids)
-        seq.block_ids, seq.slot = (), -1
+        self._blocks.drop(seq)
+        seq.slot = -1
         self._waiting.pop(seq, None)
         self.begun.pop(seq, None)
 
@@ -73,7 +71,7 @@ class BackgroundSequences:
         step: those that run, and all that are queued."""
         if not self.begun:
             return
-        needed = sum(map(reserved_blocks, running)) + sum(blocks_for(seq.num_tokens) + 1 for seq in queued)
+        needed = sum(map(self._blocks.reserved, running)) + sum(map(self._blocks.wanted, queued))
         while self.begun and needed > self._blocks.num_free:
             self._stop(next(reversed(self.begun)))
 
@@ -102,7 +100,7 @@ class BackgroundSequences:
     ) -> None:
         lag = seq.num_tokens - seq.num_computed
         end = seq.num_computed + min(lag, draft.budget)
-        if lag == 0 or seq.all_sampled or blocks_for(end) - len(seq.block_ids) > self._blocks.num_free:
+        if lag == 0 or seq.all_sampled or self._blocks.missing_to(seq, end) > self._blocks.num_free:
             return
         if seq in self._waiting:
             del self._waiting[seq]
@@ -118,14 +116,14 @@ class BackgroundSequences:
             return False  # its tokens in flight are collected before it resumes
         if not self.begun:
             return True
-        wanted = sum(blocks_for(other.most_computed) for other in (*self.begun, seq))
+        wanted = sum(self._blocks.needs.of(other.most_computed) for other in (*self.begun, seq))
         return wanted <= self._blocks.num_blocks // BLOCKS_SHARE
 
     def _stop(self, seq: Sequence) -> None:
         """Put a sequence back among those that wait, to be computed again. See `Scheduler._preempt` for the tokens that
         a step in flight samples for it."""
-        self._blocks.release(seq.block_ids)
-        seq.block_ids, seq.slot = (), -1
+        self._blocks.drop(seq)
+        seq.slot = -1
         seq.state = SequenceState.WAITING
         seq.lost_until = max(seq.lost_until, seq.num_computed)
         seq.num_computed = 0
@@ -159,5 +157,4 @@ class BackgroundSequences:
         for seq in self.begun:
             assert counts[seq] == 1, f"{seq.request_id} is in two places"
             assert seq.state is SequenceState.RUNNING, f"{seq.request_id} has begun as {seq.state}"
-            assert seq.num_computed <= len(seq.block_ids) * BLOCK_SIZE, f"{seq.request_id} lacks blocks"
         return [seq for seq in live if seq not in found]

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from math import inf
 
-from loraplex.engine.kv.block_needs import blocks_for, blocks_short, holds_blocks, reserved_blocks
-from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.sequence_blocks import SequenceBlocks, holds_blocks
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.preemption import TenantShares, choose_victims, preemption_order
 from loraplex.engine.scheduling.step_draft import StepDraft
@@ -23,7 +22,7 @@ class Preempter:
         self,
         running: Collection[Sequence],
         queue: FairQueue,
-        blocks: BlockManager,
+        blocks: SequenceBlocks,
         max_running: int,
         preempt: Callable[[StepDraft, Sequence], None],
     ) -> None:
@@ -65,8 +64,8 @@ class Preempter:
             return
         if num_decoding + before >= draft.budget:
             return
-        reserved = sum(map(reserved_blocks, self._running))
-        missing = blocks_short(self._blocks, head, reserved, cached(head))
+        reserved = sum(map(self._blocks.reserved, self._running))
+        missing = self._blocks.short(head, reserved, cached(head))
         places = len(self._running) + 1 - draft.max_running
         if missing <= 0 and places <= 0:
             return
@@ -74,7 +73,8 @@ class Preempter:
 
         def is_enough(victim: Sequence) -> bool:
             nonlocal missing, places
-            missing -= self._blocks.num_freed(victim.block_ids, given_up) + reserved_blocks(victim)
+            missing -= self._blocks.num_freed(self._blocks.held(victim.block_ids), given_up)
+            missing -= self._blocks.reserved(victim)
             places -= 1
             return missing <= 0 and places <= 0
 
@@ -88,7 +88,9 @@ class Preempter:
             if self._queue.counter(seq.request.tenant_id) >= level
             or not self._queue.is_backlogged(seq.request.tenant_id)
         ]
-        chosen = choose_victims(head, blocks_for(head.num_tokens), victims, self.shares(), is_enough)
+        chosen = choose_victims(
+            head, self._blocks.needs.of(head.num_tokens), victims, self.shares(), is_enough
+        )
         if not chosen and len(victims) == len(others):
             self._failed_claim = (head, self.num_changes, self._num_steps)
         for victim in chosen:

@@ -43,7 +43,7 @@ class TenantShares:
             if holding is None:
                 holding = self._holdings[tenant_id] = _Holding(weight(tenant_id))
             holding.sequences += 1
-            holding.blocks += len(seq.block_ids)
+            holding.blocks += seq.num_held
 
     def of(self, tenant_id: str) -> float:
         """The share of a tenant with a running sequence."""
@@ -59,13 +59,13 @@ class TenantShares:
     def without(self, seq: Sequence) -> float:
         """The share of a running sequence's tenant without that sequence."""
         holding = self._holdings[seq.request.tenant_id]
-        return self._share(holding.sequences - 1, holding.blocks - len(seq.block_ids), holding.weight)
+        return self._share(holding.sequences - 1, holding.blocks - seq.num_held, holding.weight)
 
     def remove_sequence(self, seq: Sequence) -> None:
         """Subtract a sequence that is preempted."""
         holding = self._holdings[seq.request.tenant_id]
         holding.sequences -= 1
-        holding.blocks -= len(seq.block_ids)
+        holding.blocks -= seq.num_held
 
     def _share(self, sequences: int, blocks: int, weight: float) -> float:
         return max(sequences / self._max_running, blocks / self._num_blocks) / weight

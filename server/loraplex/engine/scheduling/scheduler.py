@@ -15,14 +15,7 @@ from typing import Any
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.kv import prefix_keys
-from loraplex.engine.kv.block_needs import (
-    blocks_for,
-    blocks_missing,
-    blocks_short,
-    lacks_blocks,
-    reserved_blocks,
-)
-from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling import step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.background import BackgroundSequences
@@ -69,7 +62,7 @@ class Scheduler:
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._max_scored = config.max_scored_tokens
-        self.blocks = BlockManager(config.num_blocks)
+        self.blocks = SequenceBlocks(config.num_blocks, config.block_needs)
         cache.watch_residency(self.blocks.set_resident)
         self.background = BackgroundSequences(self.blocks, cache)
         self.queue = FairQueue()
@@ -136,7 +129,7 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.closed(seq)
         if spoilt:
-            self.blocks.disown(seq.block_keys)
+            self.blocks.spoil(seq)
         if seq in self.running:
             self._stop(seq)
         elif seq in self.queue:
@@ -154,14 +147,14 @@ class Scheduler:
             self._bound.times.took(StepLoad.of(plan.scheduled), seconds)
 
     def computed(self, seq: Sequence, scheduled: ScheduledSequence) -> None:
-        """A sequence's slice was computed and collected: register the blocks that it filled in the prefix cache.
+        """A sequence's slice was computed and collected: see `SequenceBlocks.computed`.
 
         Not if the sequence was preempted since: its blocks may belong to another sequence by then, and hold other
         content.
         """
-        if seq.state is SequenceState.RUNNING and scheduled.epoch == seq.epoch and not seq.request.background:
+        if seq.state is SequenceState.RUNNING and scheduled.epoch == seq.epoch:
             end = scheduled.start + scheduled.num_tokens - len(scheduled.drafted)
-            self.blocks.register_all(prefix_keys.filled(seq, scheduled, scheduled.start, end))
+            self.blocks.computed(seq, scheduled, scheduled.start, end)
 
     def verified(self, seq: Sequence, scheduled: ScheduledSequence, num_accepted: int) -> None:
         """The tokens of a computed slice with drafts are known to `seq`: `num_accepted` of these were right. The
@@ -175,7 +168,7 @@ class Scheduler:
         if seq.state is SequenceState.RUNNING and scheduled.epoch == seq.epoch:
             seq.num_computed = start + num_kept
             end = min(seq.num_computed, len(seq.token_ids) - 1)  # nothing behind a token that ends the answer
-            self.blocks.register_all(prefix_keys.filled(seq, scheduled, start, end))
+            self.blocks.computed(seq, scheduled, start, end)
 
     def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence | MeasuredPart]]) -> None:
         """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks,
@@ -210,7 +203,7 @@ class Scheduler:
         if time is None or not before or time.fits(before):
             self._preempter.make_room(draft, len(decoding) + len(forced), before, self._cached_prefix)
         yielded = len(draft.preempted)
-        if forced and lacks_blocks(self.blocks, decoding + forced):
+        if forced and self.blocks.lacks(decoding + forced):
             decoding, forced = decoding + forced, []
         self._schedule_running(draft, decoding, most=1)
         draft.prompt_time = time
@@ -245,7 +238,7 @@ class Scheduler:
 
     def _schedule_running(self, draft: StepDraft, behind: list[Sequence], *, most: int | None = None) -> None:
         behind = [seq for seq in behind if seq.state is SequenceState.RUNNING]
-        if lacks_blocks(self.blocks, behind):
+        if self.blocks.lacks(behind):
             # Blocks run short, and a scheduled sequence is no victim: the last in the preemption order goes first.
             behind = preemption_order(behind, self._preempter.shares())[::-1]
         for seq in behind:
@@ -292,11 +285,10 @@ class Scheduler:
             if count == 0:
                 return
         end = start + count
-        if end > len(seq.block_ids) * BLOCK_SIZE:
-            missing = blocks_for(end) - len(seq.block_ids)
+        if missing := self.blocks.missing_to(seq, end):
             if missing > self.blocks.num_free and not self._preempter.free_blocks(draft, seq, missing):
                 return
-            seq.block_ids += tuple(self.blocks.allocate(missing))
+            self.blocks.extend(seq, missing)
         part = step_draft.make_slice(seq, start, count, slot, scores)
         draft.budget -= count
         draft.score_budget -= len(part.targets)
@@ -318,7 +310,7 @@ class Scheduler:
         the KV of all rows before it reads any."""
         for seq in draft.activated:
             has_room = draft.has_room and draft.score_budget > 0 and draft.num_slices < draft.max_running
-            if has_room and blocks_missing(seq) <= self.blocks.num_free:
+            if has_room and self.blocks.missing(seq) <= self.blocks.num_free:
                 draft.of_base.append(draft.scheduled.pop(seq))
                 self._schedule(draft, seq)
 
@@ -350,8 +342,7 @@ class Scheduler:
     def _stop(self, seq: Sequence) -> None:
         lease = self.running.pop(seq)
         self._preempter.num_changes += 1
-        self.blocks.release(seq.block_ids)
-        seq.block_ids = ()
+        self.blocks.drop(seq)
         seq.slot = -1
         if lease is not None:
             self._cache.release(lease)
@@ -371,10 +362,10 @@ class Scheduler:
             if seq.num_pending or seq.request_id in draft.preempted:
                 return  # its tokens in flight are collected before it resumes
             if reserved < 0 and len(self.running) < draft.max_running:
-                reserved = sum(map(reserved_blocks, self.running))
+                reserved = sum(map(self.blocks.reserved, self.running))
             if len(self.running) == draft.max_running or not self._start(draft, seq, reserved):
                 return
-            reserved += reserved_blocks(seq)
+            reserved += self.blocks.reserved(seq)
 
     def _share_prompts(
         self, draft: StepDraft, time: PromptTime, prefilling: list[Sequence], *, claimed: bool
@@ -393,7 +384,8 @@ class Scheduler:
             self._schedule(draft, seq, most=most)
         elif not seq.num_pending and seq.request_id not in draft.preempted:
             head = None if (first := self.queue.head()) is seq else first
-            reserved = sum(map(reserved_blocks, self.running)) + (blocks_for(head.num_tokens) if head else 0)
+            reserved = sum(map(self.blocks.reserved, self.running))
+            reserved += self.blocks.needs.of(head.num_tokens) if head else 0
             if len(self.running) + (head is not None) < draft.max_running:
                 self._start(draft, seq, reserved, most)
 
@@ -402,7 +394,7 @@ class Scheduler:
         positions. False if its tokens do not all fit beside the `reserved` blocks of running sequences."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
         found = self._cached_prefix(seq)
-        if blocks_short(self.blocks, seq, reserved, found) > 0:
+        if self.blocks.short(seq, reserved, found) > 0:
             return False
         lane = self.queue.remove(seq)
         self.adapters.request_left(lane, started=True)
@@ -415,9 +407,7 @@ class Scheduler:
         self._preempter.num_changes += 1
         seq.state = SequenceState.RUNNING
         seq.slot = -1 if lease is None else lease.slot
-        self.blocks.share(found)
-        seq.block_ids = tuple(found)
-        seq.num_computed = len(found) * BLOCK_SIZE
+        self.blocks.begin(seq, found)
         if seq.epoch == 0:
             seq.adapter_opened = lane.opened
             seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
@@ -435,7 +425,7 @@ class Scheduler:
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks of the prefix cache that hold the beginning of a waiting sequence."""
-        return self.blocks.lookup(prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)])
+        return self.blocks.find(seq)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless exactly the `live` sequences are here, each either held, running, queued or in
@@ -443,4 +433,6 @@ class Scheduler:
         check_places(self.background.check_integrity(live), self.running, self.queue, self.held)
         self.adapters.check_integrity(self.queue.lanes_in_use)
         begun = (*self.running, *self.background.begun)
-        self.blocks.check_integrity([seq.block_ids for seq in begun], self._cache.residency().__contains__)
+        self.blocks.check_tables(begun)
+        held = [self.blocks.held(seq.block_ids) for seq in begun]
+        self.blocks.check_integrity(held, self._cache.residency().__contains__)

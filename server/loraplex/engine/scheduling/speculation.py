@@ -18,8 +18,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import ParamSpec, TypeVar
 
-from loraplex.engine.kv.block_needs import blocks_for
-from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter, DraftSource
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
 from loraplex.engine.scheduling.timing.step_costs import StepCosts
@@ -46,7 +45,7 @@ class Speculation:
         self._unkept: set[Sequence] = set()  # live ones of versions that are gone
         self._has_failed = False
 
-    def extend(self, draft: StepDraft, blocks: BlockManager, counter: Callable[[Sequence], float]) -> None:
+    def extend(self, draft: StepDraft, blocks: SequenceBlocks, counter: Callable[[Sequence], float]) -> None:
         """Add drafts to slices of a step that is planned otherwise. `counter` gives the service of a sequence's tenant:
         less goes first."""
         rows = draft.num_tokens
@@ -95,18 +94,18 @@ class Speculation:
         return [seq for _, seq in turns[:best_count]]
 
     def _extend(
-        self, draft: StepDraft, blocks: BlockManager, seq: Sequence, found: Draft, count: int, spare: int
+        self, draft: StepDraft, blocks: SequenceBlocks, seq: Sequence, found: Draft, count: int, spare: int
     ) -> int:
         """Add `count` tokens of a draft to the slice of its sequence, or none if they need more than `spare` blocks.
         Returns the number of blocks taken."""
         part = draft.scheduled[seq]
         drafted = found.token_ids[:count]
         end = part.start + 1 + count
-        missing = max(0, blocks_for(end) - len(seq.block_ids))
+        missing = blocks.missing_to(seq, end)
         if missing > max(0, spare):
             return 0
         if missing:
-            seq.block_ids += tuple(blocks.allocate(missing))
+            blocks.extend(seq, missing)
         draft.scheduled[seq] = replace(
             part,
             num_tokens=1 + count,

@@ -63,16 +63,16 @@ class AdaptedLinears:
     ) -> torch.Tensor:
         """[T, num_heads, D]: the rotated queries. Keys and values are in the layer's cache afterwards."""
         y = linear.weight(x, linear.bias)
-        head_dim = head_dim_of(cache)
+        head_dim, attention = head_dim_of(cache), batch.attention_of(linear.layer)
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
         readers = batch.lora_readers
         if readers is None or not readers.rotary(
-            linear.layer, linear.group, x, y, num_heads, *cos_sin, cache, batch.attention.slots, **norms
+            linear.layer, linear.group, x, y, num_heads, *cos_sin, cache, attention.slots, **norms
         ):
             if batch.lora is not None:
                 batch.lora.apply(linear.layer, linear.group, x, y)
-            self._rotate_and_write(heads, num_heads, *cos_sin, cache, batch.attention, **norms)
+            self._rotate_and_write(heads, num_heads, *cos_sin, cache, attention, **norms)
         return heads[:, :num_heads]
 
     def gate(

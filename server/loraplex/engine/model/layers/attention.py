@@ -61,7 +61,8 @@ def attend(
     queries = linears.apply_and_rotate(
         weights.qkv, x, batch, cache, kind.num_heads, cos_sin, weights.q_norm, weights.k_norm
     )
+    attention = batch.attention_of(weights.qkv.layer)
     out = kernel.run(
-        queries, cache, batch.attention, scale=kind.scale, window=kind.cache.window, softcap=kind.softcap
+        queries, cache, attention, scale=kind.scale, window=kind.cache.window, softcap=kind.softcap
     )
     return out.view(x.shape[0], kind.num_heads * kind.cache.head_dim)

@@ -1,0 +1,172 @@
+"""The blocks of sequences: how many one needs, which it gives back, and which it finds in the prefix cache.
+
+A sequence has a table of blocks for each group of layers. `Sequence.block_ids` has them side by side: of G groups, the
+block of positions 16·i … 16·i+15 for group g is entry i·G + g.
+
+A group whose layers see a window of w positions reads no block before the last ⌈(w - 1) / 16⌉ and those that are begun.
+A sequence gives the others back when the rows that saw them have been computed, and GIVEN_BACK stands in their place.
+What they hold stays in the prefix cache, for each group under a key of its own, until they are allocated again.
+
+So a prefix of n blocks is found where each group that keeps all positions has all n, and each group with a window the
+last ⌈(w - 1) / 16⌉ of them: position 16·n sees no more. Of several such n it is the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Row
+from itertools import compress
+
+from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.layers import BlockNeeds, blocks_for, blocks_unseen
+from loraplex.engine.types import ScheduledSequence, Sequence
+from loraplex.kernels.attention import BLOCK_SIZE
+
+GIVEN_BACK = -1
+"""Stands in a table for a block that the sequence has given back."""
+_GROWTH = 1
+"""Blocks of each group that are reserved for the growth of each running sequence before another one starts."""
+
+
+def holds_blocks(seq: Sequence) -> bool:
+    """Whether preempting a running sequence may free blocks at once: those of one whose last token is in flight become
+    free by themselves, and one that is measured has none."""
+    return seq.measured is None and not seq.all_sampled
+
+
+class SequenceBlocks(BlockManager):
+    """The pool of `num_blocks` blocks, as sequences with `needs` hold them."""
+
+    def __init__(self, num_blocks: int, needs: BlockNeeds) -> None:
+        super().__init__(num_blocks)
+        self.needs = needs
+        self._num_groups = len(needs.windows)
+        self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
+
+    def missing_to(self, seq: Sequence, end: int) -> int:
+        """Blocks that a sequence lacks to hold its positions below `end`."""
+        return max(0, blocks_for(end) * self._num_groups - len(seq.block_ids))
+
+    def missing(self, seq: Sequence) -> int:
+        """Blocks that a running sequence still needs for the tokens that it has."""
+        every = self.missing_to(seq, seq.num_tokens)
+        if not every or not self._windows:
+            return every
+        at_most = self.needs.of(seq.num_tokens, seq.num_tokens - seq.num_computed) - seq.num_held
+        return min(every, max(at_most, self.missing_to(seq, seq.num_computed + 1)))
+
+    def lacks(self, seqs: Row[Sequence]) -> bool:
+        """Whether these running sequences need more blocks than are free."""
+        return self.num_free < len(seqs) * self._num_groups and self.num_free < sum(map(self.missing, seqs))
+
+    def reserved(self, seq: Sequence) -> int:
+        """Blocks that a running sequence still needs for its tokens, and more if it may outgrow them. Without that
+        reserve a request could start in blocks that others are about to need; it would be preempted some steps later,
+        and its work lost."""
+        # Called for every running sequence in every step that may admit a request.
+        missing, room = 0, len(seq.block_ids) // self._num_groups * BLOCK_SIZE
+        if room < len(seq.token_ids) + seq.num_pending:
+            missing = self.missing(seq)
+            room = blocks_for(seq.num_tokens) * BLOCK_SIZE
+        return missing + _GROWTH * self._num_groups if seq.most_computed > room else missing
+
+    def wanted(self, seq: Sequence) -> int:
+        """Blocks that a waiting sequence needs for the tokens that it has, and for its growth."""
+        return self.needs.of(seq.num_tokens) + _GROWTH * self._num_groups
+
+    def short(self, seq: Sequence, reserved: int, found: list[int]) -> int:
+        """The number of blocks, if above 0, that a waiting sequence lacks to start beside the reserved ones. `found`
+        hold its beginning."""
+        ahead = seq.num_tokens - len(found) // self._num_groups * BLOCK_SIZE
+        held = self.held(found)
+        needed = self.needs.of(seq.num_tokens, ahead) - len(held)
+        return needed and needed - (self.num_free - self.num_idle(held) - reserved)
+
+    def held(self, block_ids: Row[int]) -> Row[int]:
+        """The blocks of a table without those that were given back."""
+        return [block for block in block_ids if block != GIVEN_BACK] if self._windows else block_ids
+
+    def find(self, seq: Sequence) -> list[int]:
+        """The table of the beginning of a waiting sequence, as far as the prefix cache has it."""
+        keys = prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]
+        if self._num_groups == 1 and not self._windows:
+            return self.lookup(keys)
+        tables: list[list[int]] = []  # of each group, GIVEN_BACK where nothing is found
+        for group, window in enumerate(self.needs.windows):
+            own = [prefix_keys.of_group(key, group) for key in keys]
+            tables.append(self.lookup(own) if window is None else self.lookup_all(own))
+        size = min(map(len, tables))
+        while (gap := self._last_gap(tables, size)) is not None:
+            size = gap
+        for group, window in self._windows:
+            unseen = blocks_unseen(window, size)
+            tables[group][:unseen] = [GIVEN_BACK] * unseen
+        return [block for row in zip(*(table[:size] for table in tables), strict=True) for block in row]
+
+    def _last_gap(self, tables: list[list[int]], size: int) -> int | None:
+        """The last of the first `size` blocks that a group with a window lacks for the position behind them. A shorter
+        prefix that has this block lacks it too."""
+        for group, window in self._windows:
+            for index in range(size - 1, blocks_unseen(window, size) - 1, -1):
+                if tables[group][index] == GIVEN_BACK:
+                    return index
+        return None
+
+    def begin(self, seq: Sequence, found: list[int]) -> None:
+        """A waiting sequence starts behind these blocks."""
+        held = self.held(found)
+        self.share(held)
+        seq.block_ids = tuple(found)
+        seq.num_given_back = len(found) - len(held)
+        seq.blocks_done = len(found) // self._num_groups
+        seq.num_computed = seq.blocks_done * BLOCK_SIZE
+
+    def extend(self, seq: Sequence, count: int) -> None:
+        """Give a sequence `count` blocks more, of all groups in turn."""
+        seq.block_ids += tuple(self.allocate(count))
+
+    def computed(self, seq: Sequence, scheduled: ScheduledSequence, start: int, end: int) -> None:
+        """Positions start … end-1 of a slice were computed and collected, and no row before `end` will be computed
+        again: the blocks that they filled can be found by their keys, and those that no later row sees are given
+        back."""
+        if not seq.request.background:
+            self.register_all(prefix_keys.filled(seq, scheduled, start, end, self._num_groups))
+        done = end // BLOCK_SIZE
+        if not self._windows or done <= seq.blocks_done:
+            return
+        table, given = list(seq.block_ids), [False] * len(seq.block_ids)
+        for group, window in self._windows:
+            for index in range(blocks_unseen(window, seq.blocks_done), blocks_unseen(window, done)):
+                given[index * self._num_groups + group] = True
+        seq.blocks_done = done
+        unseen = list(compress(table, given))
+        self.release(unseen)
+        seq.num_given_back += len(unseen)
+        seq.block_ids = tuple(GIVEN_BACK if gone else block for block, gone in zip(table, given, strict=True))
+
+    def drop(self, seq: Sequence) -> None:
+        """A sequence gives up all of its blocks."""
+        self.release(self.held(seq.block_ids))
+        seq.block_ids, seq.num_given_back, seq.blocks_done = (), 0, 0
+
+    def spoil(self, seq: Sequence) -> None:
+        """Nothing that a sequence has computed is found again."""
+        self.disown(
+            prefix_keys.of_group(key, group) for key in seq.block_keys for group in range(self._num_groups)
+        )
+
+    def check_tables(self, seqs: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless each sequence has what its rows may still read, and no more of a window's
+        blocks. For tests."""
+        for seq in seqs:
+            name, groups = seq.request_id, self._num_groups
+            if seq.measured is None:
+                assert blocks_for(seq.num_computed) * groups <= len(seq.block_ids), f"{name} lacks blocks"
+            assert seq.num_given_back == seq.block_ids.count(GIVEN_BACK), (
+                f"{name} holds other blocks than it counts"
+            )
+            for group, window in enumerate(self.needs.windows):
+                unseen = 0 if window is None else blocks_unseen(window, seq.blocks_done)
+                gone = [block == GIVEN_BACK for block in seq.block_ids[group::groups]]
+                assert sum(gone[:unseen]) == unseen == sum(gone), f"{name} gave back the wrong blocks"
