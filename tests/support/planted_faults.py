@@ -42,7 +42,7 @@ FAULTS = {
         ("tests/engine/scheduling/test_fairness.py",),
     ),
     "kv-blocks": Fault(
-        f"{ENGINE}scheduling/prefix_keys.py",
+        f"{ENGINE}kv/prefix_keys.py",
         "return request.tenant_id, None if",
         'return "", None if',
         ("tests/engine/scheduling/test_blocks.py", "tests/engine/scheduling/test_scheduler.py"),
