@@ -104,6 +104,11 @@ def test_sizes_are_those_that_the_product_reads(size: str) -> None:
     assert (problems({"settings": {"kv_cache_memory": size}}) == []) == read
 
 
+@pytest.mark.parametrize("port", [8002, "8002", "0.0.0.0:8002"])
+def test_the_engine_port_is_a_number_or_a_text_with_its_host(port: int | str) -> None:
+    assert problems({"settings": {"engine_port": port}}) == []
+
+
 def places(
     values: dict[str, Any], schema: dict[str, Any], at: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, ...]]:

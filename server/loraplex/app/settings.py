@@ -32,6 +32,7 @@ from loraplex.app.setting_types import (
     checked_sources,
     comma_list,
     data_plane_url,
+    header_pairs,
     limit_list,
     otlp_url,
     port_text,
@@ -45,6 +46,7 @@ OTHER_ENVIRONMENT = frozenset(
 )
 """Variables that other commands read; any further LORAPLEX_ variable must be a setting."""
 
+OTLP_HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
 SECRET_SETTINGS = frozenset({"admin_token", "key_pepper", "database_url", "redis_url", "webhook_secret"})
 """Their values are not repeated in messages; the chart takes them from Secrets alone."""
 
@@ -89,7 +91,11 @@ class Settings(BaseSettings):
     )
     admin_host: str = Field("127.0.0.1", description="Address of the admin plane")
     admin_port: Port = Field(8001, description="Port of the admin plane")
-    engine_port: Annotated[str, BeforeValidator(port_text), AfterValidator(checked_engine_port)] = Field(
+    engine_port: Annotated[
+        str,
+        BeforeValidator(port_text, json_schema_input_type=int | str),
+        AfterValidator(checked_engine_port),
+    ] = Field(
         "0",
         description="PORT or HOST:PORT that engines of other processes dial (0: none; default host: 127.0.0.1)",
     )
@@ -335,11 +341,22 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
     from_environment = EnvSettingsSource(Settings)()
     chosen = {key: value for key, value in given.items() if value is not None}
     try:
-        return Settings(**{**from_file, **from_environment, **chosen})
+        settings = Settings(**{**from_file, **from_environment, **chosen})
     except ValidationError as error:
         raise SettingsInvalid(
             "; ".join(_say(problem, chosen, from_environment) for problem in _first_problems(error))
         ) from error
+    if settings.otlp_endpoint:
+        otlp_headers()  # here, as traces begin behind the engine's start
+    return settings
+
+
+def otlp_headers() -> dict[str, str]:
+    """Headers for the collector, of the standard variable. Raises SettingsInvalid, without the values."""
+    try:
+        return dict(header_pairs(os.environ.get(OTLP_HEADERS, "")))
+    except ValueError as error:
+        raise SettingsInvalid(f"{OTLP_HEADERS}: {error}") from None
 
 
 def _first_problems(error: ValidationError) -> list[Any]:

@@ -16,12 +16,10 @@ from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 
 from loraplex.api.metrics.part_meters import TraceMeter
 from loraplex.api.tracing.spans import RequestTracing
-from loraplex.app.setting_types import header_pairs
-from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.app.settings import Settings, otlp_headers
 from loraplex.app.tracing.export import BATCH_DELAY_MS, EXPORT_TIMEOUT_S, CountedSpans
 from loraplex.app.tracing.sampling import RequestSampler
 
-HEADERS = "OTEL_EXPORTER_OTLP_HEADERS"
 FLUSH_S = 3.0
 """How long the end of a server waits for the collector, within the ten seconds that a pod has beyond its drain."""
 MAX_ATTRIBUTES = 64
@@ -48,7 +46,7 @@ def start_tracing(
     logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
     exporter = OTLPSpanExporter(
         endpoint=traces_url(settings.otlp_endpoint),
-        headers=_headers(),
+        headers=otlp_headers(),
         timeout=EXPORT_TIMEOUT_S,
         compression=Compression.NoCompression,
     )
@@ -72,14 +70,6 @@ def start_tracing(
     )
     provider.add_span_processor(spans)
     return Tracing(spans, RequestTracing(provider.get_tracer("loraplex", version), base))
-
-
-def _headers() -> dict[str, str]:
-    """The collector's headers, of the standard variable. Raises SettingsInvalid, without the values."""
-    try:
-        return dict(header_pairs(os.environ.get(HEADERS, "")))
-    except ValueError as error:
-        raise SettingsInvalid(f"{HEADERS}: {error}") from None
 
 
 def traces_url(endpoint: str) -> str:
