@@ -15,6 +15,7 @@ import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from math import inf
 
 from bench.fairness.account import Run, bound
 from bench.fairness.device import LONG_PROMPTS as DEVICE
@@ -30,11 +31,12 @@ BY_NAME = {workload.name: workload for workload in (*WORKLOADS, LONG_PROMPTS)}
 @dataclass(frozen=True, slots=True)
 class Variant:
     """`bound`: seconds of a step; None: positions alone bound it. `shares`: those behind the first one in order get a
-    part of the step."""
+    part of the step; `turns`: the rows of a tenant that has many take turns."""
 
     name: str
     bound: float | None
     shares: bool = True
+    turns: bool = True
 
 
 VARIANTS = (
@@ -42,12 +44,15 @@ VARIANTS = (
     Variant("default", AUTO_STEPS * DEVICE.base),
     Variant("60 ms", 0.06),
     Variant("60 ms, no shares", 0.06, shares=False),
+    Variant("60 ms, no turns", 0.06, turns=False),
 )
 
 
 def _run(name: str, variant: Variant) -> Run:
     if not variant.shares:
         step_bound.MOST_SHARING = 0  # this process runs nothing else
+    if not variant.turns:
+        step_bound.ROWS_SHARE = inf
     return simulate(BY_NAME[name], device=DEVICE, bound=variant.bound)
 
 

@@ -67,11 +67,11 @@ class PromptTime:
         """Give this part of the time that is left to what is added from now on."""
         now = self.times.seconds(self.load)
         self.limit = now + part * max(0.0, self.until - now)
+        self.began = -1  # what comes now is no first prompt
 
     def share_forced(self, part: float) -> None:
         """Give this part to forced tokens: nothing of what prompts get beyond `max_s`."""
         self.share(part)
-        self.began = -1  # a grammar's tokens are no beginning of a prompt
         self.limit = min(self.limit, max(self.max_s, self.times.seconds(self.load)))
 
     def take_row(self, seq: Sequence) -> None:
@@ -80,8 +80,8 @@ class PromptTime:
 
     def begin_prompts(self) -> None:
         """The first prompt in order comes now. It gets the beginning of a chunk, whatever others took."""
-        self.began = self.load.rows
         self.share(1.0)
+        self.began = self.load.rows
 
     def fits(self, count: int) -> bool:
         """Whether `count` positions without a context fit."""
