@@ -142,6 +142,22 @@ def test_a_short_pool_preempts_and_every_answer_ends() -> None:
     assert steps < 1200
 
 
+@pytest.mark.parametrize("windows", [(32,), (17, 17), (None, 32)])
+def test_a_prompt_in_flight_keeps_the_blocks_of_its_last_chunk(windows: tuple[int | None, ...]) -> None:
+    """Requests that come later take none of them, or it would be preempted, and all of it computed again."""
+    needs = BlockNeeds(windows, 2 * 64)
+    bench = Bench(blocks=needs.of(240), tokens=64, windows=windows, lookahead=1)
+    bench.add("long", 240, max_tokens=1)
+    for number in range(8):
+        bench.add(f"short {number}", 8, max_tokens=3, tenant="globex", first=5000 + 100 * number)
+    in_flight = bench.plan()
+    while bench.live:
+        following = bench.plan()
+        bench.collect(in_flight)
+        in_flight = following
+    assert bench.scheduler.num_preemptions == 0
+
+
 def test_needs_are_those_of_full_layers_where_the_window_is_longer() -> None:
     needs = BlockNeeds((None, 4096), 512)
     assert [needs.of(count) for count in (0, 1, 16, 17, 1000)] == [0, 2, 2, 4, 126]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import count, takewhile
+from typing import Literal
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import Charges, SchedulerConfig
@@ -14,7 +15,8 @@ from support.engine.fake_transport import FakeTransport, make_cache
 
 
 class Bench:
-    """A scheduler with lookahead 0 whose runner is the test: every row that is sampled gives token 7."""
+    """A scheduler whose runner is the test: every row that is sampled gives token 7. With `lookahead` 1 the test plans
+    a step before it collects the one before."""
 
     def __init__(
         self,
@@ -26,12 +28,13 @@ class Bench:
         speculation: Speculation | None = None,
         bound: StepBound | None = None,
         windows: tuple[int | None, ...] = (None,),
+        lookahead: Literal[0, 1] = 0,
     ) -> None:
         self.now = 0.0
         self.transport = FakeTransport(lambda: self.now, num_pages=4)
         self.cache = make_cache(self.transport)
         config = SchedulerConfig(
-            blocks, 1 << 14, seqs, tokens, 1000, charges=charges or Charges(), windows=windows
+            blocks, 1 << 14, seqs, tokens, 1000, lookahead, charges=charges or Charges(), windows=windows
         )
         self.scheduler = Scheduler(config, self.cache, speculation, bound)
         self.live: dict[str, Sequence] = {}

@@ -53,8 +53,9 @@ class SequenceBlocks(BlockManager):
         every = self.missing_to(seq, seq.num_tokens)
         if not every or not self._windows:
             return every
-        at_most = self.needs.of(seq.num_tokens, seq.num_tokens - seq.num_computed) - seq.num_held
-        return min(every, max(at_most, self.missing_to(seq, seq.num_computed + 1)))
+        # It gives nothing back for what is in flight until that is collected.
+        ahead = seq.num_tokens - seq.blocks_done * BLOCK_SIZE
+        return min(every, self.needs.of(seq.num_tokens, ahead) - seq.num_held)
 
     def lacks(self, seqs: Row[Sequence]) -> bool:
         """Whether these running sequences need more blocks than are free."""
