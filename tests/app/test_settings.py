@@ -297,6 +297,18 @@ def test_limits_of_the_server_are_one_setting(monkeypatch: pytest.MonkeyPatch, t
     assert server_limits(["budget_period=day"]) == Limits()
 
 
+def test_a_limit_of_the_command_line_leaves_others_of_the_environment_and_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[server_limit]\ntokens_per_minute = 500\nmax_concurrency = 3\nmax_sequences = 8\n")
+    monkeypatch.setenv("LORAPLEX_SERVER_LIMIT", "max-concurrency=4,requests_per_minute=9")
+    read = load_settings({"server_limit": ["requests_per_minute=7", "max_sequences=0"]}, file)
+    assert server_limits(read.server_limit) == Limits(
+        requests_per_minute=7, tokens_per_minute=500, max_concurrency=4
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -340,8 +340,9 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
         from_file = _read_toml(config_file)
     from_environment = EnvSettingsSource(Settings)()
     chosen = {key: value for key, value in given.items() if value is not None}
+    limits = _joined_limits(from_file, from_environment, chosen)
     try:
-        settings = Settings(**{**from_file, **from_environment, **chosen})
+        settings = Settings(**{**from_file, **from_environment, **chosen, **limits})
     except ValidationError as error:
         raise SettingsInvalid(
             "; ".join(_say(problem, chosen, from_environment) for problem in _first_problems(error))
@@ -349,6 +350,17 @@ def load_settings(given: dict[str, Any], config_file: Path | None = None) -> Set
     if settings.otlp_endpoint:
         otlp_headers()  # here, as traces begin behind the engine's start
     return settings
+
+
+def _joined_limits(*sources: dict[str, Any]) -> dict[str, Any]:
+    """`server_limit` of all sources: each limit is one for itself, and the last source that names it decides."""
+    found: dict[str, str] = {}
+    for source in sources:
+        given = limit_list(source.get("server_limit", []))
+        if not isinstance(given, list) or not all(isinstance(part, str) for part in given):
+            return {}
+        found |= {part.partition("=")[0].strip().replace("-", "_"): part for part in given}
+    return {"server_limit": [*found.values()]} if found else {}
 
 
 def otlp_headers() -> dict[str, str]:
