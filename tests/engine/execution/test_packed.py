@@ -28,11 +28,13 @@ LIMITS = StepLimits(max_rows=40, max_sequences=6, max_blocks=8)
 
 
 def make_source(
-    sizes: tuple[RecordedSize, ...] = (), windows: tuple[int | None, ...] = (None,)
+    sizes: tuple[RecordedSize, ...] = (),
+    windows: tuple[int | None, ...] = (None,),
+    limits: StepLimits = LIMITS,
 ) -> PackedSource:
     needs = AttentionNeeds(AttentionShape(4, 2, 16, 16), (None, 9))
     attention = TritonAttention(needs, torch.float32, CPU)
-    source = PackedSource(attention, torch.float32, CPU, LIMITS, lora=None, sizes=sizes, windows=windows)
+    source = PackedSource(attention, torch.float32, CPU, limits, lora=None, sizes=sizes, windows=windows)
     source.replays = {size: lambda _with_adapters: torch.empty(0) for size in sizes}
     return source
 
@@ -172,6 +174,25 @@ def test_inputs_that_do_not_fit_are_copied_separately() -> None:
     inputs.send()
     assert views[0].tolist() == large.tolist()
     assert views[1].tolist() == [1, 2, 3]
+
+
+def test_room_for_longer_block_tables_is_not_copied() -> None:
+    """Each group of layers has room for tables of the longest sequences. A step uses a few bytes of these megabytes."""
+    windows, limits = (9, None, 9), replace(LIMITS, max_blocks=20_000)
+    source = make_source((), windows, limits)
+    step_rows = StepRows(make_plan(random.Random(2), decoding=True, windows=windows), VOCAB, len(windows))
+    inputs = source.begin_inputs(step_rows)
+    step = step_rows.send(inputs)
+    source.memory.fill_(0xFF)
+    inputs.send()
+    tables = 4 * limits.max_sequences * limits.max_blocks
+    assert int((source.memory == 0xFF).sum()) > 0.95 * len(windows) * tables
+    plain = PlainInputs(CPU, TorchAttention(2, 16, torch.float32, CPU))
+    want = StepRows(make_plan(random.Random(2), decoding=True, windows=windows), VOCAB, len(windows)).send(
+        plain
+    )
+    for found, expected in zip(step.attention, want.attention, strict=True):
+        assert found.slots.tolist() == expected.slots.tolist()
 
 
 def test_steps_in_flight_keep_their_numbers_on_the_host() -> None:

@@ -3,7 +3,8 @@
 The piece begins with what a recorded pass reads at fixed places: the tokens and positions of the rows and the adapters'
 lists of work, and with prompts the rows whose logits are wanted. Then comes room for what is read by no recorded pass,
 and at the end attention's lists, whose last part, the block tables, is as long as the step needs it. So a copy is as
-long as what is used.
+long as what is used. Where layers are of several groups, each has such lists, and the long gaps between them are left
+out.
 
 A step is laid out for the first recorded size that serves it, with rows of padding behind its own; any other step for
 the largest step there is.
@@ -35,6 +36,8 @@ from loraplex.kernels.lora.types import LoraPass
 _ALIGN = 64
 _FREE_BYTES = 256 << 10
 """Bytes for what sampling needs. Steps that need more, as with penalties over long texts, copy the rest by itself."""
+_GAP_BYTES = 256 << 10
+"""Bytes that nothing uses up to which one copy takes what is before and behind them: another copy costs as much."""
 _FRAMES = 4
 """Host memory for this number of steps: two in flight, one that is being filled, one to spare."""
 ROWS = ("token_ids", "positions")
@@ -223,6 +226,9 @@ class PackedInputs:
     _layout: Layout = field(init=False)
     _free: int = field(init=False)
     _used: int = field(init=False, default=0)
+    """The bytes before attention's lists that are used, from the first on."""
+    _lists: list[tuple[int, int]] = field(init=False, default_factory=list)
+    """The bytes that are used of attention's lists, for each group of layers."""
 
     def __post_init__(self) -> None:
         self._layout = self.source.layout if self.size is None else self.source.layouts[self.size]
@@ -265,7 +271,7 @@ class PackedInputs:
             batch, used = lists.lay_out(
                 host, device, num_rows, seq_lens, tables, recorded=self.size is not None
             )
-            self._used = max(self._used, start + 4 * used)
+            self._lists.append((start, start + 4 * used))
             batches.append(batch)
         return tuple(batches)
 
@@ -280,8 +286,15 @@ class PackedInputs:
         return None if lora is None else lora.token_pass(segments, logits_segments, self)
 
     def send(self) -> None:
-        if self._used:
-            self.source.memory[: self._used].copy_(self.frame.host[: self._used], non_blocking=True)
+        parts = [(0, self._used)]
+        for start, end in self._lists:
+            first, last = parts[-1]
+            if start - last <= _GAP_BYTES:
+                parts[-1] = first, end
+            else:
+                parts.append((start, end))
+        for start, end in parts:
+            self.source.memory[start:end].copy_(self.frame.host[start:end], non_blocking=True)
         if self.source.device.type == "cuda":
             self.frame.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.frame.sent.record()
