@@ -308,7 +308,8 @@ def test_counts_follow_a_growing_sequence():
     assert counts.entries(item).tolist() == [1, 2 | 1 << 20]
     item = row("a", SamplingParams(9), prompt=(1, 2, 99), output=(2, 5, 5, -1, 2))
     assert counts.entries(item).tolist() == [1, 2 | 2 << 20, 5 | 2 << 20]
-    counts.retain_requests([])
+    for _ in range(100):
+        counts.begin_step([])
     assert counts.entries(item).tolist() == [1, 2 | 2 << 20, 5 | 2 << 20]
 
 

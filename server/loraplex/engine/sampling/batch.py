@@ -17,6 +17,9 @@ from loraplex.kernels.sampling.types import TOKEN_BITS, Biases, History, Option,
 
 MIN_TEMPERATURE = 1e-20
 """Below it float32 would divide by zero. The largest logit has won long before."""
+_KEPT_STEPS = 64
+"""Steps without a row for which a sequence is remembered: it may wait for its turn, and counting a long one takes
+milliseconds."""
 _COLUMNS = tuple(option.name.lower() for option in Option if option is not Option.UNIFORM)
 """Fields of SamplingParams, in the order of the options' columns."""
 
@@ -37,13 +40,14 @@ class RowMemory:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._known: dict[str, _Counted] = {}
-        self._biases: dict[str, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._known: dict[tuple[str, int], _Counted] = {}
+        self._biases: dict[tuple[str, int], tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self._rested: dict[tuple[str, int], int] = {}  # steps since its last row
 
     def entries(self, row: SampledRow) -> NDArray[np.int64]:
         """The entries of `History` for a row that tells its outputs, of a sequence that only ever grows, with the
         drafted tokens that the row assumes: a copy."""
-        counted = self._known.setdefault(row.request_id, _Counted())
+        counted = self._known.setdefault(row.sequence, _Counted())
         places, entries, num_prompt = counted.places, counted.entries, row.num_prompt
         num_tokens = num_prompt + len(row.outputs)
         for at in range(counted.num_tokens, num_tokens):
@@ -74,22 +78,23 @@ class RowMemory:
 
     def biases(self, row: SampledRow) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Different tokens of `logit_bias`, and what is added to each."""
-        known = self._biases.get(row.request_id)
+        known = self._biases.get(row.sequence)
         if known is None:
             summed: dict[int, float] = {}
             for token, value in row.request.sampling.logit_bias:
                 if 0 <= token < self._vocab_size:
                     summed[token] = summed.get(token, 0.0) + value
             tokens, values = np.array(list(summed), np.int64), np.array(list(summed.values()), np.float32)
-            known = self._biases[row.request_id] = tokens, values
+            known = self._biases[row.sequence] = tokens, values
         return known
 
-    def retain_requests(self, request_ids: Iterable[str]) -> None:
-        """Forget all others."""
+    def begin_step(self, sequences: Iterable[tuple[str, int]]) -> None:
+        """These have rows in it. Forget those that had none for `_KEPT_STEPS`."""
         if self._known or self._biases:
-            keep = set(request_ids)
-            self._known = {k: v for k, v in self._known.items() if k in keep}
-            self._biases = {k: v for k, v in self._biases.items() if k in keep}
+            rested = {key: steps + 1 for key, steps in self._rested.items() if steps < _KEPT_STEPS}
+            self._rested = rested | dict.fromkeys(sequences, 0)
+            self._known = {k: v for k, v in self._known.items() if k in self._rested}
+            self._biases = {k: v for k, v in self._biases.items() if k in self._rested}
 
 
 def build_sample_rows(
@@ -101,7 +106,7 @@ def build_sample_rows(
     upload: HostToDevice,
 ) -> SampleRows:
     """`rows` are in the order of the logits."""
-    memory.retain_requests(row.request_id for row in rows)
+    memory.begin_step(row.sequence for row in rows)
     penalised = [row.request.sampling.has_penalty for row in rows]
     return SampleRows(
         len(rows),

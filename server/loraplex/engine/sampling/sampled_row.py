@@ -26,6 +26,11 @@ class SampledRow:
         return self.scheduled.request.request_id
 
     @property
+    def sequence(self) -> tuple[str, int]:
+        """A name that no other sequence has: a request's id may come again."""
+        return self.scheduled.request.request_id, self.scheduled.order
+
+    @property
     def num_prompt(self) -> int:
         return len(self.scheduled.request.prompt_ids)
 
