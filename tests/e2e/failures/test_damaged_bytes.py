@@ -97,9 +97,9 @@ class Shop:
 def shop(tiny_model: Path, tmp_path: Path) -> Iterator[Shop]:
     """The device holds four adapters and host memory one: see `Shop.push_out`. Each load reads the upload: from a
     laid-out copy an adapter is served whole, whatever became of its upload."""
-    sizes = TINY_TORCH | {
-        "adapter_memory": "1MiB", "adapter_cpu_memory": "256KiB", "adapter_image_cache": "0",
-    }  # fmt: skip
+    sizes = TINY_TORCH | {"adapter_memory": "1MiB", "adapter_cpu_memory": "256KiB"}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "images").touch()  # where the folder of the copies would be
     with LiveServer(tiny_model, tmp_path / "data", **sizes) as server:
         shop = Shop(server, tmp_path)
         assert server.engine()["info"]["arena_pages"] == len(FILLERS)

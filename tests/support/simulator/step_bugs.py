@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from loraplex.engine.core import request_tracker
@@ -15,7 +16,7 @@ from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.timers import SequenceTimers
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
-from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan, StepResult
+from loraplex.engine.types import RowResult, ScheduledSequence, Sequence, SequenceState, StepPlan, StepResult
 from support.engine.fake_runner import FakeRunner
 
 
@@ -244,8 +245,10 @@ def matcher_kept_behind_its_request(patch: pytest.MonkeyPatch) -> None:
 def end_of_a_grammar_missed(patch: pytest.MonkeyPatch) -> None:
     take = RequestTracker.take_row
 
-    def miss(self: RequestTracker, *row: Any, is_last: bool = False, **options: Any) -> None:
-        take(self, *row, **options)
+    def miss(
+        self: RequestTracker, seq: Sequence, scheduled: ScheduledSequence, row: RowResult, now: float
+    ) -> None:
+        take(self, seq, scheduled, msgspec.structs.replace(row, ended=False), now)
 
     patch.setattr(RequestTracker, "take_row", miss)
 
