@@ -113,7 +113,8 @@ def test_equal_transformers_and_peft_beside_generation(
         engine.embed(str(number), prompt, ref, pooling)
     engine.run()
     engine.core.check_integrity()
-    if kernels not in ("auto", "triton"):
+    # Where layers have windows, sequences grow too little: test_model_families has their preemptions.
+    if kernels not in ("auto", "triton") and family not in ("gemma3", "phi3", "mistral-window"):
         assert engine.core.stats().num_preemptions > 0
     assert bool(recorder.replays) == (kernels == "triton")
     found = [engine.embedding(str(number)) for number in range(len(asked))]
