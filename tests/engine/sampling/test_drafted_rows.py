@@ -1,5 +1,7 @@
 """Rows behind drafted tokens draw as they would if the tokens were known."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from support.engine.sampling import EOS, row
 
 CPU = torch.device("cpu")
 SIZE = 40
+EXAMPLES = count()
 PENALISED = SamplingParams(
     99, seed=5, repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=0.4, min_tokens=4, logprobs=2
 )
@@ -56,9 +59,12 @@ def drafted_slice(name: str, prompt: tuple[int, ...], output: tuple[int, ...], d
 )
 def test_a_row_behind_drafts_draws_as_if_they_were_known(sampler, output, drafted, seed):
     logits = np.random.default_rng(seed).normal(0, 1, (1 + len(drafted), SIZE))
-    part = drafted_slice("a", (1, 5), tuple(output), tuple(drafted))
+    example = next(
+        EXAMPLES
+    )  # a sequence's tokens do not change, so that each example has sequences of its own
+    part = drafted_slice(f"a{example}", (1, 5), tuple(output), tuple(drafted))
     known = [
-        row(f"{place}", PENALISED, prompt=(1, 5), output=(*output, *drafted[:place]))
+        row(f"{place} of {example}", PENALISED, prompt=(1, 5), output=(*output, *drafted[:place]))
         for place in range(1 + len(drafted))
     ]
     assert draw(sampler, sampled_rows([part]), logits) == draw(sampler, known, logits)
