@@ -1,4 +1,4 @@
-"""What a checkpoint becomes is decided once, and all who tell of it say the same."""
+"""Tests of the plan of a checkpoint: it is made once, and all commands report it alike."""
 
 from __future__ import annotations
 

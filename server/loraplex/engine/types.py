@@ -433,7 +433,7 @@ class RowResult(msgspec.Struct, gc=False):
     pooled: PooledPart | None = None
 
     def fail(self, reason: str) -> None:
-        """Its numbers are no good; an earlier failure stays."""
+        """Mark the row's numbers as unusable. An earlier failure stays."""
         self.failed = self.failed or RowFailure(reason, "numbers")
 
 

@@ -46,7 +46,7 @@ CHUNK = {**PROMPT, "num_tokens": 2, "token_ids": (1, 2)}
 def compute(
     plan: list[ScheduledSequence], logits: torch.Tensor, hidden: torch.Tensor | None = None
 ) -> StepResult:
-    """What comes of a step whose rows have these logits, in the order of the rows whose logits are wanted."""
+    """The results of a step whose rows have these logits, in the order of the rows whose logits are wanted."""
     rows = StepRows(StepPlan(1, tuple(plan)), VOCAB)
     inputs = PlainInputs(CPU, TorchAttention(1, 16, torch.float32, CPU))
     step = rows.send(inputs)

@@ -27,7 +27,7 @@ def held(seq: Sequence) -> list[int]:
 def test_8192_tokens_take_what_arithmetic_says(
     layers: tuple[CacheKind, ...], most: int, decoding: int, without: int
 ) -> None:
-    """By the formula, and counted while a scheduler computes them."""
+    """The blocks of the formula are those that a scheduler is seen to hold."""
     needs = block_needs(layers, CHUNK)
     size = max(len(group.layers) for group in layer_groups(layers))
     assert (needs.of(8192), needs.of(8192, 1)) == (most, decoding)

@@ -18,7 +18,7 @@ from support.kernels.gpu_machine import QUICKLY, gpu_environment, write_sitecust
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
-    """As on a GPU machine, with nothing of ours but the files and the wheels."""
+    """Run the suite as on a GPU machine, where only the files and the wheels are."""
     write_sitecustomize(tmp_path, QUICKLY)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "bench.gpu.suite", "--small", "--out", str(out), "--budget", "800"]

@@ -48,6 +48,6 @@ def load_model(
 def outline_model(
     model_dir: Path, device: torch.device, dtype: str, *, quantise: bool = False
 ) -> ModelOutline:
-    """For a device that need not be here, as `loraplex plan` does."""
+    """Outline a model for a device that need not be here, as `loraplex plan` does."""
     settings = ModelSettings(dtype=dtype, quantise="int8" if quantise else "none")
     return outline_plan(make_plan(model_dir, settings, kernels_elsewhere(device)))
