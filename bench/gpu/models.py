@@ -187,7 +187,7 @@ def random_adapter(
     dense: Dense = {}
     end = 0
     for layer in range(layout.num_layers):
-        for group in layout.groups:
+        for group in (g for g in layout.groups if layer in g.layers_of(layout.num_layers)):
             for site, width in zip(group.sites, group.out_features, strict=True):
                 if sites is not None and site not in sites:
                     continue

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.engine.config import MAX_RECORDED_ROWS
 from loraplex.engine.execution.cuda_graphs import graph_sizes
 from loraplex.engine.sizing import (
     REFERENCE_LAYERS,
     REFERENCE_WEIGHTS,
+    adapter_pages,
     most_recorded_rows,
     most_sequences,
     most_tokens,
     row_bytes,
 )
+from loraplex.kernels.lora.dispatch import CHUNK
 from loraplex.kernels.lora.site_groups import SiteGroup
 
 GIB = 1 << 30
@@ -46,6 +52,30 @@ def test_tokens_go_by_the_model_and_are_few_on_a_cpu() -> None:
     assert most_tokens(0, "cuda", 8 * row, 141 * GIB) == 2048
     assert most_tokens(0, "cuda", row // 8, 24 * GIB) == 8192
     assert most_tokens(0, "cpu", row, 141 * GIB) == 256
+
+
+def test_a_row_is_as_wide_as_the_widest_layer_alone() -> None:
+    """Layers of two kinds don't add up."""
+    qkv, o, gate_up, down = LLAMA_8B
+    wide = SiteGroup("down.1", ("down_proj",), 2 * 14336, (4096,), layers=(0, 5))
+    mixed = (qkv, o, gate_up, replace(down, layers=(1, 2, 3, 4)), wide)
+    assert row_bytes(mixed, 2) - row_bytes(LLAMA_8B, 2) == 2 * 14336
+    assert row_bytes(mixed, 2) == row_bytes((qkv, o, gate_up, replace(wide, layers=None)), 2)
+
+
+def test_an_adapter_s_pages_count_a_site_where_it_is() -> None:
+    """Layer 0 has no v_proj, layer 2 a wider down_proj."""
+    groups = (
+        SiteGroup("qk", ("q_proj", "k_proj"), 512, (512, 512), layers=(0,)),
+        SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 512, (512, 512, 512), layers=(1, 2)),
+        SiteGroup("down", ("down_proj",), 512, (512,), layers=(0, 1)),
+        SiteGroup("down.1", ("down_proj",), 1024, (512,), layers=(2,)),
+    )
+    tile = CHUNK * 512 * 2
+    layout = ArenaLayout(groups, 3, torch.bfloat16, max_rank=8, page_bytes=2 * tile)
+    assert adapter_pages(layout, 8, ("v_proj",)) == 2
+    assert adapter_pages(layout, 8, ("down_proj",)) == 4  # the wide A takes a page of its own
+    assert adapter_pages(layout, 8, layout.site_names) * layout.page_bytes == layout.smallest_full_bytes
 
 
 def test_recorded_prompts_go_by_the_gpu_and_the_model() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from loraplex.adapters.device.layout import ArenaLayout, SiteKey, place_tiles
@@ -63,8 +64,16 @@ def most_recorded_rows(
 
 
 def row_bytes(groups: Sequence[SiteGroup], itemsize: int) -> int:
-    """Inputs and outputs of a layer's linears, for one token."""
-    return sum(group.in_features + sum(group.out_features) for group in groups) * itemsize
+    """Inputs and outputs of the linears of the widest layer, for one token."""
+    everywhere = 0
+    by_layer: Counter[int] = Counter({0: 0})
+    for group in groups:
+        size = group.in_features + sum(group.out_features)
+        if group.layers is None:
+            everywhere += size
+        for layer in group.layers or ():
+            by_layer[layer] += size
+    return (everywhere + max(by_layer.values())) * itemsize
 
 
 def adapter_layout(model: Model | ModelOutline, max_rank: int) -> ArenaLayout:
@@ -102,11 +111,12 @@ def arena_bytes(num_pages: int, layout: ArenaLayout) -> int:
 
 
 def adapter_pages(layout: ArenaLayout, rank: int, sites: tuple[str, ...]) -> int:
-    """Pages of an adapter of this rank on these sites of every layer, without DoRA's vectors."""
+    """Pages of an adapter of this rank on these sites of every layer that has them, without DoRA's vectors."""
     keys = [
         SiteKey(layer, site, rank, False)
         for site in sites
         for layer in range(1 if site in (HEAD, EMBEDDING) else layout.num_layers)
+        if layout.shape(layer, site) is not None
     ]
     return place_tiles([tile.num_bytes for tile in layout.tiles(keys)], layout.page_bytes)[1]
 

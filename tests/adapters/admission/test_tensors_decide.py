@@ -159,6 +159,8 @@ def test_experts_are_refused_by_name_with_what_is_served_instead(
     assert (error.code, error.feature, len(error.faults)) == ("unsupported_feature", "experts", 1)
     assert "experts of a mixture" in error.message
     assert "q_proj, k_proj, v_proj, o_proj" in error.message
+    # How to train without them.
+    assert 'target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]' in error.message
     assert ("and 1 more" in error.message) == (len(EXPERTS[case]) > 1)
     assert push(mixture, tmp_path).targets == ("q_proj", "v_proj")
 

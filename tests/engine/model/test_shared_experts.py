@@ -1,4 +1,5 @@
-"""LoRA on the expert of a mixture that all tokens go through, beside routed experts, which have none."""
+"""LoRA on the expert of a mixture that all tokens go through, and on dense layers of other sizes, beside routed
+experts, which have none."""
 
 from __future__ import annotations
 
@@ -62,18 +63,23 @@ def test_admission_and_engine_find_the_linears_of_a_shared_expert(family: str, t
 
     spec = load_base_spec(save_mixture(family, tmp_path / "base"))
     in_mlp = {key: shape.module_path for key, shape in spec.sites.items() if ".mlp." in shape.module_path}
+    # The first layer's own linears are wider than the shared expert's.
+    parts = {0: "", 1: f".{MIXTURES[family][0]}", 2: f".{MIXTURES[family][0]}"}
     assert in_mlp == {
-        (layer, leaf): f"model.layers.{layer}.mlp.{MIXTURES[family][0]}.{leaf}"
-        for layer in (1, 2)
+        (layer, leaf): f"model.layers.{layer}.mlp{part}.{leaf}"
+        for layer, part in parts.items()
         for leaf in LEAVES
     }
-    modules, _ = find_sites(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), spec.num_layers)
+    modules, groups = find_sites(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), spec.num_layers)
     assert modules.keys() == {key for key in spec.sites if key[1] not in ("lm_head", "embed_tokens")}
+    sizes = {g.layers: (g.in_features, *g.out_features) for g in groups if g.sites == ("up_proj",)}
+    assert sizes.keys() == {(0,), (1, 2)}
+    assert sizes[0,] == (32, 96)
 
 
-def test_a_shared_expert_takes_lora_and_answers_as_in_peft(tmp_path: Path) -> None:
+def test_a_dense_layer_and_shared_experts_take_lora_and_answer_as_in_peft(tmp_path: Path) -> None:
     base = save_mixture("qwen2_moe", tmp_path / "base")
-    targets = ["q_proj", *(f"shared_expert.{leaf}" for leaf in LEAVES)]
+    targets = ["q_proj", *(f"{part}.{leaf}" for part in ("shared_expert", "0.mlp") for leaf in LEAVES)]
     adapter = save_adapters(base, tmp_path, {"shared": {"r": 4, "lora_alpha": 8, "target_modules": targets}})
     engine = LocalEngine(
         base, tmp_path, dtype="float32", kv_cache_memory=8 << 20, adapter_memory=8 << 20, max_model_len=64

@@ -301,19 +301,16 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 def find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[tuple[int, str], SiteShape]:
     """The sites in the layers of a model, of its linears' [out_features, in_features] by path. Routed experts have
-    none, and where a layer has several linears of one leaf, none of them is one. A site has one size: layers in which
-    it has another than in most are left out."""
+    none, and where a layer has several linears of one leaf, none of them is one. A site may have other sizes in other
+    layers, and be missing in some."""
     found: list[SiteShape] = []
     for path, (out_features, in_features) in linears.items():
         match = _SITE_NAME.fullmatch(path)
         if match and int(match[1]) < num_layers and not in_other_tower(path) and not is_of_expert(path):
             found.append(SiteShape(int(match[1]), match[2], in_features, out_features, path))
     claims = Counter((site.layer, site.site) for site in found)
-    unique = [site for site in found if claims[site.layer, site.site] == 1]
-    sizes = Counter((site.site, site.in_features, site.out_features) for site in unique)
-    usual = {name: size for (name, *size), _ in reversed(sizes.most_common())}
-    kept = (site for site in unique if usual[site.site] == [site.in_features, site.out_features])
-    return {(s.layer, s.site): s for s in sorted(kept, key=lambda s: (s.layer, SITES.index(s.site)))}
+    unique = (site for site in found if claims[site.layer, site.site] == 1)
+    return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}
 
 
 def _find_head(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[int, str], SiteShape]:

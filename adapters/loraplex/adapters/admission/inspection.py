@@ -288,7 +288,7 @@ def _check_shapes(
     tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings, max_rank: int
 ) -> tuple[SiteWeights, ...]:
     sites: list[SiteWeights] = []
-    widths: dict[str, list[tuple[int, int]]] = {}
+    widths: dict[str, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
     misfit: SiteWeights | None = None
     for module, a in tensors.a.items():
         b, shape = tensors.b[module], by_path[module]
@@ -306,8 +306,9 @@ def _check_shapes(
         if rank != declared:
             _refuse("shape_mismatch", f"{module} has rank {rank} in the tensors and {declared} in the config")
         site = SiteWeights(shape.layer, shape.site, rank, scaling, a, b, tensors.magnitudes.get(module))
-        widths.setdefault(shape.site, []).append((a.shape[1], b.shape[0]))
-        if misfit is None and (a.shape[1], b.shape[0]) != (shape.in_features, shape.out_features):
+        found, wanted = (a.shape[1], b.shape[0]), (shape.in_features, shape.out_features)
+        widths.setdefault(shape.site, []).append((found, wanted))
+        if misfit is None and found != wanted:
             misfit = site
         sites.append(site)
     if misfit is not None:
@@ -316,13 +317,13 @@ def _check_shapes(
 
 
 def _refuse_misfit(
-    misfit: SiteWeights, widths: list[tuple[int, int]], by_path: dict[str, SiteShape]
+    misfit: SiteWeights, widths: list[tuple[tuple[int, int], tuple[int, int]]], by_path: dict[str, SiteShape]
 ) -> NoReturn:
     shape = next(s for s in by_path.values() if (s.layer, s.site) == (misfit.layer, misfit.site))
     found, wanted = (misfit.a.shape[1], misfit.b.shape[0]), (shape.in_features, shape.out_features)
     what = f"{shape.module_path} is {wanted[0]} -> {wanted[1]} in the base, {found[0]} -> {found[1]} in the adapter"
-    # Wrong in the same way in every layer: another architecture. Wrong in one place: a broken file.
-    if len(set(widths)) == 1:
+    # Of one size in every layer, or right in none: another architecture. Wrong in one place: a broken file.
+    if len({size for size, _ in widths}) == 1 or all(size != own for size, own in widths):
         _refuse("base_mismatch", f"{what}: the adapter is for another model")
     _refuse("shape_mismatch", what)
 

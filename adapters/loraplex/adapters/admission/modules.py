@@ -26,6 +26,8 @@ from loraplex.adapters.store.files import shown
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SITES
 
 _MAX_TOLD = 8
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value")
+"""Linears of the attention, which no mixture has among its experts."""
 
 
 def check_modules(
@@ -170,9 +172,11 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
     sites = {site for _, site in base.sites}
     served = ", ".join(name for name in SITES if name in sites)
     if feature == "experts":
+        attention = ", ".join(f'"{name}"' for name in _ATTENTION if name in sites)
         return (
             f"LoRA on the experts of a mixture ({which}) is not served; on this base LoRA is served outside of the "
-            f"experts, on {served}"
+            f"experts, on {served}. PEFT leaves the experts out where target_modules names linears of the attention "
+            f"alone: target_modules=[{attention}]"
         )
     if feature == "other_towers":
         return (
@@ -180,10 +184,7 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
             f"served on {served}"
         )
     if feature in SITES:
-        return (
-            f"LoRA on {which} is not served: {feature} is served where a layer has one module of that name, and where "
-            "it has the size that it has in most layers"
-        )
+        return f"LoRA on {which} is not served: {feature} is served where a layer has one module of that name"
     return f"LoRA on {which} is not served; on this base it is served on {served}"
 
 

@@ -84,7 +84,7 @@ class ArenaLayout:
         """(in, out) of each site, by its number."""
         for group in self.groups:
             for site, out_features in zip(group.sites, group.out_features, strict=True):
-                for layer in range(num_layers) if group.layers is None else group.layers:
+                for layer in group.layers_of(num_layers):
                     if (layer, site) in self.sites:
                         raise ValueError(f"site {site} of layer {layer} is in two groups")
                     self.sites[layer, site] = len(self.features)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 LAYER_SITES: tuple[str, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
     "dense", "out_proj", "fc1", "fc2", "c_fc", "c_proj", "query_key_value", "dense_h_to_4h", "dense_4h_to_h",
+    "input_linear", "output_linear",
 )  # fmt: skip
 """Every linear of a decoder layer that an adapter may carry, by its leaf name. `qkv_proj` and `gate_up_proj` are those
 of families whose checkpoints hold Q, K and V, or gate and up, as one linear (Phi-3): one A and one B over all its rows,
-Q before K before V, gate before up. The second line are names of families that run through transformers: Phi, OPT,
-StarCoder2, GPT-NeoX. There a linear is adapted as it stands: the rows of a `query_key_value` are in the family's own
-order."""
+Q before K before V, gate before up. The names from `dense` on are those of families that run through transformers: Phi,
+OPT, StarCoder2, GPT-NeoX, Granite 4. There a linear is adapted as it stands: the rows of a `query_key_value` are in the
+family's own order."""
 
 HEAD = "lm_head"
 """The linear behind the last layer, from hidden states to logits. Where a layer's number is asked for, it has 0."""
@@ -38,3 +40,24 @@ class SiteGroup:
     out_features: tuple[int, ...]
     layers: tuple[int, ...] | None = None
     """Those that have it; None: all."""
+
+    def layers_of(self, num_layers: int) -> Iterable[int]:
+        """Those that have it, of a model with `num_layers`."""
+        return range(num_layers) if self.layers is None else self.layers
+
+
+def name_groups(of_layers: Sequence[Sequence[SiteGroup]]) -> list[tuple[SiteGroup, ...]]:
+    """The groups of each layer, each with the layers that have it. Groups of other sizes under one key get keys of
+    their own, "down.1" behind "down"."""
+    places: dict[SiteGroup, list[int]] = {}
+    for layer, groups in enumerate(of_layers):
+        for group in groups:
+            places.setdefault(group, []).append(layer)
+    named: dict[SiteGroup, SiteGroup] = {}
+    for group, layers in places.items():
+        same = sum(group.key == other.key for other in named)
+        key = f"{group.key}.{same}" if same else group.key
+        named[group] = replace(
+            group, key=key, layers=None if len(layers) == len(of_layers) else tuple(layers)
+        )
+    return [tuple(named[group] for group in groups) for groups in of_layers]

@@ -23,7 +23,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.layers.rope import rotation
 from loraplex.kernels.linear.packed import PackedLinear, tensor_bytes
-from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
+from loraplex.kernels.lora.site_groups import HEAD, SiteGroup, name_groups
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.recorded_layers import CosSin, LayerInputs
 from loraplex.kernels.torch_backend import torch_kernels, torch_ops
@@ -174,22 +174,14 @@ def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
 
 
 def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
-    """Those of each layer. Groups of other sizes under one name have keys of their own."""
+    """Those of each layer."""
     hidden = spec.hidden_size
-    of_layer = [
-        (*attention_groups(kind.mixer, hidden), *gated_groups(kind.feed_forward, hidden))
-        for kind in spec.layers
-    ]
-    places: dict[SiteGroup, list[int]] = {}
-    for layer, groups in enumerate(of_layer):
-        for group in groups:
-            places.setdefault(group, []).append(layer)
-    named: dict[SiteGroup, SiteGroup] = {}
-    for group, layers in places.items():
-        same = sum(group.key == other.key for other in named)
-        key = f"{group.key}.{same}" if same else group.key
-        named[group] = replace(group, key=key, layers=None if len(layers) == len(of_layer) else tuple(layers))
-    return [tuple(named[group] for group in groups) for groups in of_layer]
+    return name_groups(
+        [
+            (*attention_groups(kind.mixer, hidden), *gated_groups(kind.feed_forward, hidden))
+            for kind in spec.layers
+        ]
+    )
 
 
 class DecoderReader:

@@ -140,11 +140,13 @@ def _table(index: int, length: int) -> list[int]:
 
 
 def _check_sites(decoder: TransformersDecoder, counting: _CountingPass, num_rows: int) -> None:
-    for layer, site in sorted(decoder.site_layers):
-        if counting.calls.get((layer, site)) != [num_rows]:
-            raise ModelUnsupported(
-                f"{site} of layer {layer} is not run once on every row, so that adapters could not be applied"
-            )
+    for group in decoder.site_groups:
+        for layer in group.layers_of(decoder.num_layers):
+            if counting.calls.get((layer, group.key)) != [num_rows]:
+                raise ModelUnsupported(
+                    f"{group.sites[0]} of layer {layer} is not run once on every row, so that adapters could not be "
+                    "applied"
+                )
 
 
 def _compare(paged: list[torch.Tensor], expected: list[torch.Tensor], dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, tra
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.linear.packed import tensor_bytes
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SiteGroup
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SiteGroup, name_groups
 
 ATTENTION_NAME = "loraplex_paged"
 
@@ -55,10 +56,9 @@ class TransformersDecoder:
         self.attention = wrapped_attention(shape, self.dtype, self.device).kernel
         self.num_weights = sum(parameter.numel() for parameter in model.parameters())
         modules, self.site_groups = find_sites(model, shape.num_layers)
-        self.site_layers = frozenset(modules)
-        """The (layer, site) that exist: a site may be missing in some layers."""
-        for (layer, site), module in modules.items():
-            module.register_forward_hook(_adapter_hook(layer, site))
+        for group in self.site_groups:
+            for layer in group.layers_of(shape.num_layers):
+                modules[layer, group.sites[0]].register_forward_hook(_adapter_hook(layer, group.key))
         self.head_group: SiteGroup | None = None
         if isinstance(head := getattr(model, HEAD, None), torch.nn.Linear):
             self.head_group = SiteGroup(HEAD, (HEAD,), head.in_features, (head.out_features,))
@@ -173,12 +173,12 @@ def _take_hidden(module: torch.nn.Module, args: Any, output: Any) -> None:
         batch.take_hidden(output.last_hidden_state[0].index_select(0, batch.hidden_rows))
 
 
-def _adapter_hook(layer: int, site: str) -> Any:
+def _adapter_hook(layer: int, group: str) -> Any:
     def add_adapters(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         batch = _BATCH.get(None)
         if batch is not None and batch.lora is not None:
             x = args[0]
-            batch.lora.apply(layer, site, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
+            batch.lora.apply(layer, group, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
 
     return add_adapters
 
@@ -227,21 +227,19 @@ def _change_logits(batch: ForwardBatch, x: torch.Tensor, logits: torch.Tensor) -
 def find_sites(
     model: Any, num_layers: int
 ) -> tuple[dict[tuple[int, str], torch.nn.Linear], tuple[SiteGroup, ...]]:
-    """The linears that admission finds in the checkpoint of the model too, by (layer, site), and one group a site.
-    Raises ModelUnsupported where there is none at all."""
+    """The linears that admission finds in the checkpoint of the model too, by (layer, site), and their groups, one for
+    each size of a site. Raises ModelUnsupported where there is none at all."""
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     shapes = site_shapes({n: (m.out_features, m.in_features) for n, m in linears.items()}, num_layers)
     if not shapes:
         raise ModelUnsupported(
             f"the model has none of the linears that adapters change ({', '.join(LAYER_SITES)})"
         )
-    by_leaf = {shape.site: shape for shape in shapes.values()}
-    groups = tuple(
-        SiteGroup(site, (site,), by_leaf[site].in_features, (by_leaf[site].out_features,))
-        for site in LAYER_SITES
-        if site in by_leaf
-    )
-    return {key: linears[shape.module_path] for key, shape in shapes.items()}, groups
+    of_layers: list[list[SiteGroup]] = [[] for _ in range(num_layers)]
+    for (layer, site), shape in shapes.items():
+        of_layers[layer].append(SiteGroup(site, (site,), shape.in_features, (shape.out_features,)))
+    groups = dict.fromkeys(chain.from_iterable(name_groups(of_layers)))
+    return {key: linears[shape.module_path] for key, shape in shapes.items()}, tuple(groups)
 
 
 def _find_embedding(model: Any) -> torch.nn.Embedding | None:
