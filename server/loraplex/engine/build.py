@@ -323,6 +323,7 @@ def _info(
         device=str(device.kernels.device),
         block_size=BLOCK_SIZE,
         num_kv_blocks=kv_size.num_blocks,
+        kv_groups=len(kv_size.needs.windows),
         kv_bytes=kv_size.num_blocks * block_bytes(model.shape.caches, plan.kv_dtype),
         arena_page_bytes=arena.layout.page_bytes,
         arena_pages=loaded.num_pages,

@@ -65,6 +65,7 @@ class EngineInfo(ModelSummary):
     device: str
     block_size: int
     num_kv_blocks: int
+    """Blocks of `block_size` tokens in one of `kv_groups` groups of layers."""
     kv_bytes: int
     arena_page_bytes: int
     arena_pages: int
@@ -72,6 +73,7 @@ class EngineInfo(ModelSummary):
     max_adapter_rank: int
     max_num_seqs: int
     max_waiting: int
+    kv_groups: int = 1
     max_num_batched_tokens: int = 0
     base_fingerprint: str = ""
     four_bit_library: str = ""

@@ -215,6 +215,17 @@ def test_a_scrape_is_answered_while_the_engine_is_not(own: DataPlane) -> None:
     assert value(scrape(own), "loraplex_engine_restarts_total") == 1
 
 
+def test_the_tokens_of_the_kv_cache_are_those_of_all_layers() -> None:
+    """Four blocks hold 16 tokens where layers are of four groups."""
+    state = replace(snapshot(), info=replace(fake_engine_info(), num_kv_blocks=1024, kv_groups=4))
+    found = [
+        dict(labels)
+        for name, labels in parse(Metrics(BASE).render(state).decode())
+        if name == "vllm:cache_config_info"
+    ]
+    assert [(one["num_gpu_blocks"], one["block_size"]) for one in found] == [("256", "16")]
+
+
 def snapshot(**stats: Any) -> EngineSnapshot:
     return EngineSnapshot(fake_engine_info(), EngineStats(**stats), [], True, 0)
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from loraplex.engine.execution.first_touch import FirstTouch
-from loraplex.engine.execution.kv_cache import size_kv_cache
+from loraplex.engine.execution.kv_cache import WatchedKVCache, size_kv_cache
+from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ModelShape
@@ -89,9 +91,25 @@ def test_memory_is_touched_ahead_of_the_highest_block_in_use() -> None:
     assert all(is_resident(cache.layer(layer)) for layer in range(3))
 
 
+def test_blocks_of_all_groups_are_touched_ahead() -> None:
+    caches = (
+        CacheKind(4, 64),
+        *(CacheKind(4, 64, window=64),) * 3,
+    )  # blocks of 16 KiB, 128 are touched at a time
+    cache = WatchedKVCache(
+        caches, 2048, torch.bfloat16, torch.device("cpu"), StepHeartbeat(), blocks_ahead=256
+    )
+    assert cache.num_groups == 4
+    for thread in threading.enumerate():
+        if thread.name == "first-touch":
+            thread.join()
+    touched = [is_resident(cache.layer(0)[block]) for block in (0, 4 * 256, 4 * 256 + 512)]
+    assert touched in ([True, True, False], [False] * 3)  # the latter where the kernel has no such call
+
+
 def test_layers_keep_blocks_of_their_own_sizes_in_one_piece_of_memory() -> None:
     """Heads of two sizes in turn, and a layer that reads another's."""
-    small, large = CacheKind(2, 8, window=32), CacheKind(1, 32)
+    small, large = CacheKind(2, 8), CacheKind(1, 32)
     caches = (small, large, small, CacheKind(1, 32, shares=1))
     cache = KVCache(caches, 5, torch.float32, torch.device("cpu"))
     assert [tuple(cache.layer(index).shape) for index in range(4)] == [
@@ -118,3 +136,23 @@ def test_layers_of_different_groups_lie_in_the_same_memory() -> None:
     places = [cache.layer(index).data_ptr() for index in range(6)]
     assert places == [first, second, first, first, second, second]
     assert cache.tensor.nbytes == 5 * block_bytes(caches, torch.float32) == 5 * 2 * 16 * 2 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_place_holds_as_many_layers_of_a_smaller_size_as_fit(dtype: torch.dtype) -> None:
+    """Heads of two sizes and counts, with a window and without: blocks of the two groups take the same memory."""
+    full, window = CacheKind(1, 32), CacheKind(2, 8, window=32)
+    cache = KVCache((window, full, window, window, full), 5, dtype, torch.device("cpu"))
+    assert cache.group_of == (0, 1, 0, 0, 1)
+    assert [len(pool) for pool in cache.pools] == ([2] if dtype is torch.float32 else [1, 1])
+    for value, layers in ((1, (0, 2, 3)), (2, (1, 4))):
+        for index in layers:
+            cache.layer(index)[value] = value
+    for value, layers in ((1, (0, 2, 3)), (2, (1, 4))):
+        for index in layers:  # neither another layer's memory nor another block's
+            assert bool((cache.layer(index)[value] == value).all())
+    cache.clear_blocks(torch.tensor([2]))
+    assert not any(cache.layer(index)[2].any() for index in (1, 4))
+    assert all(bool((cache.layer(index)[1] == 1).all()) for index in (0, 2, 3))
+    cache.clear_blocks(torch.tensor([1]))
+    assert not cache.tensor.any()

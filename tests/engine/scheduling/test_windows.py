@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs, layer_groups
+from loraplex.engine.kv.cache import block_bytes
+from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs, keeping_all, layer_groups
 from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
 from loraplex.engine.types import Sequence
 from support.engine.scheduler_bench import Bench
@@ -14,6 +16,10 @@ CHUNK = 256
 MISTRAL_7B = (CacheKind(8, 128, window=4096),) * 32
 GEMMA_3_1B = tuple(CacheKind(1, 256, window=None if index % 6 == 5 else 512) for index in range(26))
 
+GEMMA_4_31B = tuple(
+    CacheKind(4, 512) if index % 6 == 5 else CacheKind(16, 256, window=1024) for index in range(60)
+)
+
 
 def held(seq: Sequence) -> list[int]:
     return [block for block in seq.block_ids if block != GIVEN_BACK]
@@ -21,17 +27,17 @@ def held(seq: Sequence) -> list[int]:
 
 @pytest.mark.parametrize(
     ("layers", "most", "decoding", "without"),
-    [(MISTRAL_7B, 273, 257, 512), (GEMMA_3_1B, 806, 710, 3328)],
-    ids=["Mistral 7B", "Gemma 3 1B"],
+    [(MISTRAL_7B, 273, 257, 512), (GEMMA_3_1B, 806, 710, 3328), (GEMMA_4_31B, 1322, 1162, 5632)],
+    ids=["Mistral 7B", "Gemma 3 1B", "Gemma 4 31B"],
 )
 def test_8192_tokens_take_what_arithmetic_says(
     layers: tuple[CacheKind, ...], most: int, decoding: int, without: int
 ) -> None:
     """The blocks of the formula are those that a scheduler is seen to hold."""
     needs = block_needs(layers, CHUNK)
-    size = max(len(group.layers) for group in layer_groups(layers))
     assert (needs.of(8192), needs.of(8192, 1)) == (most, decoding)
-    assert without == 8192 // 16 * len(layers) / size
+    all_kept, one = (block_bytes(each, torch.bfloat16) for each in (keeping_all(layers), layers))
+    assert without == 8192 / 16 * all_kept / one
     bench = Bench(blocks=most, tokens=CHUNK, windows=needs.windows)
     seq = bench.add("long", 8192 - 40, max_tokens=40)
     peak = 0
@@ -44,7 +50,7 @@ def test_8192_tokens_take_what_arithmetic_says(
     assert decoding <= peak <= most
 
 
-def test_layers_are_grouped_by_their_windows() -> None:
+def test_layers_are_grouped_by_their_windows_and_sizes() -> None:
     def sizes(*layers: CacheKind) -> list[tuple[int | None, int]]:
         return [(group.window, len(group.layers)) for group in layer_groups(layers)]
 
@@ -54,7 +60,12 @@ def test_layers_are_grouped_by_their_windows() -> None:
     assert sizes(window, full, window, full) == [(32, 2), (None, 2)]
     assert sizes(*GEMMA_3_1B) == [*[(512, 4)] * 5, (512, 2), (None, 4)]
     assert sizes(*(full,) * 27, window) == [(None, 28)]  # one group for each layer would gain nothing
-    assert sizes(full, CacheKind(1, 32, window=32)) == [(None, 2)]
+    assert sizes(full, CacheKind(1, 32, window=32)) == [(None, 1), (32, 1)]
+    assert sizes(full, CacheKind(1, 32)) == [(None, 2)]
+    assert sizes(*GEMMA_4_31B) == [*[(1024, 5)] * 10, (None, 10)]
+    e2b = (*(CacheKind(1, 256, window=512),) * 4, CacheKind(1, 512)) * 3
+    shared = tuple(CacheKind(1, 512, shares=14) for _ in range(4))
+    assert sizes(*e2b, *shared) == [(512, 6), (512, 6), (None, 3)]
     assert sizes(window, full, CacheKind(2, 8, shares=1)) == [(32, 1), (None, 1)]
     assert sizes(window, CacheKind(2, 8, window=48, shares=0)) == [(48, 1)]
     assert sizes(window, CacheKind(2, 8, shares=0)) == [(None, 1)]

@@ -61,10 +61,13 @@ def choose(name: str, needs: AttentionNeeds, dtype=torch.float32, **options) -> 
     return make_kernels(backend, CPU, **options).choose_attention(choice, needs, dtype).kernel
 
 
-def fill(kernel: AttentionKernel, step: PagedStep) -> tuple[torch.Tensor, object]:
-    """A cache with the past and the step's own K and V, in the kernel's order; and the step's batch."""
+def fill(kernel: AttentionKernel, step: PagedStep, *, gap: int = 0) -> tuple[torch.Tensor, object]:
+    """A cache with the past and the step's own K and V, in the kernel's order; and the step's batch. Blocks have `gap`
+    elements before them."""
     empty = 0.0 if kernel.reads_unwritten else float("nan")
-    cache = torch.full(step.cache.shape, empty, dtype=step.cache.dtype)
+    size = step.cache[0].numel()
+    memory = torch.full((len(step.cache), gap + size), empty, dtype=step.cache.dtype)
+    cache = memory[:, gap:].view(step.cache.shape)
     past = [length - count for count, length in zip(step.num_rows, step.seq_lens, strict=True)]
     new = [
         (
@@ -139,6 +142,17 @@ def test_sizes_windows_and_softcaps(name, heads, kv_heads, head_dim, window, sof
         window=window,
         softcap=softcap,
     )
+
+
+@every_kernel
+def test_blocks_may_lie_apart(name):
+    """As those of a layer that shares a place of a block with others of its group."""
+    step = paged_step(*STEPS["mix"], heads=4, kv_heads=2, head_dim=16, block_size=16)
+    kernel = choose(name, needs_of(step))
+    cache, batch = fill(kernel, step, gap=96)
+    close(kernel.run(step.q, cache, batch, scale=0.3, window=None, softcap=None), step)
+    memory = cache.as_strided((len(cache), 96), (cache.stride(0), 1), 0)
+    assert bool(((memory == 0) | memory.isnan()).all())
 
 
 @every_kernel

@@ -103,21 +103,24 @@ class Recorder:
 
     def _keep_kv(self, part: ScheduledSequence) -> None:
         kept, kv = self.kv.setdefault(part.request_id, {}), self._caches[-1]
-        layers = range(len(kv.group_of))
-        cache = kv.layer(0)
-        heads, dim = cache.shape[-2], head_dim_of(cache)
         for position in range(max(part.start, part.num_prompt), part.start + part.num_tokens):
             number, place = position // BLOCK_SIZE * kv.num_groups, position % BLOCK_SIZE
-            blocks = [kv.layer(layer)[part.block_ids[number + kv.group_of[layer]]] for layer in layers]
-            offsets = key_value_offsets(
-                np.arange(heads)[:, None], place, np.arange(dim), dim, cache.element_size()
-            )
-            if cache.dtype is torch.int8:
-                scales = scale_offsets(np.arange(heads)[:, None], place, dim)
-                offsets = *offsets, *(each + np.arange(SCALE_BYTES) for each in scales)
-            own = torch.from_numpy(np.concatenate([each.ravel() for each in offsets]))
-            values = torch.stack(blocks).flatten(1)[:, own].view(torch.uint8)
-            kept[position - part.num_prompt] = hashlib.sha256(values.numpy().tobytes()).digest()
+            digest = hashlib.sha256()
+            for layer, group in enumerate(kv.group_of):
+                block = kv.layer(layer)[part.block_ids[number + group]]
+                digest.update(_of_position(block, place).numpy().tobytes())
+            kept[position - part.num_prompt] = digest.digest()
+
+
+def _of_position(block: torch.Tensor, place: int) -> torch.Tensor:
+    """The bytes of the keys and values of one position of a layer's block, in numba's order."""
+    heads, dim = block.shape[-2], head_dim_of(block[None])
+    offsets = key_value_offsets(np.arange(heads)[:, None], place, np.arange(dim), dim, block.element_size())
+    if block.dtype is torch.int8:
+        scales = scale_offsets(np.arange(heads)[:, None], place, dim)
+        offsets = *offsets, *(each + np.arange(SCALE_BYTES) for each in scales)
+    own = torch.from_numpy(np.concatenate([each.ravel() for each in offsets]))
+    return block.flatten()[own].view(torch.uint8)
 
 
 class PlantedDrafter(Drafter):

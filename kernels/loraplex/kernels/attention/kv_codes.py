@@ -33,6 +33,12 @@ def head_dim_of(cache: torch.Tensor) -> int:
     return cache.shape[4] - SCALE_BYTES if cache.dtype is torch.int8 else cache.shape[4]
 
 
+def has_whole_blocks(cache: torch.Tensor) -> bool:
+    """Whether each block of a cache [N, P, 2, Hkv, `head_width`] lies in one piece. Blocks may be apart."""
+    _, _, _, heads, width = cache.shape
+    return cache.stride()[1:] == (2 * heads * width, heads * width, width, 1)
+
+
 def is_transformed(head_dim: int) -> bool:
     """Whether keys of this size become codes after a transform. Compiled by numba too."""
     return head_dim >= 16 and head_dim & (head_dim - 1) == 0

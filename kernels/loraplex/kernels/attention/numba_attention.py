@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loraplex.kernels.attention.kv_codes import SCALE_BYTES, head_width
+from loraplex.kernels.attention.kv_codes import SCALE_BYTES, has_whole_blocks, head_width
 from loraplex.kernels.attention.numba_attention_amx import tile_shapes
-from loraplex.kernels.attention.numba_attention_products import BLOCK, SEGMENT, head_bytes_of
+from loraplex.kernels.attention.numba_attention_products import BLOCK, SEGMENT
 from loraplex.kernels.attention.numba_attention_tiles import attend, copy_vector, finish, join_spans
 from loraplex.kernels.numba_runtime.amx import release_tiles
 from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
@@ -164,7 +164,7 @@ def paged_attention(
     """`loraplex.kernels.attention.torch_attention.paged_attention`, after `layers.numba_rope.rotate_and_write` of the
     same step.
 
-    q: [T, Hq, D], D even, last axis contiguous; cache: [N, 16, 2, Hkv, D], contiguous; one dtype of
+    q: [T, Hq, D], D even, last axis contiguous; cache: [N, 16, 2, Hkv, D], each block contiguous; one dtype of
     `numba_runtime.vectors.LIKE`; or [N, 16, 2, Hkv, D + 2] of codes. Returns [T, Hq, D] in that dtype, contiguous.
     Raises ValueError for other shapes.
     """
@@ -178,7 +178,7 @@ def paged_attention(
         or heads % kv_heads
         or rows != batch.num_rows
         or q.stride(2) != 1
-        or not cache.is_contiguous()
+        or not has_whole_blocks(cache)
     ):
         raise ValueError(
             f"queries {list(q.shape)} {q.dtype} of {batch.num_rows} rows do not fit a cache "
@@ -195,6 +195,7 @@ def paged_attention(
         q.stride(1) * size,
         out.data_ptr(),
         cache.data_ptr(),
+        cache.stride(0) * cache.element_size(),
         kv_heads,
         heads // kv_heads,
         dim,
@@ -308,16 +309,27 @@ def _keep(state, size, place):
 def _attend_units(team, arguments, like, given, of_cache):
     """`like`: of queries and answers, `given` and `of_cache`: see `attend`."""
     q, q_row, q_head = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
-    out, cache, kv_heads = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
-    group, dim, window = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
-    scale, softcap = read_float64(arguments + 72), read_float64(arguments + 80)
-    tables, tiles, units = read_int64(arguments + 88), read_int64(arguments + 96), read_int64(arguments + 104)
-    num_units, done = read_int64(arguments + 112), read_int64(arguments + 120)
-    partials, per_head = read_int64(arguments + 128), read_int64(arguments + 136)
-    shapes = read_int64(arguments + 144)
+    out, cache, block_bytes = (
+        read_int64(arguments + 24),
+        read_int64(arguments + 32),
+        read_int64(arguments + 40),
+    )
+    kv_heads, group, dim = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
+    window, scale, softcap = (
+        read_int64(arguments + 72),
+        read_float64(arguments + 80),
+        read_float64(arguments + 88),
+    )
+    tables, tiles, units = (
+        read_int64(arguments + 96),
+        read_int64(arguments + 104),
+        read_int64(arguments + 112),
+    )
+    num_units, done = read_int64(arguments + 120), read_int64(arguments + 128)
+    partials, per_head = read_int64(arguments + 136), read_int64(arguments + 144)
+    shapes = read_int64(arguments + 152)
     total_units = num_units * kv_heads
     size = size_of(like)
-    block_bytes = kv_heads * head_bytes_of(dim, of_cache)
     out_row = kv_heads * group * dim * size
     vectors = max(_MAX_VECTORS, group)
     queries = np.empty(vectors * dim, np.float32)
@@ -394,4 +406,4 @@ def _attend_units(team, arguments, like, given, of_cache):
         release_tiles()
 
 
-_attend_all = Kernel(_attend_units, "qqqqqqqqqddqqqqqqqq")
+_attend_all = Kernel(_attend_units, "qqqqqqqqqqddqqqqqqqq")

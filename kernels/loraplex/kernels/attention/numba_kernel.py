@@ -35,7 +35,7 @@ class NumbaAttention:
         position = (batch.slots % block_size)[:, None, None]
         of_keys, of_values = key_value_offsets(head, position, at, dim, cache.element_size())
         blocks = (batch.slots // block_size)[:, None, None] * cache.stride(0)
-        flat = cache.view(-1)
+        flat = cache.as_strided((cache.stride(0) * (len(cache) - 1) + cache[0].numel(),), (1,))
         if cache.dtype is torch.int8:
             kv, scales = to_codes(kv)
             pair = torch.arange(SCALE_BYTES)

@@ -124,7 +124,10 @@ def write_kv(kv: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> No
     kv: [T, 2, Hkv, D], K before V; cache: [N, P, 2, Hkv, D] of the same dtype, or [N, P, 2, Hkv, D + 2] of codes.
     """
     rows = pack_rows(kv) if cache.dtype is torch.int8 else kv
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slots, rows)
+    if cache.is_contiguous():
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, batch.slots, rows)
+    else:
+        cache[batch.slots // cache.shape[1], batch.slots % cache.shape[1]] = rows
 
 
 def paged_attention(

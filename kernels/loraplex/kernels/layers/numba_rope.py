@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from loraplex.kernels.attention.kv_codes import head_width
+from loraplex.kernels.attention.kv_codes import has_whole_blocks, head_width
 from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch
-from loraplex.kernels.attention.numba_attention_products import BLOCK, head_bytes_of, is_codes
+from loraplex.kernels.attention.numba_attention_products import BLOCK, is_codes
 from loraplex.kernels.layers.numba_kv_write import (
     follows,
     transform_queries,
@@ -66,7 +66,7 @@ def rotate_and_write(
         or heads.stride()[1:] != (dim, 1)
         or cos.dtype is not torch.float32
         or sin.dtype is not torch.float32
-        or not (cache.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
+        or not (has_whole_blocks(cache) and cos.is_contiguous() and sin.is_contiguous())
     ):
         raise ValueError(
             f"heads {list(heads.shape)} {heads.dtype} with cos {list(cos.shape)} do not fit a cache "
@@ -92,6 +92,7 @@ def rotate_and_write(
         sin.data_ptr(),
         half,
         cache.data_ptr(),
+        cache.stride(0) * cache.element_size(),
         batch.slots.data_ptr(),
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
@@ -146,6 +147,7 @@ def _rotate_rows(
     sin,
     half,
     cache,
+    block_bytes,
     slots,
     q_norm,
     k_norm,
@@ -154,7 +156,6 @@ def _rotate_rows(
     last,
 ):
     size = size_of(like)
-    block_bytes = kv_heads * head_bytes_of(dim, of_cache)
     keys = num_heads * dim * size
     values = keys + kv_heads * dim * size
     run = 0  # rows up to this one whose positions lie side by side in one block
@@ -194,8 +195,13 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
     heads, stride, num_heads = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     kv_heads, dim, cos = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     sin, half, cache = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
-    slots, q_norm, k_norm = read_int64(arguments + 72), read_int64(arguments + 80), read_int64(arguments + 88)
-    eps, rows, share = read_float64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
+    block_bytes, slots = read_int64(arguments + 72), read_int64(arguments + 80)
+    q_norm, k_norm, eps = (
+        read_int64(arguments + 88),
+        read_int64(arguments + 96),
+        read_float64(arguments + 104),
+    )
+    rows, share = read_int64(arguments + 112), read_int64(arguments + 120)
     units = (rows + share - 1) // share
     codes, numbers = np.empty(dim, np.int8), np.empty(dim, np.float32)
     while True:
@@ -223,6 +229,7 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
             sin,
             half,
             cache,
+            block_bytes,
             slots,
             q_norm,
             k_norm,
@@ -232,4 +239,4 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
         )
 
 
-_rotate = Kernel(_rotate_units, "qqqqqqqqqqqqdqq")
+_rotate = Kernel(_rotate_units, "qqqqqqqqqqqqqdqq")

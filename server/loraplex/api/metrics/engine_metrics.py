@@ -85,7 +85,7 @@ def vllm_families(
         "block_size": str(info.block_size),
         "cache_dtype": info.dtype,
         "enable_prefix_caching": "True",
-        "num_gpu_blocks": str(info.num_kv_blocks),
+        "num_gpu_blocks": str(info.num_kv_blocks // info.kv_groups),
     }
     family = GaugeMetricFamily("vllm:cache_config_info", "How the KV cache is set up.", labels=list(config))
     family.add_metric(list(config.values()), 1)

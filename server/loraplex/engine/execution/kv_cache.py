@@ -57,11 +57,13 @@ class WatchedKVCache(KVCache):
         *,
         blocks_ahead: int,
     ) -> None:
-        """`blocks_ahead`: see `FirstTouch`."""
+        """`blocks_ahead`: of each group of layers; see `FirstTouch`."""
         super().__init__(caches, num_blocks, dtype, device)
         self._heartbeat = heartbeat
         memory = tuple(chain.from_iterable(self.pools))
-        self._first_touch = FirstTouch(memory, blocks_ahead) if device.type == "cpu" else None
+        self._first_touch = (
+            FirstTouch(memory, blocks_ahead * self.num_groups) if device.type == "cpu" else None
+        )
         if self._first_touch is not None:
             self._first_touch.expect(0)
 

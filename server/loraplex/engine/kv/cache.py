@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import chain, groupby, zip_longest
 from math import prod
 
 import torch
@@ -17,32 +16,27 @@ from loraplex.kernels.host_memory import untouched_zeros
 
 def block_bytes(caches: Sequence[CacheKind], dtype: torch.dtype) -> int:
     """Bytes of one block: 16 positions of the layers of one group, K and V; in int8 with the scales of its codes."""
-    places = _places(caches, layer_groups(caches), dtype)
-    return dtype.itemsize * sum(len(found) * prod(block) for block, found in places.items())
+    return dtype.itemsize * sum(_place_sizes(caches, layer_groups(caches), dtype))
 
 
-def _places(
-    caches: Sequence[CacheKind], groups: Sequence[LayerGroup], dtype: torch.dtype
-) -> dict[tuple[int, ...], list[list[int]]]:
-    """The layers that lie in each place, one of each group at most, by the sizes of a layer's block."""
-    places: dict[tuple[int, ...], list[list[int]]] = {}
-    for group in groups:
-        taken: Counter[tuple[int, ...]] = Counter()
-        for index in group.layers:
-            layer = caches[index]
-            block = (BLOCK_SIZE, 2, layer.kv_heads, head_width(layer.head_dim, dtype))
-            found = places.setdefault(block, [])
-            if taken[block] == len(found):
-                found.append([])
-            found[taken[block]].append(index)
-            taken[block] += 1
-    return places
+def _layer_shape(layer: CacheKind, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """[16, 2, Hkv, D] of one layer's part of a block, in int8 D + 2."""
+    return BLOCK_SIZE, 2, layer.kv_heads, head_width(layer.head_dim, dtype)
+
+
+def _place_sizes(caches: Sequence[CacheKind], groups: Sequence[LayerGroup], dtype: torch.dtype) -> list[int]:
+    """The elements of each place of a block: what the group needs that has the most in it."""
+    sizes = [prod(_layer_shape(layer, dtype)) for layer in caches]
+    return [
+        max(sum(sizes[index] for index in found) for found in places)
+        for places in zip_longest(*(group.places for group in groups), fillvalue=())
+    ]
 
 
 class KVCache:
     """The preallocated blocks of all layers. A block id names 16 positions of each layer of one group
-    (`loraplex.engine.kv.layers`). The n-th layers of all groups lie in the same memory, for a block belongs to one
-    group at a time. All is one piece, `tensor`; a layer that shares another's has its view.
+    (`loraplex.engine.kv.layers`). The n-th places of all groups are the same memory, for a block belongs to one group
+    at a time. All is one piece, `tensor`; a layer that shares another's has its view.
 
     Invariant, for kernels that read what is not written yet (`AttentionKernel.reads_unwritten`): where a block belongs
     to a sequence, its positions beyond the sequence's end hold zeros. A block's last owner may have left anything
@@ -55,21 +49,28 @@ class KVCache:
         groups = layer_groups(caches)
         self.num_blocks = num_blocks
         self.num_groups = len(groups)
-        places = _places(caches, groups, dtype)
-        sizes = [num_blocks * len(found) * prod(block) for block, found in places.items()]
+        sizes = _place_sizes(caches, groups, dtype)
         if device.type == "cpu":
-            self.tensor = untouched_zeros((sum(sizes),), dtype)
+            self.tensor = untouched_zeros((num_blocks * sum(sizes),), dtype)
         else:
-            self.tensor = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self.pools: tuple[torch.Tensor, ...] = tuple(
-            self.tensor[end - size : end].view(len(found), num_blocks, *block)
-            for (block, found), size, end in zip(places.items(), sizes, accumulate(sizes), strict=True)
-        )
-        """[places, N, 16, 2, Hkv, D] for each size, K before V; of codes D + 2."""
+            self.tensor = torch.zeros(num_blocks * sum(sizes), dtype=dtype, device=device)
+        pools, begin = [], 0
+        for size, same in groupby(sizes):
+            count = sum(1 for _ in same)
+            end = begin + count * num_blocks * size
+            pools.append(self.tensor[begin:end].view(count, num_blocks, size))
+            begin = end
+        self.pools: tuple[torch.Tensor, ...] = tuple(pools)
+        """[places, N, elements] of adjacent places of one size."""
         views: dict[int, torch.Tensor] = {}
-        for pool, found in zip(self.pools, places.values(), strict=True):
-            for view, own in zip(pool.unbind(0), found, strict=True):
-                views.update(dict.fromkeys(own, view))
+        for group in groups:
+            for place, found in zip(chain.from_iterable(pools), group.places, strict=False):
+                begin = 0
+                for index in found:
+                    shape = _layer_shape(caches[index], dtype)
+                    end = begin + prod(shape)
+                    views[index] = place[:, begin:end].view(num_blocks, *shape)
+                    begin = end
         group_of = {index: number for number, group in enumerate(groups) for index in group.layers}
         sources = [index if layer.shares is None else layer.shares for index, layer in enumerate(caches)]
         self._layers = tuple(views[index] for index in sources)

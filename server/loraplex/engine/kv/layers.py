@@ -1,8 +1,9 @@
 """The needs of a model's layers: what each keeps of a sequence, and how many blocks that takes. No torch.
 
-Layers are cut into groups of equally many, of one window each, and a block has room for 16 positions of one group's
-layers. So the same block serves layers that keep all positions, or others that keep the last ones, and the number of
-free blocks says what is left for both. (Groups: vLLM's hybrid KV cache manager.)
+Layers are cut into groups of one head size, one number of KV heads and one window each. A block holds 16 positions of
+one group's layers, and all blocks take the same memory. So the same block serves layers that keep all positions, or
+others that keep the last ones, and the number of free blocks says what is left for both. (Groups: vLLM's hybrid KV
+cache manager.)
 """
 
 from __future__ import annotations
@@ -10,15 +11,22 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeVar
 
 from loraplex.kernels.attention import BLOCK_SIZE
 
-_MOST_GROUPS = 8
+_MOST_GROUPS = 12
+"""Each has tables of its own in each step."""
+_LEAST_GAIN = 1 / 8
+"""The share of a long sequence's memory that groups must save: else all layers are one group."""
+
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """The keys and values that one layer keeps of a sequence: blocks, [16, 2, kv_heads, head_dim] each."""
+    """The keys and values that one layer keeps of a sequence: [16, 2, kv_heads, head_dim] of a block."""
 
     kv_heads: int
     head_dim: int
@@ -30,10 +38,15 @@ class CacheKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that have their blocks in common. `window`: of what they and those that share theirs see; None: all."""
+    """Layers that have their blocks in common. `window`: of what they and those that share theirs see; None: all.
+    `places`: the layers that lie in each of the equal parts of a block."""
 
     window: int | None
-    layers: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(chain.from_iterable(self.places))
 
 
 def keeping_all(caches: Sequence[CacheKind]) -> tuple[CacheKind, ...]:
@@ -42,26 +55,36 @@ def keeping_all(caches: Sequence[CacheKind]) -> tuple[CacheKind, ...]:
 
 
 def layer_groups(caches: Sequence[CacheKind]) -> tuple[LayerGroup, ...]:
-    """The groups of a model's layers: as many layers each as there are of the rarer window, or more, for each group has
-    tables of its own in each step. One that has fewer leaves a part of its blocks empty. Layers of several head sizes
-    are one group that keeps all positions, and so are those that would take no less of a long sequence."""
+    """The groups of a model's layers. A place of a block has room for one layer of the widest kind, or for as many of a
+    narrower one as fit. A block has as many places as the kind that needs the fewest, or more, for there are at most
+    _MOST_GROUPS groups; a group with fewer layers leaves places empty. Where groups would save little of a long
+    sequence, all layers are one group, with a place each, which keeps all positions."""
     own = [index for index, layer in enumerate(caches) if layer.shares is None]
-    kinds: dict[int | None, list[int]] = {}
+    widths = {index: caches[index].kv_heads * caches[index].head_dim for index in own}
+    widest = max(widths.values())
+    kinds: dict[tuple[int, int, int | None], list[int]] = {}
     for index in own:
         windows = [layer.window for at, layer in enumerate(caches) if index in (at, layer.shares)]
-        widest = max((window for window in windows if window is not None), default=0)
-        kinds.setdefault(None if None in windows else widest, []).append(index)
-    size = min(map(len, kinds.values()))
-    while sum(-(-len(found) // size) for found in kinds.values()) > _MOST_GROUPS:
+        seen = max((window for window in windows if window is not None), default=0)
+        sizes = caches[index].kv_heads, caches[index].head_dim
+        kinds.setdefault((*sizes, None if None in windows else seen), []).append(index)
+    places = [
+        (window, _cut(found, widest // (kv_heads * head_dim)))
+        for (kv_heads, head_dim, window), found in kinds.items()
+    ]
+    size = min(len(found) for _, found in places)
+    while sum(-(-len(found) // size) for _, found in places) > _MOST_GROUPS:
         size += 1
-    kept = -(-len(kinds.get(None, ())) // size) * size
-    if kept >= len(own) or len({(caches[index].kv_heads, caches[index].head_dim) for index in own}) > 1:
-        return (LayerGroup(None, tuple(own)),)
-    return tuple(
-        LayerGroup(window, tuple(found[first : first + size]))
-        for window, found in kinds.items()
-        for first in range(0, len(found), size)
-    )
+    groups = [LayerGroup(window, part) for window, found in places for part in _cut(found, size)]
+    kept = size * widest * sum(group.window is None for group in groups)
+    if kept > (1 - _LEAST_GAIN) * sum(widths.values()):
+        return (LayerGroup(None, _cut(own, 1)),)
+    return tuple(groups)
+
+
+def _cut(items: Sequence[_Item], size: int) -> tuple[tuple[_Item, ...], ...]:
+    """Pieces of `size` items; the last may have fewer."""
+    return tuple(tuple(items[first : first + size]) for first in range(0, len(items), size))
 
 
 def blocks_for(num_tokens: int) -> int:

@@ -27,6 +27,8 @@ from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.family import Family, LayerRow
 from loraplex.kernels.backend import resolve_kernels
 from support.adapters.lora_zoo import ZooAdapter, make_adapter
+from support.engine.local_engine import LocalEngine
+from support.engine.same_bits import Answer, Asked, Question
 from support.models.checkpoints import PagedRun
 from support.models.loading import load_model, plan_model
 
@@ -199,3 +201,64 @@ def test_a_kind_that_the_row_has_not_is_refused(model_dir: Path) -> None:
     (model_dir / "config.json").write_text(json.dumps(CONFIG | {"layer_types": ["linear_attention"] * 4}))
     with pytest.raises(ModelUnsupported, match="full_attention or sliding_attention 4 times"):
         plan_model(model_dir)
+
+
+ENGINE: dict[str, Any] = {
+    "dtype": "float32", "num_threads": 1, "max_model_len": 256, "adapter_memory": 1 << 20,
+    "adapter_cpu_memory": 1 << 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+def test_the_window_gives_its_blocks_back(kernels: str, model_dir: Path) -> None:
+    settings = {**ENGINE, "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 40}
+    engine = LocalEngine(model_dir, model_dir / "work", kernels=kernels, **settings)
+    prompt = [random.Random(1).randrange(VOCAB) for _ in range(150)]
+    engine.add("long", prompt, max_tokens=50)
+    held = []
+    while engine.core.has_work:
+        engine.step()
+        held.append(engine.core.stats().num_kv_blocks_used)
+    tokens = engine.tokens("long")
+    engine.close()
+    expected = reference_logits(make_weights(), prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1)
+    assert tokens == expected.tolist()
+    # 13 blocks of the layers that see all, and of the others what 9 positions may reach into.
+    assert engine.built.info.kv_groups == 2
+    assert held[-2] == 13 + 2
+    assert max(held) <= 13 + 5
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_bits_do_not_depend_on_neighbours(kv_cache_dtype: str, model_dir: Path, tmp_path: Path) -> None:
+    rng = random.Random(2)
+    shared = [rng.randrange(VOCAB) for _ in range(60)]
+    asked = [
+        Question(
+            (
+                *shared[: rng.choice([0, 20, 40])],
+                *(rng.randrange(VOCAB) for _ in range(rng.choice([1, 9, 20]))),
+            ),
+            None,
+            {"max_tokens": rng.choice([2, 60]), "temperature": 1.0, "seed": number},
+        )
+        for number in range(12)
+    ]
+    settings = {**ENGINE, "kernels": "numba", "kv_cache_dtype": kv_cache_dtype}
+    lone = Asked(model_dir, tmp_path / "lone", {}, **settings, kv_cache_memory=4 << 20)
+    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
+    lone.close()
+    block = lone.engine.built.info.kv_bytes // lone.engine.built.info.num_kv_blocks
+    cramped = {"kv_cache_memory": 14 * block, "max_model_len": 128, "max_num_batched_tokens": 30}
+    crowd = Asked(model_dir, tmp_path / "crowd", {}, **settings | cramped)
+    differing = []
+
+    def check(question: Question, answer: Answer) -> None:
+        if answer != expected[question]:
+            differing.append(question)
+
+    crowd.among_neighbours([rng.choice(asked) for _ in range(30)], rng, check)
+    stats = crowd.engine.core.stats()
+    crowd.close()
+    assert not differing
+    assert min(stats.num_preemptions, stats.prefix_cache_hits) > 0
