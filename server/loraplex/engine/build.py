@@ -49,7 +49,6 @@ from loraplex.engine.grammar.matchers import GrammarMatchers
 from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.model_plan import ModelPlan
@@ -211,6 +210,7 @@ def _build(
             max_scored_tokens=parts.max_scored,
             lookahead=lookahead,
             windows=parts.kv_size.needs.windows,
+            num_states=parts.kv_size.num_states,
         ),
         parts.runner,
         AdapterCache(
@@ -260,6 +260,10 @@ def _timed(
 ) -> tuple[Speculation | None, str, StepBound | None]:
     """The parts that go by the time of steps: an engine's drafts, or None and why it has none, and the steps' bound."""
     obstacle = obstacle_to_speculation(config.speculation, lookahead, device.kernels)
+    if parts.kv_size.num_states:
+        obstacle = (
+            obstacle or "a rejected token could not be taken back from the states of the model's layers"
+        )
     if obstacle and not config.max_step_ms:
         return None, obstacle, None
     limits = StepLimits(parts.max_step_tokens, config.max_num_seqs, blocks_for(parts.kv_size.max_model_len))
@@ -324,7 +328,8 @@ def _info(
         block_size=BLOCK_SIZE,
         num_kv_blocks=kv_size.num_blocks,
         kv_groups=len(kv_size.needs.windows),
-        kv_bytes=kv_size.num_blocks * block_bytes(model.shape.caches, plan.kv_dtype),
+        num_states=kv_size.num_states,
+        kv_bytes=kv_size.num_bytes,
         arena_page_bytes=arena.layout.page_bytes,
         arena_pages=loaded.num_pages,
         adapter_cpu_bytes=host.num_bytes,
@@ -342,7 +347,7 @@ def _info(
         memory=MemoryUse(
             weights=model.weight_bytes,
             arena=arena.num_bytes,
-            kv=parts.kv.tensor.nbytes,
+            kv=parts.kv.num_bytes,
             workspace=parts.workspace,
             others=others,
             free=None if memory is None else memory.free(),

@@ -104,6 +104,8 @@ class SchedulerConfig:
     charges: Charges = Charges()
     windows: tuple[int | None, ...] = (None,)
     """Positions that the layers of each group see; None: all. See `loraplex.engine.kv.layers`."""
+    num_states: int = 0
+    """State slots, of a model with layers that keep a state (`loraplex.engine.kv.states`)."""
 
     @property
     def block_needs(self) -> BlockNeeds:

@@ -27,7 +27,7 @@ from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.kv.cache import KVCache, block_bytes
+from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.loading import library_of, load_model
@@ -146,11 +146,11 @@ def build_device(
     if memory is None:
         size = make_kv.size(None)
         pools = {
-            "--kv-cache-memory": size.num_blocks * block_bytes(model.shape.caches, loaded.plan.kv_dtype),
+            "--kv-cache-memory": size.num_bytes,
             "--adapter-memory": loaded.arena.num_bytes,
         }
         _warn_of_memory(pools | dict(host_pools), loaded.free_host)
-        kv = make_kv(size.num_blocks)
+        kv = make_kv(size.num_blocks, size.num_states)
         steps.begin(kv, replace(limits, max_blocks=blocks_for(size.max_model_len)))
     else:
         _warn_of_memory(host_pools, loaded.free_host)
@@ -159,7 +159,7 @@ def build_device(
         if config.kv_cache_memory > budget:
             _log.warning("--kv-cache-memory leaves less than is needed for the steps: %d bytes would", budget)
         size = make_kv.size(budget)
-        kv = make_kv(size.num_blocks)
+        kv = make_kv(size.num_blocks, size.num_states)
         steps.record_again(kv)
     runner = ModelRunner(
         served,
@@ -189,7 +189,7 @@ class _KVMaker:
     heartbeat: StepHeartbeat
     max_step_tokens: int
 
-    def __call__(self, num_blocks: int) -> KVCache:
+    def __call__(self, num_blocks: int, num_states: int = 1) -> KVCache:
         return self.device.executor.submit(
             lambda: WatchedKVCache(
                 self.loaded.model.shape.caches,
@@ -198,6 +198,7 @@ class _KVMaker:
                 self.device.kernels.device,
                 self.heartbeat,
                 blocks_ahead=2 * blocks_for(self.max_step_tokens),
+                num_states=num_states,
             )
         ).result()
 

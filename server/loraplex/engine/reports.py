@@ -67,6 +67,7 @@ class EngineInfo(ModelSummary):
     num_kv_blocks: int
     """Blocks of `block_size` tokens in one of `kv_groups` groups of layers."""
     kv_bytes: int
+    """The KV blocks and the state slots."""
     arena_page_bytes: int
     arena_pages: int
     adapter_cpu_bytes: int
@@ -75,6 +76,8 @@ class EngineInfo(ModelSummary):
     max_waiting: int
     kv_groups: int = 1
     max_num_batched_tokens: int = 0
+    num_states: int = 0
+    """State slots, of a model with layers that keep a state; each running sequence has one."""
     base_fingerprint: str = ""
     four_bit_library: str = ""
     """The library, with its version, that multiplies with those of its form; empty for the engine's own kernels."""
@@ -126,6 +129,8 @@ class EngineStats(CacheUsage):
     """Those of them whose grammar is being built."""
     num_kv_blocks: int = 0
     num_kv_blocks_used: int = 0
+    num_states_used: int = 0
+    """State slots in use."""
     num_preemptions: int = 0
     num_out_of_memory: int = 0
     """Steps that did not fit into the device's memory."""

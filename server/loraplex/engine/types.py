@@ -254,6 +254,7 @@ class Sequence:
     blocks_done: int = 0  # full blocks computed and collected, by which blocks are given back
     epoch: int = 0
     slot: int = -1  # the adapter's device slot while running; -1 on the base
+    state_slot: int = -1  # of a model with layers that keep a state, while running
     adapter_opened: float | None = None  # when its adapter became schedulable, as of its first step
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -357,6 +358,7 @@ class ScheduledSequence:
     pool_start: int | None = None
     outputs: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
+    state_slot: int = -1  # as of planning too; -1 where no layer keeps a state
 
     @property
     def request_id(self) -> str:

@@ -35,6 +35,7 @@ class CoreEngine:
             VOCAB_SIZE,
             max_in_flight=1 + self.config.lookahead,
             is_live=lambda row: self.core._tracker.sequence(row) is not None,
+            num_states=self.config.num_states,
         )
         self.core = EngineCore(
             self.config, self.runner, self.cache, eos_ids=frozenset({EOS}), clock=lambda: self.now

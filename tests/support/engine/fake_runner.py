@@ -5,8 +5,8 @@ digest that lies in the row's adapter slot *at that moment* and of the position 
 row's table names, and samples a token as a hash of all that it reads back through that table. It never looks at a
 sequence's own tokens. So a block given out twice, a prefix found under a wrong key, a slot overwritten too early or
 a token fed out of turn changes what comes out; `reference` says what should have. A rejected draft leaves its KV in
-the blocks, which nobody may read. Log probabilities are hashes of the same: `reference_scores`. Answers are hashes of
-integers alone: the same in every process.
+the blocks, which nobody may read. A state is a recurrence over that KV. Log probabilities are hashes of the same:
+`reference_scores`. Answers are hashes of integers alone: the same in every process.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from loraplex.adapters.numerics import SiteOutputs, join_outputs
 from loraplex.engine.execution.device_errors import DeviceOutOfMemory
@@ -50,6 +51,11 @@ def adapter_mark(digest: str | None) -> int:
 def attend(value_before: int, mark: int, token: int) -> int:
     """The KV of one position: of its token and adapter, and of all positions before it, as in a real model."""
     return hash((value_before, mark, token))
+
+
+def advance(state: int, value: int) -> int:
+    """The state behind a position with this KV, where the one before left `state`."""
+    return (31 * state + value) % (1 << 61)
 
 
 def draw(values: tuple[int, ...], vocab_size: int) -> int:
@@ -167,7 +173,8 @@ class FakeRunner:
     tokens (1 and more) a sampling row brings, as speculative decoding would. `has_matcher` says whether the matcher of
     a request with a grammar was built, `is_live` whether the sequence of a row has not ended. `windows`: of each group
     of layers; one sees all. Each group writes to blocks of its own, and those with a window must read theirs,
-    as far as they see."""
+    as far as they see. With `num_states` a layer keeps a state too: a slot must hold the recurrence over the positions
+    of the sequence that reads it, from its position 0 on."""
 
     num_blocks: int
     mark_in_slot: Callable[[int], int]
@@ -178,12 +185,14 @@ class FakeRunner:
     has_matcher: Callable[[str], bool] = field(default=lambda request_id: False)
     is_live: Callable[[ScheduledSequence], bool] = field(default=lambda row: True)
     windows: tuple[int | None, ...] = (None,)
+    num_states: int = 0
 
     def __post_init__(self) -> None:
         self._full = self.windows.index(None)
         positions = self.num_blocks * BLOCK_SIZE
         self._values = [GARBAGE] * positions
         self._tenants = [""] * positions
+        self._states = [GARBAGE] * self.num_states
         self._queue: deque[_Handle] = deque()
         self._drawn: dict[
             tuple[str, int], int
@@ -209,6 +218,11 @@ class FakeRunner:
             self.complaints.append("more steps are in flight than the lookahead allows")
         if self.keep_plans:
             self.plans.append(plan)
+        slots = [row.state_slot for row in plan.scheduled]
+        if {*slots} - {*range(self.num_states)} if self.num_states else {*slots} - {-1}:
+            self.complaints.append(f"a step has rows in state slots {slots} of {self.num_states}")
+        elif self.num_states and len({*slots}) < len(slots):
+            self.complaints.append("a step has two slices in one state slot")
         handle = _Handle(plan, self.fault(plan))
         hit = plan.parts if handle.fault.at else [plan.parts[index] for index in handle.fault.rows]
         if not handle.fault.memory:
@@ -340,6 +354,7 @@ class FakeRunner:
         mark = self._mark(row)
         tenant = row.request.tenant_id
         value = self._values[self._place(row, row.start - 1)] if row.start else 0
+        state = self._states[row.state_slot] if self.num_states and row.start else 0
         for position, token in enumerate(tokens, row.start):
             if value != POISON:
                 value = GARBAGE if token == GARBAGE else attend(value, mark, token)
@@ -348,6 +363,9 @@ class FakeRunner:
                 self._values[place] = self._of_group(value, group)
                 self._noticed.pop(place, None)
                 self._tenants[place] = tenant
+            state = advance(state, value)
+        if self.num_states:
+            self._states[row.state_slot] = state
 
     def _mark(self, row: ScheduledSequence | MeasuredPart) -> int:
         return BASE if row.slot < 0 else self.mark_in_slot(row.slot)
@@ -380,6 +398,10 @@ class FakeRunner:
                 row
             ):
                 self.complaints.append(f"{row.request_id} reads other KV where it sees {window} positions")
+        if self.num_states and self.is_live(row) and POISON not in values[:end]:
+            state = self._states[row.state_slot]
+            if row.drafted or state != reduce(advance, values[:end], 0):
+                self.complaints.append(f"{row.request_id} has another state than its own, or drafts")
         return tuple(values[:end])
 
 

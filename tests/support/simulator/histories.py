@@ -57,9 +57,16 @@ FAIR_EVERY = 8
 
 class History:
     """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`). With
-    `drafts` it has no lookahead, and this drafter."""
+    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state."""
 
-    def __init__(self, seed: int, *, fair: bool | None = None, drafts: DrafterKind | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        fair: bool | None = None,
+        drafts: DrafterKind | None = None,
+        states: bool = False,
+    ) -> None:
         self.seed = seed
         self.now = 100.0
         self.num_events = 0
@@ -72,6 +79,9 @@ class History:
         self._guessing = random.Random(seed)
         if drafts is not None:
             world.lookahead, world.config = 0, replace(world.config, lookahead=0)
+        if states:
+            num_states = self._guessing.randint(1, world.config.max_num_seqs + 1)
+            world.config = replace(world.config, num_states=num_states)
         self.disk = Disk([*world.sizes], world.storing)
         self._num_slots, self._host_pages = world.rng.randint(2, 4), world.rng.randint(2, 10)
         if world.p_tier and world.storing.random() < 0.5:
@@ -102,6 +112,7 @@ class History:
             has_matcher=lambda request_id: request_id in self.grammars.ready,
             is_live=lambda row: self.core._tracker.sequence(row) is not None,
             windows=world.config.windows,
+            num_states=world.config.num_states,
         )
         self.grammars = FakeGrammars(lambda: self.now, world.constraining)
         self.drafter: PlantedDrafter | None = None
@@ -397,13 +408,15 @@ class History:
         self.now = max(self.now, min(times))
 
 
-def play(seed: int, *, fair: bool | None = None, drafts: DrafterKind | None = None) -> Summary:
+def play(
+    seed: int, *, fair: bool | None = None, drafts: DrafterKind | None = None, states: bool = False
+) -> Summary:
     """One history. Raises Violation."""
     log = logging.getLogger("loraplex")
     level = log.level
     log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
     try:
-        return History(seed, fair=fair, drafts=drafts).play()
+        return History(seed, fair=fair, drafts=drafts, states=states).play()
     finally:
         log.setLevel(level)
 

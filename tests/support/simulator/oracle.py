@@ -295,7 +295,8 @@ class Oracle:
         stats = core.stats()
         if self.live:
             raise Violation(f"the core has nothing to do, but {sorted(self.live)} never ended")
-        if stats.num_kv_blocks_used or stats.num_leases or stats.num_running or stats.num_waiting:
+        held = stats.num_kv_blocks_used, stats.num_states_used, stats.num_leases
+        if any(held) or stats.num_running or stats.num_waiting:
             raise Violation(f"at the end, something is still held: {stats}")
         if self._grammars.ready or self._grammars.waiting:
             raise Violation("at the end, a matcher is still held")

@@ -165,6 +165,11 @@ def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> I
         "Sequences that wait for their grammar to be built.",
         value=stats.num_waiting_for_grammar,
     )
+    yield GaugeMetricFamily(
+        "loraplex_engine_state_slots_used",
+        "State slots in use, of a model with layers that keep a state.",
+        value=stats.num_states_used,
+    )
     yield GaugeMetricFamily("loraplex_adapter_leases", "Leases on device pages.", value=stats.num_leases)
     running = GaugeMetricFamily("loraplex_tenant_running", "Running sequences by tenant.", labels=["tenant"])
     waiting = GaugeMetricFamily("loraplex_tenant_waiting", "Waiting sequences by tenant.", labels=["tenant"])
@@ -287,12 +292,13 @@ def _tenant_bytes(stats: EngineStats, labels: LabelSets) -> Metric:
 def _capacity(info: EngineInfo) -> Metric:
     capacity = GaugeMetricFamily(
         "loraplex_engine_capacity",
-        "Sequences that may run and that may wait, and KV blocks.",
+        "Sequences that may run and that may wait, KV blocks, and state slots.",
         labels=["kind"],
     )
     capacity.add_metric(["running"], info.max_num_seqs)
     capacity.add_metric(["waiting"], info.max_waiting)
     capacity.add_metric(["kv_blocks"], info.num_kv_blocks)
+    capacity.add_metric(["state_slots"], info.num_states)
     return capacity
 
 

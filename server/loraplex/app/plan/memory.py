@@ -14,6 +14,7 @@ from loraplex.engine.execution.device_memory import headroom
 from loraplex.engine.execution.kv_cache import KVSize, size_kv_cache
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import BlockNeeds, block_needs
+from loraplex.engine.kv.states import slot_bytes
 from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import (
     MAX_SLOTS,
@@ -80,8 +81,12 @@ class MemoryPlan:
     waiting: int
     """Wanted adapters that are in host memory alone."""
     kv: int
+    """Blocks, and state slots where layers keep states."""
     kv_blocks: int
     block: int
+    states: int
+    state: int
+    """One slot."""
     needs: BlockNeeds
     max_model_len: int
     total: int
@@ -97,7 +102,7 @@ def divide_memory(
     """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
     and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
     target = torch.device(device.kind)
-    block = block_bytes(model.shape.caches, model.kv_dtype)
+    block, state = block_bytes(model.shape.caches, model.kv_dtype), slot_bytes(model.shape.caches)
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
     layout = adapter_layout(model, _max_rank(wanted))
     sites = _sites(model, layout, wanted)
@@ -111,11 +116,11 @@ def divide_memory(
         raise PlanDoesNotFit(
             f"the weights take {_gib(weights)}, and {device.name} has {_gib(device.memory)}, of them "
             f"{_gib(reserve + activations)} for the rest of a server: a device of at least "
-            f"{_gib(weights + reserve + activations + adapter + block)} is needed."
+            f"{_gib(weights + reserve + activations + adapter + block + state)} is needed."
         )
     most_ahead = tokens * (1 + choose_lookahead(-1, target))
     needs = block_needs(model.shape.caches, most_ahead)
-    needed = needs.of(max(wanted.context, wanted.max_model_len)) * block
+    needed = needs.of(max(wanted.context, wanted.max_model_len)) * block + state
     on_device, host = _share(device, wanted, layout, adapter, free - activations, needed, host_free)
     budget = _whole_mib(max(on_device * adapter, layout.smallest_full_bytes), layout.page_bytes)
     pages, slots = arena_size(budget, layout)
@@ -137,7 +142,6 @@ def divide_memory(
         settings["kv_cache_dtype"] = wanted.kv_cache_dtype
     if wanted.max_model_len:
         settings["max_model_len"] = wanted.max_model_len
-    kv = size.num_blocks * block
     return MemoryPlan(
         wanted=wanted,
         sites=sites,
@@ -152,14 +156,16 @@ def divide_memory(
         in_host=(host or 0) // adapter,
         host=host or 0,
         waiting=wanted.adapters - on_device,
-        kv=kv,
+        kv=size.num_bytes,
         kv_blocks=size.num_blocks,
         block=block,
+        states=size.num_states,
+        state=state,
         needs=size.needs,
         max_model_len=size.max_model_len,
         total=device.memory,
-        free=free - arena - kv - activations,
-        places=_places(size, wanted.max_num_seqs),
+        free=free - arena - size.num_bytes - activations,
+        places=_places(size, size.num_states or wanted.max_num_seqs),
         settings=settings,
     )
 
@@ -212,9 +218,9 @@ def _kv_size(
 ) -> tuple[KVSize, int]:
     """The KV cache that a start would choose of `kv_free` bytes, less if the activations need more than that leaves;
     and the setting, in whole MiB, that gives it."""
-    block = block_bytes(model.shape.caches, model.kv_dtype)
+    least = block_bytes(model.shape.caches, model.kv_dtype) + slot_bytes(model.shape.caches)
     # A start measures what is an estimate here.
-    left = max(block, kv_free - activations - headroom(device.memory))
+    left = max(least, kv_free - activations - headroom(device.memory))
 
     def sized(budget: int) -> KVSize:
         return size_kv_cache(
@@ -229,7 +235,7 @@ def _kv_size(
             most_ahead=most_ahead,
         )
 
-    chosen = min(sized(0).num_blocks * block, kv_free - activations)
+    chosen = min(sized(0).num_bytes, kv_free - activations)
     budget = chosen // MIB * MIB
     return sized(budget), budget
 

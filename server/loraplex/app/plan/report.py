@@ -27,10 +27,15 @@ def print_plan(
     reserve = "processes and libraries" if device.kind == "cpu" else "CUDA context, libraries, CUDA graphs"
     groups = len(plan.needs.windows)
     of_groups = f" in one of {groups} groups of layers" if groups > 1 else ""
+    states = f"; {plan.states} state slots, {_size(plan.state)} each" if plan.states else ""
     rows = [
         ("weights", plan.weights, ""),
         ("adapters", plan.arena, f"{plan.arena_pages} pages of {_size(plan.page)}"),
-        ("KV cache", plan.kv, f"{plan.kv_blocks} blocks of 16 tokens{of_groups}, {_size(plan.block)} each"),
+        (
+            "KV cache",
+            plan.kv,
+            f"{plan.kv_blocks} blocks of 16 tokens{of_groups}, {_size(plan.block)} each{states}",
+        ),
         ("activations, logits", plan.activations, "estimated"),
         (reserve, plan.reserve, "an allowance"),
         ("free", plan.free, ""),

@@ -39,7 +39,8 @@ def decode_speeds(model: ModelOutline, device: PlannedDevice, plan: MemoryPlan) 
         products = 0.0
         if device.flops is not None:
             products = 2 * model.step_weights * rows / device.flops
-        kv = rows * plan.needs.seen(context) * (plan.block / 16) / device.bandwidth
+        # A state is read and written at each position.
+        kv = rows * (plan.needs.seen(context) * (plan.block / 16) + 2 * plan.state) / device.bandwidth
         loras = adapters * plan.adapter / device.bandwidth
         step = max(weights, products) + kv + loras
         speeds.append(Speed(rows, adapters, context, step, rows / step))

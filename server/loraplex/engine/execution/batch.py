@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from loraplex.engine.execution.riders.rider import Rider
 from loraplex.engine.execution.riders.tokens import Tokens
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
+from loraplex.engine.model.base import StateRows
 from loraplex.engine.types import RowFailure, RowResult, ScheduledSequence, StepPlan
 
 
@@ -35,6 +37,7 @@ class FlatStep:
     """The rows whose logits are wanted."""
     hidden_rows: torch.Tensor | None
     """The rows whose hidden states are wanted."""
+    states: StateRows | None
     adapters: StepAdapters
     tokens: Tokens
     riders: tuple[Rider, ...]
@@ -84,7 +87,16 @@ class StepRows:
 
     @property
     def prevents_replay(self) -> bool:
-        return self.tokens.prevents_replay or any(rider.prevents_replay for rider in self.riders)
+        # A recorded pass reads no state slots.
+        return (
+            self._keeps_states
+            or self.tokens.prevents_replay
+            or any(rider.prevents_replay for rider in self.riders)
+        )
+
+    @property
+    def _keeps_states(self) -> bool:
+        return self._items[0].state_slot >= 0
 
     def _add(self, index: int, item: ScheduledSequence) -> None:
         """The slice with this index in the plan."""
@@ -159,6 +171,7 @@ class StepRows:
             fresh_blocks=inputs.ints(self._fresh),
             logits_rows=logits_rows,
             hidden_rows=None if self._pooled is None else self._pooled.rows,
+            states=self._send_states(inputs) if self._keeps_states else None,
             adapters=begin_adapters(
                 inputs,
                 self.segments,
@@ -168,6 +181,14 @@ class StepRows:
             ),
             tokens=self.tokens,
             riders=self.riders,
+        )
+
+    def _send_states(self, inputs: StepInputs) -> StateRows:
+        items = self._items
+        return StateRows(
+            slots=inputs.ints([item.state_slot for item in items]),
+            ends=inputs.ints([*accumulate(item.num_tokens for item in items)]),
+            fresh=inputs.ints([item.state_slot for item in items if item.start == 0]),
         )
 
 

@@ -15,6 +15,7 @@ from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs
+from loraplex.engine.kv.states import most_slots, slot_bytes
 from loraplex.engine.model.base import ModelShape
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -41,6 +42,9 @@ class KVSize:
     num_blocks: int
     max_model_len: int
     needs: BlockNeeds
+    num_states: int
+    num_bytes: int
+    """Blocks and state slots together."""
 
 
 class WatchedKVCache(KVCache):
@@ -56,9 +60,10 @@ class WatchedKVCache(KVCache):
         heartbeat: StepHeartbeat,
         *,
         blocks_ahead: int,
+        num_states: int = 0,
     ) -> None:
         """`blocks_ahead`: of each group of layers; see `FirstTouch`."""
-        super().__init__(caches, num_blocks, dtype, device)
+        super().__init__(caches, num_blocks, dtype, device, num_states)
         self._heartbeat = heartbeat
         memory = tuple(chain.from_iterable(self.pools))
         self._first_touch = (
@@ -91,7 +96,8 @@ def size_kv_cache(
 ) -> KVSize:
     """The number of blocks of a KV cache in `dtype` for `kv_cache_memory` bytes (0: for `budget` bytes; None: a
     share of the `available` bytes; None: of what is free now, for one of `num_sharing` engines), never more than
-    `max_num_seqs` sequences can use.
+    `max_num_seqs` sequences can use. Where layers keep states, their slots come first, one for each of these sequences,
+    fewer where they would take more than half.
 
     `most_ahead`: positions of one sequence that steps in flight compute. `max_model_len` 0 means what the model's
     positions and the memory allow. Raises KVMemoryTooSmall where one sequence of an asked `max_model_len` does not fit,
@@ -101,12 +107,13 @@ def size_kv_cache(
         raise SequenceTooLong(
             f"max_model_len {max_model_len} is beyond the {shape.max_positions} positions of the model; lower it"
         )
-    one = block_bytes(shape.caches, dtype)
+    one, slot = block_bytes(shape.caches, dtype), slot_bytes(shape.caches)
     if kv_cache_memory or budget is None:
         budget = kv_cache_memory or _choose_budget(device, available, num_sharing)
-    num_blocks = budget // one
     wanted = max_model_len or shape.max_positions
     needs = block_needs(shape.caches, most_ahead)
+    num_states = most_slots(max_num_seqs, slot, budget, needs.of(max_model_len or 1) * one)
+    num_blocks = max(0, budget - num_states * slot) // one
     per_sequence = needs.of(wanted)
     longest = wanted if per_sequence <= num_blocks else needs.longest(num_blocks)
     if longest < (wanted if max_model_len else 1):
@@ -115,10 +122,11 @@ def size_kv_cache(
         remedy = "raise kv_cache_memory" if kv_cache_memory else "free memory, or set kv_cache_memory"
         raise KVMemoryTooSmall(
             f"the KV cache has room for {longest} tokens ({origin}: {_mib(budget)}), a sequence "
-            f"of {-(-need // BLOCK_SIZE) * BLOCK_SIZE} needs {_mib(needs.of(need) * one)}; {remedy}"
+            f"of {-(-need // BLOCK_SIZE) * BLOCK_SIZE} needs {_mib(needs.of(need) * one + slot)}; {remedy}"
             + (" or lower max_model_len" if max_model_len else "")
         )
-    return KVSize(min(num_blocks, max_num_seqs * per_sequence), longest, needs)
+    num_blocks = min(num_blocks, (num_states or max_num_seqs) * per_sequence)
+    return KVSize(num_blocks, longest, needs, num_states, num_blocks * one + num_states * slot)
 
 
 def available_memory(device: torch.device) -> int:

@@ -62,6 +62,7 @@ class ModelRunner:
         self._model = model
         self._kv = kv
         self.num_groups = kv.num_groups
+        self.state_slot = 0 if kv.states.numel() else -1  # for slices of made-up tokens
         self._executor = executor
         self._eos_ids = eos_ids
         self._lora = lora
@@ -168,6 +169,8 @@ class ModelRunner:
         logits = inputs.replay(adapters.any_lora)
         if logits is not None:
             return Forward(self._sampler, logits[: step.logits_rows.shape[0]])
+        if step.states is not None:
+            self._kv.clear_states(step.states.fresh)
         hidden: list[torch.Tensor] = []
         logits = self._model.forward(
             ForwardBatch(
@@ -182,6 +185,7 @@ class ModelRunner:
                 token_rows=adapters.by_token,
                 hidden_rows=step.hidden_rows,
                 take_hidden=None if step.hidden_rows is None else hidden.append,
+                states=step.states,
             )
         )
         return Forward(self._sampler, logits, *hidden)

@@ -66,8 +66,8 @@ class StepPreparation:
         # Triton need not be there where it does not run.
         from loraplex.engine.execution.cuda_graphs import CudaRecorder, prepare_inputs
 
-        if not isinstance(self._model.attention, RecordableAttention):
-            self._recorder = None
+        if not isinstance(self._model.attention, RecordableAttention) or kv.states.numel():
+            self._recorder = None  # a recorded pass reads no state slots
         elif self._recorder is None and self._model.device.type == "cuda":
             self._recorder = CudaRecorder()
         self.inputs = prepare_inputs(
@@ -112,7 +112,7 @@ class StepPreparation:
                 f"a step of {limits.max_rows} tokens and {limits.max_sequences} sequences does not fit beside the "
                 "weights and the adapters; lower --max-num-batched-tokens, --max-num-seqs or --adapter-memory"
             ) from error
-        workspace = max(0, before - memory.free() - kv.tensor.nbytes)
+        workspace = max(0, before - memory.free() - kv.num_bytes)
         # The recordings read that KV cache, and no other.
         if self.inputs is not None and self._recorder is not None:
             from loraplex.engine.execution.cuda_graphs import forget_recordings

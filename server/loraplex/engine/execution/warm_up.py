@@ -113,4 +113,5 @@ def made_up_slice(
         targets=tokens[:num_scored],
         pool_start=None if pooling is None else 0,
         drafted=tokens[:drafted],
+        state_slot=runner.state_slot,
     )

@@ -9,6 +9,7 @@ from math import prod
 import torch
 
 from loraplex.engine.kv.layers import CacheKind, LayerGroup, layer_groups
+from loraplex.engine.kv.states import state_offsets
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.host_memory import untouched_zeros
@@ -36,7 +37,8 @@ def _place_sizes(caches: Sequence[CacheKind], groups: Sequence[LayerGroup], dtyp
 class KVCache:
     """The preallocated blocks of all layers. A block id names 16 positions of each layer of one group
     (`loraplex.engine.kv.layers`). The n-th places of all groups are the same memory, for a block belongs to one group
-    at a time. All is one piece, `tensor`; a layer that shares another's has its view.
+    at a time. All is one piece, `tensor`; a layer that shares another's has its view. `states` [num_states, bytes] has
+    the state slots.
 
     Invariant, for kernels that read what is not written yet (`AttentionKernel.reads_unwritten`): where a block belongs
     to a sequence, its positions beyond the sequence's end hold zeros. A block's last owner may have left anything
@@ -44,16 +46,25 @@ class KVCache:
     """
 
     def __init__(
-        self, caches: Sequence[CacheKind], num_blocks: int, dtype: torch.dtype, device: torch.device
+        self,
+        caches: Sequence[CacheKind],
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_states: int = 0,
     ) -> None:
         groups = layer_groups(caches)
         self.num_blocks = num_blocks
         self.num_groups = len(groups)
         sizes = _place_sizes(caches, groups, dtype)
+        self._state_offsets = state_offsets(caches)
+        state_sizes = num_states, self._state_offsets[-1]
         if device.type == "cpu":
             self.tensor = untouched_zeros((num_blocks * sum(sizes),), dtype)
+            self.states = untouched_zeros(state_sizes, torch.uint8)
         else:
             self.tensor = torch.zeros(num_blocks * sum(sizes), dtype=dtype, device=device)
+            self.states = torch.zeros(state_sizes, dtype=torch.uint8, device=device)
         pools, begin = [], 0
         for size, same in groupby(sizes):
             count = sum(1 for _ in same)
@@ -73,14 +84,27 @@ class KVCache:
                     begin = end
         group_of = {index: number for number, group in enumerate(groups) for index in group.layers}
         sources = [index if layer.shares is None else layer.shares for index, layer in enumerate(caches)]
-        self._layers = tuple(views[index] for index in sources)
-        self.group_of = tuple(group_of[index] for index in sources)
-        """The number of each layer's group."""
+        self._layers = tuple(views.get(index, self.tensor[:0]) for index in sources)
+        self.group_of = tuple(group_of.get(index, 0) for index in sources)
+        """The number of each layer's group; of one without blocks it means nothing."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.nbytes + self.states.nbytes
 
     def layer(self, index: int) -> torch.Tensor:
         """[N, 16, 2, Hkv, D] of the layer's own sizes, K before V; of codes, in int8, [N, 16, 2, Hkv, D + 2]
         (`loraplex.kernels.attention.kv_codes`). A view."""
         return self._layers[index]
+
+    def state(self, index: int) -> torch.Tensor:
+        """[num_states, bytes] uint8: the layer's part of each state slot, from a multiple of 64 bytes on. A view."""
+        start, end = self._state_offsets[index : index + 2]
+        return self.states[:, start:end]
+
+    def clear_states(self, slots: torch.Tensor) -> None:
+        """Clear the slots of sequences whose position 0 is computed in this step. slots: [n] int64."""
+        self.states.index_fill_(0, slots, 0)
 
     def expect(self, blocks: torch.Tensor) -> None:
         """A step will begin to write to these blocks. blocks: [n] int64. For the thread that plans."""

@@ -26,7 +26,8 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """The keys and values that one layer keeps of a sequence: [16, 2, kv_heads, head_dim] of a block."""
+    """The memory of one layer for a sequence: keys and values, [16, 2, kv_heads, head_dim] of a block, or a state, or
+    both. A model has a layer with blocks."""
 
     kv_heads: int
     head_dim: int
@@ -34,6 +35,8 @@ class CacheKind:
     """The positions that a row reads, its own included; None: all."""
     shares: int | None = None
     """The index of the layer whose keys and values this layer reads; None: it has its own."""
+    state_bytes: int = 0
+    """The size of its state (`loraplex.engine.kv.states`); a layer that has nothing else has no heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def layer_groups(caches: Sequence[CacheKind]) -> tuple[LayerGroup, ...]:
     narrower one as fit. A block has as many places as the kind that needs the fewest, or more, for there are at most
     _MOST_GROUPS groups; a group with fewer layers leaves places empty. Where groups would save little of a long
     sequence, all layers are one group, with a place each, which keeps all positions."""
-    own = [index for index, layer in enumerate(caches) if layer.shares is None]
+    own = [index for index, layer in enumerate(caches) if layer.shares is None and layer.kv_heads]
     widths = {index: caches[index].kv_heads * caches[index].head_dim for index in own}
     widest = max(widths.values())
     kinds: dict[tuple[int, int, int | None], list[int]] = {}

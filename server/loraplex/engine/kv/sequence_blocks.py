@@ -20,6 +20,7 @@ from itertools import compress
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.kv.layers import BlockNeeds, blocks_for, blocks_unseen
+from loraplex.engine.kv.states import StateSlots
 from loraplex.engine.types import ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -36,11 +37,12 @@ def holds_blocks(seq: Sequence) -> bool:
 
 
 class SequenceBlocks(BlockManager):
-    """The pool of `num_blocks` blocks, as sequences with `needs` hold them."""
+    """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their state slots."""
 
-    def __init__(self, num_blocks: int, needs: BlockNeeds) -> None:
+    def __init__(self, num_blocks: int, needs: BlockNeeds, num_states: int = 0) -> None:
         super().__init__(num_blocks)
         self.needs = needs
+        self.states = StateSlots(num_states)
         self._num_groups = len(needs.windows)
         self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
 
@@ -90,6 +92,8 @@ class SequenceBlocks(BlockManager):
 
     def find(self, seq: Sequence) -> list[int]:
         """The table of the beginning of a waiting sequence, as far as the prefix cache has it."""
+        if self.states.num_slots:
+            return []  # blocks alone do not hold what the positions left in a state
         keys = prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]
         if self._num_groups == 1 and not self._windows:
             return self.lookup(keys)
@@ -122,6 +126,18 @@ class SequenceBlocks(BlockManager):
         seq.num_given_back = len(found) - len(held)
         seq.blocks_done = len(found) // self._num_groups
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
+        if self.states.num_slots and seq.measured is None:
+            seq.state_slot = self.states.take()
+
+    def begin_again(self, seq: Sequence, start: int) -> None:
+        """The positions of a running sequence from `start` on are computed again, and those before too where a state
+        may have been written over."""
+        if seq.state_slot < 0:
+            seq.num_computed = min(seq.num_computed, start)
+            return
+        seq.lost_until = max(seq.lost_until, seq.num_computed)
+        self.drop(seq)
+        self.begin(seq, [])
 
     def extend(self, seq: Sequence, count: int) -> None:
         """Give a sequence `count` blocks more, of all groups in turn."""
@@ -131,7 +147,7 @@ class SequenceBlocks(BlockManager):
         """Positions start … end-1 of a slice were computed and collected, and no row before `end` will be computed
         again: the blocks that they filled can be found by their keys, and those that no later row sees are given
         back."""
-        if not seq.request.background:
+        if not seq.request.background and not self.states.num_slots:
             self.register_all(prefix_keys.filled(seq, scheduled, start, end, self._num_groups))
         done = end // BLOCK_SIZE
         if not self._windows or done <= seq.blocks_done:
@@ -147,9 +163,12 @@ class SequenceBlocks(BlockManager):
         seq.block_ids = tuple(GIVEN_BACK if gone else block for block, gone in zip(table, given, strict=True))
 
     def drop(self, seq: Sequence) -> None:
-        """A sequence gives up all of its blocks."""
+        """A sequence gives up all of its blocks, and its state slot."""
         self.release(self.held(seq.block_ids))
         seq.block_ids, seq.num_given_back, seq.blocks_done = (), 0, 0
+        if seq.state_slot >= 0:
+            self.states.release(seq.state_slot)
+            seq.state_slot = -1
 
     def spoil(self, seq: Sequence) -> None:
         """Nothing that a sequence has computed is found again."""

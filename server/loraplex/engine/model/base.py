@@ -56,6 +56,18 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRows:
+    """The sequences of a step by their state slots, in the order of their rows. Each is there once."""
+
+    slots: torch.Tensor
+    """[S] int64"""
+    ends: torch.Tensor
+    """[S] int64: the rows of sequence i end before row ends[i], and begin where those of the one before end."""
+    fresh: torch.Tensor
+    """[n] int64: the slots of sequences whose position 0 is among these rows. The runner has cleared them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The rows of one step, T in all, flat: sequences one after another, each with its next positions.
 
@@ -65,7 +77,7 @@ class ForwardBatch:
     the final norm, [P, C], of `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a
     new tensor. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
     `logits_rows`, where none has one that changes the head. `lora_readers` computes some of `lora` in the operations
-    that read it, for a model that asks it.
+    that read it, for a model that asks it. `states` is None where no layer keeps a state.
     """
 
     token_ids: torch.Tensor
@@ -81,6 +93,7 @@ class ForwardBatch:
     logits_out: torch.Tensor | None = None
     lora_readers: FusedReaders | None = None
     token_rows: TokenRows | None = None
+    states: StateRows | None = None
 
     def attention_of(self, layer: int) -> Any:
         """The batch that the `AttentionKernel` laid out for the group of this layer."""

@@ -67,12 +67,13 @@ class BackgroundSequences:
         self.begun.pop(seq, None)
 
     def make_room(self, running: Iterable[Sequence], queued: Iterable[Sequence]) -> None:
-        """Give up blocks, the latest sequence's first, until as many are free as the other sequences may take in this
-        step: those that run, and all that are queued."""
+        """Give up blocks and state slots, the latest sequence's first, until as many are free as the other sequences
+        may take in this step: those that run, and all that are queued."""
         if not self.begun:
             return
-        needed = sum(map(self._blocks.reserved, running)) + sum(map(self._blocks.wanted, queued))
-        while self.begun and needed > self._blocks.num_free:
+        wanted = [*map(self._blocks.wanted, queued)]
+        needed, states = sum(map(self._blocks.reserved, running)) + sum(wanted), self._blocks.states
+        while self.begun and (needed > self._blocks.num_free or states.lacks(len(wanted))):
             self._stop(next(reversed(self.begun)))
 
     def plan(self, draft: StepDraft, places: int, schedule: Callable[[StepDraft, Sequence], None]) -> None:
@@ -106,13 +107,14 @@ class BackgroundSequences:
             del self._waiting[seq]
             self.begun[seq] = None
             seq.state = SequenceState.RUNNING
+            self._blocks.begin(seq, [])
         ref = seq.request.adapter
         seq.slot = -1 if ref is None else self._cache.slot(ref.digest)
         schedule(draft, seq)
 
     def _may_begin(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may hold blocks, up to its longest answer's, beside those that have begun."""
-        if seq.num_pending or not self._has_adapter(seq):
+        if seq.num_pending or not self._has_adapter(seq) or self._blocks.states.lacks(1):
             return False  # its tokens in flight are collected before it resumes
         if not self.begun:
             return True

@@ -60,9 +60,12 @@ class Scheduler:
         self._bound = bound
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        # A place takes a state slot, where there are any.
+        self._max_running = min(
+            config.max_num_seqs, config.max_num_batched_tokens, config.num_states or config.max_num_seqs
+        )
         self._max_scored = config.max_scored_tokens
-        self.blocks = SequenceBlocks(config.num_blocks, config.block_needs)
+        self.blocks = SequenceBlocks(config.num_blocks, config.block_needs, config.num_states)
         cache.watch_residency(self.blocks.set_resident)
         self.background = BackgroundSequences(self.blocks, cache)
         self.queue = FairQueue()
@@ -171,12 +174,12 @@ class Scheduler:
             self.blocks.computed(seq, scheduled, start, end)
 
     def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence | MeasuredPart]]) -> None:
-        """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks,
-        and sample the same tokens."""
+        """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks
+        unless a layer keeps a state, and sample the same tokens."""
         for seq, row in rows:
             seq.num_pending = 0
             if seq.state is SequenceState.RUNNING and seq.epoch == row.epoch:
-                seq.num_computed = min(seq.num_computed, row.start)
+                self.blocks.begin_again(seq, row.start)
 
     def delivered(self, seq: Sequence, num_tokens: int) -> None:
         """Output tokens have been sampled: charge them."""
@@ -299,7 +302,7 @@ class Scheduler:
             seq.first_scheduled = draft.now
         if seq.num_charged < len(request.prompt_ids):
             self._charge.prompt(seq, end, self._charge.prices.prefill)
-        if slot != seq.slot and end == request.adapter_from:
+        if slot != seq.slot and end == request.adapter_from and seq.state_slot < 0:
             draft.activated.append(seq)
         seq.num_computed = end
         seq.num_pending += part.samples
@@ -307,7 +310,7 @@ class Scheduler:
     def _go_on_activated(self, draft: StepDraft) -> None:
         """Give sequences whose slice ends where their adapter begins to act another slice of this step, as far as there
         is room: what follows is short as a rule, and a step of its own would delay the first token. Each layer writes
-        the KV of all rows before it reads any."""
+        the KV of all rows before it reads any. A state has one slice a step."""
         for seq in draft.activated:
             has_room = draft.has_room and draft.score_budget > 0 and draft.num_slices < draft.max_running
             if has_room and self.blocks.missing(seq) <= self.blocks.num_free:
@@ -436,3 +439,4 @@ class Scheduler:
         self.blocks.check_tables(begun)
         held = [self.blocks.held(seq.block_ids) for seq in begun]
         self.blocks.check_integrity(held, self._cache.residency().__contains__)
+        self.blocks.states.check_integrity(seq.state_slot for seq in begun if seq.state_slot >= 0)

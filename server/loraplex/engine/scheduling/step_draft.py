@@ -109,6 +109,7 @@ def make_slice(seq: Sequence, start: int, count: int, slot: int, scores: bool) -
         targets,
         None if seq.pooled is None else pool_start(seq, start, end),
         tuple(token_ids[num_prompt:]) if samples and seq.tells_outputs else (),
+        state_slot=seq.state_slot,
     )
 
 

@@ -1,0 +1,84 @@
+"""State slots: what layers keep of a sequence in one size, however long the sequence is. No torch.
+
+A layer whose `CacheKind` has `state_bytes` writes over its state at each position. So no state can be shared, found by
+a prefix key, or cut back to an earlier position. A slot holds one sequence's states of all such layers.
+
+A sequence takes a slot when it starts, or resumes after a preemption, and releases it when it ends or is preempted
+(`SequenceBlocks`). The step that computes its position 0 clears the slot before any layer runs: the last owner may have
+left anything there, and a step in flight may still write for that owner. Steps run in the order of submission.
+
+What computes a position twice begins at position 0 again: a sequence whose step did not fit into the device's memory,
+and one that was preempted. Tokens are not drafted, for a rejected one could not be taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from loraplex.engine.kv.layers import CacheKind
+
+_ALIGN = 64
+_MOST_OF_BUDGET = 2
+"""Slots take at most one part in this number of the memory that they share with the blocks."""
+
+
+def state_offsets(caches: Sequence[CacheKind]) -> tuple[int, ...]:
+    """Where the state of each layer begins in a slot, in bytes, and last the size of a slot; 0 where no layer has
+    one."""
+    sizes = (-(-layer.state_bytes // _ALIGN) * _ALIGN for layer in caches)
+    return tuple(accumulate(sizes, initial=0))
+
+
+def slot_bytes(caches: Sequence[CacheKind]) -> int:
+    return state_offsets(caches)[-1]
+
+
+def most_slots(max_num_seqs: int, num_bytes: int, budget: int, for_blocks: int) -> int:
+    """The number of slots of `num_bytes` each, in `budget` bytes for slots and blocks, where blocks need at least
+    `for_blocks`: one a running sequence, fewer where they would take too much, and one at least. 0 where slots have no
+    bytes."""
+    if not num_bytes:
+        return 0
+    return min(max_num_seqs, max(1, min(budget // _MOST_OF_BUDGET, budget - for_blocks) // num_bytes))
+
+
+class StateSlots:
+    """The slots, numbered from 0, and which of them are free. With 0 slots no layer keeps a state.
+
+    Taking a slot where none is free, and releasing one that is not held, are bugs of the engine's own and raise
+    AssertionError.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = [*reversed(range(num_slots))]
+        self._held: set[int] = set()
+
+    @property
+    def num_used(self) -> int:
+        return len(self._held)
+
+    def lacks(self, count: int) -> bool:
+        """Whether `count` more sequences find no slot each."""
+        return 0 < self.num_slots < len(self._held) + count
+
+    def take(self) -> int:
+        assert self._free, "no state slot is free: check lacks first"
+        slot = self._free.pop()
+        self._held.add(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        assert slot in self._held, f"state slot {slot} is released, but nobody holds it"
+        self._held.remove(slot)
+        self._free.append(slot)
+
+    def check_integrity(self, slots: Iterable[int]) -> None:
+        """Raise AssertionError unless `slots`, of all sequences that have begun, are the held ones, each once."""
+        found = sorted(slots)
+        assert found == sorted(self._held), (
+            f"state slots {sorted(self._held)} are held, sequences have {found}"
+        )
+        every = sorted((*self._held, *self._free))
+        assert every == [*range(self.num_slots)], f"of {self.num_slots} state slots there are {every}"

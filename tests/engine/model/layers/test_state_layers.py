@@ -1,0 +1,158 @@
+"""Layers that keep a state, on the real runner, cache and engine core: a recurrence that a test can compute by hand."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.execution.executor import Executor
+from loraplex.engine.execution.kv_cache import KVMemoryTooSmall, size_kv_cache
+from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.kv.cache import KVCache, block_bytes
+from loraplex.engine.kv.layers import CacheKind, layer_groups
+from loraplex.engine.kv.states import slot_bytes
+from loraplex.engine.model.base import ForwardBatch, ModelShape
+from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.kernels.attention.torch_attention import TorchAttention
+from support.engine.fake_transport import FakeTransport, make_cache
+
+VOCAB = 61
+CPU = torch.device("cpu")
+CACHES = (CacheKind(1, 8, state_bytes=8), CacheKind(1, 8), CacheKind(0, 0, state_bytes=4))
+"""A layer with blocks and a state, one with blocks, one with a state."""
+
+
+def recur(state: int, x: int, layer: int) -> int:
+    """s ← a·s + x, of a layer of its own a."""
+    return ((5, 0, 3)[layer] * state + x) % 10_007
+
+
+def alone(prompt: tuple[int, ...], count: int) -> list[int]:
+    """The greedy answer to a prompt that nothing runs beside."""
+    first = last = 0
+    tokens = list(prompt)
+    for place in range(len(prompt) + count - 1):
+        first = recur(first, tokens[place], 0)
+        last = recur(last, first, 2)
+        if place >= len(prompt) - 1:
+            tokens.append(last % VOCAB)
+    return tokens[len(prompt) :]
+
+
+class Scripted:
+    """A model of CACHES whose next token is its last layer's state. `fails` are numbers of passes that end between its
+    layers, for want of memory."""
+
+    shape = ModelShape(CACHES, VOCAB, 512)
+    num_layers, hidden_size, dtype, device = len(CACHES), None, torch.float32, CPU
+    attention = TorchAttention(1, 8, torch.float32, CPU)
+    site_groups, head_group, embedding_shape, num_weights, weight_bytes = (), None, None, 0, 0
+
+    def __init__(self, fails: frozenset[int] = frozenset()) -> None:
+        self._fails = fails
+        self.num_passes = 0
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.num_passes += 1
+        x = self._layer(0, torch.int64, batch, batch.token_ids)
+        if self.num_passes in self._fails:
+            raise torch.OutOfMemoryError("the device is out of memory")
+        x = self._layer(2, torch.int32, batch, x)
+        return torch.nn.functional.one_hot(x[batch.logits_rows] % VOCAB, VOCAB).float()
+
+    def _layer(self, index: int, dtype: torch.dtype, batch: ForwardBatch, x: torch.Tensor) -> torch.Tensor:
+        assert batch.states is not None
+        rows, first = batch.states, 0
+        states = batch.kv.state(index)[:, : CACHES[index].state_bytes].view(dtype)
+        out = x.clone()
+        for slot, end in zip(rows.slots.tolist(), rows.ends.tolist(), strict=True):
+            for row in range(first, end):
+                states[slot, 0] = out[row] = recur(int(states[slot, 0]), int(x[row]), index)
+            first = end
+        assert first == len(x)
+        return out
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_answers_are_those_of_sequences_alone(lookahead: Literal[0, 1]) -> None:
+    """On few blocks and slots full of what others left, with preemption, aborts and steps that fail half-way."""
+    num_blocks, num_states = 14, 5
+    model = Scripted(frozenset({9, 10, 40, 75, 120}))
+    kv = KVCache(CACHES, num_blocks, torch.float32, CPU, num_states)
+    kv.states.fill_(0xA5)
+    runner = ModelRunner(model, kv, Executor(), eos_ids=frozenset())
+    config = SchedulerConfig(num_blocks, 200, 8, 40, 100, lookahead, num_states=num_states)
+    core = EngineCore(
+        config,
+        runner,
+        make_cache(FakeTransport(time.monotonic, 1)),
+        eos_ids=frozenset(),
+        clock=time.monotonic,
+    )
+    rng = random.Random(lookahead)
+    start = tuple(rng.randrange(VOCAB) for _ in range(35))
+    asked = {
+        f"r{number}": (*start[: rng.choice((0, 16, 35))], *(rng.randrange(VOCAB) for _ in range(9)))
+        for number in range(14)
+    }
+    for number, (name, prompt) in enumerate(asked.items()):
+        sampling = SamplingParams(40, temperature=0.0)
+        core.add_request(EngineRequest(name, f"t{number % 3}", prompt, sampling))
+    answers: dict[str, list[int]] = {name: [] for name in asked}
+    ended: dict[str, Any] = {}
+    while core.has_work:
+        for event in core.step():
+            answers[event.request_id] += event.token_ids
+            ended[event.request_id] = event.finish_reason
+        core.check_integrity()
+        for name in ("r3", "r7"):
+            if len(answers[name]) >= 5:
+                core.abort(name)
+    runner.close()
+    assert core.stats().num_preemptions > 0
+    assert core.stats().num_out_of_memory >= 3
+    assert core.stats().prefix_cache_hits == core.stats().num_states_used == 0
+    for name, prompt in asked.items():
+        assert answers[name] == alone(prompt, 40)[: len(answers[name])], name
+        assert ended[name] == ("abort" if name in ("r3", "r7") else "length"), name
+
+
+def test_a_layer_has_its_part_of_each_slot_and_blocks_where_it_keeps_keys() -> None:
+    kv = KVCache(CACHES, 3, torch.float32, CPU, num_states=4)
+    assert [tuple(kv.state(index).shape) for index in range(3)] == [(4, 64), (4, 0), (4, 64)]
+    assert layer_groups(CACHES)[0].layers == (0, 1)
+    assert kv.num_bytes == 3 * block_bytes(CACHES, torch.float32) + 4 * slot_bytes(CACHES)
+    kv.state(0).fill_(1)
+    kv.state(2).fill_(2)
+    kv.clear_states(torch.tensor([1, 3]))
+    assert kv.states.sum(1).tolist() == [64 * 3, 0, 64 * 3, 0]
+    assert KVCache(CACHES[1:2], 3, torch.float32, CPU).states.numel() == 0
+
+
+def test_slots_are_sized_beside_the_blocks() -> None:
+    shape = ModelShape((CacheKind(2, 8), CacheKind(0, 0, state_bytes=1 << 20)), VOCAB, 1 << 15)
+    block, slot = 16 * 2 * 2 * 8 * 4, 1 << 20
+    assert (block_bytes(shape.caches, torch.float32), slot_bytes(shape.caches)) == (block, slot)
+
+    def size(memory: int, **asked: int) -> tuple[int, int, int]:
+        found = size_kv_cache(
+            shape, torch.float32, CPU, kv_cache_memory=memory, max_num_seqs=8, most_ahead=64, **asked
+        )
+        assert found.num_bytes == found.num_blocks * block + found.num_states * slot <= memory
+        return found.num_states, found.num_blocks, found.max_model_len
+
+    assert size(100 << 20) == (8, 8 * (1 << 15) // 16, 1 << 15)
+    assert size(8 << 20) == (4, (4 << 20) // block, 1 << 15)  # not more than half
+    assert size(2 << 20) == (1, (1 << 20) // block, 16 * ((1 << 20) // block))
+    need = 1024 // 16 * block + slot
+    assert size(need, max_model_len=1024) == (1, 64, 1024)
+    with pytest.raises(KVMemoryTooSmall, match=f"a sequence of 1024 needs {need / (1 << 20):.1f} MiB"):
+        size(need - 1, max_model_len=1024)
+    with pytest.raises(KVMemoryTooSmall, match="room for 0 tokens"):
+        size(slot - 1)
