@@ -8,7 +8,6 @@ from typing import Any
 
 from bench.gpu import attention, equality, fused, lora, sampling
 from bench.gpu.case import Bench, Case, Row
-from bench.gpu.decoding import readers
 from bench.gpu.decoding.switches import FULL_AB, FULL_KV, FULL_WEIGHTS, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
 from bench.gpu.kv import codes as kv_codes
@@ -194,16 +193,6 @@ def _checks(*, small: bool) -> list[Case]:
                 alone=False,
             )
             for library, case in attention.library_cases(small=small)
-        ),
-        *(
-            Case(
-                "checks",
-                f"readers: {case.name}",
-                lambda bench, case=case: readers.run_case(case, bench.device, small=small),
-                120,
-                alone=False,
-            )
-            for case in readers.cases(small=small)
         ),
         *(
             Case("checks", f"codes: {case.name}", partial(_check, codes.run_case, case), 120, alone=False)

@@ -13,7 +13,6 @@ from bench.gpu.lora import LLAMA_8B
 from bench.gpu.models import LLAMA_8B as CONFIG
 from loraplex.engine.config import MAX_RECORDED_ROWS
 from loraplex.engine.execution.cuda_graphs import prompt_graph_sizes
-from loraplex.kernels.lora.triton_tiling import LoraTiling
 
 LAYERS = int(CONFIG["num_hidden_layers"])
 LAYER_LAUNCHES = 10
@@ -21,13 +20,12 @@ LAYER_LAUNCHES = 10
 activation."""
 OTHER_LAUNCHES = 14
 """Outside of the layers: embedding, first norm, head, and what torch launches around them."""
-UNFUSED_LAUNCHES = 8
+LORA_LAUNCHES = 8
 """More in a layer where there are adapters: shrink and expand of four groups."""
 PROMPT_LAUNCHES = 1
 """More in a layer of a step with prompt chunks: attention for the long sequences."""
 HOST_LAUNCH_S = 26e-6
 """Assumed, for a launch by itself: Triton's launchers and torch's operators are called from Python."""
-_TILING = LoraTiling()
 CONTEXT = 1024
 RANK = 16
 _BYTES = 2
@@ -64,29 +62,21 @@ STEPS = ((1, 1), (16, 8), (16, 16), (64, 8), (64, 64), (256, 64))
 """Rows and adapters."""
 
 
-def lora_launches(rows: int) -> int:
-    """More in a layer of a recorded step with adapters: those expands are none that RoPE and the activation compute,
-    and in steps of few rows the two norms."""
-    fused = _TILING.fuse_rotary + _TILING.fuse_gated + 2 * (rows <= _TILING.fuse_norm_rows)
-    return UNFUSED_LAUNCHES - fused
+def launches(adapters: int) -> int:
+    """Of a recorded step."""
+    return OTHER_LAUNCHES + LAYERS * (LAYER_LAUNCHES + (LORA_LAUNCHES if adapters else 0))
 
 
-def launches(rows: int, adapters: int, *, lora: int | None = None) -> int:
-    """Of a recorded step; `lora`: more in a layer where there are adapters."""
-    more = lora_launches(rows) if lora is None else lora
-    return OTHER_LAUNCHES + LAYERS * (LAYER_LAUNCHES + (more if adapters else 0))
-
-
-def step_ms(gpu: Gpu, rows: int, adapters: int, *, lora: int | None = None) -> float:
+def step_ms(gpu: Gpu, rows: int, adapters: int) -> float:
     """The formula; see `launches`."""
     weights = max(PRODUCTS * _BYTES / gpu.bytes_per_s, 2 * PRODUCTS * rows / gpu.flops_per_s)
     read = rows * CONTEXT * POSITION_BYTES + adapters * RANK * RANK_BYTES
-    return 1e3 * (weights + read / gpu.bytes_per_s + launches(rows, adapters, lora=lora) * gpu.launch_s)
+    return 1e3 * (weights + read / gpu.bytes_per_s + launches(adapters) * gpu.launch_s)
 
 
-def mixed_launches(adapters: int, *, lora: int = UNFUSED_LAUNCHES) -> int:
-    """Of a step with prompt chunks; `lora` as for `launches`."""
-    return launches(0, adapters, lora=lora) + LAYERS * PROMPT_LAUNCHES
+def mixed_launches(adapters: int) -> int:
+    """Of a step with prompt chunks."""
+    return launches(adapters) + LAYERS * PROMPT_LAUNCHES
 
 
 def mixed_ms(gpu: Gpu, rows: int, adapters: int) -> float:
@@ -105,8 +95,7 @@ def one_by_one_ms(gpu: Gpu, rows: int, adapters: int) -> float:
 
 def recorded_ms(gpu: Gpu, rows: int, adapters: int) -> float:
     """Padded to the next recorded size."""
-    count = mixed_launches(adapters, lora=lora_launches(padded(rows)))
-    return mixed_ms(gpu, padded(rows), adapters) + 1e3 * count * gpu.launch_s
+    return mixed_ms(gpu, padded(rows), adapters) + 1e3 * mixed_launches(adapters) * gpu.launch_s
 
 
 def padded(rows: int) -> int:
@@ -134,24 +123,16 @@ def floors_table() -> list[str]:
 
 
 def launches_table() -> list[str]:
-    """LoRA ÷ base at 64 rows of an H200, by what launches there are and what they cost."""
+    """LoRA ÷ base at 64 rows of an H200, by what a launch costs."""
     lines = [
-        "| LoRA launches a layer | µs a launch | launches | base ms | LoRA ÷ base, 8 adapters | 64 adapters |",
-        "|---|---|---|---|---|---|",
+        "| µs a launch | launches | base ms | LoRA ÷ base, 8 adapters | 64 adapters |",
+        "|---|---|---|---|---|",
     ]
-    for lora, microseconds in (
-        (UNFUSED_LAUNCHES, 2.0),
-        (lora_launches(64), 2.0),
-        (UNFUSED_LAUNCHES, 1.0),
-        (lora_launches(64), 1.0),
-        (UNFUSED_LAUNCHES, 0.0),
-    ):
+    for microseconds in (2.0, 1.0, 0.0):
         gpu = replace(H200, launch_s=microseconds * 1e-6)
         base = step_ms(gpu, 64, 0)
-        few, many = (base / step_ms(gpu, 64, adapters, lora=lora) for adapters in (8, 64))
-        lines.append(
-            f"| {lora} | {microseconds:.0f} | {launches(64, 1, lora=lora)} | {base:.2f} | {few:.2f} | {many:.2f} |"
-        )
+        few, many = (base / step_ms(gpu, 64, adapters) for adapters in (8, 64))
+        lines.append(f"| {microseconds:.0f} | {launches(1)} | {base:.2f} | {few:.2f} | {many:.2f} |")
     return lines
 
 

@@ -9,9 +9,6 @@ import torch
 
 _PARTS = (
     ("LoRA, A side", ("shrink",)),
-    ("LoRA, B side with RoPE and KV write", ("expand_rotary",)),
-    ("LoRA, B side with the activation", ("expand_gated",)),
-    ("LoRA, B side with the norm", ("expand_norm",)),
     ("LoRA, B side", ("expand",)),
     ("attention", ("attention_program", "merge_program")),
     ("norms", ("rms_norm",)),

@@ -113,12 +113,6 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(shrink_by_rows=True, block_k=256, max_splits=16),
         _tiled(shrink_by_rows=False),
     ),
-    "fused": Switch(
-        "B sides by themselves",
-        "B sides in what reads them",
-        _tiled(fuse_rotary=False, fuse_gated=False, fuse_norm_rows=0),
-        _tiled(fuse_norm_rows=256),
-    ),
     "pdl": Switch(
         "the B side behind the A side",
         "the B side launched while the A side runs",

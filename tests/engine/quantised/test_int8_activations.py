@@ -136,7 +136,7 @@ def test_adapters_read_the_activations_before_they_are_rounded(group: str) -> No
     for name, form in (("int8", replace(exact, activations="int8")), ("exact", exact)):
         packed = kernels.ops.pack(weight, form, x.dtype)
         assert isinstance(packed, PackedIntegers) == (name == "int8")
-        batch: Any = SimpleNamespace(lora=lora, lora_readers=None)
+        batch: Any = SimpleNamespace(lora=lora)
         linears, linear = AdaptedLinears(kernels.ops, 1e-5), Linear(packed, None, 0, group)
         if group == "gate_up":
             found[name] = linears.gate(linear, x, batch, "silu")

@@ -30,7 +30,7 @@ def test_tables_of_the_page_are_what_the_formula_gives(table):
 def test_sizes_of_the_page():
     assert (round(floors.PRODUCTS / 1e9, 1), floors.POSITION_BYTES) == (7.5, 128 << 10)
     assert round(floors.RANK_BYTES / 1e6, 2) == 5.24
-    assert (floors.launches(64, 0), floors.launches(64, 8), floors.launches(256, 8)) == (334, 462, 526)
+    assert (floors.launches(0), floors.launches(8)) == (334, 590)
     assert (floors.mixed_launches(0), floors.mixed_launches(8)) == (366, 622)
 
 
@@ -88,5 +88,5 @@ def test_launches_of_a_layer(monkeypatch):
     for kind, extra in (("decodes", 0), ("prompts", floors.PROMPT_LAUNCHES)):
         more = {adapters: found[kind, 2, adapters] - found[kind, 1, adapters] for adapters in (0, 2)}
         assert more[0].total() == floors.LAYER_LAUNCHES + extra, more[0]
-        assert more[2].total() == floors.LAYER_LAUNCHES + floors.lora_launches(2) + extra, more[2]
+        assert more[2].total() == floors.LAYER_LAUNCHES + floors.LORA_LAUNCHES + extra, more[2]
         assert found[kind, 1, 0].total() - more[0].total() <= floors.OTHER_LAUNCHES

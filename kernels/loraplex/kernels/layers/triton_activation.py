@@ -35,14 +35,9 @@ def gated_program(
     gate_ptr = gate_up_ptr + row * gate_up_row + c
     gate = tl.load(gate_ptr, mask=there, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + INNER, mask=there, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * INNER + c, activated(gate, up, GELU).to(out_ptr.dtype.element_ty), mask=there)
-
-
-@triton.jit
-def activated(gate, up, GELU: tl.constexpr):
-    """f(gate) · up, of numbers in float32."""
     z = gate
     if GELU:
         # 0.5·(1 + tanh(z)) is the logistic function of 2z.
         z = 2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1 + tl.exp(-z)) * up
+    activated = gate / (1 + tl.exp(-z)) * up
+    tl.store(out_ptr + row * INNER + c, activated.to(out_ptr.dtype.element_ty), mask=there)

@@ -37,7 +37,7 @@ def rope_and_write_kv(
     and k_norm [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of heads as there.
     Raises ValueError for other shapes.
     """
-    check_heads(heads, num_heads, cos, sin, cache, slots, q_norm, k_norm)
+    _check_heads(heads, num_heads, cos, sin, cache, slots, q_norm, k_norm)
     rows, all_heads, head_dim = heads.shape
     half = cos.shape[-1]
     if not rows:
@@ -76,7 +76,7 @@ def rope_and_write_kv(
     )
 
 
-def check_heads(
+def _check_heads(
     heads: torch.Tensor,
     num_heads: int,
     cos: torch.Tensor,
@@ -145,7 +145,13 @@ def rope_program(
     CODES: tl.constexpr,
     TRANSFORM: tl.constexpr,
 ):
-    """BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS."""
+    """Norm heads where NORM, rotate them, and store queries where they lie and keys and values in the cache.
+
+    BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS. A head is a | b | c, of HALF, HALF and what remains;
+    (a, b) → (a·cos - b·sin, b·cos + a·sin). CODES: the cache is of codes, with its scales at `scales_ptr`. TRANSFORM:
+    queries, and keys before they become codes, are transformed and multiplied by `q_factor` and `k_factor`.
+    """
+    dtype = heads_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     r = tl.arange(0, BLOCK_HALF)[None, :]
@@ -157,148 +163,65 @@ def rope_program(
     a = tl.load(head_ptr + r, mask=halves, other=0.0).to(tl.float32)
     b = tl.load(head_ptr + HALF + r, mask=halves, other=0.0).to(tl.float32)
     c = a
-    grow = eps
     if HEAD_DIM > 2 * HALF:
         c = tl.load(head_ptr + rest, mask=rests, other=0.0).to(tl.float32)
+    turned = head < NUM_HEADS + NUM_KV_HEADS
+    is_q = head < NUM_HEADS
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    cos = tl.load(cos_ptr + row * HALF + r, r < HALF, 0.0)
+    sin = tl.load(sin_ptr + row * HALF + r, r < HALF, 0.0)
     if NORM:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if HEAD_DIM > 2 * HALF:
             squares += tl.sum(c * c, 1)
         grow = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    store_heads(
-        a, b, c, grow, grow, row, head, r, halves, head, rest, rests, heads_ptr, heads_row, heads_head, cos_ptr,
-        sin_ptr, cache_ptr, scales_ptr, slots_ptr, q_norm_ptr, k_norm_ptr, q_factor, k_factor, cache_block,
-        cache_position, cache_kind, cache_head, scales_kind, True, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_SIZE,
-        NORM, NORM or TRANSFORM, CODES, TRANSFORM, BLOCK_HEADS, 1, BLOCK_HALF, BLOCK_REST,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_heads(
-    a,
-    b,
-    c,
-    grow,
-    rest_grow,
-    row,
-    head,
-    r,
-    halves,
-    rest_head,
-    rest,
-    rests,
-    heads_ptr,
-    heads_row,
-    heads_head,
-    cos_ptr,
-    sin_ptr,
-    cache_ptr,
-    scales_ptr,
-    slots_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    q_factor,
-    k_factor,
-    cache_block,
-    cache_position,
-    cache_kind,
-    cache_head,
-    scales_kind,
-    row_there,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr,
-    STORE_REST: tl.constexpr,
-    CODES: tl.constexpr,
-    TRANSFORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-):
-    """Norm heads where NORM, rotate them, and store queries where they lie and keys and values in the cache.
-
-    A head is a | b | rest, of HALF, HALF and what remains; (a, b) → (a·cos - b·sin, b·cos + a·sin). a and b are float32
-    of one shape, that `row`, `head` (queries before keys before values) and `r` (the number within the half) broadcast
-    to; `halves` says which are there. c is the same of `rest_head`, `rest` (from 2·HALF on) and `rests`, where HEAD_DIM
-    is more than 2·HALF. `grow` and `rest_grow`: by how much a norm multiplies each, before its weight. STORE_REST: c is
-    not what lies in the queries. CODES: the cache is of codes, with its scales at `scales_ptr`. For those, a and b are
-    [ROWS, HEADS · BLOCK_HALF], and c is [ROWS, HEADS · BLOCK_REST]. TRANSFORM: queries, and keys before they become
-    codes, are transformed and multiplied by `q_factor` and `k_factor`, and HEADS is 1.
-    """
-    dtype = heads_ptr.dtype.element_ty
-    turned = head < NUM_HEADS + NUM_KV_HEADS
-    is_q = head < NUM_HEADS
-    slot = tl.load(slots_ptr + row, row_there, -1).to(tl.int64)
-    kv_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_position
-    cos = tl.load(cos_ptr + row * HALF + r, row_there & (r < HALF), 0.0)
-    sin = tl.load(sin_ptr + row * HALF + r, row_there & (r < HALF), 0.0)
-    if NORM:
         a = _normed(a, q_norm_ptr, k_norm_ptr, is_q, turned, r, r < HALF, grow, dtype)
         b = _normed(b, q_norm_ptr, k_norm_ptr, is_q, turned, HALF + r, r < HALF, grow, dtype)
+        if HEAD_DIM > 2 * HALF:
+            c = _normed(c, q_norm_ptr, k_norm_ptr, is_q, turned, rest, rest < HEAD_DIM, grow, dtype)
     x = tl.where(turned, a * cos - b * sin, a).to(dtype)
     y = tl.where(turned, b * cos + a * sin, b).to(dtype)
-    z = x
-    stored = halves & (slot >= 0) & (head >= NUM_HEADS)
-    at = (head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + (head - NUM_HEADS) % NUM_KV_HEADS * cache_head
-    rests_stored = rests
-    rest_at = at
-    rest_is_q = is_q
-    if HEAD_DIM > 2 * HALF:
-        rest_is_q = rest_head < NUM_HEADS
-        if NORM:
-            rest_turned = rest_head < NUM_HEADS + NUM_KV_HEADS
-            c = _normed(
-                c, q_norm_ptr, k_norm_ptr, rest_is_q, rest_turned, rest, rest < HEAD_DIM, rest_grow, dtype
-            )
-        z = c.to(dtype)
-        rests_stored = rests & (slot >= 0) & (rest_head >= NUM_HEADS)
-        kv_head = (rest_head - NUM_HEADS) % NUM_KV_HEADS
-        rest_at = (rest_head - NUM_HEADS) // NUM_KV_HEADS * cache_kind + kv_head * cache_head
+    z = c.to(dtype)
     if TRANSFORM:
         factor = tl.where(is_q, q_factor, k_factor)
         u, v, w = _transformed(x, y, z, HEAD_DIM, HALF, BLOCK_HALF, BLOCK_REST)
         x = tl.where(turned, u * factor, x.to(tl.float32))
         y = tl.where(turned, v * factor, y.to(tl.float32))
-        z = tl.where(turned, w * factor, z.to(tl.float32))
-    q_ptr = heads_ptr + row * heads_row + head * heads_head
-    tl.store(q_ptr + r, x.to(dtype), mask=halves & is_q)
-    tl.store(q_ptr + HALF + r, y.to(dtype), mask=halves & is_q)
-    if STORE_REST and HEAD_DIM > 2 * HALF:
-        rest_ptr = heads_ptr + row * heads_row + rest_head * heads_head + rest
-        tl.store(rest_ptr, z.to(dtype), mask=rests & rest_is_q)
+        if HEAD_DIM > 2 * HALF:
+            z = tl.where(turned, w * factor, z.to(tl.float32))
+    tl.store(head_ptr + r, x.to(dtype), mask=halves & is_q)
+    tl.store(head_ptr + HALF + r, y.to(dtype), mask=halves & is_q)
+    if (NORM or TRANSFORM) and HEAD_DIM > 2 * HALF:
+        tl.store(head_ptr + rest, z.to(dtype), mask=rests & is_q)
+    kind = (head - NUM_HEADS) // NUM_KV_HEADS
+    kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+    kv_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_position
+    kv_ptr = kv_ptr + kind * cache_kind + kv_head * cache_head
+    written = (slot >= 0) & (head >= NUM_HEADS)
     if CODES:
         x = tl.where(halves, x.to(tl.float32), 0.0)
         y = tl.where(halves, y.to(tl.float32), 0.0)
-        peak = tl.maximum(_peaks(x, ROWS, HEADS, BLOCK_HALF), _peaks(y, ROWS, HEADS, BLOCK_HALF))
-        spoilt = _spoilt(x, ROWS, HEADS, BLOCK_HALF) + _spoilt(y, ROWS, HEADS, BLOCK_HALF)
+        peak = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+        # NaN where a number is not finite, else 0.
+        spoilt = tl.sum(x * 0.0, 1) + tl.sum(y * 0.0, 1)
         if HEAD_DIM > 2 * HALF:
             z = tl.where(rests, z.to(tl.float32), 0.0)
-            peak = tl.maximum(peak, _peaks(z, ROWS, HEADS, BLOCK_REST))
-            spoilt += _spoilt(z, ROWS, HEADS, BLOCK_REST)
-        scale = (tl.minimum(peak * (1 / 127), 65504.0) + spoilt).to(tl.float16)
+            peak = tl.maximum(peak, tl.max(tl.abs(z), 1))
+            spoilt += tl.sum(z * 0.0, 1)
+        scale = (tl.minimum(peak * (1 / 127), 65504.0) + spoilt).to(tl.float16)[:, None]
         own = scale.to(tl.float32)
         inverse = tl.where(own > 0, 1 / own, 0.0)
-        grown = _repeat(inverse, ROWS, HEADS, BLOCK_HALF)
-        tl.store(kv_ptr + at + r, _codes(x * grown), mask=stored)
-        tl.store(kv_ptr + at + HALF + r, _codes(y * grown), mask=stored)
+        x = _codes(x * inverse)
+        y = _codes(y * inverse)
         if HEAD_DIM > 2 * HALF:
-            rest_grown = _repeat(inverse, ROWS, HEADS, BLOCK_REST)
-            tl.store(kv_ptr + rest_at + rest, _codes(z * rest_grown), mask=rests_stored)
-        kind = (head - NUM_HEADS) // NUM_KV_HEADS
-        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+            z = _codes(z * inverse)
         scale_at = slot // BLOCK_SIZE * (cache_block // 2) + slot % BLOCK_SIZE
         scale_at = scale_at + kind * scales_kind + kv_head * BLOCK_SIZE
-        scales = _repeat(scale, ROWS, HEADS, BLOCK_HALF)
-        tl.store(scales_ptr + scale_at + r * 0, scales, mask=stored & (r == 0))
-    else:
-        tl.store(kv_ptr + at + r, x, mask=stored)
-        tl.store(kv_ptr + at + HALF + r, y, mask=stored)
-        if HEAD_DIM > 2 * HALF:
-            tl.store(kv_ptr + rest_at + rest, z, mask=rests_stored)
+        tl.store(scales_ptr + scale_at, scale, mask=written & there)
+    tl.store(kv_ptr + r, x, mask=halves & written)
+    tl.store(kv_ptr + HALF + r, y, mask=halves & written)
+    if HEAD_DIM > 2 * HALF:
+        tl.store(kv_ptr + rest, z, mask=rests & written)
 
 
 @triton.jit
@@ -347,24 +270,6 @@ def _signs(i, j, dtype: tl.constexpr):
     ones ^= ones >> 2
     ones ^= ones >> 1
     return (1 - 2 * (ones & 1)).to(dtype)
-
-
-@triton.jit
-def _repeat(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS, HEADS] → [ROWS, HEADS·BLOCK]"""
-    return tl.reshape(tl.broadcast_to(x[:, :, None], (ROWS, HEADS, BLOCK)), (ROWS, HEADS * BLOCK))
-
-
-@triton.jit
-def _peaks(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS, HEADS·BLOCK] → [ROWS, HEADS]: the largest absolute numbers."""
-    return tl.max(tl.reshape(tl.abs(x), (ROWS, HEADS, BLOCK)), 2)
-
-
-@triton.jit
-def _spoilt(x, ROWS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS, HEADS·BLOCK] → [ROWS, HEADS]: NaN where a number is not finite, else 0."""
-    return tl.sum(tl.reshape(x * 0.0, (ROWS, HEADS, BLOCK)), 2)
 
 
 @triton.jit

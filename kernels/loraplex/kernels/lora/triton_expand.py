@@ -46,27 +46,20 @@ def _hidden(
 
 
 @triton.jit
-def updated(y, update, vectors_ptr, has_vectors, n, num_columns):
-    """[rows, columns n] float32: y + update, and (g - 1) ⊙ y + c besides where the site has vectors."""
+def _add_to(y_ptr, y_stride, update, vectors_ptr, has_vectors, row, num_rows, n, num_columns):
+    """y + update, and (g - 1) ⊙ y + c besides where the site has vectors. Rounded once."""
+    y_at = y_ptr + row.to(tl.int64)[:, None] * y_stride + n[None, :]
+    there = (row < num_rows)[:, None] & (n < num_columns)[None, :]
+    y = tl.load(y_at, there, 0.0).to(tl.float32)
     if has_vectors:
         gain = tl.load(vectors_ptr + n, n < num_columns, 0.0)
         offset = tl.load(vectors_ptr + num_columns + n, n < num_columns, 0.0)
         update += gain[None, :] * y + offset[None, :]
-    return y + update
+    tl.store(y_at, (y + update).to(y_ptr.dtype.element_ty), there)
 
 
 @triton.jit
-def _add_to(y_ptr, y_stride, update, vectors_ptr, has_vectors, row, num_rows, n, num_columns):
-    """Rounded once."""
-    y_at = y_ptr + row.to(tl.int64)[:, None] * y_stride + n[None, :]
-    there = (row < num_rows)[:, None] & (n < num_columns)[None, :]
-    y = tl.load(y_at, there, 0.0).to(tl.float32)
-    total = updated(y, update, vectors_ptr, has_vectors, n, num_columns)
-    tl.store(y_at, total.to(y_ptr.dtype.element_ty), there)
-
-
-@triton.jit
-def update_by_rows(
+def _update_by_rows(
     storage_ptr,
     h_ptr,
     plane_stride,
@@ -103,7 +96,7 @@ def update_by_rows(
 
 
 @triton.jit
-def update_by_tiles(
+def _update_by_tiles(
     storage_ptr,
     h_ptr,
     plane_stride,
@@ -223,14 +216,14 @@ def expand(
             tiles_ptr = record_ptr + HEAD + MAX_CHUNKS
             n = n_first + tl.arange(0, BLOCK_N)
             if BY_ROWS and num_rows == 1:
-                one = update_by_rows(
+                one = _update_by_rows(
                     storage_ptr, h_here, plane_stride, row_stride, tiles_ptr, num_ranks, num_rows, splits,
                     n, num_columns, MAX_CHUNKS, GRANULE, PLANES, 1, BLOCK_R, BLOCK_N,
                 )  # fmt: skip
                 row = tl.arange(0, 1)
                 _add_to(y_here, y_stride, one, vectors_ptr, vectors > 0, row, num_rows, n, num_columns)
             elif BY_ROWS and num_rows <= FEW_ROWS:
-                few = update_by_rows(
+                few = _update_by_rows(
                     storage_ptr, h_here, plane_stride, row_stride, tiles_ptr, num_ranks, num_rows, splits,
                     n, num_columns, MAX_CHUNKS, GRANULE, PLANES, FEW_ROWS, BLOCK_R, BLOCK_N,
                 )  # fmt: skip
@@ -238,7 +231,7 @@ def expand(
                 _add_to(y_here, y_stride, few, vectors_ptr, vectors > 0, some, num_rows, n, num_columns)
             else:
                 for first in range(0, num_rows, BLOCK_M):
-                    many = update_by_tiles(
+                    many = _update_by_tiles(
                         storage_ptr, h_here, plane_stride, row_stride, tiles_ptr, num_ranks, first, num_rows,
                         splits, n, num_columns, MAX_CHUNKS, GRANULE, PLANES, BLOCK_M, BLOCK_R, BLOCK_N,
                     )  # fmt: skip

@@ -106,38 +106,6 @@ class LoraLauncher:
         for kind in self._kinds(layer, EXPAND, g):
             self._launch_expand(kind, layer, g, plan, y)
 
-    @property
-    def tiling(self) -> LoraTiling:
-        return self._planner.tiling
-
-    @property
-    def expand_programs(self) -> int:
-        """How many of a B side run at a time."""
-        return self._expand_programs
-
-    def reader_operands(
-        self, layer: int, group: str, y: torch.Tensor
-    ) -> tuple[GroupPlan, tuple[Any, ...], dict[str, Any]]:
-        """Operands of a kernel that computes the B side of a recorded pass: the group, those from the storage to the
-        first site, and its constants. Raises as `expand` does."""
-        g = self._numbers[group]
-        plan = self._planner.groups[g]
-        self._check(group, "y", y, sum(plan.group.out_features))
-        operands = (
-            self._storage,
-            self._floats,
-            self._hidden,
-            self._work,
-            self._records,
-            self._planner.list_number(SMALL, EXPAND, g),
-            self._planner.rows_number(g),
-            layer,
-            plan.first_site,
-        )
-        tiling = self._planner.tiling
-        constants = self._constants() | self._launched_behind()
-        return plan, operands, {**constants, "PLANES": tiling.planes, "BLOCK_R": tiling.block_r}
-
     def _check(self, group: str, name: str, tensor: torch.Tensor, columns: int) -> None:
         rows = tensor.shape[0] if self._step is None else self._step.num_rows
         if tensor.shape != (rows, columns) or tensor.stride(1) != 1:
@@ -166,10 +134,6 @@ class LoraLauncher:
             "MAX_CHUNKS": (self._records.shape[3] - RECORD_HEAD) // 2,
             "GRANULE": GRANULE_BYTES // self._storage.element_size(),
         }
-
-    def _launched_behind(self) -> dict[str, Any]:
-        """Options of a launch that waits for the A side itself, or for which the device waits."""
-        return {"DEPENDENT": True, "launch_pdl": True} if self._dependent else {"DEPENDENT": False}
 
     def _launch_shrink(self, kind: int, layer: int, g: int, plan: GroupPlan, x: torch.Tensor) -> None:
         tiling = self._planner.tiling
@@ -202,6 +166,7 @@ class LoraLauncher:
         small = kind == SMALL
         # Sums of products without bfloat16's tensor cores would not fit.
         bfloat16 = self._storage.dtype is torch.bfloat16
+        behind_shrink = {"launch_pdl": True} if self._dependent else {}
         units = self._units[2 * g + kind]
         expand[self._grid(kind, EXPAND, g, units.shape[0])](
             y,
@@ -224,7 +189,8 @@ class LoraLauncher:
             BLOCK_N=tiling.block_n if small else tiling.large_block_n,
             ALIGNED=plan.aligned,
             BY_ROWS=small and tiling.expand_by_rows and not tiling.batch_invariant,
-            **self._launched_behind(),
+            DEPENDENT=self._dependent,
+            **behind_shrink,
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages,
             maxnreg=tiling.expand_registers if small and bfloat16 else None,

@@ -5,8 +5,6 @@ The buffer is int32 throughout, so that it can travel with a step's other inputs
     head     LIST_FIELDS numbers a list: where it begins in the buffer, how many pieces it has, into how many planes
              their K is cut, and how many columns a plane has
     pieces   PIECE_FIELDS each, list by list
-    rows     of each group, in lists for recorded launches: the number of the piece that a row is in, -1 for none; and
-             the rows that are in none. Their head: both beginnings and lengths, in turns
 
 A piece is a run of adjacent rows of one adapter, with of `shrink` a block of ranks. There is a list for each group of
 sites, for both stages and for both kinds: small pieces, as decoding has them, and large ones, as prompts have them. An
@@ -111,15 +109,11 @@ class LoraPlanner:
             plans.append(GroupPlan(group, first, hidden_sites, most))
             first += len(group.sites)
         self.groups = tuple(plans)
-        self.head_size = LIST_FIELDS * 5 * len(plans)
+        self.head_size = LIST_FIELDS * 4 * len(plans)
         """Numbers at the buffer's beginning: the lists' heads."""
 
     def list_number(self, kind: int, stage: int, group: int) -> int:
         return (2 * kind + stage) * len(self.groups) + group
-
-    def rows_number(self, group: int) -> int:
-        """The number of the list of a group's rows."""
-        return 4 * len(self.groups) + group
 
     def widest(self, records: NDArray[np.int32]) -> NDArray[np.int32]:
         """[slots, layers, sites, …] → [slots, groups]: the largest number of chunks of any site."""
@@ -140,7 +134,7 @@ class LoraPlanner:
         # Each run of rows is cut into pieces of small_rows at least, except its last.
         pieces = min(max_rows, max_rows // self.tiling.small_rows + max_segments)
         blocks = -(-self.max_ranks // self.tiling.block_r)
-        return self.head_size + len(self.groups) * (PIECE_FIELDS * pieces * (blocks + 1) + 2 * max_rows)
+        return self.head_size + len(self.groups) * PIECE_FIELDS * pieces * (blocks + 1)
 
     def hidden_capacity(self, max_rows: int, max_segments: int, *, fixed: bool) -> int:
         """float32 that the hidden values of any step of `max_rows` rows can take; `fixed` as for `write`."""
@@ -170,7 +164,6 @@ class LoraPlanner:
         slot -1 are left out. Raises ValueError where `into` is too small.
         """
         slots, firsts, counts = _runs(segments)
-        recorded = fixed
         fixed = fixed or self.tiling.batch_invariant
         small = np.full(len(slots), fixed) | (counts <= self.tiling.small_rows)
         if not fixed and counts[small].sum() > self.tiling.max_small_rows:
@@ -206,10 +199,6 @@ class LoraPlanner:
                 f"a step of {num_rows} rows needs {hidden} hidden values: more than can be counted"
             )
         size = self._fill(lists, splits, into)
-        if recorded:
-            size = self._fill_rows(lists, num_rows, into, size)
-        else:
-            into[LIST_FIELDS * self.rows_number(0) : self.head_size] = 0
         lengths = [len(pieces) for pieces in lists]
         n = len(self.groups)
         return Work(
@@ -269,27 +258,6 @@ class LoraPlanner:
             into[start : start + pieces.size] = pieces.reshape(-1)
             start += pieces.size
         return size
-
-    def _fill_rows(
-        self, lists: Sequence[NDArray[np.int32]], num_rows: int, into: NDArray[np.int32], start: int
-    ) -> int:
-        """Behind the pieces: of each group its rows, as the readers of its outputs look them up."""
-        end = start + 2 * num_rows * len(self.groups)
-        if end > len(into):
-            raise ValueError(f"a list of work of {end} numbers does not fit into {len(into)}")
-        for g in range(len(self.groups)):
-            pieces = lists[self.list_number(SMALL, EXPAND, g)]
-            owner, offset = _repeat(pieces[:, 1])
-            index = into[start : start + num_rows]
-            index[:] = -1
-            index[pieces[owner, 0] + offset] = owner
-            others = np.flatnonzero(index < 0)
-            behind = start + num_rows
-            into[behind : behind + len(others)] = others
-            head = LIST_FIELDS * self.rows_number(g)
-            into[head : head + LIST_FIELDS] = start, num_rows, behind, len(others)
-            start = behind + len(others)
-        return start
 
 
 def _runs(segments: Sequence[Segment]) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:

@@ -25,10 +25,6 @@ class LoraTiling:
     Of large pieces, K is cut into one of `large_splits`, one of `large_blocks_r` ranks are computed at a time, and
     `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
 
-    Recorded passes compute B sides in the kernels that read them: RoPE and the KV write where `fuse_rotary`, the
-    activation where `fuse_gated`, norms in steps of up to `fuse_norm_rows` rows, if those are no wider than 4,096. A
-    norm's program reads a whole row of B by itself, which is as fast while every row has a multiprocessor of its own.
-
     A launch has `shrink_programs` or `expand_programs` for each multiprocessor, and B sides no more registers than fit
     there. `shrink_by_rows`: A sides of one row go without tensor cores. `expand_by_rows`: B sides of up to ROW_ROWS
     rows do. `dependent_launch`: where the device can (Hopper), a B side is launched while its A side still runs, and
@@ -61,9 +57,6 @@ class LoraTiling:
     shrink_by_rows: bool = False
     expand_by_rows: bool = True
     dependent_launch: bool = True
-    fuse_rotary: bool = True
-    fuse_gated: bool = True
-    fuse_norm_rows: int = 128
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -97,7 +90,5 @@ class LoraTiling:
         return split, -(-in_features // split)
 
 
-INVARIANT_TILING = LoraTiling(
-    batch_invariant=True, block_k=256, max_splits=8, fuse_rotary=False, fuse_gated=False, fuse_norm_rows=0
-)
+INVARIANT_TILING = LoraTiling(batch_invariant=True, block_k=256, max_splits=8)
 """The tiling for the same bits in every step, recorded or not. Fewer planes, since prompts have as many."""

@@ -23,7 +23,6 @@ from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.kv.layers import block_needs
 from loraplex.engine.model.base import ForwardBatch, Model
 from loraplex.kernels.attention.kernel import AttentionKernel, RecordableAttention
-from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
 
 _SIZES = (1, 2, 4, 8, *range(16, 256, 16), *range(256, 513, 64))
@@ -156,7 +155,7 @@ def record_steps(model: Model, kv: KVCache, source: PackedSource, recorder: Reco
         batches = [] if size.adapters_only else [batch]
         if source.lora is not None:
             layers, head = source.recorded_adapters(size)
-            batches.append(replace(batch, lora=layers, head_lora=head, lora_readers=FusedReaders(layers)))
+            batches.append(replace(batch, lora=layers, head_lora=head))
         if not batches:
             continue
         variants = tuple(recorder.record(partial(model.forward, found)) for found in batches)

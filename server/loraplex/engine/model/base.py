@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,9 +14,6 @@ from loraplex.engine.kv.layers import CacheKind
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import LoraPass
-
-if TYPE_CHECKING:  # Triton need not be there where it does not run.
-    from loraplex.kernels.lora.readers.triton_readers import FusedReaders
 
 
 class ModelUnsupported(LoraplexError):
@@ -76,8 +73,7 @@ class ForwardBatch:
     `logits_rows` [S] int64 are the rows whose logits are wanted. `take_hidden` is called with the hidden states behind
     the final norm, [P, C], of `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a
     new tensor. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
-    `logits_rows`, where none has one that changes the head. `lora_readers` computes some of `lora` in the operations
-    that read it, for a model that asks it. `states` is None where no layer keeps a state.
+    `logits_rows`, where none has one that changes the head. `states` is None where no layer keeps a state.
     """
 
     token_ids: torch.Tensor
@@ -91,7 +87,6 @@ class ForwardBatch:
     hidden_rows: torch.Tensor | None = None
     take_hidden: Callable[[torch.Tensor], None] | None = None
     logits_out: torch.Tensor | None = None
-    lora_readers: FusedReaders | None = None
     token_rows: TokenRows | None = None
     states: StateRows | None = None
 

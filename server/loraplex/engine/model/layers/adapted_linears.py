@@ -25,8 +25,7 @@ class Linear:
 
 
 class AdaptedLinears:
-    """Operations on a linear and x [T, K]. Where the batch's `lora_readers` compute the adapters in what follows the
-    linear, they do."""
+    """Operations on a linear and x [T, K]."""
 
     def __init__(self, ops: Ops, eps: float) -> None:
         """`eps`: of all norms."""
@@ -62,32 +61,18 @@ class AdaptedLinears:
         k_norm: torch.Tensor | None,
     ) -> torch.Tensor:
         """[T, num_heads, D]: the rotated queries. Keys and values are in the layer's cache afterwards."""
-        y = linear.weight(x, linear.bias)
+        y = self.apply(linear, x, batch)
         head_dim, attention = head_dim_of(cache), batch.attention_of(linear.layer)
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
-        readers = batch.lora_readers
-        if readers is None or not readers.rotary(
-            linear.layer, linear.group, x, y, num_heads, *cos_sin, cache, attention.slots, **norms
-        ):
-            if batch.lora is not None:
-                batch.lora.apply(linear.layer, linear.group, x, y)
-            self._rotate_and_write(heads, num_heads, *cos_sin, cache, attention, **norms)
+        self._rotate_and_write(heads, num_heads, *cos_sin, cache, attention, **norms)
         return heads[:, :num_heads]
 
     def gate(
         self, linear: Linear, x: torch.Tensor, batch: ForwardBatch, activation: Activation
     ) -> torch.Tensor:
         """[T, N ÷ 2]: the activation of gate, times up."""
-        y = linear.weight(x, linear.bias)
-        gelu = activation == "gelu_tanh"
-        if batch.lora_readers is not None:
-            found = batch.lora_readers.gated(linear.layer, linear.group, x, y, gelu=gelu)
-            if found is not None:
-                return found
-        if batch.lora is not None:
-            batch.lora.apply(linear.layer, linear.group, x, y)
-        return self._act_and_mul(y, gelu)
+        return self._act_and_mul(self.apply(linear, x, batch), activation == "gelu_tanh")
 
     def apply_and_norm(
         self,
@@ -98,13 +83,7 @@ class AdaptedLinears:
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
         """[T, N]: the norm of the result, or of `residual` += the result where there is one."""
-        y = linear.weight(x, linear.bias)
-        if batch.lora_readers is not None:
-            found = batch.lora_readers.norm(linear.layer, linear.group, x, y, weight, self._eps, residual)
-            if found is not None:
-                return found
-        if batch.lora is not None:
-            batch.lora.apply(linear.layer, linear.group, x, y)
+        y = self.apply(linear, x, batch)
         return self.rms_norm(y, weight) if residual is None else self.add_rms_norm(y, residual, weight)
 
     def add_and_norm(
