@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
+from bench.hogs.asking import Asking, Outcome, ask
 from bench.hogs.figures import Rate
 from bench.hogs.mixes import EIGHT, SENTENCE, STREAM
 from bench.hogs.servers import in_turns, make_target, name_of, serving, upload
 from bench.hogs.tenants import Target, beside, client
-from loraplex.app.bench.client import Asking, Outcome, ask
-from loraplex.app.bench.workload import BenchRequest
 from support.servers.live_server import LiveServer
 
 PROMPTS, AT_A_TIME = 8, 4
@@ -32,25 +31,22 @@ RATES = {
     "single": Rate("a prompt of 6,000 tokens beside another tenant's stream", "s", 1.2),
 }
 
-Request = tuple[str, BenchRequest]
-"""A key, and what is asked with it."""
+Request = tuple[str, str, str]
+"""A key, the model that is asked with it, and the prompt."""
 
 
 async def _ask_all(url: str, requests: Sequence[Request], asking: Asking, at_a_time: int) -> list[Outcome]:
     """In their order, `at_a_time` of them at a time."""
     waiting, answers = iter(requests), []
-    clients = {key: client(url, key) for key, _ in requests}
+    clients = {key: client(url, key) for key, _, _ in requests}
 
     async def lane() -> None:
-        for key, request in waiting:
-            answers.append(await ask(clients[key], asking, request, time.perf_counter()))
+        for key, model, prompt in waiting:
+            answers.append(await ask(clients[key], asking, model, prompt))
 
     await asyncio.gather(*(lane() for _ in range(at_a_time)))
     for http in clients.values():
         await http.aclose()
-    for answer in answers:
-        if answer.error is not None:
-            raise SystemExit(f"a request failed: {answer.error} {answer.error_message}")
     return answers
 
 
@@ -58,11 +54,7 @@ def _ask_long(target: Target, turns: count[int], prompts: int, at_a_time: int) -
     asking = Asking("completions", max_tokens=1)
     mix = EIGHT["long"]
     requests = [
-        (
-            target.keys[0],
-            BenchRequest(number, 0.0, target.base, f"{next(turns)}. {SENTENCE * mix.sentences}"),
-        )
-        for number in range(prompts)
+        (target.keys[0], target.base, f"{next(turns)}. {SENTENCE * mix.sentences}") for _ in range(prompts)
     ]
     return asyncio.run(_ask_all(target.url, requests, asking, at_a_time))
 
@@ -76,10 +68,7 @@ def _long_rate(target: Target, turns: count[int]) -> float:
 def _chat_rate(target: Target, keys: Sequence[str], turns: count[int], chats: int) -> float:
     """Chat `n` asks the adapter `a<n mod 16>` with the key in that place."""
     requests = [
-        (
-            keys[number % len(keys)],
-            BenchRequest(number, 0.0, f"a{number % TENANTS}", f"{next(turns)}. {SENTENCE * 3}"),
-        )
+        (keys[number % len(keys)], f"a{number % TENANTS}", f"{next(turns)}. {SENTENCE * 3}")
         for number in range(chats)
     ]
     began = time.perf_counter()
@@ -109,7 +98,7 @@ def measure_one(server: LiveServer, work: Path, names: Sequence[str]) -> dict[st
 
     def single() -> float:
         answers = _ask_long(target, turns, SINGLE_PROMPTS, 1)
-        return statistics.median(answer.done - answer.sent for answer in answers)
+        return statistics.median(answer.seconds for answer in answers)
 
     figures: dict[str, Callable[[], float]] = {
         "alone": lambda: _long_rate(target, turns),

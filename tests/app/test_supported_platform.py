@@ -38,7 +38,6 @@ CLIENTS = (
     "usage",
     "audit list",
     "chat -m support hello",
-    "bench --help",
 )
 
 

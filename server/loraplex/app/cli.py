@@ -102,7 +102,6 @@ def _commands() -> dict[str, _Command]:
         "usage": _Command("Sum up the requests and tokens that were used.", _usage),
         "audit": _Command("Read the audit log, and check that nobody changed it.", _audit, is_group=True),
         "chat": _Command("Ask a model once, or hold a conversation at a terminal.", _chat),
-        "bench": _Command("Put load on a running server; print latencies and throughput.", _bench),
     }
 
 
@@ -195,12 +194,6 @@ def _chat() -> Any:
     from loraplex.app.commands.chat import chat
 
     return chat
-
-
-def _bench() -> Any:
-    from loraplex.app.commands.bench import bench
-
-    return bench
 
 
 if __name__ == "__main__":

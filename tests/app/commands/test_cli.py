@@ -414,7 +414,7 @@ def test_every_command_of_the_interface_is_there() -> None:
         for group in app.registered_groups
         for command in (group.typer_instance.registered_commands if group.typer_instance else ())
     }
-    wanted = {"quickstart", "serve", "migrate", "doctor", "chat", "bench"}
+    wanted = {"quickstart", "serve", "migrate", "doctor", "chat"}
     wanted |= {f"tenant {verb}" for verb in ("create", "list", "show", "update", "delete")}
     wanted |= {f"key {verb}" for verb in ("create", "list", "update", "rotate", "revoke")}
     wanted |= {f"adapter {verb}" for verb in ("push", "list", "show", "delete", "pin", "unpin")}

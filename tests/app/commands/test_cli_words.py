@@ -16,8 +16,7 @@ import msgspec
 import pytest
 from sqlalchemy import insert
 
-from loraplex.app.bench.report import tables
-from loraplex.app.output import PIPE_WIDTH, Output
+from loraplex.app.output import PIPE_WIDTH
 from loraplex.control.db.tables import Usage
 from loraplex.control.types import SCOPES, Limits
 from support.control.usage import ended
@@ -326,30 +325,6 @@ class TestTables:
         assert key in long.ok("key", "list", "-t", LONG_TENANT)
         digest = long.json("adapter", "show", f"{LONG_ADAPTER}@v1", "-t", LONG_TENANT)["digest"]
         assert digest[:12] in long.ok("adapter", "show", LONG_ADAPTER, "-t", LONG_TENANT)
-
-    def test_tables_of_bench_fit_too(self, capsys: pytest.CaptureFixture[str]) -> None:
-        summary = dict.fromkeys(("mean", "median", "p95", "p99", "max"), 123.4567) | {"count": 10**9}
-        latencies = (
-            "time_to_first_token_s",
-            "inter_token_latency_s",
-            "time_per_output_token_s",
-            "e2e_latency_s",
-        )
-        model = dict.fromkeys(latencies, summary) | dict.fromkeys(
-            ("requests", "completed", "failed", "wall_s", "output_tokens_per_s"), 10**9
-        )
-        figures = model | {
-            "requests_per_s": 10**9,
-            "total_tokens_per_s": 10**9,
-            "by_model": {"m" * 200: model, "n" * 200: model},
-            "errors": {"code": 7},
-            "error_examples": {"code": "o" * 200},
-        }
-        Output(False).render(*tables(figures))
-        shown = capsys.readouterr().out
-        assert max(map(len, shown.splitlines())) <= PIPE_WIDTH
-        assert shown.count("m") >= 200
-        assert "time to first token" in shown
 
 
 def test_usage_names_its_tenant(acme: Shell) -> None:
