@@ -101,24 +101,6 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(shrink_programs=3, expand_programs=3),
         _tiled(shrink_programs=4, expand_programs=4),
     ),
-    "splits": Switch(
-        "planes of K by the site",
-        "planes of K by the step's pieces",
-        _tiled(splits_by_work=False),
-        _tiled(splits_by_work=True),
-    ),
-    "rows": Switch(
-        "the A side of single rows without tensor cores",
-        "the A side on tensor cores",
-        _tiled(shrink_by_rows=True, block_k=256, max_splits=16),
-        _tiled(shrink_by_rows=False),
-    ),
-    "pdl": Switch(
-        "the B side behind the A side",
-        "the B side launched while the A side runs",
-        _tiled(dependent_launch=False),
-        _tiled(dependent_launch=True),
-    ),
     "prompt-recordings": Switch(
         "prompt chunks launched one by one",
         "prompt chunks recorded",

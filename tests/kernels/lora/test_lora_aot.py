@@ -37,7 +37,6 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 UNSPECIALISED = ("which", "layer", "first_site", "num_sites", "units")
 REGISTERS = 65536
 """Of a multiprocessor."""
-ROWS_APART = LoraTiling(shrink_by_rows=True, block_k=256, max_splits=16)
 DEPENDENT = "dependent, "
 """Of the names of kernels that are launched while those before them run: Hopper's alone."""
 
@@ -53,7 +52,7 @@ def launched(
     found: list[Variant] = []
     size = "large" if rows > 16 else "small"
     if tiling is not None:
-        size = "batch-invariant" if tiling.batch_invariant else "small, rows apart"
+        size = "batch-invariant"
 
     def keep(stage: str, arguments: dict[str, Any]) -> None:
         detail = f", {arguments['BLOCK_R']} ranks" if stage == "shrink" else ""
@@ -120,7 +119,7 @@ def short(variants: list[Variant]) -> Iterator[Variant]:
     """Those of Llama's shapes in bfloat16, on Hopper as they are launched there."""
     dependents = {variant.name for variant in variants if variant.name.startswith(DEPENDENT)}
     for variant in variants:
-        if variant.name.endswith("bf16") and not any(word in variant.name for word in ("64", "apart")):
+        if variant.name.endswith("bf16") and "64" not in variant.name:
             has_dependent = DEPENDENT + variant.name in dependents
             yield replace(variant, archs=(80,)) if has_dependent else variant
 
@@ -135,7 +134,6 @@ def test_all_compile_and_take_no_more_than_recorded(every: bool, monkeypatch: py
         variants += launched(dtype, 16, 100, monkeypatch)
         variants += launched(dtype, 64, 100, monkeypatch)[:1]
         variants += launched(dtype, 64, 1, monkeypatch, INVARIANT_TILING)
-    variants += launched(torch.bfloat16, 16, 1, monkeypatch, ROWS_APART)[:1]
     variants += [dependent(variant) for variant in launched(torch.bfloat16, 16, 1, monkeypatch)]
     report = check(variants, RECORD, compiled=variants if every else list(short(variants)))
     for name, by_arch in report.items():

@@ -154,9 +154,8 @@ def test_k_is_cut_into_as_few_planes_as_give_every_program_work(fixed: bool) -> 
     assert found == {1: (16, 14), 8: (16, 14), 64: (4, 14), 256: (1, 4)}
 
 
-@pytest.mark.parametrize("change", [{"splits_by_work": False}, {"batch_invariant": True}])
-def test_planes_may_follow_from_the_site_alone(change: dict[str, bool]) -> None:
-    planner = LoraPlanner(GROUPS, 32, replace(MANY_PLANES, **change), 528)
+def test_planes_may_follow_from_the_site_alone() -> None:
+    planner = LoraPlanner(GROUPS, 32, replace(MANY_PLANES, batch_invariant=True), 528)
     assert {decoding(planner, pieces, fixed=True).splits[SMALL] for pieces in (1, 64, 256)} == {(16, 14)}
 
 

@@ -34,7 +34,7 @@ LAYERS = 2
 # Small, so that small matrices have several of everything; K of the second group is more than max_splits planes.
 TILING = LoraTiling(
     block_k=32, block_n=32, max_splits=2, planes=2, large_rows=32, large_block_k=32, large_block_n=32,
-    shrink_by_rows=True, large_blocks_r=(16, 32), expand_rows=16, max_small_rows=24,
+    large_blocks_r=(16, 32), expand_rows=16, max_small_rows=24,
 )  # fmt: skip
 RANKS = (8, 16, 24, 64, 8, 256, {"q_proj": 8, "v_proj": 32, "down_proj": 16}, {"down_proj": 24}, 0)
 SPARSE, EMPTY = 4, 8

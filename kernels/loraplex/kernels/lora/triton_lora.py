@@ -82,7 +82,7 @@ class LoraLauncher:
         self._active = active
         self._step = step
         self._most_pieces = most_pieces
-        self._dependent = planner.tiling.dependent_launch and _launches_dependents(storage.device)
+        self._dependent = _launches_dependents(storage.device)
         self._numbers = {plan.group.key: g for g, plan in enumerate(planner.groups)}
 
     def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -155,7 +155,6 @@ class LoraLauncher:
             BLOCK_M=tiling.small_rows if small else tiling.large_rows,
             BLOCK_R=tiling.block_r if small or self._step is None else self._step.block_r,
             BLOCK_K=tiling.block_k if small else tiling.large_block_k,
-            BY_ROWS=small and tiling.shrink_by_rows and not tiling.batch_invariant,
             DEPENDENT=self._dependent,
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages if small else tiling.large_stages,
@@ -188,7 +187,7 @@ class LoraLauncher:
             BLOCK_R=tiling.block_r,
             BLOCK_N=tiling.block_n if small else tiling.large_block_n,
             ALIGNED=plan.aligned,
-            BY_ROWS=small and tiling.expand_by_rows and not tiling.batch_invariant,
+            BY_ROWS=small and not tiling.batch_invariant,
             DEPENDENT=self._dependent,
             **behind_shrink,
             num_warps=tiling.small_warps if small else tiling.large_warps,

@@ -10,30 +10,7 @@ from loraplex.kernels.lora.triton_device import CHUNK_RANKS, HEAD, LIST, PIECE, 
 
 
 @triton.jit
-def _shrink_row(
-    x_ptr,  # at the row
-    storage_ptr,
-    has_rank,
-    rank_row,
-    k_begin,
-    k_end,
-    K,
-    BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """[1, BLOCK_R] float32 of one row, without tensor cores."""
-    column = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_R,), tl.float32)
-    for k_first in range(k_begin, k_end, BLOCK_K):
-        k = k_first + column
-        a = tl.load(storage_ptr + rank_row[:, None] + k[None, :], has_rank[:, None] & (k < K)[None, :], 0.0)
-        x = tl.load(x_ptr + k, k < K, 0.0)
-        total += tl.sum(x.to(tl.float32)[None, :] * a.to(tl.float32), axis=1)
-    return total[None, :]
-
-
-@triton.jit
-def _shrink_by_tiles(
+def _shrunk(
     x_ptr,
     x_stride,
     storage_ptr,
@@ -64,15 +41,6 @@ def _shrink_by_tiles(
         else:
             total = tl.dot(x.to(tl.float32), tl.trans(a.to(tl.float32)), total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def _put_hidden(h_ptr, total, ranks, num_rows, has_rank, ROWS: tl.constexpr, BLOCK_R: tl.constexpr):
-    row = tl.arange(0, ROWS)
-    rank = tl.arange(0, BLOCK_R)
-    tl.store(
-        h_ptr + row[:, None] * ranks + rank[None, :], total, (row < num_rows)[:, None] & has_rank[None, :]
-    )
 
 
 @triton.jit
@@ -128,15 +96,13 @@ def shrink(
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BY_ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """h[plane, site, row, rank] = the sum over the plane's part of K of x[row, k] · A[rank, k], in float32.
 
     x [T, K] with rows x_stride apart; h flat: a piece's values [splits, num_sites, its rows, its ranks] begin where it
     says. The list is number `which` of `work`, whose head has the number of planes and how many columns one has. Units
-    are (site, plane). Pieces of one row go without tensor cores where BY_ROWS. DEPENDENT: what is launched next may
-    begin, and wait.
+    are (site, plane). DEPENDENT: what is launched next may begin, and wait.
 
     Of blocks of two chunks, a piece is loaded two items before it is computed, and where its tiles lie one item before:
     A's address waits for no other load then. Larger blocks have long items, and need the registers.
@@ -196,17 +162,13 @@ def shrink(
             )
             k_begin = plane * split
             k_end = min(k_begin + split, K)
-            if BY_ROWS and num_rows == 1:
-                one = _shrink_row(
-                    x_first, storage_ptr, has_rank, rank_row, k_begin, k_end, K, BLOCK_R, BLOCK_K
-                )
-                _put_hidden(h_here, one, ranks, num_rows, has_rank, 1, BLOCK_R)
-            else:
-                many = _shrink_by_tiles(
-                    x_first, x_stride, storage_ptr, has_rank, rank_row, num_rows, k_begin, k_end, K,
-                    BLOCK_M, BLOCK_R, BLOCK_K,
-                )  # fmt: skip
-                _put_hidden(h_here, many, ranks, num_rows, has_rank, BLOCK_M, BLOCK_R)
+            total = _shrunk(
+                x_first, x_stride, storage_ptr, has_rank, rank_row, num_rows, k_begin, k_end, K,
+                BLOCK_M, BLOCK_R, BLOCK_K,
+            )  # fmt: skip
+            row = tl.arange(0, BLOCK_M)[:, None]
+            rank = tl.arange(0, BLOCK_R)[None, :]
+            tl.store(h_here + row * ranks + rank, total, (row < num_rows) & has_rank[None, :])
         if AHEAD:
             site, chunks, tile, following = next_site, next_chunks, next_tile, next_following
             first_row, num_rows, slot = next_row, next_rows, next_slot

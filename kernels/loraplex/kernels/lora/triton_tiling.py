@@ -18,17 +18,15 @@ class LoraTiling:
 
     Small pieces have up to `small_rows` rows, as many as tensor cores multiply at least; large ones up to
     `large_rows`. A program reads `block_k` columns of x and A at a time, `block_n` of B and y, `block_r` ranks. A small
-    piece's K is cut into up to `max_splits` planes, of whole `block_k`s; `planes` of them are summed at a time. With
-    `splits_by_work` there are as few planes as give every program work: each costs a write and several reads of hidden
-    values. Steps with more than `max_small_rows` rows in small pieces make large ones of those above ROW_ROWS.
+    piece's K is cut into up to `max_splits` planes, of whole `block_k`s; `planes` of them are summed at a time. There
+    are as few planes as give every program work: each costs a write and several reads of hidden values. Steps with more
+    than `max_small_rows` rows in small pieces make large ones of those above ROW_ROWS.
 
     Of large pieces, K is cut into one of `large_splits`, one of `large_blocks_r` ranks are computed at a time, and
     `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
 
     A launch has `shrink_programs` or `expand_programs` for each multiprocessor, and B sides no more registers than fit
-    there. `shrink_by_rows`: A sides of one row go without tensor cores. `expand_by_rows`: B sides of up to ROW_ROWS
-    rows do. `dependent_launch`: where the device can (Hopper), a B side is launched while its A side still runs, and
-    waits for it before it reads.
+    there.
 
     `batch_invariant`: every piece is a small one, on tensor cores whatever its rows, so that the order of a row's sums
     follows from its site and its adapter's ranks alone (ADR 0040).
@@ -39,7 +37,6 @@ class LoraTiling:
     block_n: int = 256
     block_r: int = 16
     max_splits: int = 8
-    splits_by_work: bool = True
     planes: int = 8
     small_warps: int = 4
     small_stages: int = 2
@@ -54,9 +51,6 @@ class LoraTiling:
     expand_rows: int = 32
     shrink_programs: int = 4
     expand_programs: int = 3
-    shrink_by_rows: bool = False
-    expand_by_rows: bool = True
-    dependent_launch: bool = True
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -80,10 +74,10 @@ class LoraTiling:
 
     def split(self, in_features: int, wanted: int) -> tuple[int, int]:
         """The columns in a plane of a small piece, and the number of planes. `wanted` planes would give every program
-        work; they are counted in powers of two. Without `splits_by_work`, and where a row's bits must not depend on
-        the step, the site alone decides."""
+        work; they are counted in powers of two. Where a row's bits must not depend on the step, the site alone
+        decides."""
         most = self.max_splits
-        if self.splits_by_work and not self.batch_invariant:
+        if not self.batch_invariant:
             most = min(most, 1 << (max(1, wanted) - 1).bit_length())
         blocks = -(-in_features // self.block_k)
         split = -(-blocks // most) * self.block_k
