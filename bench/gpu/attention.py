@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from support.kernels.paged import PagedStep, expected_attention, paged_step
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 BLOCK_SIZE = 16
-LIBRARIES = ("torch", *(["flash-attn-3"] if find_spec("flash_attn_interface") else []))
 """What may compute prompts beside Triton here: the values of `--attention`."""
 
 
@@ -124,24 +122,18 @@ def full_cases() -> list[AttentionCase]:
     return found
 
 
-def library_cases(*, small: bool) -> list[tuple[str, AttentionCase]]:
-    """Of `engine_cases`, what each library can compute."""
-    return [
-        (name, case)
-        for name in LIBRARIES
-        for case in engine_cases(small=small)
-        if name != "torch" or (case.window is None and case.softcap is None)
-    ]
+def torch_cases(*, small: bool) -> list[AttentionCase]:
+    """Of `engine_cases`, what torch's attention can compute."""
+    return [case for case in engine_cases(small=small) if case.window is None and case.softcap is None]
 
 
-def prefill_cases(*, small: bool) -> list[tuple[str, AttentionCase]]:
-    """Prompts of Llama-3.1-8B, and a chunk with a past: for each library beside Triton."""
+def prefill_cases(*, small: bool) -> list[AttentionCase]:
+    """Prompts of Llama-3.1-8B, and a chunk with a past."""
     llama = (8, 2, 32) if small else (32, 8, 128)
     steps = [(37, 37), (37, 98)] if small else [(2048, 2048), (8192, 8192), (32768, 32768), (2048, 32768)]
     dtype = torch.float16 if small else torch.bfloat16
     return [
-        (name, AttentionCase(f"{rows:,} of {length:,}", *llama, (rows,), (length,), dtype=dtype))
-        for name in LIBRARIES
+        AttentionCase(f"{rows:,} of {length:,}", *llama, (rows,), (length,), dtype=dtype)
         for rows, length in steps
     ]
 
@@ -186,17 +178,17 @@ def run_case(
     return result
 
 
-def run_library(choice: str, case: AttentionCase, device: torch.device) -> dict[str, Any]:
-    """A library's kernel against float64, by way of the engine's seam."""
+def run_torch(case: AttentionCase, device: torch.device) -> dict[str, Any]:
+    """Torch's attention against float64, by way of the engine's seam."""
     step = make_step(case, device)
-    kernel = _kernel(choice, case, device)
+    kernel = _kernel("torch", case, device)
     batch = kernel.lay_out(step.num_rows, step.seq_lens, step.tables)
     options = attention_options(case)
     error = relative_error(
         kernel.run(step.q, step.cache, batch, **options), expected_attention(step, **options)
     )
     return {
-        "case": f"{choice}: {case.name}",
+        "case": f"torch: {case.name}",
         "dtype": str(case.dtype).removeprefix("torch."),
         "error": error,
         "ok": error <= TOLERANCE[case.dtype],
@@ -204,13 +196,13 @@ def run_library(choice: str, case: AttentionCase, device: torch.device) -> dict[
 
 
 def compare_prefill(
-    choice: str, case: AttentionCase, device: torch.device, ceilings: Ceilings, watch: Stopwatch
+    case: AttentionCase, device: torch.device, ceilings: Ceilings, watch: Stopwatch
 ) -> dict[str, Any]:
-    """One layer's attention by Triton (a) and by a library (b), queued as a step without a recording is, in turns.
+    """One layer's attention by Triton (a) and by torch (b), queued as a step without a recording is, in turns.
     `error`: of b's answer, from a's."""
     step = make_step(case, device)
     runs, answers = [], []
-    for name in ("triton", choice):
+    for name in ("triton", "torch"):
         kernel = _kernel(name, case, device)
         batch = kernel.lay_out(step.num_rows, step.seq_lens, step.tables)
         runs.append(partial(kernel.run, step.q, step.cache, batch, **attention_options(case)))
@@ -221,7 +213,7 @@ def compare_prefill(
     return {
         "case": case.name,
         "a": "triton",
-        "b": choice,
+        "b": "torch",
         "floor_ms": ceilings.floor_ms(num_bytes, flops),
         "a_ms": a_ms,
         "b_ms": b_ms,

@@ -110,12 +110,12 @@ def _prefill(names: Sequence[str], *, small: bool) -> list[Case]:
     return [
         Case(
             "prefill",
-            f"{library}: {case.name}",
-            lambda bench, library=library, case=case: attention.compare_prefill(
-                library, case, bench.device, bench.ceilings, bench.watch
+            f"torch: {case.name}",
+            lambda bench, case=case: attention.compare_prefill(
+                case, bench.device, bench.ceilings, bench.watch
             ),
         )
-        for library, case in attention.prefill_cases(small=small)
+        for case in attention.prefill_cases(small=small)
     ]
 
 
@@ -187,12 +187,12 @@ def _checks(*, small: bool) -> list[Case]:
         *(
             Case(
                 "checks",
-                f"attention by {library}: {case.name}",
-                partial(_check, partial(attention.run_library, library), case),
+                f"attention by torch: {case.name}",
+                partial(_check, attention.run_torch, case),
                 120,
                 alone=False,
             )
-            for library, case in attention.library_cases(small=small)
+            for case in attention.torch_cases(small=small)
         ),
         *(
             Case("checks", f"codes: {case.name}", partial(_check, codes.run_case, case), 120, alone=False)

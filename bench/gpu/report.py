@@ -37,7 +37,7 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
          ("right", "ok", "s")],
     ),
     "prefill": (
-        "Attention to prompts by Triton (a) and by a library (b), in turns",
+        "Attention to prompts by Triton (a) and by torch (b), in turns",
         [("rows", "case", "s"), ("b", "b", "s"), ("floor ms", "floor_ms", ".3f"), ("a ms", "a_ms", ".3f"),
          ("b ms", "b_ms", ".3f"), ("a ÷ b", "a_to_b", ".3f"), ("a TFLOP/s", "a_tflop_per_s", ".0f"),
          ("b TFLOP/s", "b_tflop_per_s", ".0f"), ("difference", "error", ".1e"), ("right", "ok", "s")],

@@ -66,7 +66,7 @@ def _pack(
 
 def _choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:
     check_name(choice)
-    if choice in ("triton", "flash-attn-3"):
+    if choice == "triton":
         raise AttentionUnavailable("it runs beside Triton's kernels, and numba's are used; choose auto")
     if choice == "torch":
         raise AttentionUnavailable("numba's kernels keep K and V in an order of their own; choose auto")

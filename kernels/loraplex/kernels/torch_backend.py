@@ -26,7 +26,7 @@ def torch_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
 
     def choose_attention(choice: str, needs: AttentionNeeds, dtype: torch.dtype) -> AttentionChoice:
         check_name(choice)
-        if choice in ("triton", "flash-attn-3"):
+        if choice == "triton":
             raise AttentionUnavailable("it runs beside Triton's kernels, and torch's are used; choose auto")
         shape = needs.shape
         kernel = torch_attention.TorchAttention(shape.num_kv_heads, shape.head_dim, dtype, device)

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from loraplex.kernels.attention import library_kernel, triton_attention
+from loraplex.kernels.attention import triton_attention
 from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable, check_name
 from loraplex.kernels.attention.kernel import AttentionNeeds
+from loraplex.kernels.attention.torch_prompts import TorchPrompts, obstacle_to_torch
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.bundle import FourBits, Kernels
 from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
@@ -106,29 +107,11 @@ def _choose_attention(
         raise AttentionUnavailable(
             "Triton's lays out a step for heads of one size; serve with --kernels torch"
         )
-    obstacles = {
-        name: find(needs, dtype, device, batch_invariant=batch_invariant)
-        for name, find in (
-            ("torch", library_kernel.obstacle_to_torch),
-            ("flash-attn-3", library_kernel.obstacle_to_flash_attn_3),
-        )
-    }
-    if choice in ("auto", "triton"):
-        kernel = TritonAttention(needs, dtype, device, batch_invariant=batch_invariant)
-        return AttentionChoice(kernel, "as was asked for" if choice == "triton" else _why(obstacles))
-    obstacle = obstacles[choice]
-    if obstacle is not None:
-        raise AttentionUnavailable(f"{obstacle}; choose auto or triton")
-    library: library_kernel.Library = (
-        library_kernel.TorchPrompts() if choice == "torch" else library_kernel.FlashAttention3()
-    )
-    return AttentionChoice(library_kernel.LibraryAttention(library, needs, dtype, device), "as was asked for")
-
-
-def _why(obstacles: dict[str, str | None]) -> str:
-    """Why Triton's attention is the default, and what stands in the way of others."""
-    others = [name for name, obstacle in obstacles.items() if obstacle is None]
-    parts = [f"{name}: {obstacle}" for name, obstacle in obstacles.items() if obstacle is not None]
-    if others:
-        parts.insert(0, f"--attention {', '.join(others)} would run too")
-    return "; ".join(["the default", *parts])
+    obstacle = obstacle_to_torch(needs, dtype, device, batch_invariant=batch_invariant)
+    if choice == "torch":
+        if obstacle is not None:
+            raise AttentionUnavailable(f"{obstacle}; choose auto or triton")
+        return AttentionChoice(TorchPrompts(needs, dtype, device), "as was asked for")
+    kernel = TritonAttention(needs, dtype, device, batch_invariant=batch_invariant)
+    other = "--attention torch would run too" if obstacle is None else f"torch: {obstacle}"
+    return AttentionChoice(kernel, "as was asked for" if choice == "triton" else f"the default; {other}")

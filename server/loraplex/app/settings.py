@@ -179,10 +179,9 @@ class Settings(BaseSettings):
         "auto",
         description="Kernels of the forward pass: torch, numba, triton or auto (triton on cuda, numba on cpu)",
     )
-    attention: Literal["auto", "triton", "torch", "flash-attn-3"] = Field(
+    attention: Literal["auto", "triton", "torch"] = Field(
         "auto",
-        description="What computes attention to prompts beside triton's kernels: triton, torch, flash-attn-3 or auto "
-        "(triton)",
+        description="What computes attention to prompts beside triton's kernels: triton, torch or auto (triton)",
     )
     batch_invariant: bool = Field(
         False,

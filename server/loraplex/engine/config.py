@@ -47,7 +47,7 @@ class EngineConfig:
     max_step_ms: float = -1.0
     num_threads: int = 0
     kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
-    attention: Literal["auto", "triton", "torch", "flash-attn-3"] = "auto"
+    attention: Literal["auto", "triton", "torch"] = "auto"
     batch_invariant: bool = False
     recorded_prompt_rows: int = -1
     adapter_load_timeout: float = 60.0

@@ -46,7 +46,7 @@ def base(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("family", "kernels", "attention", "reason"),
     [
-        ("llama", "torch", "flash-attn-3", "it runs beside Triton's kernels"),
+        ("llama", "torch", "triton", "it runs beside Triton's kernels"),
         ("mistral-window", "triton", "torch", "torch's attention has no sliding windows"),
         ("granite", "auto", "triton", "granite runs through transformers"),
     ],

@@ -13,7 +13,6 @@ from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds, R
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.backend import make_kernels
-from support.kernels.fake_flash_attn import install_fake
 from support.kernels.paged import PagedStep, expected_attention, paged_step
 from support.kernels.poison import poison_new_memory
 
@@ -23,7 +22,6 @@ KERNELS = {
     "numba": ("numba", "auto"),
     "triton": ("triton", "triton"),
     "torch": ("triton", "torch"),
-    "flash-attn-3": ("triton", "flash-attn-3"),
 }
 LACKS = {"torch": {"window", "softcap"}}
 """Features of a model that a kernel has not."""
@@ -46,7 +44,6 @@ every_kernel = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     poison_new_memory(monkeypatch)
-    install_fake(monkeypatch)
     torch.set_num_threads(1)
 
 
@@ -166,7 +163,7 @@ def test_queries_are_a_view_of_wider_rows(name):
     close(kernel.run(wide[:, :4], cache, batch, scale=0.3, window=None, softcap=None), step)
 
 
-@pytest.mark.parametrize("name", ["triton", "torch", "flash-attn-3"])
+@pytest.mark.parametrize("name", ["triton", "torch"])
 def test_float16(name):
     num_rows, seq_lens = STEPS["mix"]
     step = paged_step(
@@ -177,7 +174,7 @@ def test_float16(name):
     close(kernel.run(step.q, cache, batch, scale=0.3, window=None, softcap=None), step)
 
 
-@pytest.mark.parametrize("name", ["triton", "torch", "flash-attn-3"])
+@pytest.mark.parametrize("name", ["triton", "torch"])
 def test_one_array_holds_any_step_recorded_or_not(name):
     """A batch over one place in memory: the recorded one computes whatever was laid out there last, and the rows of
     padding are 0; others in turns with it."""
@@ -215,28 +212,24 @@ def test_one_array_holds_any_step_recorded_or_not(name):
             assert (one.slots[real:] == -1).all()
 
 
-@pytest.mark.parametrize("name", ["torch", "flash-attn-3"])
-def test_only_steps_with_chunks_go_to_a_library(name, monkeypatch):
-    module = install_fake(monkeypatch)
+def test_only_chunks_go_to_torch(monkeypatch):
     calls = []
     true = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(
-        "loraplex.kernels.attention.library_kernel.scaled_dot_product_attention",
+        "loraplex.kernels.attention.torch_prompts.scaled_dot_product_attention",
         lambda *args, **kwargs: calls.append(args[0].shape[2]) or true(*args, **kwargs),
     )
     for kind, chunks in (("decode", []), ("mix", [37, 18, 5])):
         step = paged_step(*STEPS[kind], heads=8, kv_heads=2, head_dim=16, block_size=16)
-        kernel = choose(name, needs_of(step))
+        kernel = choose("torch", needs_of(step))
         cache, batch = fill(kernel, step)
-        # Triton has no work for what the library computes.
-        work = batch.triton.counts[None]
+        # Triton has no work for what torch computes.
+        work = batch.counts[None]
         assert work.prefill == 0
-        assert bool(work.decode) == (name == "torch" or not chunks)
-        module.calls = 0
+        assert work.decode
         calls.clear()
         kernel.run(step.q, cache, batch, scale=0.3, window=None, softcap=None)
-        assert calls == (chunks if name == "torch" else [])
-        assert module.calls == (name != "torch" and bool(chunks))
+        assert calls == chunks
 
 
 NEEDS = AttentionNeeds(AttentionShape(8, 2, 64, 16))
@@ -249,9 +242,7 @@ NEEDS = AttentionNeeds(AttentionShape(8, 2, 64, 16))
         ("torch", "triton", {"has_softcap": True}, {}, "softcap"),
         ("torch", "triton", {"shape": AttentionShape(8, 2, 264, 16)}, {}, "264"),
         ("torch", "triton", {}, {"batch_invariant": True}, "--batch-invariant"),
-        ("flash-attn-3", "triton", {"shape": AttentionShape(8, 2, 60, 16)}, {}, "60"),
-        ("flash-attn-3", "triton", {}, {"batch_invariant": True}, "--batch-invariant"),
-        ("flash-attn-3", "torch", {}, {}, "beside Triton's kernels"),
+        ("torch", "triton", {"shape": AttentionShape(8, 2, 60, 16)}, {}, "60"),
         ("torch", "numba", {}, {}, "numba"),
         ("triton", "numba", {}, {}, "beside Triton's kernels"),
         ("triton", "torch", {}, {}, "beside Triton's kernels"),
@@ -265,15 +256,13 @@ def test_an_unavailable_choice_is_refused_with_the_reason(choice, backend, chang
         )
 
 
-def test_the_choice_tells_what_was_chosen_and_why_not_the_others(monkeypatch):
+def test_the_choice_tells_what_was_chosen_and_why_not_the_others():
     triton = make_kernels("triton", CPU)
     found = triton.choose_attention("auto", NEEDS, torch.float32)
     assert (found.name, found.kernel.name) == ("triton", "triton")
-    assert "--attention torch, flash-attn-3 would run too" in found.reason
-    monkeypatch.delitem(__import__("sys").modules, "flash_attn_interface")
+    assert "--attention torch would run too" in found.reason
     windows = replace(NEEDS, windows=(None, 512))
     found = triton.choose_attention("auto", windows, torch.float32)
-    assert "not installed" in found.reason
     assert "sliding windows" in found.reason
     assert triton.choose_attention("torch", NEEDS, torch.float32).reason == "as was asked for"
     for backend in ("numba", "torch"):

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from loraplex.kernels.attention.kernel import AttentionKernel
 
-AttentionName = Literal["auto", "triton", "torch", "flash-attn-3"]
-"""Names that may be asked for; "auto" is the backend's own. Beside Triton's other kernels, "torch" and "flash-attn-3"
-compute the steps that have chunks of prompts, whole or in part, and Triton all others."""
+AttentionName = Literal["auto", "triton", "torch"]
+"""Names that may be asked for; "auto" is the backend's own. Beside Triton's other kernels, "torch" computes chunks of
+prompts, and Triton all other rows."""
 
 
 class AttentionUnavailable(ValueError):
@@ -31,9 +31,7 @@ class AttentionChoice:
 def check_name(choice: str) -> None:
     """Raises AttentionUnavailable for a name that no kernel has."""
     if choice not in get_args(AttentionName):
-        raise AttentionUnavailable(
-            f"there is no '{choice}' attention; choose auto, triton, torch or flash-attn-3"
-        )
+        raise AttentionUnavailable(f"there is no '{choice}' attention; choose auto, triton or torch")
 
 
 def reason_for(choice: str, backend: str) -> str:

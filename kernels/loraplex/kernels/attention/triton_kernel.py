@@ -56,8 +56,7 @@ class TritonLayout:
 
 
 class TritonAttention:
-    """See `RecordableAttention`. `batch_invariant`: a row gets the same bits in every step. `room_apart` as in
-    `AttentionPlan`."""
+    """See `RecordableAttention`. `batch_invariant`: a row gets the same bits in every step."""
 
     name = "triton"
     reads_unwritten = False
@@ -70,10 +69,8 @@ class TritonAttention:
         device: torch.device,
         *,
         batch_invariant: bool = False,
-        room_apart: bool = False,
     ) -> None:
         self._needs = needs
-        self._room_apart = room_apart
         self._device = device
         capability, self._programs = _device_traits(device)
         self._tilings = choose_tilings(
@@ -120,7 +117,6 @@ class TritonAttention:
             self._tilings,
             num_programs=self._programs,
             windows=windows,
-            room_apart=self._room_apart,
         )
 
 

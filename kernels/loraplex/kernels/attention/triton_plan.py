@@ -106,8 +106,7 @@ class AttentionPlan:
     """The layout of the array for a capacity, and what fills it.
 
     `num_programs`: programs that the GPU runs at the same time, about twice its multiprocessors. `windows`: those
-    of the model's layers, each once. `room_apart`: the array has room for what `write` says of sequences that others
-    compute. An array takes `num_ints` int32s. `partial_rows`: rows of scratch memory for
+    of the model's layers, each once. An array takes `num_ints` int32s. `partial_rows`: rows of scratch memory for
     parts, [partial_rows, Hq, D] and [partial_rows, Hq] float32, shared by all layers. With P = num_programs, u =
     shape.units and m queries a tile, a list of n tiles becomes at most n + ⌈2P/u⌉ items; at most ⌈4P/u⌉ of them are
     parts, ⌈4P/u⌉·m rows of scratch.
@@ -121,7 +120,6 @@ class AttentionPlan:
         *,
         num_programs: int,
         windows: Sequence[int | None] = (None,),
-        room_apart: bool = False,
     ) -> None:
         if not windows or len(set(windows)) != len(windows):
             raise ValueError("the windows of the layers must be named, each once")
@@ -173,9 +171,6 @@ class AttentionPlan:
                 counts += 1
                 offset += size * width
             self.places[window] = WindowPlaces(lists[0], lists[1] if has_prefill else None, lists[2])
-        self.apart_offset = offset
-        if room_apart:
-            offset += _aligned(2 * capacity.num_sequences + 1)
         # Last, for it is the longest part and seldom full.
         self.tables_offset = offset
         self.num_ints = offset + _aligned(capacity.num_blocks)
@@ -199,15 +194,13 @@ class AttentionPlan:
         positions at its end (those rows included) and the blocks block_tables[i]. Rows up to `padded_rows` are padding:
         their output is 0, and their K and V are not written.
 
-        Sequences that are `apart` get slots, but no work. Of these n, `apart_offset` has the sums of their rows [n + 1]
-        and their seq_lens [n], and `tables_offset` their block tables, [n, blocks of the longest].
+        Sequences that are `apart` get slots, but no work. At `tables_offset` lie the block tables, one after the other.
 
         Raises ValueError where a table is too short, or the step exceeds the capacity.
         """
         counts = np.asarray(num_rows, dtype=np.int64)
         lens = np.asarray(seq_lens, dtype=np.int64)
-        is_apart = np.zeros(len(counts), dtype=np.bool_) if apart is None else np.array(apart, dtype=np.bool_)
-        tables, starts = self._tables(counts, lens, block_tables, is_apart)
+        tables, starts = self._tables(counts, lens, block_tables)
         real = int(counts.sum())
         total = real if padded_rows is None else padded_rows
         self._check(counts, real, total, tables.size)
@@ -217,11 +210,8 @@ class AttentionPlan:
         past = lens - counts
         self._write_slots(array, counts, past, starts, first_rows, tables, total)
         sequences = _Tiles(first_rows, counts, past, starts, lens)
-        if is_apart.any():
-            ends = np.cumsum(np.append(0, counts[is_apart]))
-            numbers = np.concatenate((ends, lens[is_apart]))
-            array[self.apart_offset : self.apart_offset + len(numbers)] = numbers
-            sequences = sequences.where(~is_apart)
+        if apart is not None:
+            sequences = sequences.where(~np.array(apart, dtype=np.bool_))
         if self.tilings.batch_invariant:
             short = _cut_rows(sequences, self._decode_queries, sequences.position % self._decode_queries)
             prefill = sequences.where(sequences.rows < 0)  # none
@@ -241,18 +231,13 @@ class AttentionPlan:
         counts: _Int64,
         lens: _Int64,
         block_tables: Sequence[Sequence[int] | Int32],
-        is_apart: NDArray[np.bool_],
     ) -> tuple[Int32, _Int64]:
-        """The block tables one after the other, and where each begins. First those of sequences apart, with zeros up to
-        the longest of them."""
+        """The block tables one after the other, and where each begins."""
         if not len(counts) == len(lens) == len(block_tables):
             raise ValueError("every sequence has a number of rows, a length and a block table")
         needed = -(-lens // self.shape.block_size)
-        room = np.where(is_apart, needed.max(where=is_apart, initial=0), needed)
-        order = np.argsort(~is_apart, kind="stable")
-        starts = np.empty_like(needed)
-        starts[order] = np.cumsum(room[order]) - room[order]
-        tables = np.zeros(int(room.sum()), dtype=np.int32)
+        starts = np.cumsum(needed) - needed
+        tables = np.empty(int(needed.sum()), dtype=np.int32)
         for count, length, blocks, start, table in zip(
             counts.tolist(), lens.tolist(), needed.tolist(), starts.tolist(), block_tables, strict=True
         ):
