@@ -1,10 +1,24 @@
-"""The families of models that are known not to be served, each with the reason. Read from config.json alone, so that
-the server, its engine, `loraplex doctor` and `loraplex plan` give one answer."""
+"""Why families of models are not served, read from config.json alone: the server, its engine, `loraplex doctor` and
+`loraplex plan` give one answer, before weights are read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from loraplex.adapters.store.files import shown
+
+_RECURRENT = "it has recurrent states, which the KV cache does not hold"
+CONVOLUTION = "its layers mix neighbouring positions by convolutions, which the KV cache does not hold"
+_LATENT = "its attention keeps compressed keys and values (MLA), for which the KV cache has no layout"
+_INDEXED = "its attention reads the keys that an indexer chooses, which the paged attention does not compute"
+SINKS = "its attention has sinks, which the paged attention does not compute"
+_CHUNKED = "its attention reads chunks of positions, which the paged attention does not compute"
+_OWN_CODE = (
+    "transformers computes its attention in the model's own code, which the paged attention cannot replace"
+)
+_OWN_SIZES = "its config.json counts layers and heads by names of its own, which the KV cache is not sized by"
+_ENCODER = "it is an encoder, which writes no text"
 
 _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     (
@@ -12,29 +26,48 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
         {"gpt2": "GPT-2", "openai-gpt": "GPT"},
     ),
     (
-        "its attention is of another kind than the paged attention computes",
+        _OWN_CODE,
         {
-            "bloom": "BLOOM", "codegen": "CodeGen", "ctrl": "CTRL", "falcon": "Falcon", "gpt_bigcode": "StarCoder",
-            "gpt_neo": "GPT-Neo", "gpt_neox_japanese": "GPT-NeoX Japanese", "gptj": "GPT-J", "mpt": "MPT",
-            "jetmoe": "JetMoE", "diffllama": "DiffLlama", "doge": "Doge", "llama4_text": "Llama 4",
+            "bloom": "BLOOM", "codegen": "CodeGen", "cpmant": "CPM-Ant", "falcon": "Falcon", "gpt_neo": "GPT-Neo",
+            "gpt_neox_japanese": "GPT-NeoX Japanese", "gptj": "GPT-J", "mpt": "MPT", "xglm": "XGLM",
         },
     ),
-    ("its attention has sinks, which the paged attention does not compute", {"gpt_oss": "gpt-oss"}),
+    (_OWN_SIZES, {"ctrl": "CTRL", "dbrx": "DBRX", "gpt_bigcode": "StarCoder"}),
+    ("its attention subtracts one map from another, which the paged attention does not compute",
+     {"diffllama": "DiffLlama"}),
+    ("its attention masks keys by their values, which the paged attention does not compute", {"doge": "Doge"}),
+    ("its queries come from experts, each with heads of its own", {"jetmoe": "JetMoE"}),
+    ("its windows are in transformers' mask alone, which the paged attention does not get", {"phimoe": "Phi-3.5-MoE"}),
+    ("its layers run several times for each token", {"hrm_text": "HRM"}),
+    ("it reads bytes in patches, through an encoder and a decoder of its own", {"blt": "BLT"}),
+    (_CHUNKED, {"llama4_text": "Llama 4"}),
     (
-        "its attention keeps compressed keys and values, for which the KV cache has no layout",
-        {"deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3", "kimi_k2": "Kimi K2", "minicpm3": "MiniCPM3"},
+        SINKS,
+        {
+            "flint": "Flint", "gpt_oss": "gpt-oss", "granite_swa": "Granite SWA", "granitemoe_swa": "Granite MoE SWA",
+            "mimo_v2_flash": "MiMo-V2-Flash",
+        },
     ),
     (
-        "it has recurrent states, which the KV cache does not hold",
+        _LATENT,
+        {
+            "axk1": "A.X K1", "deepseek_v2": "DeepSeek-V2", "deepseek_v3": "DeepSeek-V3", "deepseek_v4": "DeepSeek-V4",
+            "kimi_k2": "Kimi K2", "longcat_flash": "LongCat-Flash", "minicpm3": "MiniCPM3", "youtu": "Youtu",
+        },
+    ),
+    (
+        _RECURRENT,
         {
             "bamba": "Bamba", "falcon_h1": "Falcon-H1", "falcon_mamba": "Falcon Mamba", "jamba": "Jamba",
-            "mamba": "Mamba", "mamba2": "Mamba 2", "recurrent_gemma": "RecurrentGemma", "rwkv": "RWKV",
-            "lfm2": "LFM2", "qwen3_next": "Qwen3-Next", "zamba": "Zamba",
-            "zamba2": "Zamba2", "xlstm": "xLSTM",
+            "mamba": "Mamba", "mamba2": "Mamba 2", "minimax": "MiniMax", "nemotron_h": "Nemotron-H",
+            "olmo_hybrid": "OLMo Hybrid", "qwen3_5_moe_text": "Qwen3.5-MoE", "qwen3_5_text": "Qwen3.5",
+            "qwen3_next": "Qwen3-Next", "recurrent_gemma": "RecurrentGemma", "rwkv": "RWKV", "xlstm": "xLSTM",
+            "zamba": "Zamba", "zamba2": "Zamba2", "zaya": "ZAYA",
         },
     ),
+    (CONVOLUTION, {"lfm2": "LFM2", "lfm2_moe": "LFM2-MoE", "lfm3": "LFM3", "inkling2": "Inkling 2"}),
     (
-        "it is an encoder, which writes no text",
+        _ENCODER,
         {
             "albert": "ALBERT", "bert": "BERT", "deberta": "DeBERTa", "deberta-v2": "DeBERTa-v2",
             "distilbert": "DistilBERT", "electra": "ELECTRA", "modernbert": "ModernBERT", "mpnet": "MPNet",
@@ -55,6 +88,21 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {
 _CLASSES: Mapping[str, str] = {
     model_type.replace("-", "").replace("_", ""): model_type for model_type in _FAMILIES
 }
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types")
+_LAYER_KINDS: Mapping[str, frozenset[str]] = {
+    _RECURRENT: frozenset({"linear_attention", "mamba", "recurrent", "hybrid", "hybrid_sliding"}),
+    CONVOLUTION: frozenset({"conv"}),
+    _INDEXED: frozenset(
+        {
+            "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention", "compressed_sparse_attention",
+            "heavily_compressed_attention", "minimax_m3_sparse",
+        }
+    ),
+    _CHUNKED: frozenset({"chunked_attention"}),
+}  # fmt: skip
+"""Kinds of layers, of those that transformers knows, by what is in the way: in families that are not listed too."""
+_SIZES: Mapping[str, str] = {"kv_lora_rank": _LATENT, "index_topk": _INDEXED}
+"""Fields that are a number above 0 where this is in the way."""
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "Model")
 
 
@@ -72,12 +120,31 @@ def obstacle_of(config: Mapping[str, Any]) -> str | None:
     model_type = config.get("model_type")
     if model_type is None:
         model_type = _type_of_class(named)
-    known = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if known is not None:
-        return f"{known[0]} is not served: {known[1]}"
     if not isinstance(model_type, str):
         of = f" (of {named[:60]!a})" if named else ""
         return f"config.json{of} has no model_type, by which families are told apart: add the one that transformers has"
+    known = _FAMILIES.get(model_type)
+    name, reason = known if known is not None else (shown(model_type)[1:-1], _property_of(config))
+    return None if reason is None else not_served(name, reason)
+
+
+def not_served(name: str, reason: str) -> str:
+    """The sentence about a family that cannot be served at all."""
+    return f"{name} is not served: {reason}; docs/models.md lists the families that are"
+
+
+def _property_of(config: Mapping[str, Any]) -> str | None:
+    """The reason, and the field that tells of it."""
+    for field in _KINDS_OF_LAYERS:
+        found = config.get(field)
+        kinds = {kind for kind in found if isinstance(kind, str)} if isinstance(found, list) else set()
+        for reason, names in _LAYER_KINDS.items():
+            if told := sorted(kinds & names):
+                return f"{reason} ({field}: {told[0]})"
+    for field, reason in _SIZES.items():
+        size = config.get(field)
+        if type(size) is int and size > 0:
+            return f"{reason} ({field}: {size})"
     return None
 
 

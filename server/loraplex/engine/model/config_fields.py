@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import ModelUnsupported
 
@@ -86,6 +88,21 @@ def read_config_json(model_dir: Path) -> tuple[bytes, dict[str, Any]]:
     if not isinstance(value, dict):
         raise ModelUnsupported(f"{path} is not a JSON object")
     return content, value
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Raises ModelUnsupported, `what` and the reason in one line, for an error of any kind that transformers raises: by
+    the validators of configs, by fields that have another value in each layer, by a model's own code."""
+    try:
+        yield
+    except LoraplexError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, LookupError | AttributeError | TypeError) or not reason:
+            reason = f"{type(error).__name__}: {reason}"
+        raise ModelUnsupported(f"{what}: {reason[:300]}") from error
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:

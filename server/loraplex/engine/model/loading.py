@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.admission.base_families import CONVOLUTION, SINKS, not_served
 from loraplex.engine.model.base import Model, ModelUnsupported
+from loraplex.engine.model.config_fields import refusing
 from loraplex.engine.model.fused import DecoderReader, FusedDecoder
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.model.probe import probe
@@ -28,6 +30,8 @@ def load_model(plan: ModelPlan) -> Model:
     for remark in plan.remarks:
         _log.warning("%s", remark)
     if plan.spec is None:
+        if plan.untested:
+            lay_out_wrapped(plan)  # what its modules tell of, before weights are read
         decoder = load_wrapped(plan.model_dir, plan.config, plan.dtype, plan.kernels.device)
         if plan.untested:
             probe(decoder)
@@ -59,7 +63,7 @@ def load_wrapped(
 
     register_attention()
     shape = wrapped_shape(config)
-    try:
+    with refusing(f"transformers can't load {model_dir}"):
         model, info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             config=copy.deepcopy(config),  # the attention is chosen by writing into it
@@ -71,13 +75,6 @@ def load_wrapped(
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are reported
         )
-    except KeyError as error:  # from a table of its own kinds of attention
-        raise ModelUnsupported(
-            f"{config.model_type} does not let its attention be chosen: {error}"
-        ) from error
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelUnsupported(f"transformers can't load {model_dir}: {reason}") from error
     # transformers would give these random values and go on.
     absent = sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])})
     if absent:
@@ -89,20 +86,21 @@ def load_wrapped(
     return TransformersDecoder(model.eval().to(device), shape)
 
 
-def lay_out_wrapped(plan: ModelPlan) -> Any:
-    """The same model of transformers without weights, on the device "meta". Raises ModelUnsupported."""
+def lay_out_wrapped(plan: ModelPlan) -> TransformersDecoder:
+    """The same decoder without weights, on the device "meta". Raises ModelUnsupported, also for what its modules show
+    and its config did not."""
     from transformers import AutoModelForCausalLM
 
     register_attention()
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(plan.config),
-                dtype=plan.dtype,
-                attn_implementation=ATTENTION_NAME,
-                trust_remote_code=False,
-            )
-    except (KeyError, ValueError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelUnsupported(f"transformers cannot lay out this {plan.model_type}: {reason}") from error
-    return model.eval()
+    with refusing(f"transformers cannot lay out this {plan.model_type}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(plan.config),
+            dtype=plan.dtype,
+            attn_implementation=ATTENTION_NAME,
+            trust_remote_code=False,
+        )
+    if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+        raise ModelUnsupported(not_served(plan.model_type, CONVOLUTION))
+    if any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()):
+        raise ModelUnsupported(not_served(plan.model_type, SINKS))
+    return TransformersDecoder(model.eval(), plan.shape)

@@ -21,7 +21,7 @@ from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.spec import TensorSlice
 from loraplex.engine.devices import refuse_bits
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
-from loraplex.engine.model.config_fields import read_config_json
+from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
 from loraplex.engine.model.fused import attention_needs, decoder_shape
 from loraplex.engine.model.plans import KeptPlans, ReadConfig
@@ -231,6 +231,19 @@ def make_plan(
     0011). Raises ModelUnsupported with the reason if it can't be served exactly as transformers would, or not with
     these settings; DeviceUnavailable where batch-invariant kernels cannot keep their promise in its dtype."""
     content, raw = read_config_json(model_dir)
+    with refusing(f"{model_dir / 'config.json'} is not served"):
+        plan = _plan(model_dir, settings, kernels, kept, content, raw)
+    return plan
+
+
+def _plan(
+    model_dir: Path,
+    settings: ModelSettings,
+    kernels: Kernels,
+    kept: KeptPlans | None,
+    content: bytes,
+    raw: Mapping[str, Any],
+) -> ModelPlan:
     read = None if kept is None else kept.find(content, settings.max_model_len)
     if read is None:
         served = read_served_config(model_dir, raw)

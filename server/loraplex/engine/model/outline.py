@@ -13,7 +13,6 @@ from loraplex.engine.model.fused import DecoderReader
 from loraplex.engine.model.loading import lay_out_wrapped
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.model.weights import ExaminedTensors, open_checkpoint
-from loraplex.engine.model.wrapped import TransformersDecoder
 from loraplex.kernels.linear.dense import pack_weight
 from loraplex.kernels.linear.packed import PackedLinear, every_part
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -54,9 +53,10 @@ def outline_model(plan: ModelPlan) -> ModelOutline:
 
 
 def examine_tensors(plan: ModelPlan) -> None:
-    """Compare a checkpoint of the fused families with its plan, without reading weights. Raises ModelUnsupported as
-    `load_model` does."""
+    """Compare a checkpoint with its plan, without reading weights: all of its tensors, or for a model that runs through
+    transformers its modules. Raises ModelUnsupported as `load_model` does."""
     if plan.spec is None:
+        lay_out_wrapped(plan)
         return
     with open_checkpoint(plan.model_dir) as checkpoint:
         examined = ExaminedTensors(checkpoint)
@@ -134,8 +134,8 @@ class _CountedTensors:
 
 
 def _outline_wrapped(plan: ModelPlan) -> ModelOutline:
-    model = lay_out_wrapped(plan)
-    decoder = TransformersDecoder(model, plan.shape)
+    decoder = lay_out_wrapped(plan)
+    model = decoder.eager_model
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     total = sum(tensor.nbytes for tensor in tensors.values())
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

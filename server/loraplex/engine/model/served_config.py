@@ -13,7 +13,7 @@ from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
-from loraplex.engine.model.config_fields import check_sizes
+from loraplex.engine.model.config_fields import check_sizes, refusing
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config", "vq_config")
@@ -61,9 +61,7 @@ def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
 def _config(model_dir: Path, raw: Mapping[str, Any]) -> Any:
     # Before transformers, which has another reason of its own for an old config, and none for many families.
     fields = text_fields(raw)
-    obstacle = obstacle_of(fields)
-    if obstacle is not None:
-        raise ModelUnsupported(f"{obstacle} ({model_dir})")
+    _refuse(fields, model_dir)
     check_sizes(fields)
     try:
         read_scheme(fields)
@@ -72,21 +70,36 @@ def _config(model_dir: Path, raw: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     scaling = raw.get("rope_scaling")
-    try:
+    with refusing(f"transformers does not accept {model_dir / 'config.json'}"):
         if isinstance(scaling, dict) and scaling.get("type") == "su":
             # The first name of longrope, which transformers takes no parameters for any more.
-            return AutoConfig.for_model(**{**raw, "rope_scaling": scaling | {"type": "longrope"}})
-        return AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # its validators raise errors of many kinds
-        reason = " ".join(str(error).split())[:500]
-        raise ModelUnsupported(
-            f"transformers does not accept {model_dir / 'config.json'}: {reason}"
-        ) from error
+            config = AutoConfig.for_model(**{**raw, "rope_scaling": scaling | {"type": "longrope"}})
+        else:
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
+        # What transformers works out, where the file does not say it.
+        _refuse(config.get_text_config().to_dict(), model_dir)
+    return config
+
+
+def _refuse(fields: Mapping[str, Any], model_dir: Path) -> None:
+    if (obstacle := obstacle_of(fields)) is not None:
+        raise ModelUnsupported(f"{obstacle} ({model_dir})")
 
 
 def wrapped_shape(config: Any) -> ModelShape:
     """The sizes of a model that runs through transformers. Raises ModelUnsupported."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelUnsupported(
+            f"{config.model_type} is not served: transformers has no model of it that writes text"
+        )
     text = config.get_text_config()
+    if by_layer := sorted(getattr(text, "per_layer_attributes", None) or ()):
+        raise ModelUnsupported(
+            f"the layers of {config.model_type} differ in {', '.join(by_layer)} by its per_layer_config, which models "
+            "that run through transformers cannot have here"
+        )
     heads = _number(text, "num_attention_heads")
     kind = CacheKind(
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
