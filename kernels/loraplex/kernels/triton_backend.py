@@ -103,10 +103,6 @@ def _choose_attention(
     choice: str, needs: AttentionNeeds, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool
 ) -> AttentionChoice:
     check_name(choice)
-    if needs.is_mixed:
-        raise AttentionUnavailable(
-            "Triton's lays out a step for heads of one size; serve with --kernels torch"
-        )
     obstacle = obstacle_to_torch(needs, dtype, device, batch_invariant=batch_invariant)
     if choice == "torch":
         if obstacle is not None:

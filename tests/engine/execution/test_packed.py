@@ -32,9 +32,12 @@ def make_source(
     windows: tuple[int | None, ...] = (None,),
     limits: StepLimits = LIMITS,
 ) -> PackedSource:
-    needs = AttentionNeeds(AttentionShape(4, 2, 16, 16), (None, 9))
+    shape = AttentionShape(4, 2, 16, 16)
+    needs = AttentionNeeds(shape, (None, 9), groups=tuple(((shape, window),) for window in windows))
     attention = TritonAttention(needs, torch.float32, CPU)
-    source = PackedSource(attention, torch.float32, CPU, limits, lora=None, sizes=sizes, windows=windows)
+    source = PackedSource(
+        attention, torch.float32, CPU, limits, lora=None, sizes=sizes, num_groups=len(windows)
+    )
     source.replays = {size: lambda _with_adapters: torch.empty(0) for size in sizes}
     return source
 

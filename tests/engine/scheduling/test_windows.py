@@ -64,6 +64,10 @@ def test_layers_are_grouped_by_their_windows_and_sizes() -> None:
     assert sizes(full, CacheKind(1, 32)) == [(None, 2)]
     assert sizes(*GEMMA_4_31B) == [*[(1024, 5)] * 10, (None, 10)]
     e2b = (*(CacheKind(1, 256, window=512),) * 4, CacheKind(1, 512)) * 3
+    assert sizes(*(CacheKind(1, 2 * size) for size in range(1, 20)), window)[0] == (
+        None,
+        20,
+    )  # too many kinds
     shared = tuple(CacheKind(1, 512, shares=14) for _ in range(4))
     assert sizes(*e2b, *shared) == [(512, 6), (512, 6), (None, 3)]
     assert sizes(window, full, CacheKind(2, 8, shares=1)) == [(32, 1), (None, 1)]

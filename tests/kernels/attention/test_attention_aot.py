@@ -122,6 +122,7 @@ def variants() -> list[Variant]:
         ("Llama 8B", 32, 8, 128, False, False),
         ("Qwen2 0.5B", 14, 2, 64, False, False),
         ("Gemma 2 2B", 8, 4, 256, True, True),
+        ("Gemma 4 31B, layers that see all,", 32, 4, 512, False, False),
     ):
         shape = AttentionShape(heads, kv_heads, head_dim, 16)
         of = {"window": window, "softcap": softcap}

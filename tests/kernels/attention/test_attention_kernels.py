@@ -212,6 +212,36 @@ def test_one_array_holds_any_step_recorded_or_not(name):
             assert (one.slots[real:] == -1).all()
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_step_is_laid_out_for_each_group_of_layers_by_itself(recorded):
+    """Of several sizes and windows: a group of layers that read one memory with two windows, and one of two sizes."""
+    small, large = AttentionShape(6, 2, 16, 16), AttentionShape(4, 1, 32, 16)
+    groups = (((small, 9), (small, None)), ((large, None), (small, 20)))
+    needs = AttentionNeeds(small, (9, None, 20), groups=groups)
+    kernel = choose("triton", needs)
+    num_rows, seq_lens = STEPS["decode" if recorded else "mix"]
+    rows = sum(num_rows)
+    capacity = AttentionCapacity(rows, len(num_rows), 80, 1 if recorded else 64)
+    for layout, kinds in zip(kernel.layouts([capacity] * 2, [0, 1]), groups, strict=True):
+        host = np.full(layout.num_ints, 1 << 30, dtype=np.int32)
+        device = torch.from_numpy(host)
+        batch = None
+        for shape, window in kinds:
+            step = paged_step(
+                num_rows, seq_lens, heads=shape.num_heads, kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
+                block_size=16,
+            )  # fmt: skip
+            cache, _ = fill(kernel, step)
+            batch, used = layout.lay_out(host, device, num_rows, seq_lens, step.tables, recorded=recorded)
+            host[used:] = 1 << 30
+            if recorded:
+                batch = layout.recorded_batch(device)
+            assert batch.slots.shape == (rows,)
+            close(
+                kernel.run(step.q, cache, batch, scale=0.3, window=window, softcap=None), step, window=window
+            )
+
+
 def test_only_chunks_go_to_torch(monkeypatch):
     calls = []
     true = torch.nn.functional.scaled_dot_product_attention
@@ -232,7 +262,8 @@ def test_only_chunks_go_to_torch(monkeypatch):
         assert calls == chunks
 
 
-NEEDS = AttentionNeeds(AttentionShape(8, 2, 64, 16))
+SHAPE = AttentionShape(8, 2, 64, 16)
+NEEDS = AttentionNeeds(SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +274,13 @@ NEEDS = AttentionNeeds(AttentionShape(8, 2, 64, 16))
         ("torch", "triton", {"shape": AttentionShape(8, 2, 264, 16)}, {}, "264"),
         ("torch", "triton", {}, {"batch_invariant": True}, "--batch-invariant"),
         ("torch", "triton", {"shape": AttentionShape(8, 2, 60, 16)}, {}, "60"),
+        (
+            "torch",
+            "triton",
+            {"groups": (((SHAPE, None), (AttentionShape(8, 1, 64, 16), None)),)},
+            {},
+            "one size",
+        ),
         ("torch", "numba", {}, {}, "numba"),
         ("triton", "numba", {}, {}, "beside Triton's kernels"),
         ("triton", "torch", {}, {}, "beside Triton's kernels"),

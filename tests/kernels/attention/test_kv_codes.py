@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,9 +87,14 @@ def unpacked_triton(cache: torch.Tensor) -> torch.Tensor:
 
 
 def cache_of_anything(kernel: AttentionKernel, num_blocks: int, kv_heads: int, dim: int) -> torch.Tensor:
-    """Scales that are NaN, unless the kernel reads what is not written."""
-    sizes = (num_blocks, BLOCK, 2, kv_heads, head_width(dim, torch.int8))
-    return torch.full(sizes, 0 if kernel.reads_unwritten else 127, dtype=torch.int8)
+    """Scales that are NaN, unless the kernel reads what is not written. Blocks of one head lie apart."""
+    return make_cache(num_blocks, kv_heads, dim, 0 if kernel.reads_unwritten else 127)
+
+
+def make_cache(num_blocks: int, kv_heads: int, dim: int, value: int) -> torch.Tensor:
+    shape, gap = (BLOCK, 2, kv_heads, head_width(dim, torch.int8)), 64 if kv_heads == 1 else 0
+    memory = torch.full((num_blocks, gap + prod(shape)), value, dtype=torch.int8)
+    return memory[:, gap:].view(num_blocks, *shape)
 
 
 def transformed(x: torch.Tensor, which: int) -> torch.Tensor:
@@ -220,7 +226,7 @@ def test_keys_and_values_are_rotated_and_written_as_codes(
         **norms,
     )
     tested = backend_of(backend, shape)
-    cache = torch.full((8, BLOCK, 2, kv_heads, head_width(dim, torch.int8)), 127, dtype=torch.int8)
+    cache = make_cache(8, kv_heads, dim, 127)
     tested.ops.rotate_and_write(
         qkv, heads, angles.cos(), angles.sin(), cache, tested.attention.lay_out(rows, lens, tables), **norms
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,12 +23,22 @@ from loraplex.kernels.attention.triton_tiling import AttentionShape
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
     """Properties of a model that decide which kernels can compute its attention: the sizes of its widest layer, the
-    windows of its layers, each once, whether scores have a softcap, and whether layers of other sizes are mixed in."""
+    windows of its layers, each once, and whether scores have a softcap."""
 
     shape: AttentionShape
     windows: tuple[int | None, ...] = (None,)
     has_softcap: bool = False
-    is_mixed: bool = False
+    groups: tuple[tuple[tuple[AttentionShape, int | None], ...], ...] = ()
+    """The sizes and windows of the layers of each group that has blocks of its own; none: one group, of `shape`, with
+    `windows`."""
+
+    def windows_of(self, group: int | None) -> dict[AttentionShape, tuple[int | None, ...]]:
+        """The windows of the layers of each size, each once, in one group of layers (None: in all of them)."""
+        groups = self.groups or (tuple((self.shape, window) for window in self.windows),)
+        found: dict[AttentionShape, dict[int | None, None]] = {}
+        for shape, window in chain.from_iterable(groups) if group is None else groups[group]:
+            found.setdefault(shape, {})[window] = None
+        return {shape: tuple(windows) for shape, windows in found.items()}
 
 
 class AttentionKernel(Protocol):
@@ -108,8 +119,8 @@ class RecordableAttention(AttentionKernel, Protocol):
     replayed: on a GPU a step is hundreds of launches."""
 
     def layouts(
-        self, capacities: Sequence[AttentionCapacity], windows: Sequence[int | None] | None = None
+        self, capacities: Sequence[AttentionCapacity], groups: Sequence[int] | None = None
     ) -> Sequence[AttentionLayout]:
-        """One for each capacity: for the layers with windows[i], or None: for all layers. They share their scratch
+        """One for each capacity: for the layers of group groups[i], or None: for all layers. They share their scratch
         memory: only one step may run at a time."""
         ...

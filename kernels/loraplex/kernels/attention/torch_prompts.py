@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_attention import TritonAttentionBatch
-from loraplex.kernels.attention.triton_kernel import TritonAttention, TritonLayout
+from loraplex.kernels.attention.triton_kernel import MixedBatch, TritonAttention, TritonLayout
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
 
 _MAX_HEAD_DIM = 256
@@ -83,15 +83,19 @@ class TorchPrompts(TritonAttention):
     reads_codes = False
 
     def layouts(
-        self, capacities: Sequence[AttentionCapacity], windows: Sequence[int | None] | None = None
+        self, capacities: Sequence[AttentionCapacity], groups: Sequence[int] | None = None
     ) -> tuple[TritonLayout, ...]:
-        return tuple(_Layout(each.plan, each.scratch) for each in super().layouts(capacities, windows))
+        return tuple(
+            _Layout(each.plan, each.scratch)
+            for each in super().layouts(capacities, groups)
+            if isinstance(each, TritonLayout)  # heads of several sizes are an obstacle
+        )
 
     def run(
         self,
         q: torch.Tensor,
         cache: torch.Tensor,
-        batch: TritonAttentionBatch,
+        batch: TritonAttentionBatch | MixedBatch,
         *,
         scale: float,
         window: int | None,
@@ -135,6 +139,8 @@ def obstacle_to_torch(
         return "torch's attention has no softcap, and the model has"
     if batch_invariant:
         return "with --batch-invariant, torch's attention cannot promise the same bits"
+    if len(needs.windows_of(None)) > 1:
+        return "torch's attention takes heads of one size, and the model has several"
     head_dim = needs.shape.head_dim
     if head_dim > _MAX_HEAD_DIM or head_dim % 8:
         return f"torch's attention takes heads of multiples of 8 up to {_MAX_HEAD_DIM}, not of {head_dim}"

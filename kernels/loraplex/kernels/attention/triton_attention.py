@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import triton
 
-from loraplex.kernels.attention.kv_codes import head_dim_of, to_codes
+from loraplex.kernels.attention.kv_codes import has_whole_blocks, head_dim_of, to_codes
 from loraplex.kernels.attention.triton_plan import AttentionPlan, Int32, ListPlace, WindowCounts, WindowPlaces
 from loraplex.kernels.attention.triton_programs import attention_program, merge_program, write_program
 from loraplex.kernels.attention.triton_tiling import Tiling
@@ -99,17 +99,17 @@ class CacheOperands:
 
 
 def cache_operands(cache: torch.Tensor) -> CacheOperands:
-    """Raises ValueError for a cache of codes that is not contiguous, or with heads of an odd size."""
+    """Raises ValueError for a cache of codes whose blocks are not contiguous, or with heads of an odd size."""
     if cache.dtype is not torch.int8:
         block, position, kind, head, _ = cache.stride()
         return CacheOperands(cache, cache, (block, position, kind, head), 0, False)
     _, positions, _, heads, _ = cache.shape
     dim = head_dim_of(cache)
-    if dim % 2 or not cache.is_contiguous():
+    if dim % 2 or not has_whole_blocks(cache):
         raise ValueError(
-            f"a cache of codes is contiguous, with heads of an even size, not {list(cache.shape)}"
+            f"blocks of codes are contiguous, with heads of an even size, not {list(cache.shape)}"
         )
-    scales = cache.view(-1).view(torch.float16)[positions * heads * dim :]
+    scales = cache.view(len(cache), -1).view(torch.float16)[:, positions * heads * dim :]
     strides = (cache.stride(0), 2 * heads * dim, heads * dim, dim)
     return CacheOperands(cache, scales, strides, heads * positions, True)
 

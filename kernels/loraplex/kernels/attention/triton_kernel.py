@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,22 @@ from loraplex.kernels.attention.triton_attention import (
     write_kv,
 )
 from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
-from loraplex.kernels.attention.triton_tiling import choose_tilings
+from loraplex.kernels.attention.triton_tiling import AttentionShape, choose_tilings
+
+
+@dataclass(frozen=True, slots=True)
+class MixedBatch:
+    """The batch of layers of several sizes: one for each, of the same sequences and blocks."""
+
+    parts: dict[AttentionShape, TritonAttentionBatch]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return next(iter(self.parts.values())).slots
+
+    def part(self, q: torch.Tensor, cache: torch.Tensor) -> TritonAttentionBatch:
+        _, block_size, _, kv_heads, _ = cache.shape
+        return self.parts[AttentionShape(q.shape[1], kv_heads, q.shape[2], block_size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +70,52 @@ class TritonLayout:
         return graph_batch(self.plan, device, self.scratch)
 
 
+@dataclass(frozen=True, slots=True)
+class MixedLayout:
+    """See `AttentionLayout`. The layouts of layers of several sizes, one behind the other."""
+
+    lists: tuple[TritonLayout, ...]
+
+    @property
+    def num_ints(self) -> int:
+        return sum(each.num_ints for each in self.lists)
+
+    def lay_out(
+        self,
+        host: NDArray[np.int32],
+        device: torch.Tensor,
+        num_rows: Sequence[int],
+        seq_lens: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        *,
+        recorded: bool,
+    ) -> tuple[MixedBatch, int]:
+        batches: dict[AttentionShape, TritonAttentionBatch] = {}
+        used = 0
+        for lists, begin, end in self._places():
+            batch, ints = lists.lay_out(
+                host[begin:end], device[begin:end], num_rows, seq_lens, block_tables, recorded=recorded
+            )
+            batches[lists.plan.shape] = batch
+            used = begin + ints
+        return MixedBatch(batches), used
+
+    def recorded_batch(self, device: torch.Tensor) -> MixedBatch:
+        return MixedBatch(
+            {
+                lists.plan.shape: lists.recorded_batch(device[begin:end])
+                for lists, begin, end in self._places()
+            }
+        )
+
+    def _places(self) -> Iterator[tuple[TritonLayout, int, int]]:
+        """Each layout, where its array begins, and where it ends."""
+        begin = 0
+        for lists in self.lists:
+            yield lists, begin, begin + lists.num_ints
+            begin += lists.num_ints
+
+
 class TritonAttention:
     """See `RecordableAttention`. `batch_invariant`: a row gets the same bits in every step."""
 
@@ -73,48 +134,63 @@ class TritonAttention:
         self._needs = needs
         self._device = device
         capability, self._programs = _device_traits(device)
-        self._tilings = choose_tilings(
-            needs.shape, dtype.itemsize, capability, batch_invariant=batch_invariant
-        )
+        self._tilings = {
+            shape: choose_tilings(shape, dtype.itemsize, capability, batch_invariant=batch_invariant)
+            for shape in needs.windows_of(None)
+        }
 
     def layouts(
-        self, capacities: Sequence[AttentionCapacity], windows: Sequence[int | None] | None = None
-    ) -> tuple[TritonLayout, ...]:
-        of_each = repeat(self._needs.windows) if windows is None else [(window,) for window in windows]
-        plans = [self._plan(capacity, own) for capacity, own in zip(capacities, of_each, strict=False)]
-        largest = max(plans, key=lambda plan: plan.partial_rows)
-        scratch = AttentionScratch.allocate(largest, self._device)
-        return tuple(TritonLayout(plan, scratch) for plan in plans)
+        self, capacities: Sequence[AttentionCapacity], groups: Sequence[int] | None = None
+    ) -> tuple[TritonLayout | MixedLayout, ...]:
+        of_each = [
+            [
+                self._plan(shape, capacity, windows)
+                for shape, windows in self._needs.windows_of(None if groups is None else groups[i]).items()
+            ]
+            for i, capacity in enumerate(capacities)
+        ]
+        largest: dict[AttentionShape, AttentionPlan] = {}
+        for plan in chain.from_iterable(of_each):
+            largest[plan.shape] = max(largest.get(plan.shape, plan), plan, key=lambda each: each.partial_rows)
+        scratch = {shape: AttentionScratch.allocate(plan, self._device) for shape, plan in largest.items()}
+        made = [tuple(TritonLayout(plan, scratch[plan.shape]) for plan in plans) for plans in of_each]
+        return tuple(lists[0] if len(lists) == 1 else MixedLayout(lists) for lists in made)
 
     def lay_out(
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
-    ) -> TritonAttentionBatch:
+    ) -> TritonAttentionBatch | MixedBatch:
         """In an array of its own, with scratch memory of its own."""
-        batch: TritonAttentionBatch = lay_out_alone(
+        batch: TritonAttentionBatch | MixedBatch = lay_out_alone(
             self, self._needs.shape.block_size, self._device, num_rows, seq_lens, block_tables
         )
         return batch
 
-    def write_kv(self, kv: torch.Tensor, cache: torch.Tensor, batch: TritonAttentionBatch) -> None:
+    def write_kv(
+        self, kv: torch.Tensor, cache: torch.Tensor, batch: TritonAttentionBatch | MixedBatch
+    ) -> None:
         write_kv(kv, cache, batch.slots)
 
     def run(
         self,
         q: torch.Tensor,
         cache: torch.Tensor,
-        batch: TritonAttentionBatch,
+        batch: TritonAttentionBatch | MixedBatch,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> torch.Tensor:
+        if isinstance(batch, MixedBatch):
+            batch = batch.part(q, cache)
         return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
 
-    def _plan(self, capacity: AttentionCapacity, windows: Sequence[int | None]) -> AttentionPlan:
+    def _plan(
+        self, shape: AttentionShape, capacity: AttentionCapacity, windows: Sequence[int | None]
+    ) -> AttentionPlan:
         return AttentionPlan(
-            self._needs.shape,
+            shape,
             capacity,
-            self._tilings,
+            self._tilings[shape],
             num_programs=self._programs,
             windows=windows,
         )

@@ -118,6 +118,9 @@ def choose_tilings(
         narrow = large or (not hopper and shape.head_dim > 64)
         warps = 8 if large else 4
         prefill = Tiling(64, 32 if narrow else 64, num_warps=warps, num_stages=stages, min_split=512)
+        if shape.head_dim * itemsize > 2 * _LARGE_HEAD_BYTES:
+            # The answers of 64 rows would take more registers than there are.
+            prefill = Tiling(32, 32, num_warps=8, num_stages=2, min_split=512)
     tilings = Tilings(decode, prefill)
     for tiling in (tilings.decode, tilings.prefill):
         tiling.check(capability)

@@ -20,7 +20,6 @@ from loraplex.engine.config import MAX_RECORDED_ROWS
 from loraplex.engine.execution.inputs import RecordedSize, Recorder, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource, Replay
 from loraplex.engine.kv.cache import KVCache
-from loraplex.engine.kv.layers import block_needs
 from loraplex.engine.model.base import ForwardBatch, Model
 from loraplex.kernels.attention.kernel import AttentionKernel, RecordableAttention
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
@@ -122,7 +121,7 @@ def prepare_inputs(
         limits,
         lora=lora,
         sizes=() if recorder is None else recorded_sizes(limits, prompt_rows),
-        windows=block_needs(model.shape.caches, 1).windows,
+        num_groups=kv.num_groups,
     )
     if recorder is not None:
         record_steps(model, kv, source, recorder)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -94,9 +95,9 @@ class Frame:
 class PackedSource:
     """Where the steps of a model begin on Triton's kernels.
 
-    `lora`: the arena's adapters on the device, or None. `windows`: of each group of layers. `sizes`: what passes are
-    recorded for, the cheapest first, none where `attention` cannot be recorded; `replays` is filled by the code that
-    captures them. No more than three steps may be in flight.
+    `lora`: the arena's adapters on the device, or None. `num_groups`: of layers, by their blocks. `sizes`: what passes
+    are recorded for, the cheapest first, none where `attention` cannot be recorded; `replays` is filled by the code
+    that captures them. No more than three steps may be in flight.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class PackedSource:
         *,
         lora: DeviceLora | None,
         sizes: Sequence[RecordedSize] = (),
-        windows: Sequence[int | None] = (None,),
+        num_groups: int = 1,
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -120,7 +121,6 @@ class PackedSource:
         self.layouts: dict[RecordedSize, Layout] = {}
         if isinstance(attention, RecordableAttention):
             largest = RecordedSize(limits.max_rows, limits.max_sequences, prompts=True)
-            kinds = tuple(dict.fromkeys(windows))
             made = iter(
                 attention.layouts(
                     [
@@ -131,18 +131,16 @@ class PackedSource:
                             size.rows if size.prompts else 1,
                         )
                         for size in (largest, *sizes)
-                        for _ in kinds
+                        for _ in range(num_groups)
                     ],
-                    kinds * (1 + len(sizes)) if len(windows) > 1 else None,
+                    [*range(num_groups)] * (1 + len(sizes)),
                 )
             )
-            of_kind = dict(zip(kinds, made, strict=False))
-            self.layout = Layout.make(limits.max_rows, 0, [of_kind[each] for each in windows], lora_ints)
+            self.layout = Layout.make(limits.max_rows, 0, [*islice(made, num_groups)], lora_ints)
             for size in sizes:
-                of_kind = dict(zip(kinds, made, strict=False))
                 logits_rows = size.sequences if size.prompts else 0
                 self.layouts[size] = Layout.make(
-                    size.rows, logits_rows, [of_kind[each] for each in windows], lora_ints
+                    size.rows, logits_rows, [*islice(made, num_groups)], lora_ints
                 )
         else:
             if sizes:

@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from loraplex.engine.kv.layers import CacheKind, LayerGroup, layer_groups
+from loraplex.engine.kv.layers import CacheKind, LayerGroup, groups_by_layer, layer_groups
 from loraplex.engine.kv.states import state_offsets
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kv_codes import head_width
@@ -82,10 +82,9 @@ class KVCache:
                     end = begin + prod(shape)
                     views[index] = place[:, begin:end].view(num_blocks, *shape)
                     begin = end
-        group_of = {index: number for number, group in enumerate(groups) for index in group.layers}
         sources = [index if layer.shares is None else layer.shares for index, layer in enumerate(caches)]
         self._layers = tuple(views.get(index, self.tensor[:0]) for index in sources)
-        self.group_of = tuple(group_of.get(index, 0) for index in sources)
+        self.group_of = groups_by_layer(caches)
         """The number of each layer's group; of one without blocks it means nothing."""
 
     @property

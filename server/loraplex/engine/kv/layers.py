@@ -61,7 +61,7 @@ def layer_groups(caches: Sequence[CacheKind]) -> tuple[LayerGroup, ...]:
     """The groups of a model's layers. A place of a block has room for one layer of the widest kind, or for as many of a
     narrower one as fit. A block has as many places as the kind that needs the fewest, or more, for there are at most
     _MOST_GROUPS groups; a group with fewer layers leaves places empty. Where groups would save little of a long
-    sequence, all layers are one group, with a place each, which keeps all positions."""
+    sequence, or layers are of too many kinds, all are one group, with a place each, which keeps all positions."""
     own = [index for index, layer in enumerate(caches) if layer.shares is None and layer.kv_heads]
     widths = {index: caches[index].kv_heads * caches[index].head_dim for index in own}
     widest = max(widths.values())
@@ -76,13 +76,20 @@ def layer_groups(caches: Sequence[CacheKind]) -> tuple[LayerGroup, ...]:
         for (kv_heads, head_dim, window), found in kinds.items()
     ]
     size = min(len(found) for _, found in places)
-    while sum(-(-len(found) // size) for _, found in places) > _MOST_GROUPS:
+    while size < len(own) and sum(-(-len(found) // size) for _, found in places) > _MOST_GROUPS:
         size += 1
     groups = [LayerGroup(window, part) for window, found in places for part in _cut(found, size)]
     kept = size * widest * sum(group.window is None for group in groups)
-    if kept > (1 - _LEAST_GAIN) * sum(widths.values()):
+    if len(groups) > _MOST_GROUPS or kept > (1 - _LEAST_GAIN) * sum(widths.values()):
         return (LayerGroup(None, _cut(own, 1)),)
     return tuple(groups)
+
+
+def groups_by_layer(caches: Sequence[CacheKind]) -> tuple[int, ...]:
+    """The number of the group whose blocks each layer reads; of a layer without blocks it means nothing."""
+    found = {index: number for number, group in enumerate(layer_groups(caches)) for index in group.layers}
+    sources = [index if layer.shares is None else layer.shares for index, layer in enumerate(caches)]
+    return tuple(found.get(index, 0) for index in sources)
 
 
 def _cut(items: Sequence[_Item], size: int) -> tuple[tuple[_Item, ...], ...]:

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch.nn.functional import embedding
 
+from loraplex.engine.kv.layers import groups_by_layer
 from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
@@ -160,16 +161,22 @@ def decoder_shape(spec: DecoderSpec) -> ModelShape:
 
 
 def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
-    mixers = dict.fromkeys(kind.mixer for kind in spec.layers)
-    shapes = dict.fromkeys(
-        AttentionShape(mixer.num_heads, mixer.cache.kv_heads, mixer.cache.head_dim, BLOCK_SIZE)
+    mixers = [kind.mixer for kind in spec.layers]
+    kinds = [
+        (
+            AttentionShape(mixer.num_heads, mixer.cache.kv_heads, mixer.cache.head_dim, BLOCK_SIZE),
+            mixer.cache.window,
+        )
         for mixer in mixers
-    )
+    ]
+    groups: dict[int, dict[tuple[AttentionShape, int | None], None]] = {}
+    for kind, group in zip(kinds, groups_by_layer(spec.caches), strict=True):
+        groups.setdefault(group, {})[kind] = None
     return AttentionNeeds(
-        max(shapes, key=lambda shape: shape.num_kv_heads * shape.head_dim),
-        tuple(dict.fromkeys(mixer.cache.window for mixer in mixers)),
+        max((shape for shape, _ in kinds), key=lambda shape: shape.num_kv_heads * shape.head_dim),
+        tuple(dict.fromkeys(window for _, window in kinds)),
         any(mixer.softcap is not None for mixer in mixers),
-        is_mixed=len(shapes) > 1,
+        tuple(tuple(groups[group]) for group in sorted(groups)),
     )
 
 

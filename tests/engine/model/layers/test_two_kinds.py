@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,12 @@ from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model import family
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.family import Family, LayerRow
+from loraplex.engine.model.fused import attention_needs
+from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.backend import resolve_kernels
 from support.adapters.lora_zoo import ZooAdapter, make_adapter
 from support.engine.local_engine import LocalEngine
+from support.engine.repeater import Repeater
 from support.engine.same_bits import Answer, Asked, Question
 from support.models.checkpoints import PagedRun
 from support.models.loading import load_model, plan_model
@@ -198,7 +202,7 @@ def test_a_family_of_two_kinds_is_one_row(kernels: str, model_dir: Path) -> None
 
 def test_a_kind_that_the_row_has_not_is_refused(model_dir: Path) -> None:
     assert "two_kinds on the fused decoder" in plan_model(model_dir).explain()
-    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"layer_types": ["linear_attention"] * 4}))
+    (model_dir / "config.json").write_text(json.dumps(CONFIG | {"layer_types": ["strided_attention"] * 4}))
     with pytest.raises(ModelUnsupported, match="full_attention or sliding_attention 4 times"):
         plan_model(model_dir)
 
@@ -227,6 +231,40 @@ def test_the_window_gives_its_blocks_back(kernels: str, model_dir: Path) -> None
     assert engine.built.info.kv_groups == 2
     assert held[-2] == 13 + 2
     assert max(held) <= 13 + 5
+
+
+@pytest.mark.usefixtures("quick_interpreter")
+@pytest.mark.parametrize(("window", "groups"), [(9, 2), pytest.param(1000, 1, marks=pytest.mark.slow)])
+def test_steps_on_triton_are_laid_out_for_each_size(
+    window: int, groups: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In groups of their own, and in one where all layers keep everything; chunks, and decodes that are recorded."""
+    monkeypatch.setitem(CONFIG, "sliding_window", window)
+    (model_dir / "config.json").write_text(json.dumps(CONFIG))
+    recorder = Repeater()
+    settings = {**ENGINE, "kv_cache_memory": 1 << 18, "max_num_batched_tokens": 16, "max_num_seqs": 1}
+    engine = LocalEngine(model_dir, model_dir / "work", kernels="triton", recorder=recorder, **settings)
+    assert engine.built.info.kv_groups == groups
+    prompt = [random.Random(3).randrange(VOCAB) for _ in range(20)]
+    engine.add("a", prompt, max_tokens=3)
+    engine.run()
+    engine.close()
+    assert recorder.replays
+    tokens = engine.tokens("a")
+    expected = reference_logits(make_weights(), prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1)
+    assert tokens == expected.tolist()
+
+
+def test_a_layer_may_read_anothers_blocks_with_a_window_of_its_own(model_dir: Path) -> None:
+    """Attention is laid out for it too."""
+    spec = plan_model(model_dir).spec
+    assert spec is not None
+    sliding, full = spec.layers[:2]
+    cache = replace(sliding.mixer.cache, window=4, shares=0)
+    reader = replace(sliding, mixer=replace(sliding.mixer, cache=cache))
+    needs = attention_needs(replace(spec, layers=(sliding, full, reader)))
+    small, large = AttentionShape(6, 3, 8, 16), AttentionShape(2, 1, 16, 16)
+    assert needs.groups == (((small, 9), (small, 4)), ((large, None),))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
