@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from loraplex.app.base_model.convert import SPLITS, GgufUnsupported, convert
+from loraplex.app.base_model.convert import GgufUnsupported, convert
+from loraplex.app.base_model.gguf_tokenizer import SPLITS
 from loraplex.app.base_model.source import WHEEL_MODELS, ModelUnavailable, Note, WheelModel, ensure_model
 from support.faults.small_disk import small_disk
-from support.models.gguf import REAL_WEIGHTS, convert_with_transformers, write_gguf
+from support.models.gguf import ARCHITECTURES, REAL_WEIGHTS, convert_with_transformers, write_gguf
 
 NO_TORCH = """
 import sys
@@ -62,7 +63,35 @@ def test_tiny_file_gives_what_transformers_gives(tied: bool, tmp_path: Path) -> 
         assert tokenizers[0](text)["input_ids"] == tokenizers[1](text)["input_ids"]
 
 
-@pytest.mark.parametrize("split", [*SPLITS, None])
+TOLD = " the sea there,\n\n  in 1234 rear 56.7 <|turn|>x<think> don't žluťoučký 中文"
+NOT_READ: dict[str, dict[str, Any]] = {
+    "qwen2": {"head_dim": 16},
+    "phi3": {"head_dim": 16, "original_max_position_embeddings": 512},
+}
+"""Fields that transformers does not read of a file."""
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_file_of_each_family_gives_what_transformers_gives(architecture: str, tmp_path: Path) -> None:
+    """Names, packed linears, biases, norms to which 1 was added, fields, tokenizers."""
+    from transformers import AutoTokenizer
+
+    of_qwen = architecture.startswith("qwen")
+    split, vocabulary = ("qwen2", "gpt2") if of_qwen else ("default", "llama")
+    gguf = write_gguf(tmp_path / "tiny.gguf", architecture=architecture, split=split, vocabulary=vocabulary)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    convert(gguf, ours)
+    convert_with_transformers(gguf, theirs)
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    assert config_fields(ours) == config_fields(theirs) | NOT_READ.get(architecture, {})
+    tokenizers = [AutoTokenizer.from_pretrained(str(directory)) for directory in (ours, theirs)]
+    for text in (*TEXTS, TOLD, TOLD.strip(), "  two", "a\u2581b"):
+        ids = [tokenizer(text)["input_ids"] for tokenizer in tokenizers]
+        assert ids[0] == ids[1], text
+        assert tokenizers[0].decode(ids[0]) == tokenizers[1].decode(ids[1]), text
+
+
+@pytest.mark.parametrize("split", [*(name for name in SPLITS if name != "qwen2"), None])
 def test_a_split_gives_the_ids_of_llama_cpp(split: str | None, tmp_path: Path) -> None:
     golden = read_json(Path(__file__).with_name("llama_cpp_ids.json"))
     gguf = write_gguf(tmp_path / "tiny.gguf", split=split, merges=golden["merges"])
@@ -112,8 +141,8 @@ def test_conversion_needs_no_torch_transformers_or_accelerate(tmp_path: Path) ->
 
 
 def test_another_architecture_is_named(tmp_path: Path) -> None:
-    gguf = write_gguf(tmp_path / "tiny.gguf", architecture="qwen2")
-    with pytest.raises(GgufUnsupported, match=r"tiny\.gguf holds a model of architecture 'qwen2'"):
+    gguf = write_gguf(tmp_path / "tiny.gguf", architecture="mamba")
+    with pytest.raises(GgufUnsupported, match=r"tiny\.gguf holds a model of architecture 'mamba'"):
         convert(gguf, tmp_path / "model")
 
 

@@ -15,7 +15,7 @@ import torch
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.end_tokens import read_end_tokens, read_not_followed
 from loraplex.app.base_model.convert import GgufUnsupported, convert
-from loraplex.app.base_model.gguf_keys import ARCHITECTURE, FILE, MODEL, READ, TOKENIZER, UNUSED, rule_of
+from loraplex.app.base_model.gguf_keys import ARCHITECTURE, FILE, MODEL, OWN, READ, TOKENIZER, UNUSED, rule_of
 from loraplex.app.base_model.gguf_model import make_model
 from loraplex.app.base_model.gguf_rope import FREQUENCIES, LONG, SHORT
 from loraplex.serving.text.processor import TextProcessor, base_turn_ends
@@ -354,7 +354,9 @@ def test_templates_by_name_and_tokens_by_name(tmp_path: Path) -> None:
 def table_of_keys() -> list[str]:
     """The rows of docs/models.md."""
     rows = []
-    for name, table in (("`llama.…`", MODEL), ("`tokenizer.…`", TOKENIZER), ("others", FILE)):
+    own = [(f"`{architecture}.…`", rules) for architecture, rules in OWN.items() if rules]
+    tables = [("`llama.…`", MODEL), *own, ("`tokenizer.…`", TOKENIZER), ("others", FILE)]
+    for name, table in tables:
         read = ", ".join(f"`{key}`" for key, rule in table.items() if rule == READ)
         unused = ", ".join(f"`{key}`" for key, rule in table.items() if rule == UNUSED)
         harmless = ", ".join(

@@ -221,6 +221,35 @@ def test_a_gguf_file_equals_peft_over_what_its_blocks_stand_for(
         engine.close()
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "qwen2",
+        "phi3",
+        "gemma3",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("qwen3", "gemma2")),
+    ],
+)
+def test_a_gguf_file_of_another_family_equals_peft_too(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are not interleaved, packed linears, biases, norms that have their offset, windows, two ropes."""
+    monkeypatch.setenv("LORAPLEX_MODEL_CACHE", str(tmp_path / "cache"))
+    path = write_gguf(
+        tmp_path / "tiny.gguf", architecture=architecture, split="qwen2", kinds=MIXES["Q8_0"], hidden=256
+    )
+    made, dense = ensure_model(str(path)), tmp_path / "dense"
+    convert_with_transformers(path, dense, "float32")
+    adapters = save_adapters(dense, tmp_path, CHOSEN)
+    reference = PeftReference(dense, adapters, torch.float32)
+    engine = engine_of(made, tmp_path / "work", dtype="float32", quantise="none")
+    try:
+        assert engine.built.info.stored_codes == "gguf Q8_0"
+        assert worst_error(engine, reference, adapters, [range(3, 60), (5, 9, 4)]) < 5e-4
+    finally:
+        engine.close()
+
+
 def test_a_head_that_gptq_has_quantised_is_served(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": False}
     base = save_tiny(tmp_path / "base", FAMILIES["llama"] | sizes)

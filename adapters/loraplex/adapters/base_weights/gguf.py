@@ -31,6 +31,8 @@ PLAIN = {"F32": 4, "F16": 2, "BF16": 2}
 _MOST_INDEX_BYTES = 64 << 20
 _PIECE_VALUES = 1 << 20
 """Weights that are decoded at a time."""
+_INTERLEAVED = frozenset({"llama", "mistral"})
+"""Model types whose rows of q and k a file has interleaved."""
 _STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules of a layer whose codes lie in one matrix, in the smallest of their groups."""
 
@@ -38,14 +40,14 @@ _STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @dataclass(frozen=True, slots=True)
 class Gguf(Scheme):
     """A `Scheme`. `query_heads` and `kv_heads`: of a model whose rows of q and k llama.cpp has interleaved by heads; it
-    rotates neighbouring pairs, transformers the two halves of a head. `bits`: of a code; 4 where some codes have 4
-    (`module_form` has the form of each module)."""
+    rotates neighbouring pairs, transformers the two halves of a head. None: it has not. `bits`: of a code; 4 where some
+    codes have 4 (`module_form` has the form of each module)."""
 
     suffix = "weight"
     leaves = ()
     name: str
-    query_heads: int
-    kv_heads: int
+    query_heads: int | None
+    kv_heads: int | None
     bits: int = 8
 
     @property
@@ -110,6 +112,8 @@ def read_gguf(given: Mapping[str, Any], config: Mapping[str, Any]) -> Gguf:
     kv = config.get("num_key_value_heads", query)
     if type(query) is not int or type(kv) is not int or query < 1 or kv < 1:
         raise QuantisationUnsupported("config.json of a GGUF file has no num_attention_heads")
+    if config.get("model_type") not in _INTERLEAVED:
+        query = kv = None
     return Gguf(f"gguf {' '.join(kinds)}", query, kv, 8 if FOUR_BITS.isdisjoint(kinds) else 4)
 
 

@@ -107,7 +107,25 @@ MODEL: Mapping[str, Rule] = {
         _OTHER_KINDS,
     ),
 }  # fmt: skip
-"""Keys behind "llama."."""
+"""Keys behind "llama.", and behind other architectures' names where `OWN` has no other rule."""
+
+_NO_WINDOW: Mapping[str, Rule] = {"attention.sliding_window": (0,)}
+OWN: Mapping[str, Mapping[str, Rule]] = {
+    "qwen2": _NO_WINDOW,
+    "qwen3": _NO_WINDOW,
+    "phi3": {},
+    "gemma2": {
+        "attn_logit_softcapping": READ,
+        "final_logit_softcapping": READ,
+        "attention.sliding_window_pattern": (0, 2),
+    },
+    "gemma3": {
+        "final_logit_softcapping": READ,
+        "attention.sliding_window_pattern": (0, 6),
+        "rope.freq_base_swa": READ,
+    },
+}
+"""The rules of architectures other than Llama's that are not Llama's."""
 
 FILE: Mapping[str, Rule] = {
     "general.architecture": READ,
@@ -168,10 +186,16 @@ TOKENIZER: Mapping[str, Rule] = {
 """Keys behind "tokenizer."."""
 
 
-def rule_of(key: str) -> Rule | None:
-    """The rule of a key; None where no table has it. A table's longer pattern goes before a shorter one."""
+_OF_SENTENCEPIECE: Mapping[str, Rule] = {"ggml.scores": READ, "ggml.add_space_prefix": READ}
+
+
+def rule_of(key: str, architecture: str = ARCHITECTURE, *, sentencepiece: bool = False) -> Rule | None:
+    """The rule of a key of a file of `architecture`; None where no table has it. A table's longer pattern goes before a
+    shorter one."""
     head, _, rest = key.partition(".")
-    table, name = {ARCHITECTURE: (MODEL, rest), "tokenizer": (TOKENIZER, rest)}.get(head, (FILE, key))
+    model = {**MODEL, **OWN.get(architecture, {})}
+    words = {**TOKENIZER, **(_OF_SENTENCEPIECE if sentencepiece else {})}
+    table, name = {architecture: (model, rest), "tokenizer": (words, rest)}.get(head, (FILE, key))
     if name in table:
         return table[name]
     found = [pattern for pattern in table if "*" in pattern and fnmatchcase(name, pattern)]
@@ -191,12 +215,14 @@ class Pairs(Protocol):
 def obstacle(metadata: Pairs, *, tokenizer: bool, model: bool) -> str | None:
     """Why a file with these metadata is refused; None where nothing is in the way. `model`, `tokenizer`: that part is
     made of the metadata, and not of files beside the GGUF."""
+    architecture = metadata["general.architecture"]
+    sentencepiece = "tokenizer.ggml.model" in iter(metadata) and metadata["tokenizer.ggml.model"] == "llama"
     for key in metadata:
-        if (key.startswith(f"{ARCHITECTURE}.") and not model) or (
+        if (key.startswith(f"{architecture}.") and not model) or (
             key.startswith("tokenizer.") and not tokenizer
         ):
             continue
-        rule = rule_of(key)
+        rule = rule_of(key, architecture, sentencepiece=sentencepiece)
         if rule is None:
             return f"its metadata have {key}, which is not known here and may change what is computed"
         if isinstance(rule, tuple) and not any(_is_equal(metadata[key], harmless) for harmless in rule):

@@ -19,17 +19,16 @@ from loraplex.adapters.base_weights.gguf_blocks import KINDS
 from loraplex.adapters.store.files import shown
 from loraplex.app.base_model.convert import (
     Weight,
-    build_tokenizer,
     check_keys,
     convert,
     file_rope,
     model_config,
     model_weights,
     open_gguf,
-    write_json,
-    write_tokenizer,
 )
+from loraplex.app.base_model.gguf_families import FAMILIES, ModelKeys
 from loraplex.app.base_model.gguf_file import GgufFile, GgufUnsupported, Metadata, run_limited
+from loraplex.app.base_model.gguf_tokenizer import build_tokenizer, write_json, write_tokenizer
 from loraplex.app.base_model.source import TOKENIZER_FILES
 
 
@@ -45,9 +44,10 @@ def make_model(gguf: Path, target: Path, folder: Path | None = None) -> None:
             )
         convert(gguf, target)
         return
-    own = None if folder is None else _own_config(folder)
+    keys = ModelKeys(metadata)
+    own = None if folder is None else _own_config(folder, keys.architecture)
     if own is not None:
-        _check_own(own, reader, metadata)
+        _check_own(own, reader, metadata, keys)
     check_keys(metadata, model=own is None, tokenizer=not _has_tokenizer(folder))
     weights = model_weights(reader, metadata)
     index = {weight.name: _entry(weight) for weight in weights}
@@ -77,7 +77,7 @@ def _entry(weight: Weight) -> dict[str, Any]:
     return {"kind": kind, "shape": shape, "start": weight.stored.data_offset}
 
 
-def _own_config(folder: Path) -> dict[str, Any] | None:
+def _own_config(folder: Path, architecture: str) -> dict[str, Any] | None:
     path = folder / "config.json"
     if not path.is_file():
         return None
@@ -85,8 +85,9 @@ def _own_config(folder: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise GgufUnsupported(f"{path} is no JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("model_type") not in ("llama", "mistral"):
-        raise GgufUnsupported(f"{path} is not that of a Llama, as the GGUF file beside it is")
+    family = FAMILIES[architecture]
+    if not isinstance(found, dict) or found.get("model_type") not in family.model_types:
+        raise GgufUnsupported(f"{path} is not that of a {family.title}, as the GGUF file beside it is")
     return found
 
 
@@ -100,20 +101,21 @@ _SAME = {
 """Fields of config.json, and the keys that say the same: the codes of a file are read by them."""
 
 
-def _check_own(own: dict[str, Any], reader: GgufFile, metadata: Metadata) -> None:
+def _check_own(own: dict[str, Any], reader: GgufFile, metadata: Metadata, keys: ModelKeys) -> None:
     """Raises GgufUnsupported for the config.json of another model than the file's."""
     for field, key in _SAME.items():
-        theirs = metadata.get(f"llama.{key}")
+        theirs = keys.get(key)
         if theirs is not None and own.get(field, theirs) != theirs:
             raise GgufUnsupported(
-                f"config.json has {field} {shown(own[field])}, and the file's llama.{key} is {shown(theirs)}"
+                f"config.json has {field} {shown(own[field])}, and the file's {keys.key(key)} is {shown(theirs)}"
             )
     rope = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope) if isinstance(rope, dict) else None
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
     if kind == "default" and file_rope(reader, metadata)["rope_type"] != kind:
         raise GgufUnsupported(
-            "config.json scales no rope, and the file does (llama.rope.scaling.* or a tensor of factors): give the "
-            "config.json of the model that the file was made of, or the file without it"
+            f"config.json scales no rope, and the file does ({keys.key('rope.scaling.*')} or a tensor of factors): "
+            "give the config.json of the model that the file was made of, or the file without it"
         )
 
 

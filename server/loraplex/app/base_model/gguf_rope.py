@@ -24,35 +24,42 @@ class RopeUnsupported(Exception):
     """A rope that is not computed here; the message names the key or the tensor."""
 
 
-class _Metadata(Protocol):
-    def get(self, key: str, default: Any = None) -> Any: ...
+class _Keys(Protocol):
+    """A file's keys behind the name of its architecture."""
+
+    def get(self, name: str, default: Any = None) -> Any: ...
+
+    def key(self, name: str) -> str: ...
 
 
 def rope_parameters(
-    metadata: _Metadata, factors: Mapping[str, Sequence[float]], *, rotated: int, context: int
+    keys: _Keys, factors: Mapping[str, Sequence[float]], *, rotated: int, context: int, by_factors: bool
 ) -> dict[str, Any]:
     """The `rope_parameters` of config.json. `factors`: the numbers of those of `FACTOR_TENSORS` that the file has;
-    `rotated`: dimensions of a head; `context`: the file's context length. Raises RopeUnsupported."""
-    rope = _Rope(metadata)
+    `rotated`: dimensions of a head that are rotated; `context`: the file's context length; `by_factors`: a file without
+    a type, but with factors for long texts, has longrope. Raises RopeUnsupported."""
+    rope = _Rope(keys)
     theta = rope.number("freq_base", 10_000.0)
-    kind = metadata.get("llama.rope.scaling.type", "linear")
+    kind = keys.get("rope.scaling.type", "longrope" if by_factors and LONG in factors else "linear")
     if kind not in _TYPES:
         raise RopeUnsupported(
-            f"its metadata's llama.rope.scaling.type is {shown(kind)}; served are {', '.join(_TYPES)}"
+            f"its metadata's {keys.key('rope.scaling.type')} is {shown(kind)}; served are {', '.join(_TYPES)}"
         )
     for name in factors:
         _check_factors(name, factors[name], rotated)
     scale = rope.number("scaling.factor", rope.number("scale_linear", 0.0, zero=True), zero=True) or 1.0
     original = rope.number("scaling.original_context_length", 0.0, zero=True) or float(context)
     if original != int(original):
-        raise RopeUnsupported("its metadata's llama.rope.scaling.original_context_length is no whole number")
+        raise RopeUnsupported(
+            f"its metadata's {rope.key('scaling.original_context_length')} is no whole number"
+        )
     if kind in ("longrope", "su"):
         found = _long(rope, factors, scale, context, int(original))
     else:
         stray = [name for name in (SHORT, LONG) if name in factors]
         if stray:
             raise RopeUnsupported(
-                f"it has {stray[0]}, and its metadata's llama.rope.scaling.type is no longrope"
+                f"it has {stray[0]}, and its metadata's {rope.key('scaling.type')} is no longrope"
             )
         rope.only("scaling.attn_factor", 1.0)
         frequencies = factors.get(FREQUENCIES)
@@ -64,30 +71,33 @@ def rope_parameters(
 
 
 class _Rope:
-    """The numbers behind "llama.rope."."""
+    """The numbers behind "rope."."""
 
-    def __init__(self, metadata: _Metadata) -> None:
-        self._metadata = metadata
+    def __init__(self, keys: _Keys) -> None:
+        self._keys = keys
+
+    def key(self, name: str) -> str:
+        return self._keys.key(f"rope.{name}")
 
     def number(self, name: str, default: float, *, zero: bool = False) -> float:
         """A number above 0; `zero`: 0 stands for one that is not given. Raises RopeUnsupported."""
-        value = self._metadata.get(f"llama.rope.{name}", default)
+        value = self._keys.get(f"rope.{name}", default)
         wrong = isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)
         if wrong or value < 0 or (value == 0 and not zero):
-            raise RopeUnsupported(f"its metadata's llama.rope.{name} is {shown(value)}, no number above 0")
+            raise RopeUnsupported(f"its metadata's {self.key(name)} is {shown(value)}, no number above 0")
         return float(value)
 
     def only(self, name: str, *harmless: float) -> None:
         """Raises RopeUnsupported for another value, where there is one."""
-        value = self._metadata.get(f"llama.rope.{name}", harmless[0])
+        value = self._keys.get(f"rope.{name}", harmless[0])
         if isinstance(value, bool) or value not in harmless:
             raise RopeUnsupported(
-                f"its metadata's llama.rope.{name} is {shown(value)}, which is not served with this "
-                "llama.rope.scaling.type"
+                f"its metadata's {self.key(name)} is {shown(value)}, which is not served with this "
+                f"{self.key('scaling.type')}"
             )
 
     def has(self, name: str) -> bool:
-        return self._metadata.get(f"llama.rope.{name}") is not None
+        return self._keys.get(f"rope.{name}") is not None
 
 
 def _check_factors(name: str, values: Sequence[float], rotated: int) -> None:
@@ -108,7 +118,7 @@ def _linear(rope: _Rope, frequencies: Sequence[float] | None, scale: float, cont
 def _yarn(rope: _Rope, frequencies: Sequence[float] | None, scale: float, original: int) -> dict[str, Any]:
     if frequencies is not None:
         raise RopeUnsupported(
-            f"it has {FREQUENCIES}, and its metadata's llama.rope.scaling.type is yarn: both at once are not served"
+            f"it has {FREQUENCIES}, and its metadata's {rope.key('scaling.type')} is yarn: both at once are not served"
         )
     rope.only("scaling.yarn_ext_factor", -1.0, 1.0)
     found: dict[str, Any] = {
@@ -129,10 +139,12 @@ def _long(
 ) -> dict[str, Any]:
     for name in (SHORT, LONG):
         if name not in factors:
-            raise RopeUnsupported(f"its metadata's llama.rope.scaling.type is longrope, and it has no {name}")
+            raise RopeUnsupported(
+                f"its metadata's {rope.key('scaling.type')} is longrope, and it has no {name}"
+            )
     if scale != 1.0:
         raise RopeUnsupported(
-            f"its metadata's llama.rope.scaling.factor is {scale}, which is not served with longrope"
+            f"its metadata's {rope.key('scaling.factor')} is {scale}, which is not served with longrope"
         )
     attention = rope.number("scaling.attn_factor", 1.0)
     return _as_longrope(factors[SHORT], factors[LONG], attention, context, original)

@@ -181,7 +181,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         layers=tuple(kinds[name] for name in names),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        norm=NormKind(config.rms_norm_eps, family.norm_offset, family.norm_in_float32),
+        norm=NormKind(config.rms_norm_eps, _norm_offset(raw, family), family.norm_in_float32),
         tied=bool(config.tie_word_embeddings),
         embed_scale=config.hidden_size**0.5 if family.scales_embedding else 1.0,
         logits_softcap=_softcap(config, family.logits_softcap),
@@ -189,6 +189,12 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         trained_positions=config.max_position_embeddings,
         ignored=ignored,
     )
+
+
+def _norm_offset(raw: Mapping[str, Any], family: Family) -> float:
+    """A GGUF file's norms are stored with the offset added."""
+    stored = raw.get("quantization_config") or {}
+    return 0.0 if stored.get("quant_method") == "gguf" else family.norm_offset
 
 
 def _layer_names(config: Any, family: Family) -> tuple[str, ...]:
