@@ -12,7 +12,7 @@ from typing import Any
 from loraplex.adapters.admission.module_names import DECODERS, HEADS, WRAPPERS
 from loraplex.adapters.admission.peft_support import CONFIG_FIELDS, TENSOR_KINDS, ConfigField
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, MODEL_PROJECTION
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/peft-support.md"
 END = "<!-- The end of what tools/support_page.py prints. -->\n"
@@ -171,6 +171,7 @@ def _modules() -> Iterable[tuple[str, ...]]:
         _code(EMBEDDING),
         "before the first layer, without DoRA; a tied head changes with it only by `ensure_weight_tying`, as in PEFT",
     )
+    yield _code(MODEL_PROJECTION), "before the first layer, of families whose layers have inputs of their own"
 
 
 def _names() -> Iterable[tuple[str, ...]]:

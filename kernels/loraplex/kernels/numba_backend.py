@@ -46,6 +46,7 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
     return Ops(
         rms_norm=numba_norm.rms_norm,
         add_rms_norm=numba_norm.add_rms_norm,
+        add=numba_norm.add,
         act_and_mul=numba_activation.act_and_mul,
         rotate_and_write=numba_rope.rotate_and_write,
         pack=partial(_pack, batch_invariant=batch_invariant, pool=HugePagePool()),

@@ -77,7 +77,9 @@ class NumbaRecordedLayers:
             self._kv = kv
             self._lists.clear()
         all_slots = [group.slots for group in attention]
-        given_tensors = (given.residual, *(each for pair in given.cos_sin for each in pair), *all_slots)
+        tables = [each for pair in given.cos_sin for each in pair]
+        own_inputs = () if given.own_inputs is None else (given.own_inputs,)
+        given_tensors = (given.residual, *own_inputs, *tables, *all_slots)
         if not self._inputs:
             with torch.inference_mode(False):  # else they could not be written to outside of that mode
                 self._inputs = tuple(
@@ -88,7 +90,9 @@ class NumbaRecordedLayers:
         found = self._lists.get(key)
         if found is None:
             try:
-                found = self._lists[key] = self._record(tensors, len(attention), lora, run_layers)
+                found = self._lists[key] = self._record(
+                    tensors, len(own_inputs), len(attention), lora, run_layers
+                )
             except NotRecordable:
                 self._is_recordable = False
                 return None
@@ -106,11 +110,13 @@ class NumbaRecordedLayers:
     def _record(
         self,
         tensors: tuple[torch.Tensor, ...],
+        num_own_inputs: int,
         num_groups: int,
         lora: NumbaLoraPass | None,
         run_layers: Callable[[LayerInputs], torch.Tensor],
     ) -> tuple[CallList, tuple[_AttentionToRecord, ...], torch.Tensor]:
-        residual, tables, all_slots = tensors[0], tensors[1:-num_groups], tensors[-num_groups:]
+        residual, all_slots = tensors[0], tensors[-num_groups:]
+        own_inputs, tables = tensors[1 : 1 + num_own_inputs], tensors[1 + num_own_inputs : -num_groups]
         attention = tuple(
             _AttentionToRecord(group, len(residual), slots) for group, slots in enumerate(all_slots)
         )
@@ -119,5 +125,6 @@ class NumbaRecordedLayers:
 
         with recording:
             pairs = list(zip(tables[::2], tables[1::2], strict=True))
-            x = run_layers(LayerInputs(residual, pairs, attention, lora, recording.enter_layer))
+            own = own_inputs[0] if own_inputs else None
+            x = run_layers(LayerInputs(residual, pairs, attention, lora, own, recording.enter_layer))
         return recording.call_list(tensors, lora), attention, x

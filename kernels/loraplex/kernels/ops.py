@@ -15,7 +15,16 @@ if TYPE_CHECKING:  # numba need not be there where it does not run.
     from loraplex.kernels.numba_layers import NumbaRecordedLayers
 
 Norm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+class AddNorm(Protocol):
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
+    ) -> torch.Tensor: ...
+
+
+class ActAndMul(Protocol):
+    def __call__(self, gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 class RotateAndWrite(Protocol):
@@ -31,12 +40,14 @@ class RotateAndWrite(Protocol):
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         eps: float,
+        v_norm: torch.Tensor | None = None,
     ) -> None:
-        """Norm the queries and keys of `heads` [T, Hq + 2·Hkv, D] by head where there are weights [D] for it, rotate
-        them by cos and sin [T, 1, R/2], and write keys and values into one layer's cache [N, P, 2, Hkv, D], or of
-        codes, for which queries and keys are transformed (`loraplex.kernels.attention.kv_codes`). Queries are
-        changed in place; what `heads` holds of keys afterwards is not said. `batch` is what the backend's
-        `AttentionKernel` laid out."""
+        """Norm the queries, keys and values of `heads` [T, Hq + 2·Hkv, D] by head where there are weights [D] for it,
+        rotate queries and keys by cos and sin [T, 1, R/2], and write keys and values into one layer's cache
+        [N, P, 2, Hkv, D], or of codes, for which queries and keys are transformed
+        (`loraplex.kernels.attention.kv_codes`). Of `heads` [T, Hq + Hkv, D] the values are the keys, normed by
+        `v_norm` alone; with [T, Hq, D] nothing is written. Queries are changed in place; what `heads` holds of keys
+        and values afterwards is not said. `batch` is what the backend's `AttentionKernel` laid out."""
         ...
 
 
@@ -47,7 +58,9 @@ class Ops:
 
     rms_norm: Norm
     add_rms_norm: AddNorm
-    act_and_mul: Callable[[torch.Tensor, bool], torch.Tensor]
+    add: Callable[[torch.Tensor, torch.Tensor], object]
+    """residual += x, in place: (residual, x), [T, C] of one dtype."""
+    act_and_mul: ActAndMul
     rotate_and_write: RotateAndWrite
     pack: Callable[[Any, WeightForm, torch.dtype], PackedLinear]
     """Packs the weight [N, K] of a linear for x and y of a dtype. `WeightForm.codes` says what the weight is: a tensor

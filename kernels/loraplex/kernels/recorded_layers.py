@@ -15,10 +15,12 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class LayerInputs:
     """Inputs of the layers of a step: `residual` [T, C], which they change, cos and sin [T, 1, R/2] of each kind of
     rotation, the sequences as the `AttentionKernel` laid them out for each group of layers, the step's adapters or
-    None. `enter_layer` is to be called with the number of each layer."""
+    None. `own_inputs` [T, L·P]: of layers that have inputs of their own. `enter_layer` is to be called with the number
+    of each layer."""
 
     residual: torch.Tensor
     cos_sin: Sequence[CosSin]
     attention: tuple[Any, ...]
     lora: Any
+    own_inputs: torch.Tensor | None = None
     enter_layer: Callable[[int], None] = lambda layer: None

@@ -55,6 +55,7 @@ def torch_ops(device: torch.device = _CPU) -> Ops:
     return Ops(
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
+        add=torch.Tensor.add_,
         act_and_mul=activation.act_and_mul,
         rotate_and_write=_rotate_and_write,
         pack=pack,
@@ -73,17 +74,19 @@ def _rotate_and_write(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    v_norm: torch.Tensor | None = None,
 ) -> None:
-    num_rows, _, head_dim = heads.shape
     num_kv_heads = cache.shape[3]
-    if q_norm is not None and k_norm is not None:
-        q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
-        q.copy_(norm.rms_norm(q, q_norm, eps))
-        k.copy_(norm.rms_norm(k, k_norm, eps))
-    # q and k lie side by side: one rotation for both, and k beside v: one write for both.
+    q, k, v = heads.tensor_split((num_heads, num_heads + num_kv_heads), 1)
+    if k.shape[1] and not v.shape[1]:
+        v = k.clone()
+    for part, weight in ((q, q_norm), (k, k_norm), (v, v_norm)):
+        if weight is not None and part.shape[1]:
+            part.copy_(norm.rms_norm(part, weight, eps))
+    # q and k lie side by side: one rotation for both.
     rope.apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
-    kv = heads[:, num_heads:].view(num_rows, 2, num_kv_heads, head_dim)
     if cache.dtype is torch.int8:
-        heads[:, :num_heads] = kv_codes.transform_queries(heads[:, :num_heads])
-        kv = torch.stack((kv_codes.transform_keys(kv[:, 0]), kv[:, 1].float()), 1)
-    torch_attention.write_kv(kv, cache, batch)
+        heads[:, :num_heads] = kv_codes.transform_queries(q)
+        k, v = kv_codes.transform_keys(k), v.float()
+    if k.shape[1]:
+        torch_attention.write_kv(torch.stack((k, v), 1), cache, batch)

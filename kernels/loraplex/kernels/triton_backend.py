@@ -69,6 +69,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
     return Ops(
         rms_norm=triton_norm.rms_norm,
         add_rms_norm=triton_norm.add_rms_norm,
+        add=torch.Tensor.add_,
         act_and_mul=triton_activation.act_and_mul,
         rotate_and_write=_rotate_and_write,
         pack=pack,
@@ -93,9 +94,10 @@ def _rotate_and_write(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    v_norm: torch.Tensor | None = None,
 ) -> None:
     triton_rope.rope_and_write_kv(
-        heads, num_heads, cos, sin, cache, batch.slots, q_norm=q_norm, k_norm=k_norm, eps=eps
+        heads, num_heads, cos, sin, cache, batch.slots, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, eps=eps
     )
 
 

@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from loraplex.engine.kv.cache import block_bytes
-from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.kv.layers import CacheKind, block_needs, blocks_for
 from loraplex.kernels import numba_backend
 from loraplex.kernels.attention import BLOCK_SIZE, numba_kernel
 from loraplex.kernels.attention.numba_attention import SPAN
@@ -29,9 +29,10 @@ from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.layers.numba_quantise import QuantisedRows
 from loraplex.kernels.linear import numba_dense, numba_int8
 from loraplex.kernels.torch_backend import torch_ops
-from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, KINDS, save_adapters
+from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, GATES, KINDS, save_adapters
 from support.engine.same_bits import Answer, Asked, PlantedDrafter, Question
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+from support.models.loading import plan_model
 from support.models.quantised_formats import write_quantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -58,6 +59,12 @@ FAMILIES_ASKED = {
     # Windows, softcaps, norms of queries and keys in float32.
     "gemma2": FAMILIES["gemma2"] | {"sliding_window": 70, "max_position_embeddings": 2048},
 }  # fmt: skip
+OTHER_PLANS = {
+    # Heads of two sizes, keys that are values.
+    "gemma4": FAMILIES["gemma4"],
+    # Inputs of layers' own, layers that read another's keys and values, wider feed-forwards there.
+    "gemma4-e2b": FAMILIES["gemma4-e2b"],
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     "wide steps": {"max_num_batched_tokens": 700},
     "narrow steps, one ahead": {"max_num_batched_tokens": 23, "lookahead": 1},
@@ -75,6 +82,7 @@ class Subject:
     base: Path
     adapters: dict[str, Path]
     family: dict[str, Any]
+    caches: tuple[CacheKind, ...] = ()
 
 
 @pytest.fixture(scope="module", params=FAMILIES_ASKED)
@@ -83,6 +91,24 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp(request.param)
     base = save_tiny(root / "base", family)
     return Subject(base, save_adapters(base, root, CHOSEN), family)
+
+
+@pytest.fixture(scope="module")
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """Of `OTHER_PLANS`, each made once."""
+
+    @cache
+    def make(name: str) -> Subject:
+        family = OTHER_PLANS[name] | {"sliding_window": 70, "max_position_embeddings": 2048}
+        root = tmp_path_factory.mktemp(name)
+        base = save_tiny(root / "base", family)
+        chosen = dict(CHOSEN)
+        if "hidden_size_per_layer_input" in family:
+            chosen["all"] = CHOSEN["all"] | {"target_modules": [*CHOSEN["all"]["target_modules"], *GATES]}
+        caches = plan_model(base).shape.caches
+        return Subject(base, save_adapters(base, root, chosen), family, caches)
+
+    return make
 
 
 @pytest.fixture(scope="module", params=["gptq int4, zeros", "compressed int8, a scale a row"])
@@ -101,13 +127,16 @@ def make_asked(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
 
     def make(subject: Subject, dtype: str, *, kv_blocks: int = 2000, **settings: Any) -> Asked:
         heads, dim = subject.family.get("num_key_value_heads", 2), subject.family["head_dim"]
-        if "sliding_window" in subject.family:
-            kv_blocks = kv_blocks * 3 // 4  # some layers keep the window alone
         served = getattr(torch, KV_DTYPES.get(dtype, dtype))
-        size = block_bytes(
-            (CacheKind(heads, dim),) * 3,
-            torch.int8 if settings.get("kv_cache_dtype") == "int8" else served,
-        )
+        if settings.get("kv_cache_dtype") == "int8":
+            served = torch.int8
+        caches: tuple[CacheKind, ...] = (CacheKind(heads, dim),) * 3
+        if subject.caches:  # of several sizes
+            caches = subject.caches
+            kv_blocks = kv_blocks * block_needs(caches, 60).of(256) // blocks_for(256)
+        elif "sliding_window" in subject.family:
+            kv_blocks = kv_blocks * 3 // 4  # some layers keep the window alone
+        size = block_bytes(caches, served)
         asked = Asked(
             subject.base,
             tmp_path / str(len(made)),
@@ -189,6 +218,34 @@ def test_bits_do_not_depend_on_neighbours(
     if not numba_dense.is_for(getattr(torch, dtype)):
         pytest.skip(f"on this processor a library multiplies in {dtype}")
     make = partial(make_asked, subject, dtype, quantise=quantise, kv_cache_dtype=kv_cache_dtype)
+    differing, seen = compared(make, count, SETTINGS)
+    assert differing == Counter(), f"of {count} each"
+    assert seen == HAPPENED
+
+
+@pytest.mark.parametrize(
+    ("plan", "quantise", "kv_cache_dtype", "dtype", "count"),
+    [
+        ("gemma4-e2b", "none", "auto", "bfloat16", 20),
+        *(
+            pytest.param(plan, *kept, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+            for plan in OTHER_PLANS
+            for kept in (("none", "auto", "float32"), ("int8", "int8", "bfloat16"))
+        ),
+    ],
+)
+def test_bits_of_other_plans_do_not_depend_on_neighbours(
+    subject_of: Callable[[str], Subject],
+    make_asked: Callable[..., Asked],
+    plan: str,
+    quantise: str,
+    kv_cache_dtype: str,
+    dtype: str,
+    count: int,
+) -> None:
+    if not numba_dense.is_for(getattr(torch, dtype)):
+        pytest.skip(f"on this processor a library multiplies in {dtype}")
+    make = partial(make_asked, subject_of(plan), dtype, quantise=quantise, kv_cache_dtype=kv_cache_dtype)
     differing, seen = compared(make, count, SETTINGS)
     assert differing == Counter(), f"of {count} each"
     assert seen == HAPPENED

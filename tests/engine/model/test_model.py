@@ -113,7 +113,10 @@ def test_every_adapter_site_is_reached_with_its_input(served):
     groups = {g.key: g for g in model.site_groups}
     recorder = Recorder()
     PagedRun(model, prompts).step({3: len(prompts[3])}, recorder)
-    assert sorted(recorder.calls) == sorted((i, key) for i in range(model.num_layers) for key in groups)
+    every = range(model.num_layers)
+    assert sorted(recorder.calls) == sorted(
+        (i, key) for key, group in groups.items() for i in (every if group.layers is None else group.layers)
+    )
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen2", "phi3", "gemma2", "gemma3", "olmo2"])

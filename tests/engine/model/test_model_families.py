@@ -14,9 +14,15 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import TESTED
-from support.adapters.tiny_adapters import save_adapters
+from support.adapters.tiny_adapters import ADAPTERS, GATES, save_adapters
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
-from support.models.checkpoints import FAMILIES, edit_config, save_tiny, save_tiny_gemma3_with_vision
+from support.models.checkpoints import (
+    FAMILIES,
+    edit_config,
+    save_tiny,
+    save_tiny_gemma3_with_vision,
+    save_tiny_with_vision,
+)
 from support.models.loading import load_model, outline_model, plan_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -24,16 +30,26 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 OUTPUTS = 40
 
 
+SEEING = {"gemma3-vision": "gemma3", "gemma4-e2b-vision": "gemma4", "gemma4-unified-vision": "gemma4_unified"}
+
+
 @pytest.mark.parametrize(
-    "family", ["mistral-window", "qwen2-window", "phi3", "gemma2", "gemma3", "gemma3-vision"]
+    "family",
+    ["mistral-window", "qwen2-window", "phi3", "gemma2", "gemma3", "gemma4", *SEEING],
 )
 def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
     options = FAMILIES[family.removesuffix("-vision")]
-    save = save_tiny_gemma3_with_vision if family.endswith("-vision") else save_tiny
-    base = save(tmp_path / "base", options, max_shard_size="20KB")
+    if family in SEEING:
+        base = save_tiny_with_vision(tmp_path / "base", SEEING[family], options, max_shard_size="20KB")
+    else:
+        base = save_tiny(tmp_path / "base", options, max_shard_size="20KB")
     assert len(list(base.glob("*.safetensors"))) > 1
-    adapters = save_adapters(base, tmp_path)
-    engine = cramped_engine(base, tmp_path / "work", max_num_seqs=8, num_blocks=12)
+    chosen = dict(ADAPTERS)
+    if "hidden_size_per_layer_input" in options:
+        chosen["all"] = ADAPTERS["all"] | {"target_modules": [*ADAPTERS["all"]["target_modules"], *GATES]}
+    adapters = save_adapters(base, tmp_path, chosen)
+    num_blocks = 10 if family.startswith("gemma4") else 12
+    engine = cramped_engine(base, tmp_path / "work", max_num_seqs=8, num_blocks=num_blocks)
     answered = ask_mixed(engine, adapters, seed=family, requests=12, tokens=OUTPUTS)
     stats = engine.core.stats()
     engine.close()
@@ -90,6 +106,16 @@ def test_a_text_part_that_means_something_else_is_refused(change, words, tmp_pat
         ),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window"),
         ({"model_type": "phi3", "lm_head_bias": True}, "lm_head_bias"),
+        (
+            {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "enable_moe_block": True}},
+            "experts",
+        ),
+        ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"model_type": "gemma4_text", "vocab_size_per_layer_input": 9}, "fewer than the 262144 tokens"),
+        ({"model_type": "gemma4_text", "num_kv_shared_layers": 29}, "num_kv_shared_layers is 29"),
+        ({"model_type": "gemma4_text", "per_layer_config": {"1": {"head_dim": 4}}}, "not homogeneous"),
+        ({"model_type": "gemma4_text", "per_layer_config": {"1": {"rms_norm_eps": 4.0}}}, "rms_norm_eps"),
+        ({"model_type": "gemma4_text", "per_layer_config": {"1": {"skip": ["mlp"]}}}, "not homogeneous"),
     ],
 )
 def test_unsupported_model_is_refused_in_one_line_before_any_weight_is_read(config, words, tmp_path):
@@ -146,7 +172,7 @@ def test_every_family_is_documented():
 
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|$", page.split("## Through")[0], re.MULTILINE)
-    fused = set(listed) - {"model_type", "gemma3"}  # the last by its text part
+    fused = set(listed) - {"model_type", "gemma3", "gemma4", "gemma4_unified"}  # these by their text parts
     assert fused == {options["model_type"] for options in FAMILIES.values()}
     assert all(is_fused(name) for name in fused)
     tested = page.split("## Through transformers")[1].split(" are tested")[0]

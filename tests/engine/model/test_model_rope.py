@@ -115,7 +115,7 @@ def test_beyond_all_that_is_known_the_start_is_refused(options, most, tmp_path):
     ("base", "rope", "words"),
     [
         ("llama", {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}, "1 numbers in short_factor"),
-        ("llama", {"rope_type": "proportional"}, "proportional"),
+        ("llama", {"rope_type": "axial"}, "axial"),
         ("llama", {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}, "alpha"),
         ("llama", {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("gemma3", {"rope_type": "linear", "factor": 2.0}, "no type of layer"),

@@ -64,7 +64,8 @@ def fused() -> list[Variant]:
         "scales_kind",
     )
     pointers = {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i32"}
-    pointers |= dict.fromkeys(("heads_ptr", "cache_ptr", "scales_ptr", "q_norm_ptr", "k_norm_ptr"), "*bf16")
+    names = ("heads_ptr", "cache_ptr", "scales_ptr", "q_norm_ptr", "k_norm_ptr", "v_norm_ptr")
+    pointers |= dict.fromkeys(names, "*bf16")
     numbers = dict.fromkeys(("eps", "q_factor", "k_factor"), "fp32")
     rope = Variant(
         "rope and KV write, Qwen3's norm",
@@ -72,7 +73,7 @@ def fused() -> list[Variant]:
         pointers | dict.fromkeys(strides, "i32") | numbers,
         {
             "NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_REST": 1,
-            "BLOCK_HEADS": 8, "BLOCK_SIZE": 16, "NORM": True, "CODES": False,
+            "BLOCK_HEADS": 8, "BLOCK_SIZE": 16, "KINDS": 2, "NORM": True, "V_NORM": False, "CODES": False,
             "TRANSFORM": False,
         },
         multiples_of_16=strides,
@@ -83,6 +84,15 @@ def fused() -> list[Variant]:
         signature=rope.signature | {"cache_ptr": "*i8", "scales_ptr": "*fp16"},
         constants={**rope.constants, "CODES": True, "TRANSFORM": True},
     )
+    keys_as_values = replace(
+        rope,
+        name="rope and KV write, Gemma 4's norms, values that are keys",
+        signature=rope.signature | dict.fromkeys(("q_norm_ptr", "k_norm_ptr", "v_norm_ptr"), "*fp32"),
+        constants={
+            **rope.constants, "NUM_HEADS": 32, "NUM_KV_HEADS": 4, "HEAD_DIM": 512, "HALF": 256, "BLOCK_HALF": 256,
+            "KINDS": 1, "V_NORM": True,
+        },
+    )  # fmt: skip
     partial_rope_of_codes = replace(
         rope_of_codes,
         name="rope of 96 of 128 numbers and KV write as codes",
@@ -93,17 +103,17 @@ def fused() -> list[Variant]:
         "loraplex.kernels.layers.triton_norm:rms_norm_program",
         dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "weight_ptr"), "*bf16")
         | dict.fromkeys(("inner", "x_outer", "x_inner", "residual_row"), "i32")
-        | {"eps": "fp32"},
-        {"COLUMNS": 4096, "BLOCK": 4096, "ADD": True},
+        | {"eps": "fp32", "scale": "fp32"},
+        {"COLUMNS": 4096, "BLOCK": 4096, "ADD": True, "SCALE": False},
         num_warps=8,
         multiples_of_16=("x_outer", "x_inner", "residual_row"),
     )
     gated = Variant(
         "gelu and mul",
         "loraplex.kernels.layers.triton_activation:gated_program",
-        {"gate_up_ptr": "*bf16", "out_ptr": "*bf16", "gate_up_row": "i32"},
+        {"gate_ptr": "*bf16", "up_ptr": "*bf16", "out_ptr": "*bf16", "gate_row": "i32", "up_row": "i32"},
         {"INNER": 14336, "BLOCK": 1024, "GELU": True},
-        multiples_of_16=("gate_up_row",),
+        multiples_of_16=("gate_row", "up_row"),
     )
     merge = Variant(
         "merge, 128",
@@ -113,7 +123,7 @@ def fused() -> list[Variant]:
         {"NUM_HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_PARTS": 16},
         unaligned=("count_ptr",),
     )
-    return [rope, rope_of_codes, partial_rope_of_codes, norm, gated, merge]
+    return [rope, rope_of_codes, keys_as_values, partial_rope_of_codes, norm, gated, merge]
 
 
 def variants() -> list[Variant]:

@@ -242,6 +242,41 @@ def test_keys_and_values_are_rotated_and_written_as_codes(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kinds", [0, 1, 2])
+@pytest.mark.parametrize(("dim", "rotated"), [(16, 16), (34, 20)])
+@pytest.mark.parametrize("codes", [False, True])
+def test_values_are_normed_are_the_keys_or_another_layers(
+    backend: str, kinds: int, dim: int, rotated: int, codes: bool
+) -> None:
+    """What the backend does with values that were normed beforehand, or with queries alone. Whole numbers, so that
+    sums are exact in any order."""
+    rows, lens, tables = [3, 1, 20], [3, 18, 20], [[4], [0, 6], [2, 1]]
+    heads, kv_heads, total = 4, 2, 24
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randint(-9, 9, (total, n, dim), generator=generator).float() for n in (heads, 2, 2))
+    angles = torch.rand(total, 1, rotated // 2, generator=generator)
+    norms: Any = {"q_norm": torch.rand(dim), "k_norm": torch.rand(dim), "eps": 1e-6}
+    v_norm = torch.rand(dim)
+    tested = backend_of(backend, AttentionShape(heads, kv_heads, dim, BLOCK))
+    laid_out = tested.attention.lay_out(rows, lens, tables)
+    width, dtype = (head_width(dim, torch.int8), torch.int8) if codes else (dim, torch.float32)
+
+    def written(given: torch.Tensor, **norms: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = torch.full((8, BLOCK, 2, kv_heads, width), 77, dtype=dtype)
+        tested.ops.rotate_and_write(given, heads, angles.cos(), angles.sin(), cache, laid_out, **norms)
+        return given[:, :heads], cache
+
+    own = v if kinds == 2 else k
+    normed = tested.ops.rms_norm(own.reshape(-1, dim), v_norm, 1e-6).view_as(own)
+    queries, cache = written(torch.cat((q, k, normed), 1), **norms)
+    if kinds == 0:
+        cache = torch.full_like(cache, 77)
+    found = written(torch.cat((q, k, v)[: 1 + kinds], 1), **norms, v_norm=v_norm)
+    assert torch.equal(found[0], queries)
+    assert torch.equal(found[1], cache)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_key_that_is_not_finite_shows_in_its_own_head_alone(backend: str) -> None:
     tested = backend_of(backend, AttentionShape(2, 1, 16, BLOCK))
     qkv = torch.randn(5, 4, 16, generator=torch.Generator().manual_seed(0))

@@ -62,6 +62,16 @@ def test_residual_and_norm(dtype, columns, weights):
     assert torch.equal(triton_norm.rms_norm(residual, weight, 1e-5), got)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_scaled_after_it_was_rounded(dtype):
+    x, residual = draw(5, 40, dtype=dtype), draw(5, 40, dtype=dtype, seed=1)
+    weight, total = draw(40, seed=2), residual.clone()
+    reference = norm.add_rms_norm(x, total, weight, 1e-5, 0.7)
+    got = triton_norm.add_rms_norm(x, residual, weight, 1e-5, 0.7)
+    assert torch.equal(residual, total)
+    close(got, reference, dtype, times=3)
+
+
 def test_heads_of_a_wider_row_are_normed_as_they_lie():
     wide = draw(3, 7, 64)
     heads, weight = wide[:, 2:5], draw(64, seed=1)
@@ -96,6 +106,19 @@ def test_gated_activations(dtype, gelu, inner):
     wide = torch.cat((x, x), 1)[:, : 2 * inner]
     assert torch.equal(triton_activation.act_and_mul(wide, gelu), got)
     assert triton_activation.act_and_mul(x[:0], gelu).shape == (0, inner)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_a_gate_may_lie_apart_from_what_it_is_for(gelu):
+    gate_up = draw(3, 74)
+    wide = draw(3, 200)
+    wide[:, 50:87] = gate_up[:, 37:]
+    gate = gate_up[:, :37].contiguous()
+    got = triton_activation.act_and_mul(gate, gelu, wide[:, 50:87])
+    assert torch.equal(got, triton_activation.act_and_mul(gate_up, gelu))
+    close(got, activation.act_and_mul(gate, gelu, wide[:, 50:87]), torch.float32, times=4)
+    with pytest.raises(ValueError, match="a gate of"):
+        triton_activation.act_and_mul(gate, gelu, wide[:, 50:88])
 
 
 def test_an_activation_refuses_halves_that_are_not_equal():

@@ -61,6 +61,30 @@ def test_add_norm(weights, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_sum_is_scaled_after_it_was_rounded_and_may_go_without_a_norm(dtype):
+    x, residual, weight = torch.randn(5, 37, dtype=dtype), torch.randn(5, 37, dtype=dtype), torch.randn(37)
+    ours, theirs, plain = residual.clone(), residual.clone(), residual.clone()
+    got, want = (
+        OURS.add_rms_norm(x, ours, weight, 1e-5, 0.7),
+        TORCH.add_rms_norm(x, theirs, weight, 1e-5, 0.7),
+    )
+    assert torch.equal(ours, theirs)
+    assert_close(got, want)
+    OURS.add(plain, x)
+    assert torch.equal(plain, residual + x)
+
+
+@pytest.mark.parametrize("by_gelu", [False, True])
+def test_a_gate_may_lie_apart_from_what_it_is_for(by_gelu):
+    gate_up, wide = torch.randn(3, 74), torch.randn(3, 200)
+    wide[:, 50:87] = gate_up[:, 37:]
+    gate = gate_up[:, :37].contiguous()
+    assert torch.equal(OURS.act_and_mul(gate, by_gelu, wide[:, 50:87]), OURS.act_and_mul(gate_up, by_gelu))
+    with pytest.raises(ValueError, match="a gate of"):
+        OURS.act_and_mul(gate, by_gelu, wide[:, 50:88])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("by_gelu", [False, True])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 74), (100, 3072), (0, 8)])
 def test_activation(by_gelu, shape, dtype):

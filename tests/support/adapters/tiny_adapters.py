@@ -62,6 +62,9 @@ BY_TOKEN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What adapters may change by token: the embedding by LoRA, and rows of it and of the head."""
 
+GATES = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
+"""Sites of layers that have inputs of their own."""
+
 _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 
@@ -97,7 +100,7 @@ def save_adapters(
     made: dict[str, Path] = {}
     model_type = json.loads((base / "config.json").read_text())["model_type"]
     adapters = {name: named_for(model_type, options) for name, options in chosen.items()}
-    if model_type == "gemma3":  # which also sees: only its text part is served
+    if model_type in ("gemma3", "gemma4", "gemma4_unified"):  # only the text part is served
         adapters = {n: options | {"exclude_modules": ".*vision_tower.*"} for n, options in chosen.items()}
     for number, (name, options) in enumerate(adapters.items()):
         model = get_peft_model(
@@ -107,5 +110,7 @@ def save_adapters(
         made[name] = out / name
         model.save_pretrained(made[name])
         config = made[name] / "adapter_config.json"
+        if model_type == "gemma4":  # PEFT does not load it without: it changes no linear of that tower
+            continue
         config.write_text(json.dumps(json.loads(config.read_text()) | {"exclude_modules": None}))
     return made

@@ -30,6 +30,14 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text", "head_dim": 8, "global_head_dim": 16, "sliding_window": 9,
+    "final_logit_softcapping": 3.0,
+}  # fmt: skip
+_GEMMA4_DENSE: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -98,6 +106,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
         },
     },
+    # The dense plan of 31B, of 12B, and that of E2B.
+    "gemma4": {**_GEMMA4, **_GEMMA4_DENSE, "hidden_size_per_layer_input": 0},
+    "gemma4-unified": {**_GEMMA4, **_GEMMA4_DENSE, "model_type": "gemma4_unified_text"},
+    "gemma4-e2b": {
+        **_GEMMA4, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
+    },
 }  # fmt: skip
 """What `FusedDecoder` serves."""
 
@@ -114,6 +130,25 @@ OTHERS: dict[str, dict[str, Any]] = {
 """What `TransformersDecoder` serves without a probe at start."""
 
 
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "patch_size": 8,
+}
+_SEEING: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "vision_config": {**_VISION, "image_size": 16}, "mm_tokens_per_image": 1, "image_token_index": 130,
+        "boi_token_index": 128, "eoi_token_index": 129,
+    },
+    "gemma4": {"vision_config": {**_VISION, "num_key_value_heads": 2, "head_dim": 8}},
+    "gemma4_unified": {
+        "vision_config": {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8}
+    },
+}  # fmt: skip
+
+
 def save_tiny(out: Path, overrides: dict[str, Any], *, seed: int = 0, **save: Any) -> Path:
     """A random model of `overrides["model_type"]` as safetensors in `out`, in float32."""
     from transformers import AutoConfig
@@ -124,16 +159,16 @@ def save_tiny(out: Path, overrides: dict[str, Any], *, seed: int = 0, **save: An
 
 def save_tiny_gemma3_with_vision(out: Path, overrides: dict[str, Any], *, seed: int = 0, **save: Any) -> Path:
     """The same for a Gemma 3 that also sees; `overrides` are of its text part."""
+    return save_tiny_with_vision(out, "gemma3", overrides, seed=seed, **save)
+
+
+def save_tiny_with_vision(
+    out: Path, kind: str, overrides: dict[str, Any], *, seed: int = 0, **save: Any
+) -> Path:
+    """The same for a model of `_SEEING`; `overrides` are of its text part."""
     from transformers import AutoConfig
 
-    vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": 16, "patch_size": 8,
-    }  # fmt: skip
-    config = AutoConfig.for_model(
-        "gemma3", text_config={**_COMMON, **overrides}, vision_config=vision, mm_tokens_per_image=1,
-        image_token_index=130, boi_token_index=128, eoi_token_index=129,
-    )  # fmt: skip
+    config = AutoConfig.for_model(kind, text_config={**_COMMON, **overrides}, **_SEEING[kind])
     return _save(config, out, seed, save)
 
 
@@ -145,10 +180,13 @@ def _save(config: Any, out: Path, seed: int, save: dict[str, Any]) -> Path:
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         # Larger than usual, so that attention is sharp and an error anywhere shows in the logits.
-        center = (
-            1.0 if "norm" in name and name.endswith("weight") and "gemma" not in config.model_type else 0.0
-        )
+        # Gemma before the fourth adds 1 to them.
+        centered = "gemma" not in config.model_type or "gemma4" in config.model_type
+        center = 1.0 if "norm" in name and name.endswith("weight") and centered else 0.0
         weight.data.normal_(center, 0.25, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5, generator=generator)
     model.save_pretrained(out, **save)
     return out
 

@@ -101,8 +101,12 @@ _LAYER_KINDS: Mapping[str, frozenset[str]] = {
     _CHUNKED: frozenset({"chunked_attention"}),
 }  # fmt: skip
 """Kinds of layers, of those that transformers knows, by what is in the way: in families that are not listed too."""
-_SIZES: Mapping[str, str] = {"kv_lora_rank": _LATENT, "index_topk": _INDEXED}
-"""Fields that are a number above 0 where this is in the way."""
+_SIZES: Mapping[str, str] = {
+    "kv_lora_rank": _LATENT,
+    "index_topk": _INDEXED,
+    "enable_moe_block": "its layers have experts beside their feed-forward, which the fused decoder does not compute",
+}
+"""Fields that are a number above 0, or true, where this is in the way."""
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "Model")
 
 
@@ -143,7 +147,7 @@ def _property_of(config: Mapping[str, Any]) -> str | None:
                 return f"{reason} ({field}: {told[0]})"
     for field, reason in _SIZES.items():
         size = config.get(field)
-        if type(size) is int and size > 0:
+        if isinstance(size, int) and size > 0:
             return f"{reason} ({field}: {size})"
     return None
 

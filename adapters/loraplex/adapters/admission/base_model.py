@@ -26,9 +26,11 @@ from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SITES
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, MODEL_PROJECTION, SITES
 
-_SITE_NAME = re.compile(rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})")
+_SITE_NAME = re.compile(
+    rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})|(?:.*\.)?({MODEL_PROJECTION})"
+)
 _HEAD_NAME = f"{HEAD}.weight"
 _OTHER_TOWERS = re.compile(r"(?:.*\.)?(?:vision_tower|vision_model|audio_tower)\..*")
 """Parts of a multimodal checkpoint that have layers of their own."""
@@ -306,8 +308,9 @@ def find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[
     found: list[SiteShape] = []
     for path, (out_features, in_features) in linears.items():
         match = _SITE_NAME.fullmatch(path)
-        if match and int(match[1]) < num_layers and not in_other_tower(path) and not is_of_expert(path):
-            found.append(SiteShape(int(match[1]), match[2], in_features, out_features, path))
+        layer = int(match[1] or 0) if match else 0
+        if match and layer < num_layers and not in_other_tower(path) and not is_of_expert(path):
+            found.append(SiteShape(layer, match[2] or match[3], in_features, out_features, path))
     claims = Counter((site.layer, site.site) for site in found)
     unique = (site for site in found if claims[site.layer, site.site] == 1)
     return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import BaseSpec
-from loraplex.kernels.lora.site_groups import HEAD
+from loraplex.kernels.lora.site_groups import HEAD, MODEL_PROJECTION
 
 DECODERS: tuple[tuple[str, str], ...] = (
     ("model.", "a language model with its head, as AutoModelForCausalLM builds it"),
@@ -24,7 +24,7 @@ DECODERS: tuple[tuple[str, str], ...] = (
     ("language_model.model.", "a multimodal model before transformers 4.52"),
 )
 """Prefixes before "layers" in the path of a decoder's module, and the model that each belongs to."""
-_PARTS = frozenset({"layers", "embed_tokens", "norm"})
+_PARTS = frozenset({"layers", "embed_tokens", "norm", MODEL_PROJECTION})
 HEADS: tuple[tuple[str, str], ...] = (
     (HEAD, "a model of transformers"),
     ("language_model.lm_head", "a multimodal model before transformers 4.52"),

@@ -17,7 +17,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual += x, in place; returns rms_norm(residual). x, residual: [T, C] of one dtype."""
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
+) -> torch.Tensor:
+    """residual = (residual + x) · scale, in place; returns rms_norm(residual). x, residual: [T, C] of one dtype, which
+    the sum is rounded to before it is scaled."""
     residual.add_(x)
+    if scale != 1.0:
+        residual.mul_(scale)
     return rms_norm(residual, weight, eps)

@@ -25,19 +25,26 @@ from loraplex.kernels.numba_runtime.vectors import (
 _F32, _ONE = np.float32(0), np.float32(1)
 
 
-def act_and_mul(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
-    """silu(gate) · up, or gelu(gate) · up with the tanh approximation. gate_up: [T, 2·I], gate before up, last axis
-    contiguous; returns [T, I]."""
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2:
+def act_and_mul(gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) · up, or gelu(gate) · up with the tanh approximation. gate_up: [T, 2·I], gate before up; or the gate
+    alone, [T, I], and `up` [T, I], its last axis contiguous. Returns [T, I]."""
+    if gate_up.dim() != 2 or (up is None and gate_up.shape[1] % 2):
         raise ValueError(f"{list(gate_up.shape)} are not rows of a gate and what it is for")
     if gate_up.stride(1) != 1:
         gate_up = gate_up.contiguous()
-    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    if up is None:
+        up = gate_up[:, gate_up.shape[1] // 2 :]
+    elif up.shape != gate_up.shape or up.dtype is not gate_up.dtype or up.stride(1) != 1:
+        raise ValueError(f"a gate of {list(gate_up.shape)} does not fit {list(up.shape)} {up.dtype}")
+    rows, columns = up.shape
     out = torch.empty((rows, columns), dtype=gate_up.dtype)
+    size = gate_up.element_size()
     arguments = (
         LIKE[gate_up.dtype],
         gate_up.data_ptr(),
-        gate_up.stride(0) * gate_up.element_size(),
+        gate_up.stride(0) * size,
+        up.data_ptr(),
+        up.stride(0) * size,
         out.data_ptr(),
         columns,
         int(gelu),
@@ -73,11 +80,10 @@ def _gate_columns_by_gelu(gate, up, target, columns, like):
 
 
 @jit
-def _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, last):
-    size = size_of(like)
+def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, is_gelu, first, last):
     for row in range(first, last):
-        gate, target = gate_up + row * stride, out + row * columns * size
-        up = gate + columns * size
+        gate, up = gates + row * gate_row, ups + row * up_row
+        target = out + row * columns * size_of(like)
         if is_gelu != 0:
             _gate_columns_by_gelu(gate, up, target, columns, like)
         else:
@@ -85,15 +91,16 @@ def _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, last):
 
 
 def _activate_units(team, arguments, like):
-    gate_up, stride, out = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
-    columns, is_gelu = read_int64(arguments + 24), read_int64(arguments + 32)
-    rows, share = read_int64(arguments + 40), read_int64(arguments + 48)
+    gates, gate_row, ups = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    up_row, out, columns = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    is_gelu, rows, share = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
     units = (rows + share - 1) // share
     while True:
         first = take_unit(team, units) * share
         if first >= rows:
             break
-        _activate_rows(like, gate_up, stride, out, columns, is_gelu, first, min(first + share, rows))
+        last = min(first + share, rows)
+        _activate_rows(like, gates, gate_row, ups, up_row, out, columns, is_gelu, first, last)
 
 
-_activate_all = Kernel(_activate_units, "qqqqqqq")
+_activate_all = Kernel(_activate_units, "qqqqqqqqq")

@@ -120,8 +120,9 @@ def _make_codes(source, dim, codes, scale, like):
 
 
 @jit
-def write_block(block, key, value, stride, kv_heads, dim, like):
-    """All positions of a block. `key` and `value` are addresses of the first of BLOCK rows, `stride` bytes apart."""
+def write_block(block, key, value, key_row, value_row, kv_heads, dim, like):
+    """All positions of a block. `key` and `value` are addresses of the first of BLOCK rows, `key_row` and `value_row`
+    bytes apart."""
     size = size_of(like)
     words = dim * size // 4
     whole_keys, whole_values = words // 16 * 16 * 4 // size, dim // 16 * 16
@@ -129,23 +130,21 @@ def write_block(block, key, value, stride, kv_heads, dim, like):
         source = head * dim * size
         target = block + 2 * BLOCK * source
         for word in range(0, words - 15, 16):
-            _transpose(key + source + word * 4, stride, target + word * BLOCK * 4)
+            _transpose(key + source + word * 4, key_row, target + word * BLOCK * 4)
         target += BLOCK * dim * size
         if size == 4:
             for position in range(BLOCK):
                 for d in range(0, whole_values, 16):
-                    x = load(value + source + position * stride + d * size, like)
+                    x = load(value + source + position * value_row + d * size, like)
                     store(x, target + (position * dim + d) * size, like)
         else:
             for position in range(0, BLOCK, 2):
                 for d in range(0, whole_values, 16):
-                    first = value + source + position * stride + d * size
-                    _interleave(first, first + stride, target + (position * dim + 2 * d) * size)
+                    first = value + source + position * value_row + d * size
+                    _interleave(first, first + value_row, target + (position * dim + 2 * d) * size)
         for position in range(BLOCK):
-            place = source + position * stride
-            _write_elements(
-                block, head, position, key + place, value + place, whole_keys, whole_values, dim, like
-            )
+            own_key, own_value = key + source + position * key_row, value + source + position * value_row
+            _write_elements(block, head, position, own_key, own_value, whole_keys, whole_values, dim, like)
 
 
 @jit

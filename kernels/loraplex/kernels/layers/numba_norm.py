@@ -38,13 +38,28 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
     rows = x.numel() // columns if columns else 0
-    _norm(x, x.stride(0) if x.dim() == 2 else columns, None, out, rows, weight, eps)
+    _norm(x, x.stride(0) if x.dim() == 2 else columns, None, out, rows, weight, eps, 1.0)
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual += x, in place; returns rms_norm(residual), of what the sum was rounded to. x, residual: [T, C] of one
-    dtype, last axis contiguous."""
+def add(residual: torch.Tensor, x: torch.Tensor) -> None:
+    """residual += x, in place; both as `add_rms_norm` has them."""
+    _check_sum(x, residual)
+    _norm(x, x.stride(0), residual, None, x.shape[0], None, 0.0, 1.0)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
+) -> torch.Tensor:
+    """residual = (residual + x) · scale, in place, with the sum rounded before it is scaled; returns
+    rms_norm(residual), of what that was rounded to. x, residual: [T, C] of one dtype, last axis contiguous."""
+    _check_sum(x, residual)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _norm(x, x.stride(0), residual, out, x.shape[0], weight, eps, scale)
+    return out
+
+
+def _check_sum(x, residual) -> None:
     if (
         x.shape != residual.shape
         or x.dtype is not residual.dtype
@@ -55,27 +70,25 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
         raise ValueError(
             f"{list(x.shape)} {x.dtype} can't be added to {list(residual.shape)} {residual.dtype} by rows"
         )
-    out = torch.empty(x.shape, dtype=x.dtype)
-    _norm(x, x.stride(0), residual, out, x.shape[0], weight, eps)
-    return out
 
 
-def _norm(x, stride, residual, out, rows, weight, eps) -> None:
+def _norm(x, stride, residual, out, rows, weight, eps, scale) -> None:
     columns = x.shape[-1]
-    if weight.shape != (columns,) or not weight.is_contiguous():
+    if weight is not None and (weight.shape != (columns,) or not weight.is_contiguous()):
         raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit rows of {columns}")
     size = x.element_size()
     arguments = (
         LIKE[x.dtype],
-        LIKE[weight.dtype],
+        LIKE[x.dtype if weight is None else weight.dtype],
         x.data_ptr(),
         stride * size,
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0) * size,
-        out.data_ptr(),
-        weight.data_ptr(),
+        0 if out is None else out.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
         columns,
         float(eps),
+        float(scale),
     )
     alone = rows * columns <= SMALL
     _norm_all.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows), alone=alone)
@@ -95,7 +108,7 @@ def scaled(source, target, weight, columns, squares, eps, like, weight_like):
 
 @jit
 def _norm_rows(
-    like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, first, last
+    like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, first, last
 ):
     size = size_of(like)
     for row in range(first, last):
@@ -107,6 +120,8 @@ def _norm_rows(
                 left = columns - c
                 added = load_some(source + c * size, left, like) + load_some(total + c * size, left, like)
                 added = rounded(added, like)
+                if scale != _ONE:
+                    added = rounded(added * splat(scale), like)
                 store_some(added, total + c * size, left, like)
                 squares = fma(added, added, squares)
             source = total
@@ -114,14 +129,16 @@ def _norm_rows(
             for c in range(0, columns, 16):
                 value = load_some(source + c * size, columns - c, like)
                 squares = fma(value, value, squares)
-        scaled(source, out + row * columns * size, weight, columns, squares, eps, like, weight_like)
+        if weight != 0:
+            scaled(source, out + row * columns * size, weight, columns, squares, eps, like, weight_like)
 
 
 def _norm_units(team, arguments, like, weight_like):
     x, stride, residual = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     residual_stride, out = read_int64(arguments + 24), read_int64(arguments + 32)
     weight, columns = read_int64(arguments + 40), read_int64(arguments + 48)
-    eps, rows, share = read_float64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
+    eps, scale = read_float64(arguments + 56), np.float32(read_float64(arguments + 64))
+    rows, share = read_int64(arguments + 72), read_int64(arguments + 80)
     units = (rows + share - 1) // share
     while True:
         first = take_unit(team, units) * share
@@ -129,8 +146,8 @@ def _norm_units(team, arguments, like, weight_like):
             break
         last = min(first + share, rows)
         _norm_rows(
-            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, first, last
-        )
+            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, first, last
+        )  # fmt: skip
 
 
-_norm_all = Kernel(_norm_units, "qqqqqqqdqq")
+_norm_all = Kernel(_norm_units, "qqqqqqqddqq")

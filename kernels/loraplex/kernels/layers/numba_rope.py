@@ -18,6 +18,7 @@ from loraplex.kernels.layers.numba_kv_write import (
     write_row,
 )
 from loraplex.kernels.layers.numba_norm import scaled
+from loraplex.kernels.layers.rope import check_norms
 from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_unit, take_unit
 from loraplex.kernels.numba_runtime.vectors import (
     CODES,
@@ -46,6 +47,7 @@ def rotate_and_write(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    v_norm: torch.Tensor | None = None,
 ) -> None:
     """`loraplex.kernels.ops.RotateAndWrite`, into a cache in the order of `loraplex.kernels.attention.numba_attention`.
 
@@ -54,8 +56,10 @@ def rotate_and_write(
     """
     rows, all_heads, dim = heads.shape
     kv_heads, half = cache.shape[3], cos.shape[-1]
+    kinds = (all_heads - num_heads) // kv_heads
     if (
-        all_heads != num_heads + 2 * kv_heads
+        all_heads != num_heads + kinds * kv_heads
+        or kinds not in ((0, 2) if v_norm is None else (0, 1, 2))
         or cache.shape[1:] != (BLOCK, 2, kv_heads, head_width(dim, cache.dtype))
         or cache.dtype not in (heads.dtype, torch.int8)
         or dim % 2
@@ -72,16 +76,13 @@ def rotate_and_write(
             f"heads {list(heads.shape)} {heads.dtype} with cos {list(cos.shape)} do not fit a cache "
             f"{list(cache.shape)} {cache.dtype}, {num_heads} query heads and {batch.num_rows} rows"
         )
-    if (q_norm is None) is not (k_norm is None):
-        raise ValueError("queries and keys are both normed, or neither")
-    for weight in (q_norm, k_norm):
-        if weight is not None and (weight.shape != (dim,) or not weight.is_contiguous()):
-            raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit heads of size {dim}")
-    if q_norm is not None and k_norm is not None and q_norm.dtype is not k_norm.dtype:
-        raise ValueError(f"norms of {q_norm.dtype} and {k_norm.dtype} do not go together")
+    check_norms(q_norm, k_norm, v_norm, dim, kinds)
+    given = [weight for weight in (q_norm, k_norm, v_norm) if weight is not None]
+    if len({weight.dtype for weight in given}) > 1 or not all(map(torch.Tensor.is_contiguous, given)):
+        raise ValueError("the norms of a layer's heads have one dtype, and are contiguous")
     arguments = (
         LIKE[heads.dtype],
-        LIKE[heads.dtype if q_norm is None else q_norm.dtype],
+        LIKE[given[0].dtype if given else heads.dtype],
         CODES if cache.dtype is torch.int8 else LIKE[heads.dtype],
         heads.data_ptr(),
         heads.stride(0) * heads.element_size(),
@@ -96,6 +97,8 @@ def rotate_and_write(
         batch.slots.data_ptr(),
         0 if q_norm is None else q_norm.data_ptr(),
         0 if k_norm is None else k_norm.data_ptr(),
+        0 if v_norm is None else v_norm.data_ptr(),
+        kinds,
         float(eps),
     )
     alone = rows * all_heads * dim <= SMALL
@@ -103,16 +106,17 @@ def rotate_and_write(
 
 
 @jit
-def _norm_heads(head, number, dim, weight, eps, like, weight_like):
-    """`number` adjacent heads of a row, in place."""
+def _norm_heads(head, target, number, dim, weight, eps, like, weight_like):
+    """`number` adjacent heads of a row."""
     size = size_of(like)
     for _ in range(number):
         squares = splat(_F32)
         for d in range(0, dim, 16):
             value = load_some(head + d * size, dim - d, like)
             squares = fma(value, value, squares)
-        scaled(head, head, weight, dim, squares, eps, like, weight_like)
+        scaled(head, target, weight, dim, squares, eps, like, weight_like)
         head += dim * size
+        target += dim * size
 
 
 @jit
@@ -151,23 +155,39 @@ def _rotate_rows(
     slots,
     q_norm,
     k_norm,
+    v_norm,
+    kinds,
     eps,
+    copies,
     first,
     last,
 ):
     size = size_of(like)
+    row_bytes = kv_heads * dim * size
     keys = num_heads * dim * size
-    values = keys + kv_heads * dim * size
+    turned = num_heads if kinds == 0 else num_heads + kv_heads
+    values, value_row = keys + row_bytes, stride
+    if kinds == 1:
+        value_row = row_bytes
     run = 0  # rows up to this one whose positions lie side by side in one block
     for row in range(first, last):
         begin = heads + row * stride
+        value = begin + values
+        if kinds == 1:
+            value = copies + run * row_bytes
+            _norm_heads(begin + keys, value, kv_heads, dim, v_norm, eps, like, weight_like)
+        elif kinds == 2 and v_norm != 0:
+            _norm_heads(value, value, kv_heads, dim, v_norm, eps, like, weight_like)
         if q_norm != 0:
-            _norm_heads(begin, num_heads, dim, q_norm, eps, like, weight_like)
-            _norm_heads(begin + keys, kv_heads, dim, k_norm, eps, like, weight_like)
+            _norm_heads(begin, begin, num_heads, dim, q_norm, eps, like, weight_like)
+            if kinds != 0:
+                _norm_heads(begin + keys, begin + keys, kv_heads, dim, k_norm, eps, like, weight_like)
         at = row * half * 4
-        _rotate_heads(begin, num_heads + kv_heads, dim, cos + at, sin + at, half, like)
+        _rotate_heads(begin, turned, dim, cos + at, sin + at, half, like)
         if is_codes(of_cache):
             transform_queries(begin, num_heads, dim, numbers, like)
+        if kinds == 0:
+            continue
         run += 1
         if row + 1 < last and follows(slots, row + 1):
             continue
@@ -175,19 +195,15 @@ def _rotate_rows(
         block = cache + slot // BLOCK * block_bytes
         if is_codes(of_cache):
             for back in range(run):
-                source = begin - back * stride
-                position = slot % BLOCK - back
-                write_codes(
-                    block, position, source + keys, source + values, kv_heads, dim, codes, numbers, like
-                )
+                key, own = begin + keys - back * stride, value - back * value_row
+                write_codes(block, slot % BLOCK - back, key, own, kv_heads, dim, codes, numbers, like)
         elif run == BLOCK:
-            start = begin - (BLOCK - 1) * stride
-            write_block(block, start + keys, start + values, stride, kv_heads, dim, like)
+            key, own = begin + keys - (BLOCK - 1) * stride, value - (BLOCK - 1) * value_row
+            write_block(block, key, own, stride, value_row, kv_heads, dim, like)
         else:
             for back in range(run):
-                source = begin - back * stride
-                position = slot % BLOCK - back
-                write_row(block, position, source + keys, source + values, kv_heads, dim, like)
+                key, own = begin + keys - back * stride, value - back * value_row
+                write_row(block, slot % BLOCK - back, key, own, kv_heads, dim, like)
         run = 0
 
 
@@ -195,15 +211,21 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
     heads, stride, num_heads = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     kv_heads, dim, cos = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
     sin, half, cache = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
-    block_bytes, slots = read_int64(arguments + 72), read_int64(arguments + 80)
-    q_norm, k_norm, eps = (
+    block_bytes, slots, q_norm = (
+        read_int64(arguments + 72),
+        read_int64(arguments + 80),
         read_int64(arguments + 88),
-        read_int64(arguments + 96),
-        read_float64(arguments + 104),
     )
-    rows, share = read_int64(arguments + 112), read_int64(arguments + 120)
+    k_norm, v_norm, kinds = (
+        read_int64(arguments + 96),
+        read_int64(arguments + 104),
+        read_int64(arguments + 112),
+    )
+    eps, rows, share = read_float64(arguments + 120), read_int64(arguments + 128), read_int64(arguments + 136)
     units = (rows + share - 1) // share
     codes, numbers = np.empty(dim, np.int8), np.empty(dim, np.float32)
+    # Of keys that are values too: those of a run of rows.
+    copies = np.empty(BLOCK * kv_heads * dim * size_of(like) if kinds == 1 else 1, np.int8)
     while True:
         first = take_unit(team, units) * share
         if first >= rows:
@@ -233,10 +255,13 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
             slots,
             q_norm,
             k_norm,
+            v_norm,
+            kinds,
             eps,
+            copies.ctypes.data,
             first,
             last,
         )
 
 
-_rotate = Kernel(_rotate_units, "qqqqqqqqqqqqqdqq")
+_rotate = Kernel(_rotate_units, "qqqqqqqqqqqqqqqdqq")

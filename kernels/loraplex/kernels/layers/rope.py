@@ -55,6 +55,24 @@ def rotation(
     return partial(rope_cos_sin, inv_freq=frequencies, attention_factor=attention_factor)
 
 
+def check_norms(
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    v_norm: torch.Tensor | None,
+    head_dim: int,
+    kinds: int,
+) -> None:
+    """Raises ValueError where the norms of a layer's heads do not fit each other or their size. `kinds`: how many of
+    keys and values lie behind the queries."""
+    if kinds and (q_norm is None) is not (k_norm is None):
+        raise ValueError("queries and keys are both normed, or neither")
+    if q_norm is None and v_norm is not None:
+        raise ValueError("values are normed where queries and keys are")
+    for weight in (q_norm, k_norm, v_norm):
+        if weight is not None and weight.shape != (head_dim,):
+            raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit heads of size {head_dim}")
+
+
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     """Rotate each pair (x[d], x[d + R/2]) by its angle, in place: (a, b) → (a·cos - b·sin, b·cos + a·sin).
 

@@ -10,31 +10,36 @@ import triton.language as tl
 _BLOCK = 1024
 
 
-def act_and_mul(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+def act_and_mul(gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = None) -> torch.Tensor:
     """silu(gate) · up, or gelu(gate) · up with the tanh approximation, in float32 inside. gate_up: [T, 2·I], gate
-    before up, the last axis contiguous; returns [T, I], contiguous. Raises ValueError for other shapes."""
-    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
+    before up, the last axis contiguous; or the gate alone, [T, I], and `up` [T, I], its last axis contiguous. Returns
+    [T, I], contiguous. Raises ValueError for other shapes."""
+    if gate_up.dim() != 2 or (up is None and gate_up.shape[1] % 2) or gate_up.stride(1) != 1:
         raise ValueError(f"{list(gate_up.shape)} is no [rows, gate and up] with contiguous rows")
-    rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    if up is None:
+        up = gate_up[:, gate_up.shape[1] // 2 :]
+    elif up.shape != gate_up.shape or up.dtype is not gate_up.dtype or up.stride(1) != 1:
+        raise ValueError(f"a gate of {list(gate_up.shape)} does not fit {list(up.shape)} {up.dtype}")
+    rows, inner = up.shape
+    strides = gate_up.stride(0), up.stride(0)
     out = torch.empty(rows, inner, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         gated_program[(rows, triton.cdiv(inner, _BLOCK))](
-            gate_up, out, gate_up.stride(0), INNER=inner, BLOCK=_BLOCK, GELU=gelu, num_warps=4
+            gate_up, up, out, *strides, INNER=inner, BLOCK=_BLOCK, GELU=gelu, num_warps=4
         )
     return out
 
 
 @triton.jit
 def gated_program(
-    gate_up_ptr, out_ptr, gate_up_row, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+    gate_ptr, up_ptr, out_ptr, gate_row, up_row, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
 ):
-    """out[row, c] = f(gate_up[row, c]) · gate_up[row, INNER + c]. Grid: rows, columns ÷ BLOCK."""
+    """out[row, c] = f(gate[row, c]) · up[row, c]. Grid: rows, columns ÷ BLOCK."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < INNER
-    gate_ptr = gate_up_ptr + row * gate_up_row + c
-    gate = tl.load(gate_ptr, mask=there, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + INNER, mask=there, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_row + c, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_row + c, mask=there, other=0.0).to(tl.float32)
     z = gate
     if GELU:
         # 0.5·(1 + tanh(z)) is the logistic function of 2z.

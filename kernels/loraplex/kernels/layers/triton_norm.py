@@ -17,24 +17,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     tensor of x's shape and dtype. Raises ValueError for other shapes.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, None, out, weight, eps)
+    _launch(x, None, out, weight, eps, 1.0)
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual += x, in place; returns rms_norm(residual), of what the sum was rounded to. x, residual: [T, C] of one
-    dtype."""
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, scale: float = 1.0
+) -> torch.Tensor:
+    """residual = (residual + x) · scale, in place, with the sum rounded before it is scaled; returns
+    rms_norm(residual), of what that was rounded to. x, residual: [T, C] of one dtype."""
     if x.shape != residual.shape or x.dtype is not residual.dtype:
         raise ValueError(
             f"{list(x.shape)} {x.dtype} can't be added to {list(residual.shape)} {residual.dtype}"
         )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, out, weight, eps)
+    _launch(x, residual, out, weight, eps, scale)
     return out
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    scale: float,
 ) -> None:
     columns = x.shape[-1]
     plain = residual is None or (residual.dim() == 2 and residual.stride(-1) == 1)
@@ -56,9 +63,11 @@ def _launch(
         *strides,
         0 if residual is None else residual.stride(0),
         eps,
+        scale,
         COLUMNS=columns,
         BLOCK=block,
         ADD=residual is not None,
+        SCALE=scale != 1.0,
         num_warps=min(16, max(1, block // 512)),
     )
 
@@ -75,9 +84,11 @@ def rms_norm_program(
     x_inner,
     residual_row,
     eps,
+    scale,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    SCALE: tl.constexpr,
 ):
     """One row of x [outer, inner, COLUMNS], whose strides are x_outer, x_inner and 1. Grid: rows."""
     row = tl.program_id(0)
@@ -90,6 +101,8 @@ def rms_norm_program(
         rounded = (x + tl.load(sum_ptr, mask=there, other=0.0).to(tl.float32)).to(
             residual_ptr.dtype.element_ty
         )
+        if SCALE:
+            rounded = (rounded.to(tl.float32) * scale).to(residual_ptr.dtype.element_ty)
         tl.store(sum_ptr, rounded, mask=there)
         x = rounded.to(tl.float32)
     weight = tl.load(weight_ptr + c, mask=there, other=0.0).to(tl.float32)

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from loraplex.kernels.attention.kv_codes import head_dim_of, is_transformed, transform_factors
 from loraplex.kernels.attention.triton_attention import cache_operands
+from loraplex.kernels.layers.rope import check_norms
 
 _HEADS_AT_A_TIME = 8
 _LEAST_PRODUCT = 16
@@ -25,6 +26,7 @@ def rope_and_write_kv(
     *,
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
+    v_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
     """`rope.apply_rope` on the queries and keys, then `attention.write_kv`.
@@ -34,11 +36,12 @@ def rope_and_write_kv(
     in the dtype of heads, or [N, P, 2, Hkv, D + 2] of codes, for which queries and keys are transformed
     (`loraplex.kernels.attention.kv_codes`); slots: [T] int32 or int64, -1 for a row whose K and V go nowhere. Queries
     are rotated in place. Keys and values go into the cache only: what `heads` has of them stays as it was. With q_norm
-    and k_norm [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of heads as there.
-    Raises ValueError for other shapes.
+    and k_norm [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of heads as there; with
+    v_norm so do values. Heads of Hq + Hkv, or Hq, as `loraplex.kernels.ops.RotateAndWrite` has them. Raises ValueError
+    for other shapes.
     """
-    _check_heads(heads, num_heads, cos, sin, cache, slots, q_norm, k_norm)
-    rows, all_heads, head_dim = heads.shape
+    kinds = _check_heads(heads, num_heads, cos, sin, cache, slots, q_norm, k_norm, v_norm)
+    rows, _, head_dim = heads.shape
     half = cos.shape[-1]
     if not rows:
         return
@@ -46,6 +49,7 @@ def rope_and_write_kv(
     transform = operands.is_codes and is_transformed(head_dim)
     factors = transform_factors(head_dim) if transform else (1.0, 1.0)
     least = _LEAST_PRODUCT if transform else 1
+    all_heads = num_heads + (2 * cache.shape[3] if kinds else 0)
     rope_program[(rows, triton.cdiv(all_heads, _HEADS_AT_A_TIME))](
         heads,
         cos,
@@ -55,6 +59,7 @@ def rope_and_write_kv(
         slots,
         heads if q_norm is None else q_norm,
         heads if k_norm is None else k_norm,
+        heads if v_norm is None else v_norm,
         eps,
         *factors,
         heads.stride(0),
@@ -69,7 +74,9 @@ def rope_and_write_kv(
         BLOCK_REST=triton.next_power_of_2(max(least, head_dim - 2 * half)),
         BLOCK_HEADS=_HEADS_AT_A_TIME,
         BLOCK_SIZE=cache.shape[1],
+        KINDS=kinds,
         NORM=q_norm is not None,
+        V_NORM=v_norm is not None,
         CODES=operands.is_codes,
         TRANSFORM=transform,
         num_warps=4,
@@ -85,13 +92,17 @@ def _check_heads(
     slots: torch.Tensor,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
-) -> None:
-    """Raises ValueError where these do not fit each other as `rope_and_write_kv` says."""
+    v_norm: torch.Tensor | None,
+) -> int:
+    """How many of keys and values lie behind the queries. Raises ValueError where these do not fit each other as
+    `rope_and_write_kv` says."""
     rows, all_heads, head_dim = heads.shape
     num_kv_heads = cache.shape[3]
+    kinds = (all_heads - num_heads) // num_kv_heads
     half = cos.shape[-1]
     if (
-        all_heads != num_heads + 2 * num_kv_heads
+        all_heads != num_heads + kinds * num_kv_heads
+        or kinds not in ((0, 2) if v_norm is None else (0, 1, 2))
         or head_dim_of(cache) != head_dim
         or cache.dtype not in (heads.dtype, torch.int8)
         or 2 * half > head_dim
@@ -106,11 +117,8 @@ def _check_heads(
             f"heads {list(heads.shape)} {heads.dtype} with cos {list(cos.shape)} do not fit a cache "
             f"{list(cache.shape)} {cache.dtype} and {num_heads} query heads"
         )
-    if (q_norm is None) is not (k_norm is None):
-        raise ValueError("queries and keys are both normed, or neither")
-    for weight in (q_norm, k_norm):
-        if weight is not None and weight.shape != (head_dim,):
-            raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit heads of size {head_dim}")
+    check_norms(q_norm, k_norm, v_norm, head_dim, kinds)
+    return kinds
 
 
 @triton.jit
@@ -123,6 +131,7 @@ def rope_program(
     slots_ptr,
     q_norm_ptr,
     k_norm_ptr,
+    v_norm_ptr,
     eps,
     q_factor,
     k_factor,
@@ -141,14 +150,18 @@ def rope_program(
     BLOCK_REST: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KINDS: tl.constexpr,
     NORM: tl.constexpr,
+    V_NORM: tl.constexpr,
     CODES: tl.constexpr,
     TRANSFORM: tl.constexpr,
 ):
-    """Norm heads where NORM, rotate them, and store queries where they lie and keys and values in the cache.
+    """Norm heads where NORM, values too where V_NORM, rotate queries and keys, and store queries where they lie and
+    keys and values in the cache.
 
     BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS. A head is a | b | c, of HALF, HALF and what remains;
-    (a, b) → (a·cos - b·sin, b·cos + a·sin). CODES: the cache is of codes, with its scales at `scales_ptr`. TRANSFORM:
+    (a, b) → (a·cos - b·sin, b·cos + a·sin). KINDS: how many of keys and values lie behind the queries; 1: values are
+    the keys. CODES: the cache is of codes, with its scales at `scales_ptr`. TRANSFORM:
     queries, and keys before they become codes, are transformed and multiplied by `q_factor` and `k_factor`.
     """
     dtype = heads_ptr.dtype.element_ty
@@ -156,16 +169,19 @@ def rope_program(
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
     r = tl.arange(0, BLOCK_HALF)[None, :]
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
-    there = head < NUM_HEADS + 2 * NUM_KV_HEADS
+    there = head < NUM_HEADS + (2 * NUM_KV_HEADS if KINDS > 0 else 0)
+    turned = head < NUM_HEADS + NUM_KV_HEADS
     halves = there & (r < HALF)
     rests = there & (rest < HEAD_DIM)
-    head_ptr = heads_ptr + row * heads_row + head * heads_head
+    source = head
+    if KINDS == 1:
+        source = tl.where(turned, head, head - NUM_KV_HEADS)
+    head_ptr = heads_ptr + row * heads_row + source * heads_head
     a = tl.load(head_ptr + r, mask=halves, other=0.0).to(tl.float32)
     b = tl.load(head_ptr + HALF + r, mask=halves, other=0.0).to(tl.float32)
     c = a
     if HEAD_DIM > 2 * HALF:
         c = tl.load(head_ptr + rest, mask=rests, other=0.0).to(tl.float32)
-    turned = head < NUM_HEADS + NUM_KV_HEADS
     is_q = head < NUM_HEADS
     slot = tl.load(slots_ptr + row).to(tl.int64)
     cos = tl.load(cos_ptr + row * HALF + r, r < HALF, 0.0)
@@ -175,10 +191,15 @@ def rope_program(
         if HEAD_DIM > 2 * HALF:
             squares += tl.sum(c * c, 1)
         grow = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        a = _normed(a, q_norm_ptr, k_norm_ptr, is_q, turned, r, r < HALF, grow, dtype)
-        b = _normed(b, q_norm_ptr, k_norm_ptr, is_q, turned, HALF + r, r < HALF, grow, dtype)
+        a = _normed(a, q_norm_ptr, k_norm_ptr, v_norm_ptr, is_q, turned, r, r < HALF, grow, V_NORM, dtype)
+        b = _normed(
+            b, q_norm_ptr, k_norm_ptr, v_norm_ptr, is_q, turned, HALF + r, r < HALF, grow, V_NORM, dtype
+        )
         if HEAD_DIM > 2 * HALF:
-            c = _normed(c, q_norm_ptr, k_norm_ptr, is_q, turned, rest, rest < HEAD_DIM, grow, dtype)
+            is_rest = rest < HEAD_DIM
+            c = _normed(
+                c, q_norm_ptr, k_norm_ptr, v_norm_ptr, is_q, turned, rest, is_rest, grow, V_NORM, dtype
+            )
     x = tl.where(turned, a * cos - b * sin, a).to(dtype)
     y = tl.where(turned, b * cos + a * sin, b).to(dtype)
     z = c.to(dtype)
@@ -281,9 +302,26 @@ def _codes(x):
 
 
 @triton.jit
-def _normed(x, q_norm_ptr, k_norm_ptr, is_q, turned, at, there, grow, dtype: tl.constexpr):
-    """Queries and keys with their norm's weight, rounded; values as they are."""
+def _normed(
+    x,
+    q_norm_ptr,
+    k_norm_ptr,
+    v_norm_ptr,
+    is_q,
+    turned,
+    at,
+    there,
+    grow,
+    V_NORM: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Heads with their norm's weight, rounded; values as they are unless V_NORM."""
     q_weight = tl.load(q_norm_ptr + at, mask=there, other=0.0).to(tl.float32)
     k_weight = tl.load(k_norm_ptr + at, mask=there, other=0.0).to(tl.float32)
-    normed = x * grow * tl.where(is_q, q_weight, k_weight)
-    return tl.where(turned, normed.to(dtype).to(tl.float32), x)
+    weight = tl.where(is_q, q_weight, k_weight)
+    if V_NORM:
+        weight = tl.where(turned, weight, tl.load(v_norm_ptr + at, mask=there, other=0.0).to(tl.float32))
+    normed = (x * grow * weight).to(dtype).to(tl.float32)
+    if not V_NORM:
+        normed = tl.where(turned, normed, x)
+    return normed

@@ -119,6 +119,7 @@ def needed_memory(subject: Subject) -> int:
     rows = sum(table.rows.shape[0] * spec.hidden_size for table in adapter.tokens)
     floats = 4 * linear + 2 * (ranks + rows) + tokens * (3 * spec.vocab_size + 8 * spec.intermediate_size)
     floats += tokens * sum(2 * kind.kv_heads * kind.head_dim for kind in spec.caches)
+    floats += tokens * sum(0 if kind.own_input is None else 3 * kind.own_input.size for kind in spec.layers)
     return 4 * floats + _LIBRARY_BYTES
 
 
@@ -159,12 +160,14 @@ def _answers(form: BaseInForm, subject: Subject) -> torch.Tensor:
     reader = DecoderReader(form, spec, torch.float32, _CPU, kernels.ops, subject.attention, form)
     rows = [token for prompt in prompts for token in prompt]
     known, compact = np.unique(np.array(rows, np.int64), return_inverse=True)
+    table = None if reader.input_table is None else form.table_rows(reader.input_table, known)
     model = FusedDecoder(
         spec,
         [reader.layer(index) for index in range(spec.num_layers)],
         torch.from_numpy(form.embeddings(known)),
         reader.final_norm(),
         form.read({HEAD: (spec.vocab_size, spec.hidden_size)}),
+        reader.inputs(table),
         ops=kernels.ops,
         attention=subject.attention,
     )

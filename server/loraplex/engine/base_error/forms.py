@@ -17,7 +17,7 @@ from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
 from loraplex.adapters.base_weights.nf4 import quantise_nf4
 from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec
-from loraplex.adapters.store.tensors import NUMPY_DTYPES, read_tensor
+from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_tensor
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
@@ -116,12 +116,24 @@ class BaseInForm:
 
     def embeddings(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         """[n, C] of token ids [n], ascending. Raises ModelUnsupported for one beyond the vocabulary."""
-        found = []
-        first = 0
-        for rows in self.weights.rows(0, EMBEDDING, _FLOAT32):
-            last = first + len(rows)
-            found.append(rows[token_ids[(token_ids >= first) & (token_ids < last)] - first])
-            first = last
-        if len(token_ids) and not 0 <= token_ids[0] <= token_ids[-1] < first:
-            raise ModelUnsupported(f"the tokenizer has a token beyond the {first} of the base")
-        return np.concatenate(found)
+        return _rows_of(self.weights.rows(0, EMBEDDING, _FLOAT32), token_ids)
+
+    def table_rows(self, name: str, token_ids: NDArray[np.int64]) -> torch.Tensor:
+        """The same of another table by token, which the checkpoint has as floats."""
+        found = self._tensors.get(name)
+        if found is None or found.tensor.dtype not in NUMPY_DTYPES or len(found.tensor.shape) != 2:
+            raise ModelUnsupported(f"the checkpoint has no table {name} of floats")
+        rows = (part.astype(_FLOAT32) for part in iter_rows(found.path, found.tensor))
+        return torch.from_numpy(_rows_of(rows, token_ids))
+
+
+def _rows_of(parts: Iterator[NDArray[np.float32]], token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    found = []
+    first = 0
+    for rows in parts:
+        last = first + len(rows)
+        found.append(rows[token_ids[(token_ids >= first) & (token_ids < last)] - first])
+        first = last
+    if len(token_ids) and not 0 <= token_ids[0] <= token_ids[-1] < first:
+        raise ModelUnsupported(f"the tokenizer has a token beyond the {first} of the base")
+    return np.concatenate(found)

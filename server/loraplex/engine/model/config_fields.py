@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,13 @@ _MOST: Mapping[str, int] = {
     "num_attention_heads": 1 << 16,
     "num_key_value_heads": 1 << 16,
     "head_dim": 1 << 16,
+    "hidden_size_per_layer_input": 1 << 16,
+    "vocab_size_per_layer_input": 1 << 26,
     "max_position_embeddings": 1 << 40,
 }
+
+
+_MAY_BE_ZERO = frozenset({"hidden_size_per_layer_input"})
 
 
 def read_config_json(model_dir: Path) -> tuple[bytes, dict[str, Any]]:
@@ -109,23 +114,26 @@ def check_sizes(fields: Mapping[str, Any]) -> None:
     """Raises ModelUnsupported for sizes of no model, before anything is made of as many parts."""
     for name, most in _MOST.items():
         value = fields.get(name)
-        if value is None or isinstance(value, list):
+        if value is None or isinstance(value, list) or (value == 0 and name in _MAY_BE_ZERO):
             continue
         if type(value) is not int or not 1 <= value <= most:
             raise ModelUnsupported(f"the config's {name} is {shown(value)}, not a number from 1 to {most}")
 
 
-def check_fields(config: Any, raw: Mapping[str, Any], handled: frozenset[str]) -> tuple[str, ...]:
+def check_fields(
+    config: Any, raw: Mapping[str, Any], handled: Collection[str], harmless: Mapping[str, tuple[Any, ...]]
+) -> tuple[str, ...]:
     """The fields that mean nothing: transformers, which defines the architecture, has none of that name either.
-    `handled` are those that the family itself adds to those that all have. Raises ModelUnsupported for a field that
-    means something to transformers and not to us."""
+    `handled` are those that the family itself adds to those that all have, `harmless` values that change nothing in
+    it. Raises ModelUnsupported for a field that means something to transformers and not to us."""
     unknown: list[str] = []
+    neutral = {**_NEUTRAL, **harmless}
     declared = {name for cls in type(config).__mro__ for name in getattr(cls, "__annotations__", {})}
     for name, value in raw.items():
         if name in _NO_EFFECT or name in _HANDLED or name in handled:
             continue
-        if name in _NEUTRAL:
-            if value not in _NEUTRAL[name]:
+        if name in neutral:
+            if value not in neutral[name]:
                 raise ModelUnsupported(f"the config's {name} is {shown(value)}, which is not supported")
         elif name in declared:
             raise ModelUnsupported(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loraplex.adapters.store.files import shown
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.config_fields import check_fields
+from loraplex.engine.model.config_fields import check_fields, check_sizes
 from loraplex.engine.model.layer_kinds import (
     Activation,
     AttentionKind,
     GatedKind,
+    InputKind,
     LayerKind,
     NormKind,
 )
@@ -40,14 +41,18 @@ class LayerRow:
     head_dim: str = "head_dim"
     mlp_size: str = "intermediate_size"
     window: str = ""
-    scale: str = ""
-    """A number whose inverse root scales the scores; empty: the head size."""
+    scale: str | float = ""
+    """A number whose inverse root scales the scores, or the scale itself; empty: the head size."""
     softcap: str = ""
+    v_norm: bool = False
+    values_are_keys: str = ""
+    """Whether there is no v_proj."""
 
     @property
     def config_fields(self) -> set[str]:
         sizes = {self.num_heads, self.kv_heads, self.head_dim, self.mlp_size}
-        return sizes | {self.activation_field, self.window, self.scale, self.softcap}
+        named = (self.activation_field, self.window, self.scale, self.softcap, self.values_are_keys)
+        return sizes | {name for name in named if isinstance(name, str)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,33 @@ class Family:
     partial_rope: bool = False
     rope_by_kind: bool = False
     """Whether rope_parameters hold a set for each kind of layer."""
+    sizes_by_layer: frozenset[str] = frozenset()
+    """Config fields that per_layer_config may set: the same for all layers of a kind."""
+    shared_layers: str = ""
+    """How many of the last layers read the keys and values of the last layer of their kind before these."""
+    wide_where_shared: str = ""
+    """Whether the feed-forward of those is twice as wide."""
+    own_input: str = ""
+    """The size of each layer's own input; 0: layers have none."""
+    own_input_vocab: str = ""
+    scales_layers: bool = False
+    """Whether what leaves a layer is multiplied by its `layer_scalar`."""
+    harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Values of config fields that change nothing here; any other is refused."""
     fields: frozenset[str] = frozenset()
-    """Config fields that transformers has worked into others."""
+    """Config fields that transformers has worked into others, or that mean nothing beside harmless ones."""
+
+    @property
+    def config_fields(self) -> set[str]:
+        named = {name for row in self.layers.values() for name in row.config_fields}
+        own = {
+            self.logits_softcap,
+            self.shared_layers,
+            self.wide_where_shared,
+            self.own_input,
+            self.own_input_vocab,
+        }
+        return {*self.fields, *named, *own}
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -91,6 +121,31 @@ _GEMMA2 = Family(
     scales_embedding=True,
     logits_softcap="final_logit_softcapping",
 )
+_GEMMA4_LAYER = replace(_GEMMA, qk_norm=True, v_norm=True, scale=1.0)
+_GEMMA4 = Family(
+    {
+        _FULL: replace(_GEMMA4_LAYER, values_are_keys="attention_k_eq_v"),
+        _SLIDING: replace(_GEMMA4_LAYER, window="sliding_window"),
+    },
+    norm_in_float32=True,
+    scales_embedding=True,
+    logits_softcap="final_logit_softcapping",
+    rope_by_kind=True,
+    sizes_by_layer=frozenset({"head_dim", "num_key_value_heads"}),
+    shared_layers="num_kv_shared_layers",
+    wide_where_shared="use_double_wide_mlp",
+    own_input="hidden_size_per_layer_input",
+    own_input_vocab="vocab_size_per_layer_input",
+    scales_layers=True,
+    # "vision": rows of one image see each other.
+    harmless={"use_bidirectional_attention": (None, False, "vision"), "enable_moe_block": (None, False)},
+    fields=frozenset(
+        {
+            "per_layer_config", "global_head_dim", "num_global_key_value_heads", "num_experts", "top_k_experts",
+            "moe_intermediate_size", "expert_intermediate_size",
+        }
+    ),
+)  # fmt: skip
 FAMILIES: Mapping[str, Family] = {
     "llama": Family({_FULL: LayerRow()}),  # SmolLM and SmolLM2 are of this model type too
     "mistral": Family({_SLIDING: _PLAIN}),
@@ -109,6 +164,8 @@ FAMILIES: Mapping[str, Family] = {
         rope_by_kind=True,
         fields=frozenset({"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}),
     ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(_GEMMA4, own_input="", own_input_vocab=""),
 }
 _ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -122,6 +179,7 @@ class DecoderSpec:
 
     model_type: str
     layers: tuple[LayerKind, ...]
+    """All of them have an input of their own, of one kind, or none has."""
     hidden_size: int
     vocab_size: int
     norm: NormKind
@@ -159,26 +217,29 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
     seen. `max_model_len` is the length that was asked for, 0 if none was: RoPE's frequencies may depend on it.
     Raises ModelUnsupported for anything that would make the computation another one than ours."""
     family = FAMILIES[config.model_type]
-    named = {name for row in family.layers.values() for name in row.config_fields}
-    ignored = check_fields(config, raw, family.fields | named | {family.logits_softcap})
+    named = family.config_fields
+    ignored = check_fields(config, raw, named, family.harmless)
     window = getattr(config, "sliding_window", None)
     if window is not None and "sliding_window" not in named:
         raise ModelUnsupported(f"sliding_window {window} is not known for {config.model_type}")
     names = _layer_names(config, family)
     rows = {name: family.layers[name] for name in names}
+    configs = {name: _config_of(config, family, name) for name in rows}
     rope, rope_of = plan_rope(
-        config,
-        {name: _head_dim(config, row) for name, row in rows.items()},
+        configs,
+        {name: _head_dim(configs[name], row) for name, row in rows.items()},
         max_model_len,
         partial=family.partial_rope,
         by_kind=family.layers if family.rope_by_kind else (),
     )
     kinds = {
-        name: _layer_kind(config, raw, row, rope_of[name], rope.max_positions) for name, row in rows.items()
+        name: _layer_kind(configs[name], raw, row, rope_of[name], rope.max_positions)
+        for name, row in rows.items()
     }
+    kinds = {name: _with_family(kind, config, family) for name, kind in kinds.items()}
     return DecoderSpec(
         model_type=config.model_type,
-        layers=tuple(kinds[name] for name in names),
+        layers=_with_sharing([kinds[name] for name in names], names, config, family),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         norm=NormKind(config.rms_norm_eps, _norm_offset(raw, family), family.norm_in_float32),
@@ -208,6 +269,61 @@ def _layer_names(config: Any, family: Family) -> tuple[str, ...]:
             f"layer_types of {config.model_type} must name {' or '.join(known)} {count} times"
         )
     return tuple(types)
+
+
+def _config_of(config: Any, family: Family, name: str) -> Any:
+    """The config with the sizes of one kind of layer."""
+    if not getattr(config, "is_heterogeneous", False):  # transformers 5.10 and before has no such thing
+        return config
+    by_layer = config.per_layer_attributes
+    if stray := sorted(by_layer - family.sizes_by_layer):
+        raise ModelUnsupported(
+            f"per_layer_config sets {', '.join(stray)}, which {config.model_type} has not by layer"
+        )
+    try:
+        found = config.per_layer_config[name]
+    except ValueError as error:
+        raise ModelUnsupported(f"per_layer_config of {config.model_type}: {error}") from error
+    check_sizes({field_name: getattr(found, field_name) for field_name in by_layer})
+    if found.skip:
+        raise ModelUnsupported(f"per_layer_config of {config.model_type} skips {shown(found.skip)}")
+    return found
+
+
+def _with_family(kind: LayerKind, config: Any, family: Family) -> LayerKind:
+    size = getattr(config, family.own_input) if family.own_input else 0
+    own_input = None
+    if size:
+        check_sizes({family.own_input: size, family.own_input_vocab: getattr(config, family.own_input_vocab)})
+        vocab_size = _positive(config, family.own_input_vocab)
+        if vocab_size < config.vocab_size:
+            raise ModelUnsupported(
+                f"{family.own_input_vocab} is {vocab_size:.0f}, fewer than the {config.vocab_size} tokens there are"
+            )
+        own_input = InputKind(size, int(vocab_size), kind.feed_forward.activation)
+    return replace(kind, own_input=own_input, is_scaled=family.scales_layers)
+
+
+def _with_sharing(
+    kinds: list[LayerKind], names: Sequence[str], config: Any, family: Family
+) -> tuple[LayerKind, ...]:
+    """The last layers with the caches that they read, and the width that they have."""
+    shared = getattr(config, family.shared_layers) if family.shared_layers else 0
+    if not shared:
+        return tuple(kinds)
+    first = len(kinds) - shared
+    sources = {name: index for index, name in enumerate(names[: max(first, 0)])}
+    if not 0 <= first <= len(kinds) or set(names) != set(sources):
+        raise ModelUnsupported(
+            f"{family.shared_layers} is {shown(shared)}: a kind of layer has none before these to share with"
+        )
+    times = 2 if family.wide_where_shared and getattr(config, family.wide_where_shared) else 1
+    for index in range(first, len(kinds)):
+        kind, source = kinds[index], sources[names[index]]
+        mixer = replace(kind.mixer, values_are_keys=False, cache=replace(kind.mixer.cache, shares=source))
+        wide = replace(kind.feed_forward, size=times * kind.feed_forward.size)
+        kinds[index] = replace(kind, mixer=mixer, feed_forward=wide)
+    return tuple(kinds)
 
 
 def _head_dim(config: Any, row: LayerRow) -> int:
@@ -240,15 +356,24 @@ def _layer_kind(
         num_heads=getattr(config, row.num_heads),
         cache=CacheKind(getattr(config, row.kv_heads), head_dim, _window(config, row, max_positions)),
         rope=rope,
-        scale=(_positive(config, row.scale) if row.scale else head_dim) ** -0.5,
+        scale=_scale(config, row, head_dim),
         softcap=_softcap(config, row.softcap),
         qkv_bias=qkv_bias,
         o_bias=attention_bias if row.o_bias is None else row.o_bias,
         qk_norm=row.qk_norm,
         packed=row.packed,
+        v_norm=row.v_norm,
+        values_are_keys=bool(row.values_are_keys and getattr(config, row.values_are_keys)),
     )
     gated = GatedKind(getattr(config, row.mlp_size), row.activation, mlp_bias, row.packed)
     return LayerKind(mixer, gated, row.norms_behind)
+
+
+def _scale(config: Any, row: LayerRow, head_dim: int) -> float:
+    if isinstance(row.scale, float):
+        return row.scale
+    scale: float = (_positive(config, row.scale) if row.scale else head_dim) ** -0.5
+    return scale
 
 
 def _softcap(config: Any, name: str) -> float | None:

@@ -15,6 +15,17 @@ from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
 from loraplex.engine.model.layers.attention import AttentionWeights, attend, attention_groups, read_attention
 from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated
+from loraplex.engine.model.layers.own_input import (
+    TABLE,
+    InputTables,
+    InputWeights,
+    add_input,
+    all_inputs,
+    input_groups,
+    read_input,
+    read_tables,
+    table_group,
+)
 from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.engine.model.stored_linears import PackedReader
 from loraplex.engine.model.weights import TensorSource
@@ -26,7 +37,7 @@ from loraplex.kernels.layers.rope import rotation
 from loraplex.kernels.linear.packed import PackedLinear, tensor_bytes
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup, name_groups
 from loraplex.kernels.ops import Ops
-from loraplex.kernels.recorded_layers import CosSin, LayerInputs
+from loraplex.kernels.recorded_layers import LayerInputs
 from loraplex.kernels.torch_backend import torch_kernels, torch_ops
 from loraplex.kernels.weight_form import FLOATS
 
@@ -42,6 +53,9 @@ class LayerWeights:
     mlp_norm: torch.Tensor
     mlp: GatedWeights
     mlp_out_norm: torch.Tensor | None
+    own_input: InputWeights | None
+    scale: float
+    """Multiplies the residual that leaves the layer."""
 
 
 class FusedDecoder:
@@ -55,18 +69,20 @@ class FusedDecoder:
         embed: torch.Tensor,
         norm: torch.Tensor,
         head: PackedLinear,
+        inputs: InputTables | None = None,
         *,
         ops: Ops,
         attention: AttentionChoice,
     ) -> None:
-        """`head` is packed as the layers' weights are."""
+        """`head` is packed as the layers' weights are. `inputs`: where layers have inputs of their own."""
         self._spec = spec
         self._ops = ops
         self._layers = tuple(layers)
         self._embed = embed
         self._norm = norm
         self._head = head
-        self.weights = self._layers, embed, norm, head
+        self._inputs = inputs
+        self.weights = self._layers, embed, norm, head, inputs
         self.shape = decoder_shape(spec)
         self.num_layers = spec.num_layers
         self.attention = attention.kernel
@@ -76,7 +92,8 @@ class FusedDecoder:
         groups = [*chain.from_iterable(site_groups(spec))]
         self.site_groups = tuple(dict.fromkeys(groups))
         linears = sum(group.in_features * sum(group.out_features) for group in groups)
-        self.num_weights = linears + spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+        tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+        self.num_weights = linears + tables + (0 if inputs is None else inputs.table.numel())
         self.head_group: SiteGroup | None = SiteGroup(HEAD, (HEAD,), spec.hidden_size, (spec.vocab_size,))
         self._rotations = tuple(
             rotation(rope.inv_freq, rope.attention_factor, self.device) for rope in spec.rope.ropes
@@ -95,7 +112,13 @@ class FusedDecoder:
         if self.attention.reads_unwritten:
             batch.kv.clear_blocks(batch.fresh_blocks)
         cos_sin = [rotate(batch.positions) for rotate in self._rotations]
-        x, residual = self._layers_of(batch, self._embeddings(batch), cos_sin)
+        embeddings = self._embeddings(batch)
+        kind, inputs = spec.layers[0].own_input, None
+        if kind is not None and self._inputs is not None:
+            inputs = all_inputs(kind, self._inputs, embeddings, batch, self._linears)
+        x, residual = self._layers_of(
+            batch, LayerInputs(embeddings, cos_sin, batch.attention, batch.lora, inputs)
+        )
         # Only the rows go on that something is wanted of.
         if batch.take_hidden is not None and batch.hidden_rows is not None:
             batch.take_hidden(self._final_norm(x, residual, batch.hidden_rows))
@@ -123,21 +146,18 @@ class FusedDecoder:
             batch.token_rows.add_embeddings(batch.token_ids, found, self._embed_scale)
         return found
 
-    def _layers_of(
-        self, batch: ForwardBatch, residual: torch.Tensor, cos_sin: list[CosSin]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _layers_of(self, batch: ForwardBatch, given: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The result of the layers: the residual, and what is still to be added to it."""
 
         def run(given: LayerInputs) -> torch.Tensor:
             return self._run_layers(replace(batch, attention=given.attention, lora=given.lora), given)
 
-        given = LayerInputs(residual, cos_sin, batch.attention, batch.lora)
         recorded = None if self._recorded is None else self._recorded.run(given, batch.kv, run)
-        return recorded or (run(given), residual)
+        return recorded or (run(given), given.residual)
 
     def _final_norm(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         x, residual = x.index_select(0, rows), residual.index_select(0, rows)
-        return self._linears.add_rms_norm(x, residual, self._norm)
+        return self._linears.add_rms_norm(x, residual, self._norm, self._layers[-1].scale)
 
     def _run_layers(self, batch: ForwardBatch, given: LayerInputs) -> torch.Tensor:
         """Returns what is still to be added to the residual."""
@@ -152,7 +172,15 @@ class FusedDecoder:
                 layer.attention.o, x, batch, residual, layer.attention_out_norm, layer.mlp_norm
             )
             x = linears.gate(layer.mlp.gate_up, x, batch, kind.feed_forward.activation)
-            x = linears.add_and_norm(layer.mlp.down, x, batch, residual, layer.mlp_out_norm, following[index])
+            own, after = layer.own_input, following[index]
+            if kind.own_input is None or own is None or given.own_inputs is None:
+                down, behind = layer.mlp.down, layer.mlp_out_norm
+                x = linears.add_and_norm(down, x, batch, residual, behind, after, layer.scale)
+                continue
+            x = linears.add_and_norm(layer.mlp.down, x, batch, residual, layer.mlp_out_norm, None)
+            size = kind.own_input.size
+            part = given.own_inputs[:, index * size : (index + 1) * size]
+            x = add_input(kind.own_input, own, x, residual, part, batch, linears, after, layer.scale)
         return x
 
 
@@ -182,13 +210,18 @@ def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
 
 def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
     """Those of each layer."""
-    hidden = spec.hidden_size
-    return name_groups(
-        [
-            (*attention_groups(kind.mixer, hidden), *gated_groups(kind.feed_forward, hidden))
-            for kind in spec.layers
-        ]
-    )
+    hidden, own = spec.hidden_size, spec.layers[0].own_input
+    of_layer: list[tuple[SiteGroup, ...]] = [
+        (
+            *attention_groups(kind.mixer, hidden),
+            *gated_groups(kind.feed_forward, hidden),
+            *(() if kind.own_input is None else input_groups(kind.own_input, hidden)),
+        )
+        for kind in spec.layers
+    ]
+    if own is not None:
+        of_layer[0] = *of_layer[0], table_group(own, hidden, spec.num_layers)
+    return name_groups(of_layer)
 
 
 class DecoderReader:
@@ -228,7 +261,33 @@ class DecoderReader:
         head = None if self._codes is None else self._codes.read(self._head_names())
         head = self._head(embed) if head is None else head
         norm = self.final_norm()
-        return FusedDecoder(spec, layers, embed, norm, head, ops=self._ops, attention=self._attention)
+        inputs = self.inputs()
+        return FusedDecoder(spec, layers, embed, norm, head, inputs, ops=self._ops, attention=self._attention)
+
+    @property
+    def input_table(self) -> str | None:
+        """The name of the table of layers' own inputs; None where they have none."""
+        return None if self._spec.layers[0].own_input is None else f"{self._root}{TABLE}"
+
+    def inputs(self, table: torch.Tensor | None = None) -> InputTables | None:
+        """The weights that layers' own inputs are made with; None where they have none. `table` [V, L·P] in place of
+        the checkpoint's."""
+        own = self._spec.layers[0].own_input
+        if own is None:
+            return None
+        return read_tables(own, self._tensors, self._root, self._groups[0][-1], table)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """How the names begin of tensors that a checkpoint may have for nothing: keys and values of layers that read
+        those of another."""
+        return tuple(
+            f"{self._root}layers.{index}.self_attn.{part}_{what}"
+            for index, kind in enumerate(self._spec.layers)
+            if kind.mixer.cache.shares is not None
+            for part in "kv"
+            for what in ("proj", "norm")
+        )
 
     def _head(self, embed: torch.Tensor) -> PackedLinear:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:
@@ -250,7 +309,7 @@ class DecoderReader:
 
     def layer(self, index: int) -> LayerWeights:
         kind, prefix = self._spec.layers[index], f"{self._root}layers.{index}."
-        qkv, o, gate_up, down = self._groups[index]
+        qkv, o, gate_up, down, *own = self._groups[index]
         first, behind = f"{prefix}post_attention_layernorm", kind.norms_behind
         return LayerWeights(
             input_norm=self._norm(f"{prefix}input_layernorm"),
@@ -259,6 +318,8 @@ class DecoderReader:
             mlp_norm=self._norm(f"{prefix}pre_feedforward_layernorm" if behind else first),
             mlp=read_gated(kind.feed_forward, self._tensors, f"{prefix}mlp.", index, gate_up, down),
             mlp_out_norm=self._norm(f"{prefix}post_feedforward_layernorm") if behind else None,
+            own_input=read_input(self._tensors, prefix, index, *own[:2]) if own else None,
+            scale=self._tensors.number(f"{prefix}layer_scalar") if kind.is_scaled else 1.0,
         )
 
     def _norm(self, module: str) -> torch.Tensor:

@@ -13,7 +13,8 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """Attention over rotated queries and keys."""
+    """Attention over rotated queries and keys. A layer whose cache is another's (`CacheKind.shares`) has queries
+    alone."""
 
     num_heads: int
     cache: CacheKind
@@ -27,6 +28,10 @@ class AttentionKind:
     """Whether queries and keys are normed by head."""
     packed: bool
     """Whether the checkpoint has qkv_proj, in the order of our own packed weights: one site for adapters."""
+    v_norm: bool = False
+    """Whether values are normed by head, without a weight."""
+    values_are_keys: bool = False
+    """Whether values are the keys, before their norm and rotation: there is no v_proj."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,18 @@ class GatedKind:
 
 
 @dataclass(frozen=True, slots=True)
+class InputKind:
+    """An input of its own for each layer: the sum of a token's row in a table and of a projection of its embedding.
+    Behind the feed-forward it is multiplied by a gate, projected back, normed and added."""
+
+    size: int
+    """The width of one layer's input."""
+    vocab_size: int
+    """Rows of the table."""
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
 class LayerKind:
     """A mixer and a feed-forward, each with a norm before it. `norms_behind`: each has one behind it too, before its
     result is added."""
@@ -48,6 +65,9 @@ class LayerKind:
     mixer: AttentionKind
     feed_forward: GatedKind
     norms_behind: bool
+    own_input: InputKind | None = None
+    is_scaled: bool = False
+    """Whether what leaves the layer is multiplied by a number of its own."""
 
 
 @dataclass(frozen=True, slots=True)

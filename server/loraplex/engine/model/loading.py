@@ -45,7 +45,7 @@ def load_model(plan: ModelPlan) -> Model:
         )
         fused = reader.decoder()
         # It would change the computation.
-        checkpoint.refuse_leftover(plan.spec.model_type, plan.unread)
+        checkpoint.refuse_leftover(plan.spec.model_type, (*plan.unread, *reader.unread))
     return fused
 
 

@@ -60,8 +60,9 @@ def examine_tensors(plan: ModelPlan) -> None:
         return
     with open_checkpoint(plan.model_dir) as checkpoint:
         examined = ExaminedTensors(checkpoint)
-        DecoderReader(examined, plan.spec, torch.float32, _META, codes=examined).decoder()
-        checkpoint.refuse_leftover(plan.spec.model_type, plan.unread)
+        reader = DecoderReader(examined, plan.spec, torch.float32, _META, codes=examined)
+        reader.decoder()
+        checkpoint.refuse_leftover(plan.spec.model_type, (*plan.unread, *reader.unread))
 
 
 def _outline_fused(plan: ModelPlan, spec: DecoderSpec) -> ModelOutline:
@@ -72,6 +73,10 @@ def _outline_fused(plan: ModelPlan, spec: DecoderSpec) -> ModelOutline:
     if spec.tied and not has_copy and _packs(plan):
         # Where weights are packed, the head is a copy of the embeddings that it is tied to.
         counted.num_bytes, has_copy = counted.num_bytes + embed, True
+    own = spec.layers[0].own_input
+    # Read by token, as the embedding is.
+    table = 0 if own is None else own.vocab_size * own.size * spec.num_layers
+    unread = table + (0 if spec.tied and not has_copy else count)
     return ModelOutline(
         model_type=spec.model_type,
         shape=plan.shape,
@@ -81,9 +86,9 @@ def _outline_fused(plan: ModelPlan, spec: DecoderSpec) -> ModelOutline:
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
         weight_bytes=counted.num_bytes,
-        step_bytes=counted.num_bytes - (0 if spec.tied and not has_copy else embed),
+        step_bytes=counted.num_bytes - unread * plan.dtype.itemsize,
         num_weights=counted.num_weights,
-        step_weights=counted.num_weights - (0 if spec.tied else count),
+        step_weights=counted.num_weights - table - (0 if spec.tied else count),
         hidden_size=spec.hidden_size,
         inner_size=spec.intermediate_size,
     )
@@ -126,7 +131,7 @@ class _CountedTensors:
         if form.codes == "floats":
             return None
         self.num_bytes += rows * form.row_bytes(inputs, dtype.itemsize, linears.backend)
-        is_head = not all(".layers." in name for name in modules)
+        is_head = any(name.endswith(("lm_head", "embed_tokens")) for name in modules)
         self.has_head_of_codes |= is_head
         if not is_head or self._has_head:
             self.num_weights += rows * inputs

@@ -31,12 +31,14 @@ _FIELDS: Mapping[str, frozenset[str]] = {
             "mscale_all_dim", "truncate",
         }
     ),
+    "proportional": frozenset({"factor"}),
     "longrope": frozenset(
         {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
     ),
 }  # fmt: skip
-_NO_ORIGINAL_LENGTH = frozenset({"default", "linear", "dynamic"})
-"""RoPE types for which transformers ignores original_max_position_embeddings."""
+_NO_ORIGINAL_LENGTH = frozenset({"default", "linear", "dynamic", "proportional"})
+"""RoPE types for which transformers ignores original_max_position_embeddings. "proportional" turns pairs of the whole
+head; the last pairs have the frequency 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +59,21 @@ class RopePlan:
 
 
 def plan_rope(
-    config: Any,
+    configs: Mapping[str, Any],
     head_dims: Mapping[str, int],
     max_model_len: int,
     *,
     partial: bool,
     by_kind: Collection[str] = (),
 ) -> tuple[RopePlan, Mapping[str, int]]:
-    """The plan, and the index of each kind of layer's rope. `head_dims`: of the kinds of layers that the model has.
-    `max_model_len` is the length that was asked for, 0 if none was. `partial`: the family rotates a part of each head
-    where its config says so. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one set.
+    """The plan, and the index of each kind of layer's rope. `configs`, `head_dims`: of the kinds of layers that the
+    model has. `max_model_len` is the length that was asked for, 0 if none was. `partial`: the family rotates a part of
+    each head where its config says so. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one
+    set.
 
     Raises ModelUnsupported.
     """
+    config = next(iter(configs.values()))
     parameters = config.rope_parameters or {}
     stray = sorted(parameters.keys() - by_kind) if by_kind else ()
     if stray:
@@ -85,7 +89,9 @@ def plan_rope(
             raise ModelUnsupported(
                 f"the config has no RoPE parameters for {kind if by_kind else 'its layers'}"
             )
-        rope, limit = _rope(config, chosen, kind if by_kind else None, head_dim, max_model_len, partial)
+        rope, limit = _rope(
+            configs[kind], chosen, kind if by_kind else None, head_dim, max_model_len, partial
+        )
         if rope not in ropes:
             ropes.append(rope)
         of_kind[kind] = ropes.index(rope)
@@ -165,7 +171,7 @@ def _check(parameters: Mapping[str, Any], rope_type: str, partial: bool) -> None
             f"the RoPE parameters {', '.join(unknown)} are not known for {shown(rope_type)}"
         )
     share = parameters.get("partial_rotary_factor")
-    if share is not None and share != 1 and not partial:
+    if share is not None and share != 1 and not (partial or rope_type == "proportional"):
         raise ModelUnsupported(
             f"the config's partial_rotary_factor is {shown(share)}, which is not supported"
         )

@@ -19,9 +19,12 @@ from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config", "vq_config")
 _MULTIMODAL_TYPES = frozenset({"phi4_multimodal"})
 """Those that have no config for what they see or hear where `_OTHER_INPUTS` would find it."""
-_TEXT_OF = {"gemma3": "gemma3_text"}
+_TEXT_OF = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
 """Multimodal types whose text part alone is served, and the type that it is."""
-_OTHER_PARTS = ("model.vision_tower.", "model.multi_modal_projector.")
+_OTHER_PARTS = (
+    "model.vision_tower.", "model.multi_modal_projector.", "model.audio_tower.", "model.embed_vision.",
+    "model.embed_audio.", "model.vision_embedder.",
+)  # fmt: skip
 _NO_LIMIT = 1 << 62
 
 

@@ -33,14 +33,17 @@ class AdaptedLinears:
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
         self._act_and_mul = ops.act_and_mul
+        self.add = ops.add
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[T, C]: see `loraplex.kernels.layers.norm`."""
         return self._rms_norm(x, weight, self._eps)
 
-    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[T, C]: residual += x, in place, and its norm."""
-        return self._add_rms_norm(x, residual, weight, self._eps)
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: float = 1.0
+    ) -> torch.Tensor:
+        """[T, C]: residual = (residual + x) · scale, in place, and its norm."""
+        return self._add_rms_norm(x, residual, weight, self._eps, scale)
 
     def apply(self, linear: Linear, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, N]"""
@@ -59,32 +62,26 @@ class AdaptedLinears:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
+        v_norm: torch.Tensor | None,
     ) -> torch.Tensor:
         """[T, num_heads, D]: the rotated queries. Keys and values are in the layer's cache afterwards."""
         y = self.apply(linear, x, batch)
         head_dim, attention = head_dim_of(cache), batch.attention_of(linear.layer)
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
-        norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": self._eps}
+        norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": self._eps}
         self._rotate_and_write(heads, num_heads, *cos_sin, cache, attention, **norms)
         return heads[:, :num_heads]
 
     def gate(
-        self, linear: Linear, x: torch.Tensor, batch: ForwardBatch, activation: Activation
-    ) -> torch.Tensor:
-        """[T, N ÷ 2]: the activation of gate, times up."""
-        return self._act_and_mul(self.apply(linear, x, batch), activation == "gelu_tanh")
-
-    def apply_and_norm(
         self,
         linear: Linear,
         x: torch.Tensor,
         batch: ForwardBatch,
-        weight: torch.Tensor,
-        residual: torch.Tensor | None,
+        activation: Activation,
+        up: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, N]: the norm of the result, or of `residual` += the result where there is one."""
-        y = self.apply(linear, x, batch)
-        return self.rms_norm(y, weight) if residual is None else self.add_rms_norm(y, residual, weight)
+        """[T, N ÷ 2]: the activation of gate, times up; or [T, N], with `up` [T, N] that is not the linear's."""
+        return self._act_and_mul(self.apply(linear, x, batch), activation == "gelu_tanh", up)
 
     def add_and_norm(
         self,
@@ -94,12 +91,11 @@ class AdaptedLinears:
         residual: torch.Tensor,
         behind: torch.Tensor | None,
         following: torch.Tensor | None,
+        scale: float = 1.0,
     ) -> torch.Tensor:
-        """residual += the linear's result, with the norm `behind` it where there is one, in place. Returns the
-        `following` norm of the sum; without one, what is still to be added."""
+        """residual += the linear's result, with the norm `behind` it where there is one, in place, and the sum
+        multiplied by `scale`. Returns the `following` norm of that; without one, what is still to be added."""
+        x = self.apply(linear, x, batch)
         if behind is not None:
-            x = self.apply_and_norm(linear, x, batch, behind, None)
-            return x if following is None else self.add_rms_norm(x, residual, following)
-        if following is None:
-            return self.apply(linear, x, batch)
-        return self.apply_and_norm(linear, x, batch, following, residual)
+            x = self.rms_norm(x, behind)
+        return x if following is None else self.add_rms_norm(x, residual, following, scale)

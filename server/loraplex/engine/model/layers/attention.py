@@ -16,18 +16,21 @@ from loraplex.kernels.lora.site_groups import SiteGroup
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """`q_norm` and `k_norm` are [D], None where the kind has none."""
+    """`qkv` has no values where they are the keys, and queries alone where the keys are another layer's. The norms are
+    [D], None where the kind has none; that of values is of ones."""
 
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    v_norm: torch.Tensor | None
     o: Linear
 
 
 def attention_groups(kind: AttentionKind, hidden: int) -> tuple[SiteGroup, SiteGroup]:
     """Queries, keys and values, and the output."""
     query, kv = kind.num_heads * kind.cache.head_dim, kind.cache.kv_heads * kind.cache.head_dim
-    qkv = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), hidden, (query, kv, kv))
+    kinds = 1 if kind.cache.shares is not None else 2 if kind.values_are_keys else 3
+    qkv = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj")[:kinds], hidden, (query, kv, kv)[:kinds])
     if kind.packed:
         qkv = SiteGroup("qkv", ("qkv_proj",), hidden, (query + 2 * kv,))
     return qkv, SiteGroup("o", ("o_proj",), query, (hidden,))
@@ -37,11 +40,12 @@ def read_attention(
     kind: AttentionKind, tensors: LayerTensors, prefix: str, layer: int, qkv: SiteGroup, o: SiteGroup
 ) -> AttentionWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
-    head_dim = kind.cache.head_dim
+    head_dim, own = kind.cache.head_dim, kind.cache.shares is None
     return AttentionWeights(
         qkv=tensors.linear(prefix, layer, qkv, kind.qkv_bias),
         q_norm=tensors.norm(f"{prefix}q_norm", head_dim) if kind.qk_norm else None,
-        k_norm=tensors.norm(f"{prefix}k_norm", head_dim) if kind.qk_norm else None,
+        k_norm=tensors.norm(f"{prefix}k_norm", head_dim) if kind.qk_norm and own else None,
+        v_norm=tensors.unit_norm(head_dim) if kind.v_norm and own else None,
         o=tensors.linear(prefix, layer, o, kind.o_bias),
     )
 
@@ -59,7 +63,7 @@ def attend(
     """[T, C] → [T, Hq·D], before the output's linear. `cache` has the layer's keys and values, those of this step
     afterwards too."""
     queries = linears.apply_and_rotate(
-        weights.qkv, x, batch, cache, kind.num_heads, cos_sin, weights.q_norm, weights.k_norm
+        weights.qkv, x, batch, cache, kind.num_heads, cos_sin, weights.q_norm, weights.k_norm, weights.v_norm
     )
     attention = batch.attention_of(weights.qkv.layer)
     out = kernel.run(

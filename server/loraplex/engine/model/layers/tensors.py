@@ -33,6 +33,7 @@ class LayerTensors:
         self._device = device
         self._ops = ops
         self._codes = codes
+        self._units: dict[int, torch.Tensor] = {}
 
     def linear(self, prefix: str, layer: int, group: SiteGroup, bias: bool) -> Linear:
         """The group's sites, one behind the other. `prefix`: of their names."""
@@ -51,6 +52,18 @@ class LayerTensors:
         weight = torch.empty(size, dtype=kept, device=self._device)
         self._checkpoint.read_into(f"{module}.weight", weight)
         return weight.add_(self._norm.offset) if self._norm.offset else weight
+
+    def unit_norm(self, size: int) -> torch.Tensor:
+        """The weight of a norm that has none: one tensor for all layers."""
+        if size not in self._units:
+            kept = torch.float32 if self._norm.in_float32 else self._dtype
+            self._units[size] = torch.ones(size, dtype=kept, device=self._device)
+        return self._units[size]
+
+    def number(self, name: str) -> float:
+        """A tensor of one element; 1 where nothing is read."""
+        found = self.tensor(name, 1)
+        return 1.0 if found.is_meta else float(found)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
