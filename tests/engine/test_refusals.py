@@ -71,7 +71,6 @@ def said_by_all(path: Path, readers: tuple[Callable[[Path], Any], ...] = READERS
         ({"model_type": "deepseek_v4"}, r"\(MLA\)"),
         ({"model_type": "granite_swa"}, "sinks"),
         ({"model_type": "mimo_v2_flash"}, "sinks"),
-        ({"model_type": "phimoe"}, "windows"),
         ({"model_type": "dbrx", "n_layers": 4}, "counts layers"),
         ({"model_type": "xglm", "num_layers": 4}, "own code"),
         ({"model_type": "of_tomorrow", "layer_types": ["chunked_attention"]}, r"\(layer_types: chunked_attention\)"),
@@ -106,6 +105,26 @@ def test_fields_that_differ_by_layer_are_refused_in_words(
     message = said_by_all(path, READERS[1:])
     assert next(iter(sizes)) in message
     assert "Error:" not in message
+
+
+@pytest.mark.parametrize(
+    "field", ["rope_scaling", "rope_parameters", "text_config", "layer_types", "num_hidden_layers"]
+)
+@pytest.mark.parametrize("value", ["x", -3, ["x"], True])
+def test_fields_of_another_type_are_told(field: str, value: Any, tmp_path: Path) -> None:
+    path = save_tiny(tmp_path, FAMILIES["llama"])
+    edit_config(path, **{field: value})
+    words = [words_of(look, path) for look in (load_base_spec, plan_model)]
+    assert any(words) or field in ("text_config", "layer_types")
+
+
+def test_a_model_without_sites_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    path = save_tiny(
+        tmp_path, {"model_type": "xmod", "languages": ["a"], "default_language": "a", "is_decoder": True}
+    )
+    assert "it has none of the linears that adapters change" in said_by_all(
+        path, (READERS[0], READERS[3], READERS[4])
+    )
 
 
 @pytest.fixture

@@ -294,6 +294,7 @@ UNTESTED_GOOD = {
     "cohere": {"model_type": "cohere", "logit_scale": 0.3},
     "stablelm": {"model_type": "stablelm"},
     "phi": {"model_type": "phi"},
+    "phimoe": {"model_type": "phimoe", "sliding_window": 9, "num_local_experts": 2, "num_experts_per_tok": 1},
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from loraplex.adapters.store.files import shown
+from loraplex.kernels.lora.site_groups import LAYER_SITES
 
 _RECURRENT = "it has recurrent states, which the KV cache does not hold"
 CONVOLUTION = "its layers mix neighbouring positions by convolutions, which the KV cache does not hold"
@@ -18,6 +19,7 @@ _OWN_CODE = (
     "transformers computes its attention in the model's own code, which the paged attention cannot replace"
 )
 _OWN_SIZES = "its config.json counts layers and heads by names of its own, which the KV cache is not sized by"
+NO_SITES = f"it has none of the linears that adapters change ({', '.join(LAYER_SITES)})"
 _ENCODER = "it is an encoder, which writes no text"
 
 _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
@@ -37,7 +39,6 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
      {"diffllama": "DiffLlama"}),
     ("its attention masks keys by their values, which the paged attention does not compute", {"doge": "Doge"}),
     ("its queries come from experts, each with heads of its own", {"jetmoe": "JetMoE"}),
-    ("its windows are in transformers' mask alone, which the paged attention does not get", {"phimoe": "Phi-3.5-MoE"}),
     ("its layers run several times for each token", {"hrm_text": "HRM"}),
     ("it reads bytes in patches, through an encoder and a decoder of its own", {"blt": "BLT"}),
     (_CHUNKED, {"llama4_text": "Llama 4"}),

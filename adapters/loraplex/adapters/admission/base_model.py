@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapters.admission.base_families import obstacle_of, text_fields
+from loraplex.adapters.admission.base_families import NO_SITES, not_served, obstacle_of, text_fields
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.base_weights.gguf import FILE, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
@@ -24,7 +24,7 @@ from loraplex.adapters.base_weights.schemes import StoredLinears, read_linears
 from loraplex.adapters.base_weights.tensors import QuantisedTensors
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
-from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into
+from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into, shown
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, MODEL_PROJECTION, SITES
 
@@ -114,10 +114,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     linears = {name.removesuffix(".weight"): shape for name, shape in _linear_shapes(tensors, stored).items()}
     sites = find_sites(linears, num_layers)
     if not sites:
-        raise BaseModelInvalid(
-            f"{model_type} is not served: {model_dir} has none of the linears that adapters change "
-            f"({', '.join(LAYER_SITES)})"
-        )
+        raise BaseModelInvalid(not_served(model_type, NO_SITES))
     sites |= _find_head(_linear_shapes(_with_tied_head(tensors, config), stored))
     sites |= _find_embedding(tensors)
     try:
@@ -383,7 +380,10 @@ def _architecture(config: Mapping[str, Any]) -> bytes:
     if config.get("use_sliding_window"):  # else it means nothing
         fields["max_window_layers"] = config.get("max_window_layers")
     # Written as rope_theta + rope_scaling by older tools and as rope_parameters by newer ones.
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    found = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(value, dict) for value in found):
+        raise BaseModelInvalid(f"the config's rope_scaling or rope_parameters is no object: {shown(found)}")
+    rope = {**found[0], **found[1]}
     rope.setdefault("rope_theta", config.get("rope_theta"))
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
     if config.get("quantization_config") is not None:  # it says what the codes stand for

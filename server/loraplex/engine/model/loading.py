@@ -83,7 +83,9 @@ def load_wrapped(
             + ", ".join(absent[:4])
         )
     model.requires_grad_(False)
-    return TransformersDecoder(model.eval().to(device), shape)
+    with refusing(f"{config.model_type} cannot be served through transformers"):
+        decoder = TransformersDecoder(model.eval().to(device), shape)
+    return decoder
 
 
 def lay_out_wrapped(plan: ModelPlan) -> TransformersDecoder:
@@ -92,15 +94,17 @@ def lay_out_wrapped(plan: ModelPlan) -> TransformersDecoder:
     from transformers import AutoModelForCausalLM
 
     register_attention()
-    with refusing(f"transformers cannot lay out this {plan.model_type}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(plan.config),
-            dtype=plan.dtype,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=False,
-        )
-    if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
-        raise ModelUnsupported(not_served(plan.model_type, CONVOLUTION))
-    if any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()):
-        raise ModelUnsupported(not_served(plan.model_type, SINKS))
-    return TransformersDecoder(model.eval(), plan.shape)
+    with refusing(f"transformers cannot lay out this {plan.model_type}"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(plan.config),
+                dtype=plan.dtype,
+                attn_implementation=ATTENTION_NAME,
+                trust_remote_code=False,
+            )
+        if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
+            raise ModelUnsupported(not_served(plan.model_type, CONVOLUTION))
+        if any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()):
+            raise ModelUnsupported(not_served(plan.model_type, SINKS))
+        decoder = TransformersDecoder(model.eval(), plan.shape)
+    return decoder

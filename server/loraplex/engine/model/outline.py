@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.config_fields import refusing
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.fused import DecoderReader
 from loraplex.engine.model.loading import lay_out_wrapped
@@ -49,7 +50,9 @@ class ModelOutline:
 
 def outline_model(plan: ModelPlan) -> ModelOutline:
     """The device of the plan need not be here. Raises ModelUnsupported."""
-    return _outline_wrapped(plan) if plan.spec is None else _outline_fused(plan, plan.spec)
+    with refusing(f"the sizes of {plan.model_type} are not known"):
+        outline = _outline_wrapped(plan) if plan.spec is None else _outline_fused(plan, plan.spec)
+    return outline
 
 
 def examine_tensors(plan: ModelPlan) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.admission.base_families import NO_SITES, not_served
 from loraplex.adapters.admission.base_model import find_sites as site_shapes
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.kernels.attention.choice import AttentionChoice
@@ -23,7 +24,7 @@ from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, tra
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.linear.packed import tensor_bytes
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, SiteGroup, name_groups
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SiteGroup, name_groups
 
 ATTENTION_NAME = "loraplex_paged"
 
@@ -36,6 +37,8 @@ _IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "cache_position", "position_embeddings", "past_key_values"}
 )
 """Attention arguments whose effect is in q, k and v already, or that speak of a cache that we do not use."""
+_WINDOWS_IN_MASKS = frozenset({"phimoe"})
+"""Model types whose window transformers puts into its masks alone, for all layers."""
 
 
 def wrapped_attention(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> AttentionChoice:
@@ -136,6 +139,9 @@ def _attention(
         raise ModelUnsupported(f"the model's attention wants {', '.join(unknown)}, which is not supported")
     if attention_mask is not None or dropout or is_causal is False:
         raise ModelUnsupported("the model's attention is not plainly causal (it gives a mask of its own)")
+    config = getattr(module, "config", None)
+    if sliding_window is None and getattr(config, "model_type", None) in _WINDOWS_IN_MASKS:
+        sliding_window = getattr(config, "sliding_window", None)
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelUnsupported("the model's attention does not know its layer (it has no layer_idx)")
@@ -232,9 +238,7 @@ def find_sites(
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     shapes = site_shapes({n: (m.out_features, m.in_features) for n, m in linears.items()}, num_layers)
     if not shapes:
-        raise ModelUnsupported(
-            f"the model has none of the linears that adapters change ({', '.join(LAYER_SITES)})"
-        )
+        raise ModelUnsupported(not_served(model.config.model_type, NO_SITES))
     of_layers: list[list[SiteGroup]] = [[] for _ in range(num_layers)]
     for (layer, site), shape in shapes.items():
         of_layers[layer].append(SiteGroup(site, (site,), shape.in_features, (shape.out_features,)))
