@@ -26,6 +26,7 @@ from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.scheduling.timing.step_times import StepTimes
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, StepPlan
 from support.engine.fake_transport import FakeTransport, Fate, make_cache
+from support.simulator.core_integrity import check_scheduler
 
 MOST_TOKENS = 512
 """Positions of a step."""
@@ -79,7 +80,7 @@ class _Simulation:
                 self._compute(plan)
                 account.step_ended(before & self._backlogged(), clock.now)
                 if self._check_every and plan.step_id % self._check_every == 0:
-                    scheduler.check_integrity(self._live)
+                    check_scheduler(scheduler, self._live)
             else:
                 times = (self._seconds, self._transport.next_due, account.arrivals.next_at)
                 clock.now = max(clock.now, min(time for time in times if time is not None))

@@ -20,6 +20,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.types import TokenEvent
 from support.engine.local_engine import LocalEngine
+from support.simulator.core_integrity import check_core
 
 Row = dict[str, Any]
 _TOP = 5
@@ -131,7 +132,7 @@ def out_of_memory(engine: LocalEngine, adapter: AdapterRef, load: Load, starving
         if engine.core.stats().num_out_of_memory > ran_out:
             break
     stats = engine.core.stats()
-    engine.core.check_integrity()
+    check_core(engine.core)
     times = stats.num_out_of_memory - ran_out
     return {
         "case": "a step without memory",
@@ -147,7 +148,7 @@ def preemption(engine: LocalEngine, adapter: AdapterRef, load: Load) -> Row:
     together = _answers(engine, adapter, load, "together")
     preempted = engine.core.stats().num_preemptions
     alone = _answers(engine, adapter, Load(load.requests, load.prompt, load.output, 1), "alone")
-    engine.core.check_integrity()
+    check_core(engine.core)
     return {
         "case": "a small KV cache",
         "preemptions": preempted,

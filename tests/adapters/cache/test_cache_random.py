@@ -14,6 +14,7 @@ import pytest
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease, LeaseError, PinRefused, Residency
 from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from support.adapters.cache_fakes import PAGE_BYTES, FakeClock, FakeImage, HandTransport, make_ref
+from support.adapters.cache_integrity import check_cache
 from support.adapters.reserved import kept_by_reservations
 
 
@@ -78,7 +79,7 @@ class History:
         self.wind_down()
 
     def check(self) -> None:
-        self.cache.check_integrity()
+        check_cache(self.cache)
         held = self.cache.tenants.tenant_bytes()
         for tenant, most in self.caps.items():
             assert tenant not in held or held[tenant].device <= most, "a tenant has more than its cap"
@@ -94,7 +95,7 @@ class History:
         self.transport.quick = self.some_quick and self.copying.random() < 0.5
         self.ready.clear()
         self.cache.poll()
-        self.cache.check_integrity()
+        check_cache(self.cache)
         images = sum(entry.host_bytes for entry in self.cache.entries() if not entry.loading)
         largest = PAGE_BYTES * max(self.transport.sizes.values())
         assert images <= max(self.host_bytes, largest), (
@@ -184,7 +185,7 @@ class History:
             self.cache.drop(ref.digest)
         self._settle()
         self.cache.poll()
-        self.cache.check_integrity()
+        check_cache(self.cache)
         usage = self.cache.usage()
         assert (usage.num_arena_pages_used, usage.num_adapter_slots_used, usage.host_bytes_used) == (0, 0, 0)
         assert self.cache.entries() == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loraplex.adapters.cache.adapter_cache import Residency
 from support.adapters.cache_fakes import CacheRig, make_ref
+from support.adapters.cache_integrity import check_cache
 
 REFS = [make_ref(name) for name in "abcdefgh"]
 A, B, C, D, E, *_ = REFS
@@ -73,7 +74,7 @@ def test_no_request_waits_for_it() -> None:
     rig.transport.finish_load("a")
     assert settle(rig) == ["a", "b"], "it is the next again"
     assert warmed(rig) == {"device": 2}
-    rig.cache.check_integrity()
+    check_cache(rig.cache)
 
 
 def test_a_request_for_what_is_being_warmed_takes_its_load_over() -> None:

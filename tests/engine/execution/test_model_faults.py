@@ -24,6 +24,7 @@ from loraplex.kernels.attention import BLOCK_SIZE
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+from support.simulator.core_integrity import check_core
 from support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -255,7 +256,7 @@ def test_an_adapter_that_finds_no_memory_is_told_and_tried_again(make_engine, mo
     assert error is not None
     assert error.code == "adapter_unavailable"
     assert len(engine.tokens("base")) == 16
-    engine.core.check_integrity()
+    check_core(engine.core)
 
     def comes_back():
         engine.events.pop("again", None)
@@ -265,7 +266,7 @@ def test_an_adapter_that_finds_no_memory_is_told_and_tried_again(make_engine, mo
 
     eventually(comes_back)
     assert len(engine.tokens("again")) == 16
-    engine.core.check_integrity()
+    check_core(engine.core)
 
 
 def test_failed_step_releases_its_memory(make_engine):

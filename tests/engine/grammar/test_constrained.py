@@ -26,6 +26,7 @@ from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.grammars import CASES, Case, regex_case, save_byte_model, text_of
 from support.engine.local_engine import LocalEngine
 from support.models.byte_tokenizer import EOS_ID, PAD_ID, START_ID, THINK_ID
+from support.simulator.core_integrity import check_core
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -146,7 +147,7 @@ def play(model_dir: Path, adapters: dict[str, Path], work: Path, count: int, **s
         assert reasons.count("stop") > count // 2
         assert all(engine.events[name][-1].error is None for name in free)
         assert engine.core.stats().num_preemptions > 0
-        engine.core.check_integrity()
+        check_core(engine.core)
     finally:
         engine.close()
 
@@ -370,7 +371,7 @@ def test_a_mask_beyond_its_limits_ends_its_request_alone(engine, monkeypatch):
     assert "\n" not in error.message
     assert sum(len(event.token_ids) for event in engine.events[name]) > 3
     assert all(engine.events[other][-1].error is None for other in others)
-    engine.core.check_integrity()
+    check_core(engine.core)
 
 
 class Cramped:
@@ -432,7 +433,7 @@ def test_who_waits_for_a_matcher_holds_nobody_back(model_dir, tmp_path, monkeypa
         stats = engine.core.stats()
         assert (stats.num_waiting, stats.num_waiting_for_grammar) == (4, 4)
         engine.core.abort(aborted)
-        engine.core.check_integrity()
+        check_core(engine.core)
         stats = engine.core.stats()
         assert (stats.num_waiting, stats.num_waiting_for_grammar) == (3, 3)
         go.set()

@@ -11,6 +11,7 @@ from loraplex.engine.scheduling.timing.step_costs import StepCosts
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, TokenEvent
 from support.engine.grammars import CASES, VOCAB_SIZE, regex_case, save_byte_model
 from support.engine.local_engine import LocalEngine
+from support.simulator.core_integrity import check_core
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -65,7 +66,7 @@ def play(model_dir: Path, work: Path, speculation: Speculation | None) -> dict[s
                 EngineRequest(f"r{number}", "t", (65, 66, number), params, grammar=grammar)
             )
         engine.run()
-        engine.core.check_integrity()
+        check_core(engine.core)
         return engine.events
     finally:
         engine.close()

@@ -18,6 +18,7 @@ from support.engine.mixed_questions import cramped_engine
 from support.engine.same_bits import Answer, Asked, Question
 from support.models.checkpoints import OTHERS as WRAPPED
 from support.models.checkpoints import VOCAB, save_tiny
+from support.simulator.core_integrity import check_core
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
@@ -132,7 +133,7 @@ def test_float32_tokens_and_logits_equal_peft(
             lookahead=lookahead,
         )
         asked.among_neighbours(questions(rng, 3 if chunk < 7 else 12), rng, check)
-        asked.engine.core.check_integrity()
+        check_core(asked.engine.core)
         stats = asked.engine.core.stats()
         seen["preemptions"] += stats.num_preemptions
         seen["prefix hits"] += stats.prefix_cache_hits

@@ -21,6 +21,7 @@ from loraplex.engine.pooling import POOLINGS, Pooling
 from loraplex.kernels.linear.dense import multiplies
 from support.adapters.peft_zoo import PeftReference, cut_model, make_zoo
 from support.engine.local_engine import LocalEngine
+from support.simulator.core_integrity import check_core
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
@@ -143,7 +144,7 @@ def mixed_run(
 
     engine.built.runner.submit = noting_submit  # type: ignore[method-assign]
     engine.run()
-    engine.core.check_integrity()
+    check_core(engine.core)
     return {
         (name, number): (engine.tokens(f"{name}/{number}"), torch.stack(rows[f"{name}/{number}"]))
         for name, number in asked

@@ -8,6 +8,7 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.cache.residency import Residency, Ticket
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
+from support.adapters.cache_integrity import check_cache
 
 PAGE_BYTES = 100
 TORN = "torn"
@@ -155,10 +156,10 @@ class CacheRig:
         """One step of the engine: poll, then a pass that asks for these in order."""
         self.clock.now += 0.01
         self.cache.poll()
-        self.cache.check_integrity()
+        check_cache(self.cache)
         self.cache.begin_pass()
         answers = [self.cache.request(ref) for ref in refs]
-        self.cache.check_integrity()
+        check_cache(self.cache)
         return answers
 
     def bring(self, *refs: AdapterRef) -> None:

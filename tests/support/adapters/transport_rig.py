@@ -20,6 +20,7 @@ from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.files import digest_upload
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import SiteGroup
+from support.adapters.cache_integrity import check_cache
 from support.adapters.drafts import AdapterDraft, AdapterFiles, TinyBase, write_base
 from support.adapters.lora_zoo import dirty_arena
 
@@ -96,7 +97,7 @@ class TransportRig:
             self.cache.poll()
             self.cache.begin_pass()
             residency = self.cache.request(ref)
-            self.cache.check_integrity()
+            check_cache(self.cache)
             if residency is not Residency.LOADING:
                 return residency
             if self.cache.state(ref.digest) == "hot":

@@ -13,6 +13,7 @@ from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.engine.fake_runner import FakeRunner, reference
 from support.engine.fake_transport import FakeTransport, make_cache
+from support.simulator.core_integrity import check_core
 
 VOCAB_SIZE = 997
 EOS = 0
@@ -66,7 +67,7 @@ class CoreEngine:
         self.now += seconds
         self.transport.settle()
         events = self.core.step()
-        self.core.check_integrity()
+        check_core(self.core)
         assert not self.runner.complaints
         self.events += events
         return events

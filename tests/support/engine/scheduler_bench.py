@@ -12,6 +12,7 @@ from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence, StepPlan
 from support.engine.fake_transport import FakeTransport, make_cache
+from support.simulator.core_integrity import check_scheduler
 
 
 class Bench:
@@ -104,7 +105,7 @@ class Bench:
         self.check()
 
     def check(self) -> None:
-        self.scheduler.check_integrity(self.live.values())
+        check_scheduler(self.scheduler, self.live.values())
 
 
 def sizes(plan: StepPlan) -> dict[str, int]:

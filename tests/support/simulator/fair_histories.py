@@ -29,6 +29,7 @@ from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequen
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.fake_transport import FakeTransport, Fate, make_cache
 from support.simulator.bounds import drawn_bound
+from support.simulator.core_integrity import check_scheduler
 
 STEPS = 600
 STEP_S = 0.02
@@ -202,7 +203,7 @@ class FairHistory:
         for row in plan.scheduled:
             self._take(sequences[row.request_id], row)
         if step % 25 == 0:
-            self.scheduler.check_integrity(self.live)
+            check_scheduler(self.scheduler, self.live)
         self._check(before & self._backlogged())
         self._check_places()
 

@@ -14,7 +14,7 @@ A history has tenants with weights, grammars whose matchers take time, fail or c
   the transport, the store and the clock are fakes.
 
 What is checked, after every step or at the end:
-  every manager's own `check_integrity`; a request ends exactly once, and when it was told to; its tokens are the
+  every manager's own lists (`check_core`); a request ends exactly once, and when it was told to; its tokens are the
   fake model's for its own digest and prompt, cut at the right place; its usage, times and first event are right; an
   error has its cause; nobody reads another tenant's KV; no reservation, cap or pin is broken; host memory is given
   back once; damage is told; nothing of a deleted version stays in memory; an engine that says it is idle has nothing
@@ -40,6 +40,7 @@ from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, StepPlan
 from support.engine.fake_runner import FakeRunner, Fault
 from support.engine.fake_transport import Fate
+from support.simulator.core_integrity import check_core
 from support.simulator.drafters import FREE, DrafterKind, PlantedDrafter
 from support.simulator.fairness import Shares
 from support.simulator.grammars import FakeGrammars
@@ -348,7 +349,7 @@ class History:
     def _duplicate(self, request_id: str) -> None:
         self._happened(f"{request_id} is sent twice")
         self._send(self.oracle.live[request_id].request)
-        self.core.check_integrity()
+        check_core(self.core)
 
     def _operate(self) -> None:
         refs = [ref for refs in self.world.adapters.values() for ref in refs if ref is not None]

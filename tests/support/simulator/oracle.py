@@ -22,6 +22,7 @@ from support.engine.fake_runner import (
     reference_pooled,
     reference_scores,
 )
+from support.simulator.core_integrity import check_core
 from support.simulator.grammars import FakeGrammars, grammar_of
 from support.simulator.tiers import TieredTransport, WatchedCache
 from support.simulator.world import EOS_IDS, LOAD_TIMEOUT_S, VOCAB_SIZE, World, memory_needed
@@ -262,7 +263,7 @@ class Oracle:
         self, core: EngineCore, cache: WatchedCache, transport: TieredTransport, started: float
     ) -> None:
         """After a step that began at `started`."""
-        core.check_integrity()
+        check_core(core)
         if complaints := self._runner.complaints or cache.complaints:
             raise Violation("; ".join(complaints))
         if cache.usage().host_bytes_used != transport.live_bytes:

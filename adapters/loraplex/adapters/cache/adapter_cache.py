@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, KeysView
 from typing import Generic
 
 from loraplex.adapters.cache.background_loads import BackgroundLoads
-from loraplex.adapters.cache.cache_report import check_cache, count_usage, list_entries
+from loraplex.adapters.cache.cache_report import count_usage, list_entries
 from loraplex.adapters.cache.entries import CachedAdapter, CachedAdapters, Stage
 from loraplex.adapters.cache.eviction import DeviceEviction, HostEviction, Pass
 from loraplex.adapters.cache.failures import MAX_FAILURES, Failures
@@ -414,8 +414,3 @@ class AdapterCache(Generic[ImageT]):
         self._failures.record(ref, message, now, num_pages)
         self._pins.release(ref.digest)
         self._background.forget(ref.digest)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every page, slot, lease and byte has one owner and each adapter is in the
-        lists of its stage alone (see `CachedAdapters`). For tests; costs O(pages + adapters)."""
-        check_cache(self._entries, self._pins, self._max_loads)

@@ -1,4 +1,4 @@
-"""Reports of the adapter cache: its versions, its counters, and a consistency check for tests. No torch."""
+"""Reports of the adapter cache: its versions and its counters. No torch."""
 
 from __future__ import annotations
 
@@ -62,19 +62,3 @@ def count_usage(
         num_warming=background.num_warming,
         warmed={outcome: background.outcomes[outcome] for outcome in WARM_OUTCOMES},
     )
-
-
-def check_cache(entries: CachedAdapters[ImageT], pins: Pins, max_loads: int) -> None:
-    """Raise AssertionError unless the entries are consistent and pins and loads keep their limits. For tests; costs
-    O(pages + adapters)."""
-    entries.check_integrity(pins.held)
-    for digest, num_pages in pins.held.items():
-        entry = entries.get(digest)
-        assert entry is not None, "a pin holds an adapter that is not in memory"
-        assert (len(entry.pages), entry.slot >= 0) == (num_pages, True), (
-            "a pin holds an adapter without memory"
-        )
-    held = pins.held.values()
-    assert sum(held) <= max(1, entries.num_pages // 2), "pins hold too many pages"
-    assert len(held) <= max(1, entries.num_slots // 2), "pins hold too many slots"
-    assert len(entries.loading) <= max_loads, "too many loads at a time"

@@ -7,7 +7,7 @@ decides which changes are made. No torch.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Literal
@@ -315,38 +315,6 @@ class CachedAdapters(Generic[ImageT]):
         self.free_pages.extend(reversed(entry.pages))
         self.free_slots.append(entry.slot)
         entry.slot, entry.pages = -1, ()
-
-    def check_integrity(self, pinned: Container[str]) -> None:
-        """Raise AssertionError unless every page and slot has exactly one owner, the counts are what they count,
-        and each adapter is in the lists of its stage and in no other. For tests; costs O(pages + adapters)."""
-        holders = [*self.by_digest.values(), *self.stuck]
-        pages = [*self.free_pages, *(page for entry in holders for page in entry.pages)]
-        assert sorted(pages) == list(range(self.num_pages)), "a page is lost or owned twice"
-        slots = [*self.free_slots, *(entry.slot for entry in holders if entry.slot >= 0)]
-        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or owned twice"
-        assert self.num_leases == sum(len(entry.leases) for entry in holders), "leases are miscounted"
-        held = sum(entry.num_bytes for entry in holders if entry.image is not None)
-        assert self.host_bytes == held, "host memory is miscounted"
-        for digest, entry in self.by_digest.items():
-            stage, where = entry.stage, f"adapter {digest[:12]}, {entry.stage.value}"
-            on_device = stage in (Stage.COPYING, Stage.DEVICE)
-            idle = stage is Stage.DEVICE and not entry.leases and digest not in pinned
-            assert entry.ref.digest == digest, where
-            assert len(entry.pages) == (entry.num_pages if on_device else 0), f"{where}: number of pages"
-            assert (entry.slot >= 0) == on_device, f"{where}: slot {entry.slot}"
-            assert all(lease.slot == entry.slot for lease in entry.leases), (
-                f"{where}: a lease of another slot"
-            )
-            assert stage is Stage.DEVICE or not entry.leases, f"{where}: leased"
-            assert (digest in self.loading) == (stage is Stage.LOADING) == (entry.load is not None), where
-            assert (digest in self.copying) == (stage is Stage.COPYING) == (entry.copy is not None), where
-            assert (digest in self.on_device) == (stage is Stage.DEVICE), where
-            assert (digest in self.hosted) == (entry.image is not None), where
-            assert entry.image is not None or stage in (Stage.LOADING, Stage.DEVICE), f"{where}: no image"
-            assert (digest in self.idle) == idle, f"{where}: wrongly (not) in the line for eviction"
-            assert not (entry.doomed and idle), f"{where}: deleted, unused and still there"
-        for index in (self.loading, self.copying, self.on_device, self.idle, self.hosted):
-            assert index.keys() <= self.by_digest.keys(), "a list names an adapter that is forgotten"
 
 
 def _ignore(digest: str, is_resident: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,19 +160,6 @@ class HostSlab:
         with self._changed:
             self._free = sorted(self._free + pages)
             self._changed.notify_all()
-
-    def check_integrity(self, held: Iterable[HostPages]) -> None:
-        """Raise AssertionError unless every page is either free or in exactly one of `held`, which are all that was
-        handed out. For tests."""
-        start = self._memory.data_ptr()
-        pages = list(self._free)
-        for memory in held:
-            for run in memory.runs:
-                first, rest = divmod(run.data_ptr() - start, self.page_bytes)
-                if 0 <= first < self.num_pages:
-                    assert not rest, "a run begins within a page"
-                    pages += range(first, first + run.shape[0])
-        assert sorted(pages) == list(range(self.num_pages)), "a page is lost or owned twice"
 
 
 def adjacent_runs(pages: Sequence[int]) -> list[tuple[int, int]]:

@@ -398,14 +398,3 @@ class EngineCore:
     def is_warming(self) -> bool:
         """Whether adapters are still to be loaded by recorded demand."""
         return self._cache.is_warming
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every request is in exactly one place, and every block, every lease and
-        every place in the queue belongs to one that has not ended. For tests: costs O(blocks + requests)."""
-        self._scheduler.check_integrity(self._tracker.live.values())
-        assert len(self._in_flight) <= self._config.lookahead, "a step was left uncollected"
-        leases = self._in_flight.leases
-        leases += [lease for lease in self._scheduler.running.values() if lease is not None]
-        held = {id(lease) for lease in leases}
-        assert len(held) == len(leases) == self._cache.usage().num_leases, "a lease is lost or held twice"
-        self._cache.check_integrity()

@@ -306,16 +306,6 @@ class AdapterScheduler:
                 self._requested[digest] = other
                 break
 
-    def check_integrity(self, waiting: set[TenantLane]) -> None:
-        """Raise AssertionError unless every lane that it remembers is one of those that are `waiting`. For tests."""
-        held = {
-            *self._requested.values(),
-            *self._unrequested,
-            *self._aged,
-            *([self._first] if self._first else []),
-        }
-        assert held <= waiting, "an empty lane waits for an adapter"
-
 
 def _always(digest: str) -> bool:
     return True

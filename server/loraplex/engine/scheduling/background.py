@@ -11,7 +11,6 @@ empty block is left, and they hold at most `BLOCKS_SHARE` of the pool.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from typing import Any
@@ -145,18 +144,3 @@ class BackgroundSequences:
                 missing[ref.digest] = ref
         for ref in islice(missing.values(), _MAX_PREFETCHED):
             self._cache.prefetch(ref)
-
-    def check_integrity(self, live: Iterable[Sequence]) -> list[Sequence]:
-        """Raise AssertionError unless exactly the background sequences of `live` are here, each with what belongs
-        there. Returns the others. For tests."""
-        live = list(live)
-        counts = Counter([*self._waiting, *self.begun])
-        found = {seq for seq in live if seq.request.background}
-        assert set(counts) == found, "a background sequence is lost, or has ended and kept its place"
-        for seq in self._waiting:
-            assert seq.state is SequenceState.WAITING, f"{seq.request_id} waits as {seq.state}"
-            assert not seq.block_ids, f"{seq.request_id} waits, and holds blocks"
-        for seq in self.begun:
-            assert counts[seq] == 1, f"{seq.request_id} is in two places"
-            assert seq.state is SequenceState.RUNNING, f"{seq.request_id} has begun as {seq.state}"
-        return [seq for seq in live if seq not in found]

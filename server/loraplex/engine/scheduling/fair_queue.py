@@ -16,7 +16,6 @@ Counters are per tenant: more keys, adapters or requests never give a larger sha
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, KeysView, Mapping
 
 from loraplex.engine.scheduling.tenant_heap import Entry, TenantAccount, TenantHeap, TenantLane
@@ -84,11 +83,6 @@ class FairQueue:
     def requests(self) -> KeysView[Sequence]:
         """The requests in the queue, ready or not."""
         return self._entries.keys()
-
-    @property
-    def lanes_in_use(self) -> set[TenantLane]:
-        """The lanes of the requests in the queue. For tests: costs O(requests)."""
-        return {entry.lane for entry in self._entries.values()}
 
     # Lives of requests.
 
@@ -310,23 +304,3 @@ class FairQueue:
         while (tenant := self._idle.least()) is not None and tenant.charged <= self._floor:
             self._idle.drop(tenant)
             del self._tenants[tenant.tenant_id]
-
-    def check_integrity(self, alive: dict[str, int]) -> None:
-        """Raise AssertionError unless the counts match the engine's `alive` requests per tenant, and those of the lanes
-        their own."""
-        requests = {t.tenant_id: t.requests for t in self._tenants.values() if t.requests}
-        assert requests == alive, f"the fair queue knows of {requests}, the engine of {alive}"
-        sizes = Counter([entry.lane for entry in self._entries.values()])
-        assert all(lane.size == size for lane, size in sizes.items()), "a lane is miscounted"
-        ready = sum(size for lane, size in sizes.items() if lane.is_open)
-        assert self._num_ready == ready, "those that could run are miscounted"
-        for tenant in self._tenants.values():
-            lanes = tenant.lanes.values()
-            where = f"tenant {tenant.tenant_id}"
-            assert tenant.queued == sum(lane.size for lane in lanes), f"{where}: a lane is miscounted"
-            assert tenant.ready == sum(lane.size for lane in lanes if lane.is_open), f"{where}: its backlog"
-            assert all(lane.is_open == (d is None or d in self._open) for d, lane in tenant.lanes.items()), (
-                where
-            )
-            assert (tenant in self._order) == (tenant.ready > 0), f"{where}: wrongly (not) backlogged"
-            assert (tenant in self._idle) == (tenant.requests == 0), f"{where}: wrongly (not) idle"

@@ -21,7 +21,6 @@ from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.background import BackgroundSequences
 from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
-from loraplex.engine.scheduling.integrity import check_places
 from loraplex.engine.scheduling.preempter import Preempter
 from loraplex.engine.scheduling.preemption import preemption_order
 from loraplex.engine.scheduling.speculation import Speculation
@@ -429,14 +428,3 @@ class Scheduler:
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks of the prefix cache that hold the beginning of a waiting sequence."""
         return self.blocks.find(seq)
-
-    def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless exactly the `live` sequences are here, each either held, running, queued or in
-        the background, with the blocks and lanes that this takes."""
-        check_places(self.background.check_integrity(live), self.running, self.queue, self.held)
-        self.adapters.check_integrity(self.queue.lanes_in_use)
-        begun = (*self.running, *self.background.begun)
-        self.blocks.check_tables(begun)
-        held = [self.blocks.held(seq.block_ids) for seq in begun]
-        self.blocks.check_integrity(held, self._cache.residency().__contains__)
-        self.blocks.states.check_integrity(seq.state_slot for seq in begun if seq.state_slot >= 0)

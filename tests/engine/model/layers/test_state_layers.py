@@ -21,6 +21,7 @@ from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from support.engine.fake_transport import FakeTransport, make_cache
+from support.simulator.core_integrity import check_core
 
 VOCAB = 61
 CPU = torch.device("cpu")
@@ -110,7 +111,7 @@ def test_answers_are_those_of_sequences_alone(lookahead: Literal[0, 1]) -> None:
         for event in core.step():
             answers[event.request_id] += event.token_ids
             ended[event.request_id] = event.finish_reason
-        core.check_integrity()
+        check_core(core)
         for name in ("r3", "r7"):
             if len(answers[name]) >= 5:
                 core.abort(name)
