@@ -1,4 +1,4 @@
-"""The base linear over 8-bit floats in Triton: the product, and the same bits in every step."""
+"""The base linear over 8-bit floats in Triton and in torch: what test_splits_triton.py does not ask of all."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ import torch
 
 from loraplex.kernels.linear import scaled_mm, triton_fp8
 from loraplex.kernels.linear.stored import FloatWeight
-from loraplex.kernels.linear.triton_fp8 import PackedFloats, floats_tiling, pack_floats
-from loraplex.kernels.linear.triton_splits import SplitTiling
+from loraplex.kernels.linear.triton_fp8 import PackedFloats, pack_floats
 from loraplex.kernels.triton_backend import triton_ops
 from loraplex.kernels.weight_form import WeightForm, fits_tiles
+from support.kernels.linears import dense, drawn, floats
 from support.kernels.poison import poison_new_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL = SplitTiling(16, 16, 16, 1, False, 4, 2)
-IN_LINE = replace(SMALL, splits=3)
-APART = SplitTiling(32, 16, 16, 3, True, 4, 2)
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3}
-SHAPES = [(40, 64, 64), (7, 80, 80), (33, 96, 32), (48, 256, 128), (16, 300, 300)]
-"""Outputs, inputs, inputs with one scale: a scale a row, and blocks of K."""
 
 pytestmark = [
     pytest.mark.usefixtures("quick_interpreter"),
@@ -35,45 +29,11 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def weight_of(columns: int, inputs: int, group: int) -> FloatWeight:
-    generator = torch.Generator().manual_seed(columns + inputs)
-    values = (torch.randn(columns, inputs, generator=generator) * 60).to(torch.float8_e4m3fn)
-    scales = torch.rand(columns, inputs // group, generator=generator) * 0.01
-    return FloatWeight(values, scales, activations=True)
+    return drawn(*shape, dtype=dtype, seed=seed).to(DEVICE)
 
 
 def packed_of(weight: FloatWeight, dtype: torch.dtype = torch.float32) -> PackedFloats:
     return pack_floats(weight, dtype, device=DEVICE)
-
-
-def dense(weight: FloatWeight) -> torch.Tensor:
-    return weight.values.double() * weight.scales.double().repeat_interleave(weight.group, 1)
-
-
-def exact(x: torch.Tensor, weight: FloatWeight) -> torch.Tensor:
-    """The product with the weights that a checkpoint of x's dtype would hold."""
-    return x.double() @ dense(weight).to(x.device, x.dtype).double().T
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("columns", "inputs", "group"), SHAPES)
-def test_the_product(columns: int, inputs: int, group: int, dtype: torch.dtype) -> None:
-    weight = weight_of(columns, inputs, group)
-    packed = packed_of(weight, dtype)
-    assert packed.shape == (columns, inputs)
-    bias = draw(columns, dtype=dtype, seed=1)
-    for rows, tiling in ((0, None), (1, None), (5, SMALL), (17, IN_LINE), (17, APART), (70, None)):
-        x = draw(rows, inputs, dtype=dtype, seed=rows)
-        y = packed(x, bias, tiling=tiling)
-        assert (y.shape, y.dtype) == ((rows, columns), dtype)
-        want = exact(x, weight) + bias.double()
-        torch.testing.assert_close(y.double(), want, atol=TOLERANCE[dtype] * 30, rtol=TOLERANCE[dtype])
-    stacked = draw(2, 3, inputs, dtype=dtype)
-    together = packed(stacked.view(6, inputs))
-    torch.testing.assert_close(packed(stacked).view(6, columns), together, atol=0, rtol=0)
 
 
 def test_every_8_bit_float_is_multiplied_as_it_is() -> None:
@@ -85,38 +45,12 @@ def test_every_8_bit_float_is_multiplied_as_it_is() -> None:
         assert torch.equal(found.float().cpu(), weight.values.float().T)
 
 
-@pytest.mark.parametrize("fault", ["neighbouring scale", "values of another row"])
-def test_planted_faults_are_noticed(fault: str) -> None:
-    weight = weight_of(40, 64, 16)
-    wrong = {
-        "neighbouring scale": replace(weight, scales=weight.scales.roll(1, 1)),
-        "values of another row": replace(
-            weight, values=weight.values.view(torch.uint8).roll(1, 0).view(torch.float8_e4m3fn)
-        ),
-    }[fault]
-    x = draw(3, 64)
-    assert (packed_of(wrong)(x).double() - exact(x, weight)).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("group", [128, 2048])
-def test_splits_apart_and_in_line_give_a_row_the_same_bits(group: int) -> None:
-    weight = packed_of(weight_of(20, 2048, group))
-    x, bias = draw(200, 2048, seed=2), draw(20, seed=1)
-    ways = {rows: floats_tiling(rows, weight.shape, weight.group, 4) for rows in (1, 17, 200)}
-    assert {tiling.splits for tiling in ways.values()} == {4}
-    assert {tiling.apart for tiling in ways.values()} == {True, False}
-    whole = weight(x, bias)
-    for rows in (1, 17):
-        assert torch.equal(weight(x[:rows].contiguous(), bias), whole[:rows]), rows
-    assert not weight.arrived.any()
-
-
 def test_weights_whose_groups_fit_no_tile_are_left_to_others() -> None:
     fitting = [(64, 64), (300, 300), (16, 64), (32, 96), (128, 256), (192, 384)]
     assert all(fits_tiles(group, inputs) for group, inputs in fitting)
     assert not any(fits_tiles(group, inputs) for group, inputs in [(8, 64), (48, 96), (80, 160), (128, 192)])
     with pytest.raises(ValueError, match="groups of 8 of 64 inputs fit no tile"):
-        pack_floats(weight_of(8, 64, 8), torch.float32, device=DEVICE)
+        pack_floats(floats(8, 64, 8), torch.float32, device=DEVICE)
 
 
 def test_activations_get_a_scale_a_row() -> None:
@@ -133,7 +67,7 @@ def test_activations_get_a_scale_a_row() -> None:
 
 
 def test_torchs_product_is_that_of_the_rounded_activations() -> None:
-    weight = weight_of(48, 96, 96)
+    weight = floats(48, 96, 96)
     packed = scaled_mm.prefer_library(replace(packed_of(weight, torch.bfloat16), converts=True))
     bias = draw(48, dtype=torch.bfloat16, seed=1)
     for shape in ((0, 96), (5, 96), (2, 3, 96), (140, 96)):  # few rows and many have ways of their own
@@ -148,7 +82,7 @@ def test_torchs_product_is_that_of_the_rounded_activations() -> None:
 def test_torchs_product_is_for_what_it_can_multiply_without_the_promise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    packed = replace(packed_of(weight_of(48, 96, 96), torch.bfloat16), converts=True)
+    packed = replace(packed_of(floats(48, 96, 96), torch.bfloat16), converts=True)
     assert scaled_mm.obstacle_to(packed) is None
     for change, words in (
         ({"converts": False}, "8.9 is needed"),

@@ -8,22 +8,11 @@ import torch
 from loraplex.kernels.linear import groups, numba_groups
 from loraplex.kernels.linear.numba_groups import pack_groups
 from loraplex.kernels.linear.stored import GroupedWeight
+from support.kernels.linears import dense, drawn, grouped
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2**-22, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 """Half a unit in the last place, of what is rounded in the end."""
-
-
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def weight_of(columns: int, inputs: int, group: int, *, offsets: bool = False) -> GroupedWeight:
-    generator = torch.Generator().manual_seed(columns + inputs)
-    codes = torch.randint(-128, 128, (columns, inputs), generator=generator).to(torch.int8)
-    shape = (columns, inputs // group)
-    scales = torch.rand(shape, generator=generator) * 0.01
-    return GroupedWeight(codes, scales, torch.randn(shape, generator=generator) if offsets else None, group)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -34,23 +23,20 @@ def weight_of(columns: int, inputs: int, group: int, *, offsets: bool = False) -
 def test_the_product_is_rounded_once(
     columns: int, inputs: int, group: int, offsets: bool, dtype: torch.dtype
 ) -> None:
-    weight = weight_of(columns, inputs, group, offsets=offsets)
+    weight = grouped(columns, inputs, group, zeros="floats" if offsets else "")
     packed = pack_groups(weight, dtype)
     assert packed.shape == (columns, inputs)
-    dense = weight.codes.double() * weight.scales.double().repeat_interleave(group, 1)
-    if weight.offsets is not None:
-        dense += weight.offsets.double().repeat_interleave(group, 1)
     for bias in (None, drawn(columns, seed=1, dtype=dtype)):
         for rows in (0, 1, 2, 3, 4, 5, 7, 11, 12, 13, 25, 64, 200):
             x = drawn(rows, inputs, seed=2, dtype=dtype)
             y = packed(x, bias)
             assert (y.shape, y.dtype, y.is_contiguous()) == ((rows, columns), dtype, True)
-            exact = x.double() @ dense.T + (0.0 if bias is None else bias.double())
+            exact = x.double() @ dense(weight).T + (0.0 if bias is None else bias.double())
             assert ((y.double() - exact).abs() <= exact.abs() * ROUNDING[dtype] + 1e-4 * inputs**0.5).all()
 
 
 def test_weights_of_other_shapes_are_refused() -> None:
-    weight = weight_of(40, 64, 64)
+    weight = grouped(40, 64, 64)
     with pytest.raises(ValueError, match="an odd number"):
         pack_groups(GroupedWeight(weight.codes[:, :3], weight.scales, None, 3), torch.float32)
     with pytest.raises(ValueError, match="do not make the codes"):
@@ -59,7 +45,7 @@ def test_weights_of_other_shapes_are_refused() -> None:
 
 @pytest.mark.parametrize("fault", ["scale of the neighbouring group", "codes of the next input"])
 def test_planted_faults_are_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = weight_of(48, 128, 64), drawn(5, 128)
+    weight, x = grouped(48, 128, 64), drawn(5, 128)
     expected = groups.linear(x, weight)
     right = numba_groups.in_blocks
 

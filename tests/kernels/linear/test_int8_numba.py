@@ -19,6 +19,7 @@ from loraplex.kernels.linear.numba_int8 import PackedIntegers, emit_tiles, pack_
 from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.numba_runtime import ir as nir
 from loraplex.kernels.weight_form import WeightForm
+from support.kernels.linears import dense, drawn, grouped
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = [*((4, dtype) for dtype in DTYPES), (8, torch.float32), (8, torch.bfloat16)]
@@ -33,32 +34,10 @@ FEATURES = {
 SHAPES = [(32, 32, 32), (1, 64, 32), (100, 128, 64), (33, 192, 192), (80, 576, 96)]
 
 
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def weight_of(
-    columns: int, inputs: int, group: int, *, bits: int = 4, least: int = -3, offsets: bool = False
-) -> GroupedWeight:
-    generator = torch.Generator().manual_seed(columns + inputs)
-    lowest, count = (least, 16) if bits == 4 else (-128, 256)
-    codes = torch.randint(lowest, lowest + count, (columns, inputs), generator=generator).to(torch.int8)
-    shape = (columns, inputs // group)
-    scales = torch.rand(shape, generator=generator) * 0.01
-    return GroupedWeight(codes, scales, torch.randn(shape, generator=generator) if offsets else None, group)
-
-
 def packed_of(weight: GroupedWeight, dtype: torch.dtype = torch.float32) -> PackedIntegers:
     packed = pack_integers(weight, dtype)
     assert packed is not None
     return packed
-
-
-def dense(weight: GroupedWeight) -> torch.Tensor:
-    found = weight.codes.double() * weight.scales.double().repeat_interleave(weight.group, 1)
-    if weight.offsets is not None:
-        found += weight.offsets.double().repeat_interleave(weight.group, 1)
-    return found
 
 
 def as_quantised(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +53,7 @@ def as_quantised(x: torch.Tensor) -> torch.Tensor:
 def test_products_are_those_of_the_quantised_rows_and_rounded_once(
     columns: int, inputs: int, group: int, bits: int, offsets: bool, dtype: torch.dtype
 ) -> None:
-    weight = weight_of(columns, inputs, group, bits=bits, offsets=offsets)
+    weight = grouped(columns, inputs, group, bits=bits, zeros="floats" if offsets else "")
     packed = packed_of(weight, dtype)
     assert (packed.shape, packed.bits) == ((columns, inputs), bits)
     assert packed.codes.shape[-2:] == (numba_blocks.block_size(), 4)
@@ -109,7 +88,7 @@ def test_sums_of_extreme_codes_are_exact(codes: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_scale_of_a_step_in_place_of_a_row_is_noticed(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = packed_of(weight_of(64, 128, 32, bits=bits), torch.float32)
+    packed = packed_of(grouped(64, 128, 32, bits=bits), torch.float32)
     x = drawn(9, 128, seed=1)
     x[5] *= 3
     right = quantise_rows
@@ -133,14 +112,14 @@ def test_a_scale_of_a_step_in_place_of_a_row_is_noticed(bits: int, monkeypatch: 
 
 
 def test_other_groups_are_left_to_others() -> None:
-    weight = weight_of(40, 64, 64)
+    weight = grouped(40, 64, 64, bits=4, least=-3)
     other = GroupedWeight(weight.codes[:, :48], weight.scales, None, 48)
     assert numba_int8.bits_of(other) is None
     assert pack_integers(other, torch.float32) is None
 
 
 def test_a_code_beyond_16_numbers_of_its_group_makes_8_bits_of_all() -> None:
-    weight = weight_of(40, 64, 64)
+    weight = grouped(40, 64, 64, bits=4, least=-3)
     wide_codes = weight.codes.clone()
     wide_codes[3, 5] = wide_codes[3].amin() + 16
     wide = GroupedWeight(wide_codes, weight.scales, None, 64)
@@ -157,7 +136,7 @@ def test_a_code_beyond_16_numbers_of_its_group_makes_8_bits_of_all() -> None:
 
 def test_scales_are_kept_in_float16_where_it_holds_them() -> None:
     for least in (0, -8, 5):
-        made = weight_of(40, 64, 32, least=least)
+        made = grouped(40, 64, 32, bits=4, least=least)
         half = GroupedWeight(made.codes, made.scales.half().float(), None, 32)
         found = [packed_of(weight, torch.float32).scales.dtype for weight in (half, made)]
         assert found == [torch.float16 if least in (0, -8) else torch.float32, torch.float32]
@@ -227,7 +206,7 @@ def test_every_processors_products_are_equal(name: str, bits: int, monkeypatch: 
         return right(builder, intrinsic, result, given, **options)
 
     width, columns, inputs = (32 if "avx512f" in features else 16), 29, 96
-    made = weight_of(columns, inputs, 32, bits=bits, least=0, offsets=True)
+    made = grouped(columns, inputs, 32, bits=bits, least=0, zeros="floats")
     assert made.offsets is not None
     weight = GroupedWeight(made.codes, made.scales.half().float(), made.offsets.half().float(), 32)
     steps = [drawn(rows, inputs, seed=rows) for rows in (1, 3, products(features, bits).most_rows)]

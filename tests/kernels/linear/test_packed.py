@@ -12,8 +12,8 @@ import torch
 from loraplex.kernels.backend import make_kernels
 from loraplex.kernels.bundle import Backend
 from loraplex.kernels.linear.packed import PackedLinear
-from loraplex.kernels.linear.stored import FloatWeight, GroupedWeight
 from loraplex.kernels.weight_form import FLOATS, WeightForm, served_form
+from support.kernels.linears import drawn, floats, grouped
 from support.kernels.poison import poison_new_memory
 
 CPU = torch.device("cpu")
@@ -50,26 +50,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     poison_new_memory(monkeypatch)
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def weight_of(form: WeightForm, columns: int, inputs: int, dtype: torch.dtype) -> Any:
-    generator = torch.Generator().manual_seed(columns + inputs)
     if form.codes == "floats":
         return drawn(columns, inputs).to(dtype)
-    groups = (columns, inputs // (form.group or inputs))
-    scales = torch.rand(groups, generator=generator) * 0.01
     if form.codes == "float8":
-        values = (drawn(columns, inputs) * 60).to(torch.float8_e4m3fn)
-        return FloatWeight(values, scales, form.activations != "")
-    least, most = (-8, 8) if form.bits == 4 else (-128, 128)
-    codes = torch.randint(least, most, (columns, inputs), generator=generator).to(torch.int8)
-    if form.zeros == "whole":
-        zeros = torch.randint(-8, 8, groups, generator=generator).to(torch.int8)
-        codes -= zeros.repeat_interleave(form.group, 1)
-    offsets = torch.randn(groups, generator=generator) if form.zeros == "floats" else None
-    return GroupedWeight(codes, scales, offsets, form.group)
+        return floats(columns, inputs, form.group or inputs, activations=form.activations != "")
+    return grouped(columns, inputs, form.group, bits=form.bits, zeros=form.zeros)
 
 
 def packed_of(
