@@ -49,13 +49,15 @@ hypothesis.settings.register_profile("full", max_examples=1000, deadline=None)
 
 TESTS = Path(__file__).parent
 DURATIONS = TESTS / "durations.json"
-"""Seconds by group, that a run with --record-durations took; "slow" and "fast" tests apart."""
+"""Seconds of the groups that took long in a run with --record-durations; "slow" and "fast" tests apart."""
 SHARED_SERVERS = ("real", "tiny", "spoken")
 """Fixtures of the session that take seconds to make: whatever uses one runs in the process that made it."""
 KIND = "kind"
 """The user property that tells the recorder whether a test is slow or fast."""
-UNKNOWN_S = {"fast": 1.0, "slow": 30.0}
-"""Taken for a group that was not recorded."""
+KEPT_S = 3
+"""A group that takes less is not kept."""
+UNKNOWN_S = {"fast": 1.0, "slow": 3.0}
+"""Taken for a group that is not kept."""
 Durations = dict[str, dict[str, float]]
 WHEN_CHANGED = pytest.StashKey[when_changed.WhenChanged]()
 
@@ -145,7 +147,8 @@ class Recorder:
         recorded: Durations = json.loads(DURATIONS.read_text())
         for group, seconds in self._seconds.items():
             recorded[group] = recorded.get(group, {}) | {kind: round(s) for kind, s in seconds.items()}
-        lines = [f"  {json.dumps(group)}: {json.dumps(found)}" for group, found in sorted(recorded.items())]
+        kept = sorted(group for group, found in recorded.items() if sum(found.values()) >= KEPT_S)
+        lines = [f"  {json.dumps(group)}: {json.dumps(recorded[group])}" for group in kept]
         DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

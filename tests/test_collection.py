@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+KEPT_S = 3
 TESTS = """
 import pytest
 
@@ -26,12 +26,14 @@ def test_soak(): pass
 def test_a_file_is_run_by_one_process_and_the_name_of_a_checkout_marks_none(tmp_path: Path) -> None:
     tests = tmp_path / "soak" / "slow" / "tests"
     tests.mkdir(parents=True)
-    shutil.copy(Path(__file__).with_name("conftest.py"), tests)
+    source = Path(__file__).with_name("conftest.py").read_text()
+    assert f"KEPT_S = {KEPT_S}\n" in source
+    (tests / "conftest.py").write_text(source.replace(f"KEPT_S = {KEPT_S}\n", "KEPT_S = 0\n"))
     (tests.parent / "pytest.ini").write_text("[pytest]\nmarkers = slow\n soak\n")
     (tests / "durations.json").write_text("{}")
     for name in ("one", "two"):
         (tests / f"test_{name}.py").write_text(TESTS)
-    options = "-n 2 --dist loadgroup --no-loadscope-reorder --record-durations -p no:cacheprovider"
+    options = "-n 2 --dist loadgroup --no-loadscope-reorder --record-durations -p no:cacheprovider -p no:schemathesis"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", *options.split()],

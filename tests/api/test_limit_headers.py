@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.api.errors import from_exception
@@ -38,7 +38,6 @@ class Door:
         return int(from_exception(caught.value).headers()["Retry-After"])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 100),
     st.integers(1, 5000),
@@ -64,7 +63,6 @@ def test_a_refused_request_passes_when_it_was_told_and_not_a_second_earlier(
         door.clock.advance(passed)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 500), st.integers(1, 40), st.floats(0, 1e7, allow_nan=False))
 def test_whole_limit_is_back_after_the_reset(limit: int, spent: int, start: float) -> None:
     door = Door(Limits(requests_per_minute=limit), start)

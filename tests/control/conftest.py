@@ -15,11 +15,16 @@ from support.control.plane import ControlPlane, use_database
 from support.servers.postgres import need_programs, postgres_server
 
 ON_SQLITE_ALONE = (
+    "test_arms",
     "test_healing",
     "test_keys",
     "test_long_hashes",
     "test_release_runs",
+    "test_resolver",
+    "test_running_arms",
+    "test_shadow_store",
     "test_shown_models",
+    "test_tenants",
     "test_usage_full_disk",
 )
 """The modules whose tests are about rules that read and write rows as others do. What the databases do differently

@@ -23,7 +23,7 @@ HERE = ("install", "first-adapter", "adapters")
 ELSEWHERE = {"api": "tests/e2e/test_page_examples.py", "first-day": "tests/docs/test_walk.py"}
 NOT_RUN = {
     "make quickstart": "CI begins with it, on a bare machine; here the same command without the installation",
-    "-m venv": "installs another environment: tests/e2e/lifecycle/test_wheel.py and tests/app/test_install_torch.py",
+    "-m venv": "installs another environment: tests/deploy/test_wheel.py and tests/app/test_install_torch.py",
     "docker": "no container engine: tests/deploy/test_image_steps.py runs the build and these commands in namespaces",
     "helm install": "no cluster: tests/chart/test_pages.py renders it",
     "adapter import": "needs a place that the operator allowed: tests/admin/uploads/test_imports.py",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.serving.errors import TemplateError, TextTooLong, TokenizerUnsupported
@@ -303,7 +303,6 @@ def test_the_real_models_prompts_equal_those_of_transformers(real_model_dir: Pat
         }
     )
 
-    @settings(max_examples=300, deadline=None)
     @given(st.lists(turn, min_size=1, max_size=6), st.booleans())
     def same(messages: list[Message], prompt: bool) -> None:
         expected = theirs.apply_chat_template(

@@ -1,4 +1,5 @@
-"""Slow tests of packaging, of outside programs and of the kernels' cache, which run when what they test has changed.
+"""Slow tests of packaging, of outside programs, of pages' sessions and of the kernels' cache, which run when what they
+test has changed.
 
 `tests/last_run.json` keeps for each subject a digest of its files as they were when its tests last passed. A run of the
 whole suite leaves out the slow tests of a subject whose digest is still that one. `--everything` runs them all, and
@@ -74,6 +75,21 @@ SUBJECTS: Mapping[str, Subject] = {
     "kernel cache": Subject(
         ("kernels/numba_runtime/test_numba_cache.py",),
         ("constraints.txt", "kernels/loraplex/kernels/numba_runtime/cache.py"),
+    ),
+    "pages": Subject(
+        ("docs/test_moving.py", "docs/test_start_here.py", "docs/test_walk.py", "e2e/test_page_examples.py"),
+        (
+            "README.md",
+            "admin/**/*.py",
+            "constraints.txt",
+            "docs/*.md",
+            "docs/moving/*.md",
+            "examples/**/*",
+            "server/loraplex/api/**/*.py",
+            "server/loraplex/app/**/*.py",
+            "server/loraplex/lifecycle/**/*.py",
+            "tests/support/transcripts.py",
+        ),
     ),
     "ray": Subject(
         ("e2e/replicas/test_ray.py",),
@@ -170,7 +186,7 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--everything",
         action="store_true",
-        help="run tests of image, chart, Ray, dashboards and the kernels' cache, though none of it has changed",
+        help="run tests of image, chart, Ray, dashboards, pages and the kernels' cache, though none of it has changed",
     )
 
 

@@ -167,7 +167,7 @@ _texts = st.lists(
 ).map(".".join)  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(expression=_expressions, texts=st.lists(_texts, min_size=1, max_size=8))
 def test_what_is_evaluated_means_what_it_means_to_re(expression: str, texts: list[str]) -> None:
     try:
@@ -180,7 +180,7 @@ def test_what_is_evaluated_means_what_it_means_to_re(expression: str, texts: lis
     assert found == [text for text in texts if theirs.match(text)]
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(
     expression=st.text(st.sampled_from("aq.*+?{}()[]|^$\\-:,<>=!Pid10_ZAbB&~"), max_size=9),
     texts=st.lists(_texts, max_size=4),

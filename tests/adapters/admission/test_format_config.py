@@ -280,7 +280,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes=st.dictionaries(st.sampled_from(sorted(FIELDS)) | st.text(max_size=12), values, max_size=4))
 def test_fuzz_any_values_are_parsed_or_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     outcome = attempt(parse, tmp_path, peft_config(**changes))
@@ -294,7 +294,7 @@ def test_fuzz_any_values_are_parsed_or_refused(tmp_path: Path, changes: dict[str
         assert abs(scaling) <= 1e6
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=200))
 def test_fuzz_any_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
     assert refusal(tmp_path, content).code == "config_invalid"

@@ -146,7 +146,7 @@ SMALL = encode_safetensors(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_fuzz_changed_bytes_are_refused_or_read_alike(tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(SMALL)
@@ -182,7 +182,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     header=st.dictionaries(
         st.sampled_from(["a", "b", "__metadata__"]) | st.text(max_size=4),

@@ -300,7 +300,7 @@ def test_hostile_sizes_cost_bounded_memory(tmp_path: Path, base: BaseSpec) -> No
     assert grown_kib < 160 * 1024
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_fuzz_any_mixture_of_names_and_shapes_is_admitted_or_refused(
     tmp_path: Path, base: BaseSpec, data: st.DataObject

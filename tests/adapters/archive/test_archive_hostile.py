@@ -345,7 +345,7 @@ SMALL = {CONFIG: b'{"peft_type": "LORA"}', TENSORS: bytes(range(256)) * 3, "READ
 SEEDS = {name: maker(SMALL) for name, maker in MAKERS.items()}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_fuzz_changed_bytes_are_refused_or_harmless(box: Box, data: st.DataObject) -> None:
     content = bytearray(SEEDS[data.draw(st.sampled_from(sorted(SEEDS)))])
@@ -367,7 +367,7 @@ def test_fuzz_changed_bytes_are_refused_or_harmless(box: Box, data: st.DataObjec
     box.check_outside()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     head=st.sampled_from([b"", b"PK\x03\x04", b"PK\x05\x06", b"\x1f\x8b\x08\x00"]),
     body=st.binary(max_size=2000),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import typing
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
 
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
 from support.engine.fake_engine import VOCAB_SIZE
@@ -34,41 +31,6 @@ def check_refused(answer: httpx.Response, param: str | None, code: str = "invali
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
     message: str = error["message"]
     return message
-
-
-def fields_of(params: Any) -> set[str]:
-    return {
-        name
-        for kind in typing.get_args(params)
-        for base in kind.__mro__
-        for name in getattr(base, "__annotations__", {})
-    }
-
-
-def test_every_field_of_openais_types_is_known() -> None:
-    for params, schema in (
-        (chat_create_params.CompletionCreateParams, ChatRequest),
-        (completion_create_params.CompletionCreateParams, CompletionRequest),
-    ):
-        known = set(schema.model_fields) | set(schema.UNSUPPORTED)
-        names = fields_of(params)
-        assert {"model", "stream", "n", "seed"} <= names
-        assert names - known == set()
-
-
-UNSUPPORTED = [("chat/completions", name) for name in ChatRequest.UNSUPPORTED]
-UNSUPPORTED += [("completions", name) for name in CompletionRequest.UNSUPPORTED]
-
-
-@pytest.mark.parametrize(("route", "name"), UNSUPPORTED)
-def test_unsupported_fields_pass_when_neutral_and_are_refused_by_name(
-    plane: DataPlane, route: str, name: str
-) -> None:
-    body = CHAT if route.startswith("chat") else TEXT
-    for neutral in (None, False, [], {}, "auto"):
-        assert post(plane, {**body, name: neutral}, route).status_code == 200, (name, neutral)
-    for value in (1.5, "always", [{"type": "x"}], {"type": "json_object"}):
-        check_refused(post(plane, {**body, name: value}, route), name, "unsupported_field")
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ DECIDED: dict[str, dict[str, Any]] = {
                 5,
             ),
         ),
-        "store": Refused((True,)),
+        "store": Refused((True, 0, 0.0)),
         "tool_choice": Supported(
             ("none", None), ("sometimes", 5, {"type": "function", "function": {"name": "g"}})
         ),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import multiprocessing
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,7 +24,6 @@ from loraplex.control.errors import (
 )
 from loraplex.control.types import Removal, VersionInfo
 from support.control.plane import ControlPlane, at_once, caller, digests
-from support.faults.dying_plane import die_at
 
 
 def test_uploads_of_one_name_at_once_get_a_number_each(plane: ControlPlane) -> None:
@@ -149,37 +146,6 @@ async def test_resolving_while_versions_come_and_go_gives_a_version_or_none(plan
     assert not failures
     assert found
     assert missing
-
-
-@pytest.mark.parametrize(
-    ("point", "survives"),
-    [
-        ("before commit", True),
-        ("between commit and row", True),
-        ("between row and bytes of a deletion", False),
-    ],
-)
-def test_a_kill_at_any_point_is_swept_at_the_next_start(
-    plane: ControlPlane, point: str, survives: bool
-) -> None:
-    before = plane.add("acme", "pirate", seed=1)
-    process = multiprocessing.get_context("spawn").Process(
-        target=die_at, args=(plane.root, point, "acme", "pirate")
-    )
-    process.start()
-    process.join(240)
-    assert process.exitcode == -signal.SIGKILL
-    assert plane.stored() != plane.artifacts.live() or plane.staged()  # the kill did leave something behind
-
-    again = ControlPlane(plane.root)
-    again.start()
-    again.check_integrity()
-    assert again.stored() == ({before.digest} if survives else set())
-    info = again.add("acme", "pirate", seed=5)
-    assert info.state == "ready"
-    assert info.version == "v2"
-    again.check_integrity()
-    again.close()
 
 
 def test_a_row_that_cannot_be_written_takes_its_bytes_along(

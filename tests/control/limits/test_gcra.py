@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.control.limits.gcra import PERIOD_S, RateWindow
@@ -36,7 +36,6 @@ _EVENTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(_EVENTS)
 def test_a_window_is_what_it_would_be_had_only_what_was_used_been_charged(events: list[Any]) -> None:
     window, replay, now = RateWindow(), Replay(), 0.0

@@ -113,7 +113,7 @@ async def _outcome(limiter: Limiter, name: str, plan: LimitPlan) -> dict[str, An
 
 def test_every_decision_is_the_one_that_a_single_process_would_make() -> None:
     redis_server()
-    settings(max_examples=40, deadline=None)(given(_EVENTS)(_compare))()
+    settings(max_examples=15, deadline=None)(given(_EVENTS)(_compare))()
 
 
 @pytest.mark.soak

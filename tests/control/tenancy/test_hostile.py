@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.control.errors import InvalidKey, InvalidValue, ModelNotAllowed, ModelNotFound, SecretUnusable
@@ -52,7 +52,6 @@ _ALLOWED = st.none() | st.frozensets(
 )
 
 
-@settings(max_examples=400, deadline=None)
 @given(_MODELS, _ALLOWED, st.none() | st.text(max_size=4))
 def test_any_model_is_an_own_one_or_refused(
     served: ControlPlane, model: str, allowed: frozenset[str] | None, user: str | None
@@ -70,7 +69,6 @@ def test_any_model_is_an_own_one_or_refused(
         assert allowed is None or allowed & {"pirate", "pirate@v1"}
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.text() | st.text(max_size=20).map("lpx_".__add__) | st.text(max_size=9).map(f"lpx_{'0' * 16}_".__add__)
 )

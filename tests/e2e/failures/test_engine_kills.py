@@ -28,7 +28,7 @@ from support.servers.live_server import (
     EXAMPLES,
     SERVED_NAME,
     SMALL,
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     wait_gone,
@@ -262,7 +262,7 @@ def test_a_death_is_told_and_leaves_nothing(
         tmp_path / "data",
         environment={"TMPDIR": str(sockets)},
         engine_spare=True,
-        **TINY_SIZES,
+        **TINY_TORCH,
     ) as server:
         server.create_tenant("acme")
         server.upload("acme", "a", tiny_adapter)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from support.servers.live_server import (
     ADAPTER_FILES,
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     importable_tests,
     post_version,
@@ -50,7 +50,7 @@ def serving(model: Path, work: Path, fault: str | None = None) -> Iterator[LiveS
         planted.mkdir()
         (planted / "sitecustomize.py").write_text(PLANTED.format(fault=fault))
         environment["PYTHONPATH"] = os.pathsep.join([str(planted), importable_tests()])
-    with LiveServer(model, work / "data", environment=environment, dtype="bfloat16", **TINY_SIZES) as server:
+    with LiveServer(model, work / "data", environment=environment, dtype="bfloat16", **TINY_TORCH) as server:
         server.create_tenant("acme")
         yield server
 

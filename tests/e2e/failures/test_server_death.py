@@ -32,11 +32,13 @@ pytestmark = pytest.mark.slow
 BIG = 8 << 20
 
 
-@pytest.fixture
-def served(tiny_model: Path, tmp_path: Path) -> Iterator[tuple[LiveServer, str]]:
-    with LiveServer(tiny_model, tmp_path / "data", **TINY_TORCH) as server:
+@pytest.fixture(scope="module")
+def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, str]]:
+    """One for all: each test starts it again."""
+    folder = tmp_path_factory.mktemp("served")
+    with LiveServer(tiny_model, folder / "data", **TINY_TORCH) as server:
         server.create_tenant("acme")
-        server.upload("acme", "early", write_tiny_adapter(tmp_path / "early", seed=1))
+        server.upload("acme", "early", write_tiny_adapter(folder / "early", seed=1))
         yield server, server.create_key("acme")
 
 
@@ -88,9 +90,9 @@ def test_an_upload_that_was_under_way_leaves_nothing(served: tuple[LiveServer, s
     server, key = served
     before = {model: say(server, key, model) for model in ("early", "tiny")}
     held = stored(server)
-    config = (tmp_path / "early" / "adapter_config.json").read_bytes()
-    large = multipart.files(config, bytes(BIG))
-    whole = upload_body(write_tiny_adapter(tmp_path / "late", seed=2))
+    late = write_tiny_adapter(tmp_path / "late", seed=2)
+    large = multipart.files((late / "adapter_config.json").read_bytes(), bytes(BIG))
+    whole = upload_body(late)
     with (
         slow_upload(server, "half", len(large)) as first,
         slow_upload(server, "almost", len(whole)) as second,
@@ -122,6 +124,7 @@ def test_a_version_that_was_answered_for_is_there(served: tuple[LiveServer, str]
     """Killed right after each 201, and with whole uploads in flight that nobody answered: those are there whole or
     not at all."""
     server, key = served
+    there = set(adapters(server))
     promised = {}
     for number in range(3):
         folder = write_tiny_adapter(tmp_path / f"p{number}", seed=10 + number)
@@ -138,7 +141,7 @@ def test_a_version_that_was_answered_for_is_there(served: tuple[LiveServer, str]
     server.start()
     assert staged(server) == []
     found = adapters(server)
-    assert {"early", *promised} <= set(found) <= {"early", *promised, *(f"q{n}" for n in range(4))}
+    assert {*there, *promised} <= set(found) <= {*there, *promised, *(f"q{n}" for n in range(4))}
     answers = set()
     digests = set()
     # Those that were killed before their numbers were checked are checked now.

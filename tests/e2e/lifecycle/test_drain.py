@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from support.servers.live_server import TINY_SIZES, LiveServer, wait_gone
+from support.servers.live_server import TINY_TORCH, LiveServer, wait_gone
 from support.servers.live_streams import Streams
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ class Starter:
 
     def __call__(self, **settings: Any) -> tuple[LiveServer, str]:
         server = LiveServer(
-            self._model, self._root / f"data-{len(self.servers)}", **{**TINY_SIZES, **settings}
+            self._model, self._root / f"data-{len(self.servers)}", **{**TINY_TORCH, **settings}
         )
         self.servers.append(server)
         server.start()
@@ -54,7 +54,7 @@ def complete(server: LiveServer, key: str) -> httpx.Response:
 
 def test_a_drain_finishes_what_runs(start: Start) -> None:
     """A machine that stands still for longer than the grace gets a longer one."""
-    tries = ((2, 8_000), (10, 40_000), (30, 120_000))
+    tries = ((2, 3_000), (10, 20_000), (30, 60_000))
     assert any(drains(start, grace, max_tokens) for grace, max_tokens in tries), "all were too short"
 
 
@@ -166,7 +166,7 @@ def test_unfinished_requests_are_told_at_the_deadline(start: Start) -> None:
 
 
 def test_a_signal_while_the_engine_starts(tiny_model: Path, tmp_path: Path) -> None:
-    server = LiveServer(tiny_model, tmp_path / "data", **TINY_SIZES)
+    server = LiveServer(tiny_model, tmp_path / "data", **TINY_TORCH)
     try:
         server.start(wait=False)
         server.wait(lambda: server.engine_pid() is not None)

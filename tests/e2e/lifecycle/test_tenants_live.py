@@ -12,11 +12,9 @@ import httpx
 import pytest
 
 from support.servers.live_server import (
-    ADAPTER_FILES,
     LiveServer,
     Shop,
     checked,
-    post_version,
     write_tiny_adapter,
 )
 from support.servers.live_streams import Streams
@@ -41,9 +39,9 @@ class Tenant:
     def upload(self, name: str, seed: int) -> dict[str, Any]:
         return self.server.upload(self.id, name, self.folder(seed))
 
-    def post(self, model: str, *, key: str | None = None, **fields: Any) -> httpx.Response:
+    def post(self, model: str, **fields: Any) -> httpx.Response:
         body = {"model": model, "prompt": "one", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-        with self.server.client(key or self.key) as client:
+        with self.server.client(self.key) as client:
             return client.post("/v1/completions", json={**body, **fields})
 
     def say(self, model: str, **fields: Any) -> str:
@@ -54,8 +52,8 @@ class Tenant:
         assert answer.status_code == 200, answer.text
         return answer.headers["x-loraplex-adapter"]
 
-    def models(self, key: str | None = None) -> list[str]:
-        with self.server.client(key or self.key) as client:
+    def models(self) -> list[str]:
+        with self.server.client(self.key) as client:
             return [card["id"] for card in checked(client.get("/v1/models"))["data"]]
 
     @property
@@ -125,77 +123,6 @@ def test_deleting_an_adapter_lets_what_runs_finish(tenant: Tenant) -> None:
     # The name is free again, and stands for what is uploaded now.
     assert tenant.upload(name, 4)["version"] == "v2"
     assert tenant.say(name, max_tokens=400)[:200] != expected
-
-
-def test_unknown_and_foreign_names_answer_alike(tenant: Tenant, tiny: Shop) -> None:
-    """Adapter "a" is acme's."""
-    errors = []
-    for name in ("a", "z"):
-        answer = tenant.post(name)
-        assert answer.status_code == 404
-        error = answer.json()["error"]
-        errors.append(error | {"message": error["message"].replace(f"'{name}'", "X")})
-    assert errors[0] == errors[1]
-    digest = tiny.server.admin.get("tenants/acme/adapters/a/versions/v1").json()["digest"]
-    foreign = tenant.post(f"a@sha256:{digest.removeprefix('sha256:')[:16]}")
-    assert foreign.status_code == 404
-    assert tenant.models() == ["tiny"]
-    with tiny.client() as client:
-        assert client.get("/v1/models/a").status_code == 200
-    with tenant.server.client(tenant.key) as client:
-        assert client.get("/v1/models/a").status_code == 404
-
-
-def test_scopes_and_models_of_keys(tenant: Tenant) -> None:
-    tenant.upload("one", 5)
-    tenant.upload("two", 6)
-    narrow = tenant.server.create_key(tenant.id, models=["one"])
-    assert tenant.models(narrow) == ["one"]
-    assert tenant.post("one", key=narrow).status_code == 200
-    for model in ("two", "tiny"):
-        refused = tenant.post(model, key=narrow)
-        assert refused.status_code == 403
-        assert refused.json()["error"]["code"] == "model_not_allowed"
-    reader = tenant.server.create_key(tenant.id, scopes=["adapters:read"])
-    refused = tenant.post("one", key=reader)
-    assert refused.status_code == 403
-    assert refused.json()["error"]["code"] == "insufficient_scope"
-    for wrong in (tenant.server.admin_token, "lpx_nobody", narrow[:-1]):
-        refused = tenant.post("one", key=wrong)
-        assert refused.status_code in (401, 403)
-    # Revoked: at once.
-    keys = checked(tenant.server.admin.get(f"{tenant.path}/keys"))["data"]
-    narrow_id = next(key["id"] for key in keys if key["models"] == ["one"])
-    assert tenant.server.admin.delete(f"{tenant.path}/keys/{narrow_id}").status_code in (200, 204)
-    assert tenant.post("one", key=narrow).status_code == 401
-    assert tenant.post("one").status_code == 200
-
-
-def test_a_tenant_manages_its_own_on_the_data_port(tenant: Tenant) -> None:
-    key = tenant.server.create_key(tenant.id, scopes=["inference", "adapters:read", "adapters:write"])
-    folder = tenant.folder(7)
-    files = {part: (part, (folder / part).read_bytes()) for part in ADAPTER_FILES}
-    with tenant.server.client(key) as client:
-        mine = f"/admin/v1/{tenant.path}/adapters"
-        assert checked(post_version(client, f"{mine}/own/versions", files), 201, 200)["state"] == "ready"
-        assert [row["name"] for row in checked(client.get(mine))["data"]] == ["own"]
-        assert checked(client.get(f"{mine}/own/release"))["targets"][0]["version"] == "v1"
-        assert tenant.served("own") == "own@v1"
-        foreign = client.get("/admin/v1/tenants/acme/adapters")
-        assert foreign.status_code in (403, 404)
-        assert foreign.headers["content-type"].startswith("application/problem+json")
-        for path in ("engine", "cache", "tenants", f"{tenant.path}/keys"):
-            assert client.get(f"/admin/v1/{path}").status_code in (403, 404), path
-        assert client.get("/metrics").status_code == 404
-        assert not any(
-            path.startswith("/admin/v1/engine") for path in client.get("/openapi.json").json()["paths"]
-        )
-        assert "/admin/v1/engine" not in client.get("/docs").text
-    with tenant.server.client(tenant.key) as client:  # has no scope for it
-        assert client.post(f"{mine}/more/versions", files=files).status_code == 403
-    # Operators' routes are not the operators' by the port alone.
-    with tenant.server.client(tenant.server.admin_token) as client:
-        assert client.get("/admin/v1/engine").status_code in (403, 404)
 
 
 def test_the_cache_tells_where_versions_are(tenant: Tenant) -> None:

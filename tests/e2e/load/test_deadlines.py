@@ -25,7 +25,7 @@ def ask(server: LiveServer, key: str, timeout_ms: int, **fields: Any) -> httpx.R
     )
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_all_sequences_of_a_late_request_end(real: Shop, stream: bool) -> None:
     server = real.server
     ask(server, real.key, 60_000, max_tokens=1)  # the adapter is there

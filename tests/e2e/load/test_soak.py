@@ -247,7 +247,7 @@ async def run_streams(
     return summary
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 async def test_sixteen_streams_for_five_seconds(real_model_dir: Path, tmp_path: Path) -> None:
     with open_shop(real_model_dir, tmp_path, streams=16, threads=1) as shop:
         figures = await run_streams(*shop, streams=16, seconds=5, seed=1, max_growth=MAX_GROWTH_OF_SECONDS)

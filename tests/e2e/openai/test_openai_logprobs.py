@@ -1,5 +1,5 @@
-"""Log probabilities, echo, choices and lists of prompts on the real model, asked for with the openai client: every
-number against transformers and PEFT, every shape against the client's own types."""
+"""Log probabilities, echo and choices on the real model, asked for with the openai client: every number against
+transformers and PEFT. tests/api/openai/test_logprobs.py has every shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from openai.types import Completion
@@ -118,9 +117,7 @@ def ask_chat(shop: Shop, stream: bool, **asked: Any) -> list[dict[str, Any]]:
             choice["text"] += c.delta.content or ""
             choice["told"] += entries(c.logprobs)
             choice["end"] = c.finish_reason or choice["end"]
-            # The last of a text that a stop string cuts may go beyond it.
-            sure = choice["told"][: -1 if "stop" in asked else None]
-            told = b"".join(bytes(entry["bytes"] or ()) for entry in sure)
+            told = b"".join(bytes(entry["bytes"] or ()) for entry in choice["told"])
             assert choice["text"].startswith(told.decode(errors="replace")), "told ahead of the text"
     return choices
 
@@ -194,7 +191,7 @@ def check_completion(truth: Truth, model: str, tokens: list[int], told: dict[str
             truth.compare(value, exact)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["pirate", pytest.param(SERVED_NAME, marks=pytest.mark.soak)])
 def test_an_echo_is_scored_alike_with_a_warm_prefix_cache(real: Shop, truth: Truth, model: str) -> None:
     prompt = truth.tokenizer.encode(PROMPT).ids
     assert len(prompt) > 16
@@ -223,7 +220,7 @@ def test_an_echo_is_scored_alike_with_a_warm_prefix_cache(real: Shop, truth: Tru
     assert scored["logprobs"] == near({name: values[: len(prompt)] for name, values in told.items()})
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["pirate", pytest.param(SERVED_NAME, marks=pytest.mark.soak)])
 def test_prompts_and_named_tokens_equal_transformers_and_peft(real: Shop, truth: Truth, model: str) -> None:
     """As vLLM has them: `prompt_logprobs`, `logprob_token_ids` and `return_token_ids`."""
     named = [truth.ids[word] for word in (b" the", b" sea", b"!", b"\n")]
@@ -291,106 +288,3 @@ def test_choices_of_a_seed_are_distinct_and_come_again(real: Shop, truth: Truth)
         }
     other, _ = complete(real, **{**asked, "seed": 12})
     assert not {choice["text"] for choice in other} & {choice["text"] for choice in first}
-
-
-def test_lists_of_prompts_answer_in_order_as_each_alone(real: Shop, truth: Truth) -> None:
-    prompts = ["The sea is", PROMPT, "Ahoy! ⚓ Ünïcode"]
-    ids = [truth.tokenizer.encode(prompt).ids for prompt in prompts]
-    asked: dict[str, Any] = {"n": 2, "seed": 5, "temperature": 0.8, "logprobs": 2}
-    alone = [complete(real, prompt=prompt, **asked) for prompt in prompts]
-    choices = [choice for of_prompt, _ in alone for choice in of_prompt]
-    for given, stream in ((prompts, False), (ids, True)):
-        together, usage = complete(real, stream, prompt=given, **asked)
-        assert together == near(choices)
-        assert usage.prompt_tokens == sum(map(len, ids)) == sum(usage.prompt_tokens for _, usage in alone)
-        assert usage.completion_tokens == 2 * 3 * 6
-    one, _ = complete(real, prompt=ids[0], **asked)
-    assert one == near(alone[0][0])
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [49152],
-        [[5], [49152]],
-        [1 << 31],
-        [-1],
-        [],
-        [[]],
-        [[5], []],
-        ["a", 5],
-        [5, "a"],
-        ["a", [5]],
-        [5, True],
-    ],
-)
-def test_prompts_that_are_none(real: Shop, prompt: Any) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        complete(real, prompt=prompt)
-    assert (caught.value.param, caught.value.code) == ("prompt", "invalid_value")
-
-
-def test_the_last_token_of_the_vocabulary_is_one(real: Shop) -> None:
-    (choice,), usage = complete(real, prompt=[49151], max_tokens=1)
-    assert choice["finish_reason"] == "length"
-    assert usage.prompt_tokens == 1
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_cuts_text_and_log_probabilities_together(real: Shop, stream: bool) -> None:
-    (whole,) = ask_chat(real, stream, model="pirate", max_tokens=16)
-    words = [entry["token"] for entry in whole["told"]]
-    # From the middle of a token into the next one.
-    place = next(i for i in range(4, 12) if len(words[i]) > 3 and words[i + 1].strip())
-    stop = words[place][-1] + words[place + 1]
-    (cut,) = ask_chat(real, stream, model="pirate", max_tokens=16, stop=[stop])
-    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
-    assert cut["end"] == "stop"
-    told = "".join(entry["token"] for entry in cut["told"])
-    assert cut["told"] == near(whole["told"][: len(cut["told"])])
-    assert told.startswith(cut["text"])
-    assert not "".join(entry["token"] for entry in cut["told"][:-1]).startswith(cut["text"]), "one too many"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_characters_split_over_tokens_are_their_bytes(real: Shop, truth: Truth, stream: bool) -> None:
-    """Tokens that are pieces of characters, drawn at random: some of them make whole ones."""
-    pieces = [truth.ids[bytes([byte])] for byte in "⚓ßé".encode()]
-    choices = ask_chat(
-        real,
-        stream,
-        model=SERVED_NAME,
-        max_tokens=12,
-        temperature=2.0,
-        seed=3,
-        n=2,
-        top_logprobs=2,
-        logit_bias={str(token_id): 100 for token_id in pieces},
-    )
-    for choice in choices:
-        data = b"".join(bytes(entry["bytes"]) for entry in choice["told"])
-        assert len(choice["told"]) == 12
-        assert data.decode(errors="replace") == choice["text"]
-        assert {len(entry["bytes"]) for entry in choice["told"]} == {1}
-        assert choice["told"][0]["token"] == f"\\x{data[0]:02x}"
-    text = "".join(choice["text"] for choice in choices)
-    assert any(char > "\x7f" and char != "\ufffd" for char in text)
-
-
-def test_equivalent_roles_parts_and_lengths_give_equal_answers(real: Shop) -> None:
-    """`developer` is `system`, parts of text are its lines, both names of the length are one."""
-    client = real.openai()
-
-    def said(system: str, content: Any, **length: int) -> tuple[str | None, int]:
-        messages: Any = [{"role": system, "content": "Be brief."}, {"role": "user", "content": content}]
-        answer = client.chat.completions.create(model="pirate", messages=messages, temperature=0, **length)  # type: ignore[call-overload]
-        return answer.choices[0].message.content, answer.usage.prompt_tokens
-
-    question = "Hello.\nWhat do you think of the sea?"
-    parts = [{"type": "text", "text": line} for line in question.split("\n")]
-    answers = {
-        said("system", question, max_tokens=6),
-        said("developer", parts, max_completion_tokens=6),
-        said("developer", question, max_tokens=6, max_completion_tokens=6),
-    }
-    assert len(answers) == 1

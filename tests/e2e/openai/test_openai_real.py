@@ -90,34 +90,6 @@ async def test_a_mixed_batch_answers_as_each_alone(real: Shop) -> None:
     assert again[0] == alone[2] != again[1]
 
 
-def test_streaming_gives_the_same_text_and_usage(real: Shop) -> None:
-    client = real.openai()
-    request: dict[str, Any] = {
-        "model": "pirate",
-        "messages": messages(QUESTION),
-        "max_tokens": 32,
-        "temperature": 0,
-        "extra_body": {"speculation": False},  # else a chunk has several tokens
-    }
-    whole = client.chat.completions.create(**request)
-    chunks = list(
-        client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
-    )
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
-    assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason]
-    assert chunks[-1].choices == []
-    streamed, usage = chunks[-1].usage, whole.usage
-    assert streamed is not None
-    assert usage is not None
-    assert (streamed.prompt_tokens, streamed.completion_tokens) == (
-        usage.prompt_tokens,
-        usage.completion_tokens,
-    )
-    assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 8
-
-
 def test_usage_counts_what_the_tokenizer_counts(real: Shop, real_model_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(real_model_dir / "tokenizer.json"))
     prompt = "The capital of France is"
@@ -129,22 +101,6 @@ def test_usage_counts_what_the_tokenizer_counts(real: Shop, real_model_dir: Path
     assert usage.prompt_tokens == len(tokenizer.encode(prompt).ids)
     assert usage.completion_tokens == 5 == len(tokenizer.encode(answer.choices[0].text).ids)
     assert usage.total_tokens == usage.prompt_tokens + 5
-
-
-def test_stop_strings_end_the_answer_and_do_not_show(real: Shop) -> None:
-    whole = ask(real, "pirate")
-    word = whole.split()[4]
-    expected = whole[: whole.index(word)]
-    client = real.openai()
-    request: dict[str, Any] = {"model": "pirate", "messages": messages(QUESTION), "temperature": 0}
-    answer = client.chat.completions.create(**request, max_tokens=48, stop=[word])
-    assert answer.choices[0].message.content == expected
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens < 48
-    chunks = list(client.chat.completions.create(**request, max_tokens=48, stop=[word], stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
-    assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 def test_every_spelling_of_a_version(real: Shop) -> None:

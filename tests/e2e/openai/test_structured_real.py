@@ -11,11 +11,11 @@ import openai
 import pytest
 from jsonschema import Draft202012Validator
 
-from support.servers.live_server import EXAMPLES, SERVED_NAME, Shop
+from support.servers.live_server import SERVED_NAME, Shop
 
 pytestmark = pytest.mark.slow
 
-MODELS = (SERVED_NAME, *EXAMPLES)
+MODELS = (SERVED_NAME, "pirate")
 SHIP = {
     "type": "object",
     "properties": {
@@ -80,7 +80,7 @@ def test_forms_are_kept_in_a_mixed_batch_of_base_and_adapters(real: Shop) -> Non
             if fields and end == "stop":
                 assert fits(text), (fields, text)
                 finished += 1
-    assert finished > 24, "of 32 with a form nearly all are short"
+    assert finished > 12, "of 16 with a form nearly all are short"
 
 
 def test_answer_with_a_form_is_the_same_again(real: Shop) -> None:

@@ -1,5 +1,5 @@
-"""SIGKILL of one of two engines of the real model: answers that have begun go on with the other, and their text is that
-of an undisturbed run."""
+"""SIGKILL of one of two engines: answers that have begun go on with the other, and their text is that of an undisturbed
+run. Of a tiny model; the long version has the real one."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from support.servers.live_server import (
     EXAMPLES,
     SERVED_NAME,
     SMALL,
+    TINY_SIZES,
     LiveServer,
     checked,
     wait_gone,
+    write_tiny_adapter,
 )
 from support.servers.live_streams import Streams
 
 pytestmark = pytest.mark.slow
 
-MAX_TOKENS = 48
 SAMPLED: dict[str, Any] = {
-    "model": "pirate", "prompt": "The sea", "max_tokens": MAX_TOKENS, "temperature": 0.9, "seed": 7, "n": 3,
-    "presence_penalty": 0.4, "logprobs": 2, "ignore_eos": True,
+    "model": "pirate", "prompt": "The sea", "temperature": 0.9, "seed": 7, "n": 3, "presence_penalty": 0.4,
+    "logprobs": 2, "ignore_eos": True,
 }  # fmt: skip
 
 
-def sample(server: LiveServer, key: str) -> list[Any]:
+def sample(server: LiveServer, key: str, max_tokens: int) -> list[Any]:
     with server.client(key) as client:
-        choices = checked(client.post("/v1/completions", json=SAMPLED))["choices"]
+        body = SAMPLED | {"max_tokens": max_tokens}
+        choices = checked(client.post("/v1/completions", json=body))["choices"]
     return [(choice["text"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
 
@@ -40,28 +42,35 @@ def has_started(server: LiveServer, times: int) -> bool:
     return len(server.logged("engine_started")) == times
 
 
-@pytest.mark.parametrize("deaths", [1, pytest.param(4, marks=pytest.mark.soak)])
-def test_the_text_is_that_of_an_undisturbed_run(deaths: int, real_model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "deaths", "tokens"), [("tiny", 1, 600), pytest.param("real", 4, 48, marks=pytest.mark.soak)]
+)
+def test_the_text_is_that_of_an_undisturbed_run(
+    model: str, deaths: int, tokens: int, tiny_model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folders = {name: EXAMPLE_ADAPTERS / name for name in EXAMPLES}
+    if model == "tiny":
+        folders = {name: write_tiny_adapter(tmp_path / name, seed=n) for n, name in enumerate(EXAMPLES)}
     with LiveServer(
-        real_model_dir,
+        tiny_model if model == "tiny" else request.getfixturevalue("real_model_dir"),
         tmp_path / "data",
         served_model_name=SERVED_NAME,
         replicas=2,
         ray_address="none",
-        **SMALL,
+        **(TINY_SIZES | {"dtype": "float32"} if model == "tiny" else SMALL),
     ) as server:
         server.create_tenant("acme")
-        for name in EXAMPLES:
-            server.upload("acme", name, EXAMPLE_ADAPTERS / name)
+        for name, folder in folders.items():
+            server.upload("acme", name, folder)
         key = server.create_key("acme")
         models = [SERVED_NAME, *EXAMPLES]
-        undisturbed = Streams(server, key, models, max_tokens=MAX_TOKENS)
+        undisturbed = Streams(server, key, models, max_tokens=tokens)
         undisturbed.join()
-        expected, expected_sample = [story.text for story in undisturbed.stories], sample(server, key)
+        expected, expected_sample = [story.text for story in undisturbed.stories], sample(server, key, tokens)
         for life in range(1, deaths + 1):
-            streams = Streams(server, key, models, max_tokens=MAX_TOKENS)
+            streams = Streams(server, key, models, max_tokens=tokens)
             with ThreadPoolExecutor(1) as pool:
-                sampled = pool.submit(sample, server, key)
+                sampled = pool.submit(sample, server, key, tokens)
                 streams.wait_until_all_run()
                 wait_gone(server.kill_engine())
                 streams.join()

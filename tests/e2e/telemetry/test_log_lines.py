@@ -10,7 +10,7 @@ import pytest
 from support.http.log_schema import check_lines
 from support.http.otlp_collector import port_without_a_listener
 from support.servers.live_server import (
-    TINY_SIZES,
+    TINY_TORCH,
     LiveServer,
     checked,
     write_tiny_adapter,
@@ -25,7 +25,7 @@ CHAT: Any = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3
 def test_every_line_of_a_servers_life_is_by_the_schema(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     endpoint = f"http://127.0.0.1:{port_without_a_listener()}"
-    server = LiveServer(model, tmp_path / "data", otlp_endpoint=endpoint, log_level="debug", **TINY_SIZES)
+    server = LiveServer(model, tmp_path / "data", otlp_endpoint=endpoint, log_level="debug", **TINY_TORCH)
     with server:
         server.create_tenant("acme")
         key = server.create_key("acme")

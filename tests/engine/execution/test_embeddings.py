@@ -97,7 +97,7 @@ def test_equal_transformers_and_peft_beside_generation(
     if kernels == "triton":
         request.getfixturevalue("quick_interpreter")
         settings["recorder"] = recorder
-    options = {**FAMILIES, **OTHERS}[family]
+    options = {**FAMILIES, **OTHERS}[family] | ({"num_hidden_layers": 1} if kernels == "triton" else {})
     base = save_tiny(tmp_path / "base", options)
     adapters = save_adapters(base, tmp_path, CHOSEN)
     asked = questions(family, adapters)[: 4 if kernels == "triton" else None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,15 +16,24 @@ from support.engine.repeater import Repeater
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
+SHORT: dict[str, dict[str, Any]] = {
+    "llama-biases": {"num_hidden_layers": 1},
+    "gemma2": {"num_hidden_layers": 2},
+}
+"""Changes of families for the short versions: a layer of each kind. In the long ones they have three."""
 PROMPT = [40, 5, 41, 99, 42, 6, 50]
 """Among them are tokens whose rows are replaced."""
+
+
+def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
+    return FAMILIES[family] | (SHORT.get(family, {}) if short else {})
 
 
 @pytest.mark.parametrize(
     ("family", "attention", "lookahead", "prompt_rows", "requests", "tokens"),
     [
         pytest.param("llama-biases", "triton", 1, 80, 4, 3, marks=pytest.mark.slow),
-        pytest.param("qwen3", "torch", 0, 40, 4, 3, marks=pytest.mark.slow),
+        pytest.param("qwen3", "torch", 0, 40, 5, 4, marks=pytest.mark.slow),
         *(
             pytest.param(family, "torch", lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
             for family in ("llama-biases", "qwen3")
@@ -40,8 +51,7 @@ def test_tokens_are_those_of_transformers_and_peft(
 ):
     """With each kernel of attention that runs here. Steps have 40 rows at most. With chunks of prompts, those with
     adapters are recorded where `prompt_rows` is 40, and all where it is 80."""
-    options = FAMILIES[family]
-    base = save_tiny(tmp_path / "base", options)
+    base = save_tiny(tmp_path / "base", of_a_family(family, short=requests < 7))
     adapters = save_adapters(base, tmp_path)
     recorder = Repeater()
     engine = cramped_engine(
@@ -109,7 +119,7 @@ def test_adapters_of_a_model_through_transformers_travel_with_the_step(family, r
 )
 def test_steps_that_change_by_token_are_not_replayed(family, name, tmp_path):
     """Those with other adapters alone are."""
-    base = save_tiny(tmp_path / "base", FAMILIES[family])
+    base = save_tiny(tmp_path / "base", of_a_family(family, short=name == "rows-and-head"))
     adapters = save_adapters(base, tmp_path, {"all": ADAPTERS["all"], "by token": BY_TOKEN[name]})
     recorder = Repeater()
     engine = cramped_engine(
@@ -141,7 +151,7 @@ def test_steps_that_change_by_token_are_not_replayed(family, name, tmp_path):
 def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
     """Positions before the place on the base and those behind it with the adapter are in one step, alone and beside
     others; what was found in the prefix cache changes nothing."""
-    base = save_tiny(tmp_path / "base", FAMILIES["llama-biases"])
+    base = save_tiny(tmp_path / "base", of_a_family("llama-biases", short=True))
     activated = ADAPTERS["all"] | {"alora_invocation_tokens": [1, 2]}
     adapters = save_adapters(base, tmp_path, {"activated": activated, "many-ranks": ADAPTERS["many-ranks"]})
     recorder = Repeater()
@@ -190,8 +200,7 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
 ):
     """With --batch-invariant: mixed, in chunks, recorded, preempted and with a prefix cache; and each text alone and
     whole, in one step that is not recorded."""
-    options = FAMILIES[family]
-    base = save_tiny(tmp_path / "base", options)
+    base = save_tiny(tmp_path / "base", of_a_family(family, short=family == "llama-biases"))
     adapters = save_adapters(base, tmp_path)
     settings = {"kernels": "triton", "batch_invariant": True}
     recorder = Repeater()

@@ -85,7 +85,7 @@ class Subject:
     caches: tuple[CacheKind, ...] = ()
 
 
-@pytest.fixture(scope="module", params=FAMILIES_ASKED)
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     family = FAMILIES_ASKED[request.param]
     root = tmp_path_factory.mktemp(request.param)
@@ -111,7 +111,10 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subj
     return make
 
 
-@pytest.fixture(scope="module", params=["gptq int4, zeros", "compressed int8, a scale a row"])
+@pytest.fixture(
+    scope="module",
+    params=["gptq int4, zeros", pytest.param("compressed int8, a scale a row", marks=pytest.mark.soak)],
+)
 def int8_subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     """Linears of 4 bits in groups of 32, with zeros, or of 8 bits; the head stays as it is."""
     family = FAMILIES_ASKED["llama"] | {"intermediate_size": 96}
@@ -193,20 +196,23 @@ def questions(rng: random.Random, count: int) -> list[Question]:
 
 
 CASES = [
-    ("none", "auto", "float32", 20),
-    ("none", "auto", "bfloat16", 20),
-    ("int8", "int8", "bfloat16", 20),
+    ("llama", "none", "auto", "float32", 20),
+    ("gemma2", "none", "auto", "bfloat16", 20),
+    ("llama", "int8", "int8", "bfloat16", 20),
     *(
-        pytest.param(quantise, kv, dtype, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+        pytest.param(family, quantise, kv, dtype, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
+        for family in FAMILIES_ASKED
         for quantise, kv in (("none", "auto"), ("int8", "auto"), ("none", "int8"))
         for dtype in ("float32", "bfloat16")
     ),
 ]
-"""How linears are kept, and keys and values, the dtype, and the requests of each engine: four of them for each family.
-The short version has codes with one dtype alone."""
+"""The family, how linears are kept, and keys and values, the dtype, and the requests of each of four engines. The short
+version has each kind once."""
 
 
-@pytest.mark.parametrize(("quantise", "kv_cache_dtype", "dtype", "count"), CASES)
+@pytest.mark.parametrize(
+    ("subject", "quantise", "kv_cache_dtype", "dtype", "count"), CASES, indirect=["subject"]
+)
 def test_bits_do_not_depend_on_neighbours(
     subject: Subject,
     make_asked: Callable[..., Asked],
@@ -325,6 +331,7 @@ def a_scale_of_the_whole_step(
 
 
 @pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize("subject", ["llama"], indirect=True)
 def test_a_scale_of_several_positions_would_show(
     subject: Subject, make_asked: Callable[..., Asked], planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ QUESTIONS = (
     "List three prime numbers above 100.",
     "Tell me about owls. " * 10,
 )
-NUM_OUTPUTS = 16
+NUM_OUTPUTS = 6
 
 
 @pytest.fixture(scope="module")

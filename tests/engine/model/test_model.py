@@ -34,7 +34,21 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 LENGTHS = (1, 3, 16, 17, 40, 65)
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *OTHERS, *(f"{name} numba" for name in FAMILIES)])
+BY_NUMBA = ("llama-biases", "mistral-window", "phi3-partial", "gemma2", "gemma3")
+"""A family of each kind that its kernels know; the long version has all."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *FAMILIES,
+        *OTHERS,
+        *(
+            pytest.param(f"{name} numba", marks=() if name in BY_NUMBA else pytest.mark.soak)
+            for name in FAMILIES
+        ),
+    ],
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """A model, prompts, and transformers' logits for them."""
     name, _, kernels = request.param.partition(" ")

@@ -1,5 +1,5 @@
-"""The real model: our forward pass beside transformers'. Where torch multiplies in bfloat16; in float32 it is the long
-version of tests/engine/model/test_peft_equality.py, whose base rows are compared in the same way."""
+"""The real model: our forward pass beside transformers', along longer answers than those of
+tests/engine/model/test_peft_equality.py, whose base rows are compared in the same way."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ def test_float32_greedy_tokens_equal_transformers(real_model_dir, prompts, exact
         assert ours[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens[len(prompt) :]
 
 
+@pytest.mark.soak
 def test_bfloat16_is_as_near_to_float32_as_transformers(real_model_dir, prompts, exact):
     """In log probabilities: bfloat16 shifts all logits of a position by up to 0.7 too, which is in no answer."""
     full, logits = exact

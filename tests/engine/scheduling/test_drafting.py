@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter
@@ -69,7 +69,6 @@ def expected(tokens: list[int], most: int) -> tuple[int, ...]:
     return ()
 
 
-@settings(max_examples=200)
 @given(st.lists(st.integers(0, 3), max_size=17), st.integers(1, MAX_DRAFT))
 def test_proposals_are_those_of_a_search_of_all_places(tokens: list[int], most: int) -> None:
     drafts, seq = drafter(), sequence(tokens[:1])

@@ -161,13 +161,25 @@ def test_heads_of_other_sizes_keep_their_numbers(dim: int) -> None:
     assert torch.equal(transform_keys(x), x)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "window", "softcap", "dtype"),
+    ("backend", "heads", "kv_heads", "dim", "window", "softcap", "dtype"),
     [
-        (4, 2, 64, None, None, torch.float32),
-        (7, 1, 34, 5, 1.5, torch.float32),
-        (8, 2, 16, 33, None, torch.float16),
+        pytest.param(backend, *asked, marks=mark)
+        for backend, marks in (
+            ("torch", ((), (), ())),
+            ("triton", ((), (), ())),
+            # numba compiles for most of a minute, and for float16 again.
+            ("numba", (pytest.mark.slow, pytest.mark.slow, pytest.mark.soak)),
+        )
+        for asked, mark in zip(
+            (
+                (4, 2, 64, None, None, torch.float32),
+                (7, 1, 34, 5, 1.5, torch.float32),
+                (8, 2, 16, 33, None, torch.float16),
+            ),
+            marks,
+            strict=True,
+        )
     ],
 )
 def test_attention_over_codes_equals_the_formula(

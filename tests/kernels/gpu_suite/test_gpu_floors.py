@@ -61,6 +61,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("quick_interpreter")
 def test_launches_of_a_layer(monkeypatch):
     """What a recorded step of two layers launches more than one of one layer."""

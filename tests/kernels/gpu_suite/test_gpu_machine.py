@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.kernels.gpu_machine import gpu_environment, hidden_modules, wheels, write_sitecustomize
+from support.kernels.gpu_machine import QUICKLY, gpu_environment, hidden_modules, wheels, write_sitecustomize
 
 ROOT = Path(__file__).parents[3]
 LISTED = """
@@ -61,3 +61,22 @@ def test_wheels_have_a_version_in_constraints():
         for line in (ROOT / "constraints.txt").read_text().splitlines()
     }
     assert set(wheels()) <= pinned
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_all_kinds_of_cases_without_a_gpu_and_without_an_installation(tmp_path):
+    """Run the suite as on a GPU machine, where only the files and the wheels are."""
+    from bench.gpu import catalogue
+
+    write_sitecustomize(tmp_path, QUICKLY)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "bench.gpu.suite", "--small", "--out", str(out), "--budget", "800"]
+    done = subprocess.run(
+        command, check=False, env=gpu_environment(tmp_path), cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    found = {line["case"]: line for line in lines[1:]}
+    assert set(found) == {case.key for case in catalogue.small()}
+    assert all(line["rows"] for line in found.values())

@@ -111,7 +111,7 @@ def check(got: torch.Tensor, want: torch.Tensor) -> None:
             pytest.param(name, dtype, marks=mark)
             for name, dtype, mark in (
                 ("bfloat16", torch.float32, pytest.mark.slow),
-                ("bfloat16", torch.float64, pytest.mark.slow),
+                ("bfloat16", torch.float64, pytest.mark.soak),
                 ("odd", torch.float32, pytest.mark.soak),
                 ("bfloat16", torch.float16, pytest.mark.soak),
                 ("float32", torch.bfloat16, pytest.mark.soak),

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.serving.placement.hashing import digest_key, key_of, score, scores
@@ -69,7 +69,6 @@ capacities = st.lists(st.sampled_from([BYTES, BYTES, 500, 300]), max_size=6)
 
 
 @given(capacities, demands, st.integers(0, 6), demands, st.randoms(use_true_random=False))
-@settings(deadline=None)
 def test_whatever_was_before(
     bytes_now: list[int],
     demand: dict[str, AdapterDemand],
@@ -113,7 +112,6 @@ def test_whatever_was_before(
 
 
 @given(st.integers(1, 6), demands)
-@settings(deadline=None, max_examples=50)
 def test_at_rest_nothing_moves(count: int, demand: dict[str, AdapterDemand]) -> None:
     among = members(count)
     before = settle(among, demand, {})

@@ -116,6 +116,7 @@ def make_zoo(base: Path, out: Path, *, std: float = 0.02) -> dict[str, Path]:
             )
         model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **options))
         train(model, number, std)
+        model.create_or_update_model_card = lambda folder: None  # a page that nobody reads
         made[name] = out / name
         model.save_pretrained(made[name], save_embedding_layers=False)
         plain = model.unload()

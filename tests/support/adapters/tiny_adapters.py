@@ -107,6 +107,9 @@ def save_adapters(
             AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
         )
         train(model, number, std)
+        model.create_or_update_model_card = lambda folder: (
+            None
+        )  # a page that nobody reads takes a third of the time
         made[name] = out / name
         model.save_pretrained(made[name])
         config = made[name] / "adapter_config.json"
