@@ -15,6 +15,7 @@ from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import VOCAB
+from support.models.tiny_families import save_family
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -94,3 +95,43 @@ def test_a_dense_layer_and_shared_experts_take_lora_and_answer_as_in_peft(tmp_pa
     logits = PeftReference(base, adapter, torch.float32).logits("shared", PROMPT + answers)
     assert answers == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert answers != plain
+
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MIXED_SIZES = ("afmoe", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "laguna")
+"""Families whose dense layers and shared experts have other sizes."""
+ORDINARY: dict[str, list[str]] = {
+    **dict.fromkeys(MIXED_SIZES, ATTENTION),
+    # Packed linears of Granite 4.
+    "granitemoehybrid": [*ATTENTION, "input_linear", "output_linear"],
+    "granitemoeshared": [*ATTENTION, "input_linear", "output_linear"],
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f == "granitemoehybrid" else pytest.mark.soak) for f in ORDINARY],
+)
+def test_ordinary_adapters_in_one_batch_answer_as_in_peft(family: str, tmp_path: Path) -> None:
+    base = save_family(family, tmp_path / "base")
+    chosen = {
+        "two": {"r": 8, "lora_alpha": 16, "target_modules": ORDINARY[family]},
+        "one": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj"]},
+    }
+    adapters = save_adapters(base, tmp_path, chosen)
+    engine = LocalEngine(
+        base, tmp_path, dtype="float32", kv_cache_memory=8 << 20, adapter_memory=8 << 20, max_model_len=64
+    )
+    try:
+        refs = {name: engine.publish(folder) for name, folder in adapters.items()}
+        for name in ("base", *adapters):
+            engine.add(name, PROMPT, refs.get(name), max_tokens=20)
+        engine.run()
+        answers = {name: engine.tokens(name) for name in ("base", *adapters)}
+    finally:
+        engine.close()
+    reference = PeftReference(base, adapters, torch.float32)
+    for name, answer in answers.items():
+        logits = reference.logits(None if name == "base" else name, PROMPT + answer)
+        assert answer == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist(), name
+    assert len({tuple(answer) for answer in answers.values()}) == 3
