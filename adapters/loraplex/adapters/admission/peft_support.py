@@ -277,7 +277,9 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
     _neutral(
         "target_parameters",
         (["experts.gate_up_proj"],),
-        f"LoRA was trained on bare parameters, as the experts of a mixture have; it {_REST}",
+        f"LoRA was trained on bare parameters, as the experts of a mixture have; it {_REST}. PEFT adds them "
+        "where a name in target_modules is an expert's too; a training on q_proj, k_proj, v_proj and o_proj alone has "
+        "none",
     ),
     _neutral(
         "megatron_config",
