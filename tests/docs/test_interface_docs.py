@@ -11,7 +11,6 @@ from typing import Any, get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from loraplex.adapters.admission.peft_config import parse_peft_config
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
@@ -35,6 +34,7 @@ from loraplex.http.application import create_app
 from loraplex.serving.text.processor import TextProcessor
 from support import markdown
 from support.adapters.drafts import ALL_SITES, peft_config, site_module
+from support.adapters.whole_reads import parse_peft_config
 from support.clients import vllm_metrics
 from support.control.usage import ended
 from support.engine.fake_engine import FakeEngineClient, fake_engine_info

@@ -15,7 +15,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from loraplex.http.document_examples import example_body, resolve
+from loraplex.http.document_examples import example_of, resolve
 from loraplex.http.document_page import operations_of
 from support.http.admin_plane import AdminPlane
 from support.http.api_server import serve_app
@@ -115,9 +115,10 @@ def test_every_example_is_a_command_with_a_valid_body(port: tuple[Any, str]) -> 
         assert "{" not in example.partition("\n")[0], path
         arguments = shlex.split(example)
         assert arguments[0] == "curl"
-        body = example_body(operation, document["components"]["schemas"])
-        if body is None:
+        content = operation.get("requestBody", {}).get("content", {})
+        if "application/json" not in content:
             continue
+        body = example_of(content["application/json"]["schema"], document["components"]["schemas"])
         assert json.loads(arguments[arguments.index("-d") + 1]) == body
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         validator = jsonschema_rs.validator_for(schema | {"components": document["components"]})

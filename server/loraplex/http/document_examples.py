@@ -78,14 +78,6 @@ def _object(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int) -
     }
 
 
-def example_body(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> Any:
-    """An example of the JSON body; None where an operation has none."""
-    content = operation.get("requestBody", {}).get("content", {})
-    if "application/json" not in content:
-        return None
-    return example_of(content["application/json"]["schema"], schemas)
-
-
 def example_request(method: str, path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
     """Commands of a shell in which URL is the server's address and KEY a secret: one for each kind of body."""
     for name, value in _IN_PATHS.items():

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.config.expressions import MAX_EXPRESSIONS, ExpressionRefused, match_paths
-from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config
+from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload
 from loraplex.adapters.spec import BaseSpec
 from support.adapters.admission import ARCH, admit
 from support.adapters.drafts import ALL_SITES, draft_adapter, peft_config, site_module, write_base
+from support.adapters.whole_reads import parse_peft_config
 
 MODULES = [site_module(layer, site) for layer in range(12) for site in ALL_SITES]
 

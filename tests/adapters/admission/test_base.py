@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from loraplex.adapters.admission.base_model import load_base_spec, read_base_weight
+from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid
 from support.adapters.drafts import (
     ALL_SITES,
@@ -21,6 +21,7 @@ from support.adapters.drafts import (
     write_base,
     write_safetensors,
 )
+from support.adapters.whole_reads import read_base_weight
 
 
 def change_config(directory: Path, **fields: Any) -> None:

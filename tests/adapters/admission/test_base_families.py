@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from loraplex.adapters.admission.base_model import load_base_spec, read_base_weight
+from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid
+from support.adapters.whole_reads import read_base_weight
 from support.models.checkpoints import FAMILIES, edit_config, save_tiny, save_tiny_gemma3_with_vision
 
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loraplex.adapters.admission.peft_config import LoraSettings, parse_peft_config
+from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.errors import AdapterRefused
 from support.adapters.drafts import ALL_SITES, attempt, peft_config, site_module
+from support.adapters.whole_reads import parse_peft_config
 
 MODULES = [site_module(layer, site) for layer in range(12) for site in ALL_SITES]
 

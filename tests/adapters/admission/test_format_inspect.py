@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loraplex.adapters.admission.base_model import load_base_spec, read_base_weight
+from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.files import digest_upload
@@ -31,6 +31,7 @@ from support.adapters.drafts import (
     site_module,
     write_base,
 )
+from support.adapters.whole_reads import read_base_weight
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loraplex.adapters.admission.base_model import load_base_spec, read_base_weight
+from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.spec import BaseSpec
 from support.adapters.admission import ARCH, admit
 from support.adapters.drafts import AdapterDraft, draft_adapter, site_module, write_base
+from support.adapters.whole_reads import read_base_weight
 
 DIM = ARCH.head_dim
 TARGETS = ("q_proj", "k_proj", "v_proj")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from loraplex.adapters.admission.base_model import load_base_spec, read_base_weight
+from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload
@@ -24,6 +24,7 @@ from support.adapters.drafts import (
     write_safetensors,
 )
 from support.adapters.peft_zoo import train
+from support.adapters.whole_reads import read_base_weight
 
 DECODERS = ("model.", "", "model.language_model.", "language_model.", "language_model.model.")
 HEADS = ("lm_head", "language_model.lm_head", "output", "embed_out")

@@ -21,7 +21,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from loraplex.adapters.admission.peft_config import parse_peft_config
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.contents.kinds import (
     CONVERT_NPZ,
@@ -33,6 +32,7 @@ from loraplex.adapters.contents.kinds import (
 )
 from loraplex.adapters.errors import AdapterRefused
 from support.adapters.drafts import draft_adapter, encode_safetensors, peft_config
+from support.adapters.whole_reads import parse_peft_config
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0a" * 32 + b"\nsize 80792096\n"
 

@@ -10,8 +10,8 @@ import torch
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage, build_image
 from loraplex.adapters.device.layout import ArenaLayout
-from loraplex.kernels.lora.dispatch import lora_reference
 from support.adapters.lora_zoo import GROUPS, OpCounter, Zoo, ZooAdapter, dirty_arena, make_adapter
+from support.kernels.lora_reference import lora_reference
 
 
 @pytest.fixture

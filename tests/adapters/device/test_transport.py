@@ -13,7 +13,6 @@ import torch
 from loraplex.adapters.cache.adapter_cache import Residency
 from loraplex.adapters.cache.residency import Ticket
 from loraplex.adapters.device.host_image import HostImage
-from loraplex.kernels.lora.dispatch import lora_reference
 from support.adapters.drafts import (
     NUMPY_DTYPES,
     AdapterDraft,
@@ -22,6 +21,7 @@ from support.adapters.drafts import (
     site_module,
 )
 from support.adapters.transport_rig import ARCH, GROUPS, PATIENCE_S, TransportRig
+from support.kernels.lora_reference import lora_reference
 
 
 @pytest.fixture

@@ -16,13 +16,13 @@ from loraplex.adapters.numerics import (
     TOLERANCE,
     NumbersVerdict,
     SiteOutputs,
-    check_numbers,
     join_outputs,
 )
 from loraplex.adapters.numerics.probes import PROBE_ROWS, SKETCH_SUMS, column_signs, probe_inputs, sketch
 from loraplex.adapters.spec import BaseSpec
 from support.adapters.drafts import ALL_SITES, AdapterDraft, TinyBase, base_tensors, draft_adapter, write_base
 from support.adapters.served_outputs import Outputs, served_rows, site_outputs
+from support.adapters.whole_reads import check_numbers
 
 ARCH = TinyBase(model_type="qwen2", hidden=160, intermediate=200, heads=4, kv_heads=2, head_dim=24)
 DTYPES = ("float32", "float16", "bfloat16")

@@ -93,7 +93,7 @@ def test_malformed_key_costs_no_memory_and_no_query(plane: ControlPlane, stateme
     ):
         with pytest.raises(InvalidKey):
             asyncio.run(cache.authenticate(secret))
-    assert cache.num_remembered == 0
+    assert not cache._known
     assert statements == []
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.peft_config import LoraSettings
-from loraplex.adapters.numerics import TOLERANCE, NumbersVerdict, SiteOutputs, check_numbers
+from loraplex.adapters.numerics import TOLERANCE, NumbersVerdict, SiteOutputs
 from loraplex.engine.execution.riders.site_probe import SiteProbe
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.types import MEASURE_STEPS, StepPlan, Usage
@@ -27,6 +27,7 @@ from support.adapters.loader_faults import (
     transposed_b,
 )
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
+from support.adapters.whole_reads import check_numbers
 from support.engine.local_engine import LocalEngine
 from support.kernels.triton_interpreter import repair_bfloat16
 from support.models.checkpoints import FAMILIES, OTHERS, save_tiny

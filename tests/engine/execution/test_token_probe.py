@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loraplex.adapters.numerics import TOLERANCE, NumbersVerdict, check_numbers
+from loraplex.adapters.numerics import TOLERANCE, NumbersVerdict
 from support.adapters.loader_faults import (
     Plant,
     rows_of_the_head_ignored,
@@ -17,6 +17,7 @@ from support.adapters.loader_faults import (
     token_tiles_off_by_one,
 )
 from support.adapters.tiny_adapters import BY_TOKEN, save_adapters
+from support.adapters.whole_reads import check_numbers
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, save_tiny
 

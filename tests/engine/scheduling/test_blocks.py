@@ -11,6 +11,7 @@ from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.types import EngineRequest, SamplingParams, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
+from support.simulator.kv_integrity import check_blocks
 
 
 def sequence(tokens: list[int], *, tenant: str = "acme", digest: str | None = None) -> Sequence:
@@ -28,11 +29,11 @@ def test_allocate_and_release_give_every_block_once() -> None:
     first, second = blocks.allocate(3), blocks.allocate(1)
     assert sorted(first + second) == [0, 1, 2, 3]
     assert (blocks.num_free, blocks.num_used) == (0, 4)
-    blocks.check_integrity([first, second])
+    check_blocks(blocks, [first, second])
     blocks.release(first)
     blocks.release(second)
     assert blocks.num_used == 0
-    blocks.check_integrity([])
+    check_blocks(blocks, [])
 
 
 def test_misuse_raises_and_changes_nothing() -> None:
@@ -47,7 +48,7 @@ def test_misuse_raises_and_changes_nothing() -> None:
         blocks.register(other, (("t", None), b"x"))
     with pytest.raises(AssertionError, match="empty"):
         blocks.share([other])
-    blocks.check_integrity([held])
+    check_blocks(blocks, [held])
     with pytest.raises(ValueError, match="at least one block"):
         BlockManager(0)
 
@@ -62,7 +63,7 @@ def test_a_shared_prefix_is_held_until_its_last_holder_goes() -> None:
     blocks.share(mine)
     blocks.release(mine)
     assert blocks.num_used == 2
-    blocks.check_integrity([mine])
+    check_blocks(blocks, [mine])
     blocks.release(mine)
     assert blocks.num_used == 0
     assert blocks.lookup(keys) == mine, "released content stays findable until its block is needed"
@@ -97,7 +98,7 @@ def test_a_twin_stays_nameless() -> None:
     assert blocks.lookup([key]) == first
     blocks.release(first)
     blocks.release(twin)
-    blocks.check_integrity([])
+    check_blocks(blocks, [])
 
 
 def test_keys_name_full_blocks_and_grow_with_the_tokens() -> None:
@@ -160,7 +161,7 @@ def test_blocks_of_departed_adapters_go_behind_empty_ones_and_before_all_others(
     )
     resident = {"stays"}
     blocks.set_resident("leaves", False)
-    blocks.check_integrity([], resident.__contains__)
+    check_blocks(blocks, [], resident.__contains__)
 
     def found() -> list[int]:
         return [len(blocks.lookup(keys)) for keys in (base, stays, leaves)]
@@ -173,7 +174,7 @@ def test_blocks_of_departed_adapters_go_behind_empty_ones_and_before_all_others(
     assert found() == [2, 2, 0]
     held += blocks.allocate(1)
     assert found() == [1, 2, 0], "then the least recently used"
-    blocks.check_integrity([held], resident.__contains__)
+    check_blocks(blocks, [held], resident.__contains__)
 
 
 def test_blocks_of_an_adapter_that_comes_back_are_kept_like_others() -> None:
@@ -182,7 +183,7 @@ def test_blocks_of_an_adapter_that_comes_back_are_kept_like_others() -> None:
     blocks.set_resident("returns", False)
     blocks.set_resident("returns", False)  # its load has failed
     blocks.set_resident("returns", True)
-    blocks.check_integrity([])
+    check_blocks(blocks, [])
     assert blocks.lookup(returns)
     blocks.share(blocks.lookup(returns))
     blocks.release(blocks.lookup(returns))
@@ -196,6 +197,6 @@ def test_what_is_known_of_a_departed_adapter_ends_with_its_last_block() -> None:
     blocks.set_resident("a", False)
     blocks.set_resident("unknown", False)
     blocks.release(blocks.allocate(2))
-    blocks.check_integrity([], lambda digest: False)
+    check_blocks(blocks, [], lambda digest: False)
     cached(blocks, 1, digest="a")
-    blocks.check_integrity([])
+    check_blocks(blocks, [])

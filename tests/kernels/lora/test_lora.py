@@ -10,10 +10,10 @@ import torch
 
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.kernels.backend import BackendUnavailable, resolve_kernels
-from loraplex.kernels.lora.dispatch import lora_reference
 from loraplex.kernels.lora.packing import pack_rows
 from support.adapters.lora_zoo import GROUPS, ODD_GROUPS, OpCounter, Zoo, make_adapter
 from support.kernels.lora_arena import decode, lengths
+from support.kernels.lora_reference import lora_reference
 
 LAYERS = 3
 RANKS = (1, 3, 8, 9, 16, 24, 33, 64)

@@ -16,7 +16,6 @@ from typing import get_args
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
-from loraplex.adapters.admission.peft_config import parse_peft_config
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
@@ -25,6 +24,7 @@ from loraplex.adapters.store.artifact_store import ArtifactStore
 from support.adapters.archives import CONFIG, CONTENT, LIMIT, MAKERS, TENSORS, Box, make_tar, make_zip, tar_of
 from support.adapters.drafts import TinyBase, make_adapter, peft_config, write_base
 from support.adapters.mlx_adapters import mlx_config, mlx_files, mlx_tensors
+from support.adapters.whole_reads import parse_peft_config
 from support.fuzz.fuzzing import Target
 
 READ_BUFFERS = 8 << 20

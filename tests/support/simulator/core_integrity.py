@@ -14,6 +14,7 @@ from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import MEASURE_STEPS, Sequence, SequenceState
 from support.adapters.cache_integrity import check_cache
+from support.simulator.kv_integrity import check_blocks, check_states, check_tables
 
 
 def check_core(core: EngineCore) -> None:
@@ -39,10 +40,10 @@ def check_scheduler(scheduler: Scheduler, live: Iterable[Sequence]) -> None:
     assert lanes <= waiting, "an empty lane waits for an adapter"
     begun = (*scheduler.running, *scheduler.background.begun)
     blocks = scheduler.blocks
-    blocks.check_tables(begun)
+    check_tables(blocks, begun)
     held = [blocks.held(seq.block_ids) for seq in begun]
-    blocks.check_integrity(held, scheduler._cache.residency().__contains__)
-    blocks.states.check_integrity(seq.state_slot for seq in begun if seq.state_slot >= 0)
+    check_blocks(blocks, held, scheduler._cache.residency().__contains__)
+    check_states(blocks.states, (seq.state_slot for seq in begun if seq.state_slot >= 0))
 
 
 def check_queue(queue: FairQueue, alive: dict[str, int]) -> None:

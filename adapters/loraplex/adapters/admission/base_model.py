@@ -133,14 +133,6 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     )
 
 
-def read_base_weight(base: BaseSpec, layer: int, site: str) -> NDArray[Any]:
-    """The base's own weight of a site: [out_features, in_features] in the checkpoint's dtype (ml_dtypes for
-    bfloat16). Raises BaseModelInvalid where the checkpoint has no such site, or in a dtype that is none of plain
-    floats."""
-    found = _weight_of(base, locate_module_weights(base), layer, site)
-    return read_native(found.path, found.tensor)
-
-
 class BaseWeights:
     """The base's linears in its checkpoint, for what is computed from them later. The files must stay as they are
     now: weights on the device don't change with them."""
@@ -154,8 +146,8 @@ class BaseWeights:
 
     def rows(self, layer: int, site: str, served: np.dtype[Any]) -> Iterator[NDArray[np.float32]]:
         """The weight's rows [n, in_features] as the engine multiplies them, some at a time: rounded to the dtype that
-        is served, or what their codes stand for. Raises as `read_base_weight` does, and BaseModelInvalid where the file
-        was changed or a weight is not finite; OSError."""
+        is served, or what their codes stand for. Raises BaseModelInvalid where the checkpoint has no such site, the
+        file was changed or a weight is not finite; OSError."""
         module, stored = _site_of(self._base, layer, site).module_path, self._stored
         floats: Iterator[NDArray[Any]]
         if stored is not None and module in stored.modules:

@@ -76,23 +76,11 @@ class LoraSettings:
         )
 
 
-def parse_peft_config(path: Path, module_paths: Iterable[str]) -> LoraSettings:
-    """Read and check an adapter_config.json. `module_paths` are the base's linears.
-
-    Raises AdapterRefused (config_invalid, unsupported_feature, too_large), which names all that is wrong.
-    """
-    faults = Faults()
-    found = read_settings(path, module_paths, faults)
-    faults.raise_any()
-    assert found is not None
-    return found
-
-
 def read_settings(
     path: Path, module_paths: Iterable[str], faults: Faults, tensors: Iterable[str] = ()
 ) -> LoraSettings | None:
-    """The settings as `parse_peft_config` returns them, with refusals added to `faults`. None if a field that counts
-    cannot be read. `tensors`: the names of those that came with the config.
+    """Read and check an adapter_config.json, with refusals added to `faults`; `module_paths` are the base's linears.
+    None if a field that counts cannot be read. `tensors`: the names of those that came with the config.
 
     Raises AdapterRefused where nothing of the config can be."""
     config = _read(path)

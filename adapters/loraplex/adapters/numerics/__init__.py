@@ -1,10 +1,10 @@
 """Admission by numbers: what the engine computes of a version beside a reference of its own.
 
 `probes` has the fixed inputs and the sketches of outputs, which the engine uses too. `SiteOutputs` is what it sends.
-`NumbersCheck` compares it with the reference, which reads the upload itself; `check_numbers` does so at once. No torch.
+`NumbersCheck` compares it with the reference, which reads the upload itself. No torch.
 """
 
-from loraplex.adapters.numerics.check import MAX_ERROR, TOLERANCE, NumbersCheck, NumbersVerdict, check_numbers
+from loraplex.adapters.numerics.check import MAX_ERROR, TOLERANCE, NumbersCheck, NumbersVerdict
 from loraplex.adapters.numerics.outputs import SiteOutputs, join_outputs
 from loraplex.adapters.numerics.probes import EMBEDDING_ROWS, HEAD_ROWS, INPUT_ROWS, PROBE_ROWS, SKETCH_SUMS
 
@@ -19,6 +19,5 @@ __all__ = [
     "NumbersCheck",
     "NumbersVerdict",
     "SiteOutputs",
-    "check_numbers",
     "join_outputs",
 ]

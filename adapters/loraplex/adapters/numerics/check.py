@@ -101,15 +101,6 @@ class NumbersCheck:
         return _verdict([*self._sites, *others], self._outputs.dtype, is_empty=not self._measured)
 
 
-def check_numbers(
-    config_path: Path, tensors_path: Path, base: BaseSpec, outputs: SiteOutputs
-) -> NumbersVerdict:
-    """The whole of a `NumbersCheck` at once. Raises what it raises."""
-    verdict = NumbersCheck(config_path, tensors_path, base, outputs).run()
-    assert verdict is not None, "the time is not limited"
-    return verdict
-
-
 def _by_site(outputs: SiteOutputs) -> dict[tuple[int, str], NDArray[np.float32] | None]:
     """The sketches by (layer, site), None where the outputs are not finite."""
     if outputs.dtype not in SERVED_DTYPES:

@@ -87,11 +87,6 @@ class InProcessLimiter:
         """Reservations that are not settled."""
         return len(self._live)
 
-    @property
-    def num_tracked(self) -> int:
-        """Windows and counters in memory."""
-        return len(self._windows) + len(self._running)
-
     def _window(self, charge: RateCharge) -> RateWindow:
         return self._windows.setdefault((charge.owner, charge.what), RateWindow())
 

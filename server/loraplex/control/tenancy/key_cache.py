@@ -85,10 +85,6 @@ class KeyCache:
         self._on_use(known.key_id)
         return known.principal
 
-    @property
-    def num_remembered(self) -> int:
-        return len(self._known)
-
     def _look_up(self, key_id: str, hashed: str) -> _Known | None:
         asked_at = self._clock()
         query = select(ApiKey, Tenant, DatabaseNow()).join(Tenant, Tenant.id == ApiKey.tenant_id)

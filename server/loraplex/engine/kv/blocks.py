@@ -11,9 +11,8 @@ Cached and empty blocks are both free. Empty ones are allocated first, then the 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Row
-from itertools import chain
 
 from loraplex.engine.types import BlockKey
 
@@ -178,28 +177,3 @@ class BlockManager:
         if key is None:
             return self._empty
         return self._of_departed if key[0][1] in self._departed else self._cached
-
-    def check_integrity(
-        self, tables: Iterable[Row[int]], is_resident: Callable[[str], bool] = lambda digest: True
-    ) -> None:
-        """Raise AssertionError unless `tables`, the block lists of all sequences that there are, account for
-        every reference, and the free lists and the indexes agree with them. `is_resident` says of a digest whether
-        the adapter is in memory."""
-        held = Counter(chain.from_iterable(tables))
-        refs = {block: count for block, count in enumerate(self._refs) if count}
-        assert refs == held, f"blocks are counted as {refs}, but held as {dict(held)}"
-        free = sorted(block for block, count in enumerate(self._refs) if not count)
-        listed = sorted((*self._empty, *self._of_departed, *self._cached))
-        assert free == listed, f"free blocks are {free}, the free lists have {listed}"
-        assert all(block in self._free_list(block) for block in free), "a free block is in another's list"
-        named = {key: block for block, key in enumerate(self._key_of) if key is not None}
-        assert named == self._block_of, "the prefix index and the blocks' own keys differ"
-        of_adapter: dict[str, dict[int, None]] = {}
-        for (_, digest), block in ((key[0], block) for key, block in named.items()):
-            if digest is not None:
-                of_adapter.setdefault(digest, {})[block] = None
-        assert of_adapter == self._of_adapter, "the blocks of an adapter are miscounted"
-        departed = {digest for digest in of_adapter if not is_resident(digest)}
-        assert self._departed == departed, (
-            f"{sorted(departed)} left memory, but the blocks of {sorted(self._departed)} are evicted first"
-        )

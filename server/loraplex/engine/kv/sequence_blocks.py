@@ -13,7 +13,6 @@ last ⌈(w - 1) / 16⌉ of them: position 16·n sees no more. Of several such n 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from itertools import compress
 
@@ -175,18 +174,3 @@ class SequenceBlocks(BlockManager):
         self.disown(
             prefix_keys.of_group(key, group) for key in seq.block_keys for group in range(self._num_groups)
         )
-
-    def check_tables(self, seqs: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless each sequence has what its rows may still read, and no more of a window's
-        blocks. For tests."""
-        for seq in seqs:
-            name, groups = seq.request_id, self._num_groups
-            if seq.measured is None:
-                assert blocks_for(seq.num_computed) * groups <= len(seq.block_ids), f"{name} lacks blocks"
-            assert seq.num_given_back == seq.block_ids.count(GIVEN_BACK), (
-                f"{name} holds other blocks than it counts"
-            )
-            for group, window in enumerate(self.needs.windows):
-                unseen = 0 if window is None else blocks_unseen(window, seq.blocks_done)
-                gone = [block == GIVEN_BACK for block in seq.block_ids[group::groups]]
-                assert sum(gone[:unseen]) == unseen == sum(gone), f"{name} gave back the wrong blocks"

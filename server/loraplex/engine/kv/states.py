@@ -13,7 +13,7 @@ and one that was preempted. Tokens are not drafted, for a rejected one could not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from loraplex.engine.kv.layers import CacheKind
@@ -73,12 +73,3 @@ class StateSlots:
         assert slot in self._held, f"state slot {slot} is released, but nobody holds it"
         self._held.remove(slot)
         self._free.append(slot)
-
-    def check_integrity(self, slots: Iterable[int]) -> None:
-        """Raise AssertionError unless `slots`, of all sequences that have begun, are the held ones, each once."""
-        found = sorted(slots)
-        assert found == sorted(self._held), (
-            f"state slots {sorted(self._held)} are held, sequences have {found}"
-        )
-        every = sorted((*self._held, *self._free))
-        assert every == [*range(self.num_slots)], f"of {self.num_slots} state slots there are {every}"
