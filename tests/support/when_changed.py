@@ -1,5 +1,5 @@
-"""Slow tests of packaging, of outside programs, of pages' sessions and of the kernels' cache, which run when what they
-test has changed.
+"""Slow tests of packaging, of outside programs, of the console, of pages' sessions and of the kernels' cache, which run
+when what they test has changed.
 
 `tests/last_run.json` keeps for each subject a digest of its files as they were when its tests last passed. A run of the
 whole suite leaves out the slow tests of a subject whose digest is still that one. `--everything` runs them all, and
@@ -47,6 +47,18 @@ SUBJECTS: Mapping[str, Subject] = {
             "tools/alert_rules.py",
             "tools/chart_settings.py",
             "tools/dashboards/*.py",
+        ),
+    ),
+    "console": Subject(
+        ("e2e/console",),
+        (
+            "admin/loraplex/admin/**/*",
+            "server/loraplex/api/**/*.py",
+            "server/loraplex/control/**/*.py",
+            "server/loraplex/http/**/*.py",
+            "server/loraplex/lifecycle/**/*.py",
+            "tests/support/console/*.py",
+            "tests/support/http/*.py",
         ),
     ),
     "dashboards": Subject(
@@ -186,7 +198,7 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--everything",
         action="store_true",
-        help="run tests of image, chart, Ray, dashboards, pages and the kernels' cache, though none of it has changed",
+        help="run tests of image, chart, console, Ray, dashboards, pages and the kernels' cache too",
     )
 
 

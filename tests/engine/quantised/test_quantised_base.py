@@ -116,10 +116,18 @@ def test_8_bit_floats_keep_their_bytes_where_kernels_multiply_with_them(name: st
 
 
 FAST = ("compressed int4", "gptq int4, zeros")
+SLOW = ("fp8, blocks", "compressed int8 in groups, zeros", "awq", "nf4", "bitsandbytes int8")
+"""One of each way to store codes; their bytes are read by tests/adapters/base_weights/test_formats.py."""
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+    "name",
+    [
+        pytest.param(
+            name, marks=() if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.soak
+        )
+        for name in FORMATS
+    ],
 )
 def test_checkpoints_of_other_tools_equal_peft_over_what_their_codes_stand_for(
     name: str, tmp_path: Path

@@ -154,7 +154,7 @@ def test_equals_the_formula(arenas, name: str, batch: str) -> None:
     run_all(arenas[name], BATCHES[batch], torch.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("batch", BATCHES)
 def test_equals_the_formula_over_every_kind_of_batch(arenas, batch: str) -> None:
     run_all(arenas["odd"], BATCHES[batch], torch.float32, range(LAYERS))
