@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.adapters.peft_zoo import PeftReference
-from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, save_adapters
+from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, save_adapters, with_gates
 from support.engine.local_engine import LocalEngine
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.engine.repeater import Repeater
@@ -33,6 +33,7 @@ def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
     ("family", "attention", "lookahead", "prompt_rows", "requests", "tokens"),
     [
         pytest.param("llama-biases", "triton", 1, 80, 4, 3, marks=pytest.mark.slow),
+        pytest.param("gemma4-e2b", "triton", 1, 40, 3, 3, marks=pytest.mark.slow),
         pytest.param("qwen3", "torch", 0, 40, 5, 4, marks=pytest.mark.slow),
         *(
             pytest.param(family, "torch", lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
@@ -52,7 +53,7 @@ def test_tokens_are_those_of_transformers_and_peft(
     """With each kernel of attention that runs here. Steps have 40 rows at most. With chunks of prompts, those with
     adapters are recorded where `prompt_rows` is 40, and all where it is 80."""
     base = save_tiny(tmp_path / "base", of_a_family(family, short=requests < 7))
-    adapters = save_adapters(base, tmp_path)
+    adapters = save_adapters(base, tmp_path, with_gates(ADAPTERS, FAMILIES[family]))
     recorder = Repeater()
     engine = cramped_engine(
         base,

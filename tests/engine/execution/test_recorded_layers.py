@@ -22,7 +22,7 @@ from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.numba_layers import MAX_ROWS, NumbaRecordedLayers
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.weight_form import WeightForm
-from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters
+from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters, with_gates
 from support.engine.local_engine import LocalEngine
 from support.models import loading
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
@@ -100,7 +100,7 @@ def changed_ops(change: Callable[[Ops], Ops]) -> Iterator[None]:
 def test_repeated_layers_give_the_same_bits(family: str, dtype: str, threads: int, tmp_path: Path) -> None:
     options = FAMILIES[family] | ({"sliding_window": 20} if family == "gemma2" else {})
     base = save_tiny(tmp_path / "base", options)
-    folders = save_adapters(base, tmp_path, ADAPTERS | KINDS)
+    folders = save_adapters(base, tmp_path, with_gates(ADAPTERS | KINDS, options))
     seen: Counter[bool] = Counter()
     with ops_that(None):
         plain = loading.load_model(

@@ -29,7 +29,7 @@ from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.layers.numba_quantise import QuantisedRows
 from loraplex.kernels.linear import numba_dense, numba_int8
 from loraplex.kernels.torch_backend import torch_ops
-from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, GATES, KINDS, save_adapters
+from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, KINDS, save_adapters, with_gates
 from support.engine.same_bits import Answer, Asked, PlantedDrafter, Question
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 from support.models.loading import plan_model
@@ -102,9 +102,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subj
         family = OTHER_PLANS[name] | {"sliding_window": 70, "max_position_embeddings": 2048}
         root = tmp_path_factory.mktemp(name)
         base = save_tiny(root / "base", family)
-        chosen = dict(CHOSEN)
-        if "hidden_size_per_layer_input" in family:
-            chosen["all"] = CHOSEN["all"] | {"target_modules": [*CHOSEN["all"]["target_modules"], *GATES]}
+        chosen = with_gates(CHOSEN, family)
         caches = plan_model(base).shape.caches
         return Subject(base, save_adapters(base, root, chosen), family, caches)
 

@@ -14,7 +14,7 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import TESTED
-from support.adapters.tiny_adapters import ADAPTERS, GATES, save_adapters
+from support.adapters.tiny_adapters import ADAPTERS, save_adapters, with_gates
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.models.checkpoints import (
     FAMILIES,
@@ -44,10 +44,7 @@ def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
     else:
         base = save_tiny(tmp_path / "base", options, max_shard_size="20KB")
     assert len(list(base.glob("*.safetensors"))) > 1
-    chosen = dict(ADAPTERS)
-    if "hidden_size_per_layer_input" in options:
-        chosen["all"] = ADAPTERS["all"] | {"target_modules": [*ADAPTERS["all"]["target_modules"], *GATES]}
-    adapters = save_adapters(base, tmp_path, chosen)
+    adapters = save_adapters(base, tmp_path, with_gates(ADAPTERS, options))
     num_blocks = 10 if family.startswith("gemma4") else 12
     engine = cramped_engine(base, tmp_path / "work", max_num_seqs=8, num_blocks=num_blocks)
     answered = ask_mixed(engine, adapters, seed=family, requests=12, tokens=OUTPUTS)
@@ -125,6 +122,18 @@ def test_unsupported_model_is_refused_in_one_line_before_any_weight_is_read(conf
             look(tmp_path)
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 600
+
+
+def test_both_forms_of_gemma4s_config_are_one_plan(tmp_path):
+    """As it is published, and as transformers writes it since it has per_layer_config."""
+    base = save_tiny(tmp_path, FAMILIES["gemma4"])
+    assert "per_layer_config" in json.loads((base / "config.json").read_text())
+    written = plan_model(base).spec
+    edit_config(base, per_layer_config=None, global_head_dim=16, num_global_key_value_heads=1)
+    assert plan_model(base).spec == written
+    assert [kind.mixer.cache.head_dim for kind in written.layers] == [8, 8, 16]
+    edit_config(base, global_head_dim=24)
+    assert plan_model(base).spec != written
 
 
 @pytest.mark.parametrize(

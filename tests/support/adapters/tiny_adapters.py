@@ -65,6 +65,14 @@ BY_TOKEN: dict[str, dict[str, Any]] = {
 GATES = ["per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
 """Sites of layers that have inputs of their own."""
 
+
+def with_gates(chosen: dict[str, dict[str, Any]], family: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """These adapters, `all` on the sites of layers' own inputs too where the family has them."""
+    if not family.get("hidden_size_per_layer_input"):
+        return chosen
+    return chosen | {"all": chosen["all"] | {"target_modules": [*chosen["all"]["target_modules"], *GATES]}}
+
+
 _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 

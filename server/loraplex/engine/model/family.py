@@ -273,7 +273,7 @@ def _layer_names(config: Any, family: Family) -> tuple[str, ...]:
 
 def _config_of(config: Any, family: Family, name: str) -> Any:
     """The config with the sizes of one kind of layer."""
-    if not getattr(config, "is_heterogeneous", False):  # transformers 5.10 and before has no such thing
+    if not getattr(config, "is_heterogeneous", False):
         return config
     by_layer = config.per_layer_attributes
     if stray := sorted(by_layer - family.sizes_by_layer):
