@@ -19,7 +19,11 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 SHORT: dict[str, dict[str, Any]] = {
     "llama-biases": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 2},
-}
+    "gemma4-e2b": {
+        "num_hidden_layers": 3, "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+}  # fmt: skip
 """Changes of families for the short versions: a layer of each kind. In the long ones they have three."""
 PROMPT = [40, 5, 41, 99, 42, 6, 50]
 """Among them are tokens whose rows are replaced."""
