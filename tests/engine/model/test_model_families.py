@@ -14,11 +14,13 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import TESTED
+from loraplex.engine.model.wrapped import TransformersDecoder
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters, with_gates
 from support.engine.mixed_questions import ask_mixed, check_answers, cramped_engine
 from support.models.checkpoints import (
     FAMILIES,
     edit_config,
+    reference_logits,
     save_tiny,
     save_tiny_gemma3_with_vision,
     save_tiny_with_vision,
@@ -28,6 +30,11 @@ from support.models.loading import load_model, outline_model, plan_model
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 OUTPUTS = 40
+OLMO3 = {
+    "model_type": "olmo3", "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+"""Through transformers, after the probe."""
 
 
 SEEING = {"gemma3-vision": "gemma3", "gemma4-e2b-vision": "gemma4", "gemma4-unified-vision": "gemma4_unified"}
@@ -54,6 +61,34 @@ def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
     assert stats.num_preemptions > 0 or family in ("mistral-window", "phi3")
     assert stats.prefix_cache_hits > 0
     check_answers(answered, base, adapters)
+
+
+def test_a_model_through_transformers_gives_a_windows_blocks_back(tmp_path):
+    base = save_tiny(tmp_path / "base", OLMO3)
+    engine = cramped_engine(base, tmp_path / "work")
+    prompt = [3 + number * 7 % 120 for number in range(60)]
+    held = []
+    for name in "ab":
+        engine.add(name, prompt, max_tokens=40)
+        while engine.core.has_work:
+            engine.step()
+            held.append(engine.core.stats().num_kv_blocks_used)
+        # 7 blocks of the layer that sees all 99 positions, and two each of those that see 9.
+        assert held[-2] == 7 + 2 * 2
+    tokens, hits = engine.tokens("a"), engine.core.stats().prefix_cache_hits
+    again = engine.tokens("b")
+    engine.close()
+    assert hits == 48
+    expected = reference_logits(base, [prompt + tokens[:-1]])[0][len(prompt) - 1 :].argmax(-1)
+    assert tokens == again == expected.tolist()
+
+
+def test_a_window_that_only_the_config_has_gives_nothing_back(tmp_path):
+    decoder = load_model(save_tiny(tmp_path, OLMO3), "cpu", "float32")
+    assert [kind.window for kind in decoder.shape.caches] == [9, None, 9]
+    decoder.eager_model.model.layers[2].self_attn.sliding_window = None
+    again = TransformersDecoder(decoder.eager_model, decoder.shape)
+    assert [kind.window for kind in again.shape.caches] == [None] * 3
 
 
 def with_text_config(**changes):

@@ -86,6 +86,8 @@ class KVCache:
         self._layers = tuple(views.get(index, self.tensor[:0]) for index in sources)
         self.group_of = groups_by_layer(caches)
         """The number of each layer's group; of one without blocks it means nothing."""
+        self.windows = tuple(groups[number].window for number in self.group_of)
+        """The positions that are kept for each layer; None: all."""
 
     @property
     def num_bytes(self) -> int:

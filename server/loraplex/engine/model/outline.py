@@ -152,7 +152,7 @@ def _outline_wrapped(plan: ModelPlan) -> ModelOutline:
     text = plan.config.get_text_config()
     return ModelOutline(
         model_type=plan.model_type,
-        shape=plan.shape,
+        shape=decoder.shape,
         site_groups=decoder.site_groups,
         head_group=decoder.head_group,
         embedding_shape=decoder.embedding_shape,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.layers import keeping_all
 from loraplex.engine.model.base import ForwardBatch, ModelUnsupported
 from loraplex.engine.model.wrapped import ATTENTION_NAME, TransformersDecoder
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -82,7 +83,9 @@ def _paged_logits(
     device = decoder.device
     tables = [_table(index, len(prompt)) for index, prompt in enumerate(prompts)]
     # What an earlier owner may have left in the blocks.
-    kv = KVCache(decoder.shape.caches, sum(len(table) for table in tables), decoder.dtype, device)
+    kv = KVCache(
+        keeping_all(decoder.shape.caches), sum(len(table) for table in tables), decoder.dtype, device
+    )
     kv.tensor.fill_(float("nan"))
     ends: list[list[int]] = [
         sorted({c for c in cuts if c < len(p) - 5} | set(range(len(p) - 5, len(p) + 1))) if cuts else [len(p)]

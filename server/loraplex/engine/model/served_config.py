@@ -104,15 +104,24 @@ def wrapped_shape(config: Any) -> ModelShape:
             "that run through transformers cannot have here"
         )
     heads = _number(text, "num_attention_heads")
-    kind = CacheKind(
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or _number(text, "hidden_size") // heads,
-    )
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or _number(text, "hidden_size") // heads
+    max_positions = min(_number(text, "max_position_embeddings"), *_rope_limits(text))
     return ModelShape(
-        caches=(kind,) * _number(text, "num_hidden_layers"),
+        caches=tuple(CacheKind(kv_heads, head_dim, window) for window in _windows(text, max_positions)),
         vocab_size=_number(text, "vocab_size"),
-        max_positions=min(_number(text, "max_position_embeddings"), *_rope_limits(text)),
+        max_positions=max_positions,
     )
+
+
+def _windows(config: Any, max_positions: int) -> list[int | None]:
+    """The window of each layer where the config names it by layer, None where the layer sees all."""
+    count = _number(config, "num_hidden_layers")
+    types, window = (getattr(config, name, None) for name in ("layer_types", "sliding_window"))
+    if not isinstance(types, list) or len(types) != count or type(window) is not int:
+        return [None] * count
+    is_shorter = 0 < window < max_positions
+    return [window if is_shorter and kind == "sliding_attention" else None for kind in types]
 
 
 def _number(config: Any, name: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from loraplex.adapters.admission.base_families import NO_SITES, not_served
 from loraplex.adapters.admission.base_model import find_sites as site_shapes
+from loraplex.engine.kv.layers import keeping_all
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel
@@ -53,6 +55,7 @@ class TransformersDecoder:
     def __init__(self, model: Any, shape: ModelShape) -> None:
         self.eager_model = model
         """The model of transformers, for the start's comparison with its own attention."""
+        shape = shape if _has_windows(model, shape) else replace(shape, caches=keeping_all(shape.caches))
         self.shape, self.num_layers = shape, shape.num_layers
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
@@ -103,6 +106,18 @@ class TransformersDecoder:
         return logits.float().contiguous() if batch.logits_out is None else batch.logits_out.copy_(logits)
 
 
+def _has_windows(model: Any, shape: ModelShape) -> bool:
+    """Whether the attention of each layer has the window that `shape` says, of the model's config."""
+    windows = {
+        module.layer_idx: module.sliding_window
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and hasattr(module, "sliding_window")
+    }
+    return all(
+        layer.window is None or windows.get(index) == layer.window for index, layer in enumerate(shape.caches)
+    )
+
+
 def register_attention() -> None:
     """Make our attention known to transformers under `ATTENTION_NAME`. Calling it again changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -151,6 +166,11 @@ def _attention(
         raise ModelUnsupported(
             f"layer {layer} has keys of shape {list(key.shape)} and values of {list(value.shape)}, not those that "
             f"the config says: {cache.shape[3]} heads of size {head_dim_of(cache)}"
+        )
+    kept = batch.kv.windows[layer]
+    if kept is not None and (sliding_window is None or sliding_window > kept):
+        raise ModelUnsupported(
+            f"layer {layer} sees {sliding_window or 'all'} positions, and its config says {kept}"
         )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
