@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.admission.module_names import DECODERS, HEADS, WRAPPERS
+from loraplex.adapters.admission.model_parts import DECODERS
+from loraplex.adapters.admission.module_names import HEADS, WRAPPERS
 from loraplex.adapters.admission.peft_support import CONFIG_FIELDS, TENSOR_KINDS, ConfigField
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, MODEL_PROJECTION
@@ -35,8 +36,9 @@ they are refused as `base_mismatch`, as every module is that the base does not h
 of bases that run through transformers: Phi and OPT (`dense`, `out_proj`, `fc1`, `fc2`), StarCoder2 (`c_fc`, `c_proj`),
 GPT-NeoX, Granite 4 (`input_linear`, `output_linear`). A module may have another size in some layers, or be missing
 there. A shared expert, which all tokens go through, has sites as a dense layer has. LoRA on any other module of the
-base is `unsupported_feature`, with the module's name; on the routed experts of a mixture with `experts`, on the vision
-or audio part of a multimodal model with `other_towers`.
+base is `unsupported_feature`, with the module's name; on the routed experts of a mixture with `experts`. On the vision
+or audio part of a multimodal model it is left out, or refused with `other_towers`
+([models.md](models.md#multimodal-models)).
 """
 
 _KINDS_OF_ADAPTERS = """\

@@ -26,7 +26,8 @@ class BaseSpec:
     architecture and weights. `sites` is keyed by (layer, site). `tied_head`: the config ties the head to the
     embedding. `quantise`: "int8" where the engine serves its linears as codes (`base_weights.grouped`), else "none";
     the fingerprint is of the checkpoint in both cases. `stored`: the scheme of a checkpoint that is quantised itself
-    (`base_weights.schemes`), else empty."""
+    (`base_weights.schemes`), else empty. `multimodal`: the model type (`admission.model_parts`) whose text part it
+    is, else empty."""
 
     fingerprint: str
     model_type: str
@@ -36,6 +37,7 @@ class BaseSpec:
     tied_head: bool = False
     quantise: str = "none"
     stored: str = ""
+    multimodal: str = ""
 
 
 @dataclass(frozen=True, slots=True)

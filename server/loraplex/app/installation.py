@@ -105,7 +105,14 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
     store_lock = _sweep_alone(artifacts, artifact_dir(settings))
     artifacts.sweep_images()
     base = load_base_spec(model_dir, cache_dir=settings.data_dir, quantise=settings.quantise)
-    catalog = Catalog(database, artifacts, base, served_name=served_name, max_rank=settings.max_adapter_rank)
+    catalog = Catalog(
+        database,
+        artifacts,
+        base,
+        served_name=served_name,
+        max_rank=settings.max_adapter_rank,
+        refuse_towers=settings.adapter_towers == "refuse",
+    )
     catalog.reconcile()
     token, created = settings.admin_token, False
     if not token:

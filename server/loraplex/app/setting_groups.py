@@ -12,8 +12,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "tool_format", "reasoning_format", "default_max_tokens", "max_num_batched_tokens", "max_step_ms", "max_waiting",
     ),
     "Adapters": (
-        "adapter_cpu_memory", "max_adapter_upload", "adapter_sources", "adapter_templates", "keep_versions",
-        "adapter_base_error", "artifact_url", "artifact_cache_size",
+        "adapter_cpu_memory", "max_adapter_upload", "adapter_sources", "adapter_templates", "adapter_towers",
+        "keep_versions", "adapter_base_error", "artifact_url", "artifact_cache_size",
     ),
     "Limits": ("server_limit", "redis_url", "limits_when_apart", "max_body"),
     "Storage": ("database_url", "database_staleness", "key_pepper", "usage_keep_days", "usage_journal_size"),

@@ -151,6 +151,11 @@ class Settings(BaseSettings):
         description="Whose chat template renders the chats of a version that brings one, and whose tokens end its "
         "answers: the base's alone (base), or the version's (own)",
     )
+    adapter_towers: Literal["drop", "refuse"] = Field(
+        "drop",
+        description="What becomes of an adapter's tensors for parts of a multimodal base that no text goes through: "
+        "they are left out (drop), or the adapter is refused (refuse)",
+    )
     adapter_base_error: bool = Field(
         True,
         description="Measure how the form of the base that an adapter was trained on changes its answers, in a process "

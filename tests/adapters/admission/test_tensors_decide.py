@@ -42,6 +42,8 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> BaseSpec:
     for module in (MIXTURE[0], *TOWER):
         tensors[f"{module}.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"]
     write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    text = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
     return load_base_spec(directory)
 
 
@@ -51,7 +53,7 @@ def push(base: BaseSpec, directory: Path, modules: tuple[str, ...] = (), **field
     for module in modules:
         for kind in "AB":
             draft.tensors[f"base_model.model.{module}.lora_{kind}.weight"] = halves(4, 4)
-    return admit(draft.write(directory), base)
+    return admit(draft.write(directory), base, refuse_towers=True)
 
 
 def refused(*args: Any, **fields: Any) -> AdapterRefused:

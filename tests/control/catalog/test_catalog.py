@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.errors import AdapterNotFound, Conflict, InvalidValue, TenantNotFound, VersionNotFound
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import VersionInfo
 from support.adapters.drafts import make_adapter
-from support.control.plane import ARCH, ControlPlane, digests
+from support.adapters.towers import TOWER, draft_with, write_multimodal_base
+from support.control.plane import ARCH, SERVED_NAME, ControlPlane, digests
 
 
 def test_an_upload_becomes_the_first_version_and_is_released(plane: ControlPlane) -> None:
@@ -122,6 +124,21 @@ def test_the_bases_name_is_taken(plane: ControlPlane, served_name: str) -> None:
     assert caught.value.code == "name_reserved"
     with pytest.raises(AdapterRefused):
         catalog.check_upload("acme", "tiny")
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+def test_an_operator_says_what_becomes_of_tensors_for_towers(plane: ControlPlane, refuse: bool) -> None:
+    base = load_base_spec(write_multimodal_base(plane.root / "llava"))
+    options = {"served_name": SERVED_NAME, "max_rank": 64, "refuse_towers": refuse}
+    catalog = Catalog(plane.database, plane.artifacts, base, **options)
+    with plane.store.begin_staging() as staging:
+        draft_with(TOWER).write(staging.directory)
+        if not refuse:
+            assert catalog.admit("acme", "sees", staging)[0].report["modules_ignored"] == 2
+            return
+        with pytest.raises(AdapterRefused) as caught:
+            catalog.admit("acme", "sees", staging)
+    assert caught.value.feature == "other_towers"
 
 
 def test_a_refused_upload_leaves_nothing_behind(plane: ControlPlane) -> None:

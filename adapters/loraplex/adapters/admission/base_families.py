@@ -112,9 +112,16 @@ _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration"
 
 
 def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the fields of its text part, where the model also sees or hears, in place of its own."""
+    """A config.json with the fields of its text part, where the model also sees or hears, in place of its own. The head
+    is the whole's: so is whether it is tied. None: where there is no tensor of it, as in files from before transformers
+    5, which said so in the text part."""
     text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else dict(config)
+    if not isinstance(text, dict):
+        return dict(config)
+    fields, tied = {**config, **text}, "tie_word_embeddings"
+    if tied in config:
+        fields[tied] = None if text.get(tied) is True and config[tied] is False else config[tied]
+    return fields
 
 
 def obstacle_of(config: Mapping[str, Any]) -> str | None:

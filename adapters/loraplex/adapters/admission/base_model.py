@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.admission.base_families import NO_SITES, not_served, obstacle_of, text_fields
+from loraplex.adapters.admission.model_parts import ModelParts, parts_of
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.base_weights.gguf import FILE, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
@@ -32,17 +33,6 @@ _SITE_NAME = re.compile(
     rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})|(?:.*\.)?({MODEL_PROJECTION})"
 )
 _HEAD_NAME = f"{HEAD}.weight"
-_OTHER_TOWERS = re.compile(r"(?:.*\.)?(?:vision_tower|vision_model|audio_tower)\..*")
-"""Parts of a multimodal checkpoint that have layers of their own."""
-_RENAMED = (
-    ("language_model.model.", "model.language_model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("embed_out.", "lm_head."),
-    ("vision_tower.", "model.vision_tower."),
-    ("multi_modal_projector.", "model.multi_modal_projector."),
-)
-"""How multimodal checkpoints, and GPT-NeoX's, name their tensors, and how the modules that they belong to are called,
-in transformers and so in adapters."""
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
@@ -100,16 +90,20 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     hashes every weight byte; with `cache_dir` it is kept there, keyed by the files' paths, sizes and times of change.
     `quantise` as in BaseSpec. Raises BaseModelInvalid.
     """
-    config = read_text_config(model_dir)
+    raw = _read_json(model_dir / "config.json")
+    config, parts = text_fields(raw), parts_of(raw.get("model_type"))
     if obstacle := obstacle_of(config):
         raise BaseModelInvalid(f"{obstacle} ({model_dir})")
     model_type: str = config["model_type"]
     num_layers = config.get("num_hidden_layers")
+    if num_layers is None and parts.others:
+        num_layers = _count_layers(locate_tensors(model_dir), parts)
     if type(num_layers) is not int or num_layers < 1:
         raise BaseModelInvalid(
             f"{model_type} is not served: num_hidden_layers in {model_dir / 'config.json'} is {num_layers!a}"
         )
-    tensors = locate_tensors(model_dir)
+    located = locate_tensors(model_dir)
+    tensors = {name: entry for name, entry in located.items() if parts.part_of(name) is None}
     stored = stored_scheme(config, tensors)
     linears = {name.removesuffix(".weight"): shape for name, shape in _linear_shapes(tensors, stored).items()}
     sites = find_sites(linears, num_layers)
@@ -118,7 +112,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     sites |= _find_head(_linear_shapes(_with_tied_head(tensors, config), stored))
     sites |= _find_embedding(tensors)
     try:
-        fingerprint = _fingerprint(model_dir, config, tensors, cache_dir)
+        fingerprint = _fingerprint(model_dir, config, located, cache_dir)
     except OSError as error:
         raise BaseModelInvalid(f"cannot read the weights in {model_dir}: {error}") from error
     return BaseSpec(
@@ -130,6 +124,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
         tied_head=_is_tied(tensors, config),
         quantise=quantise,
         stored="" if stored is None else stored.scheme.name,
+        multimodal=raw["model_type"] if parts.others else "",
     )
 
 
@@ -201,6 +196,7 @@ def locate_module_weights(base: BaseSpec) -> dict[str, BaseTensor]:
 def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
     """Every tensor of the checkpoint by the name that transformers gives it. Raises BaseModelInvalid."""
     located: dict[str, BaseTensor] = {}
+    parts = parts_of(_read_json(model_dir / "config.json").get("model_type"))
     if is_indexed(model_dir):
         path = (model_dir / FILE).resolve()
         try:
@@ -213,7 +209,7 @@ def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
         except (AdapterRefused, OSError) as error:
             raise BaseModelInvalid(f"cannot read {path}: {error}") from error
         for stored, tensor in header.items():
-            name = _module_name(stored)
+            name = parts.module_name(stored)
             if name in located:
                 raise BaseModelInvalid(f"{path} and {located[name].path} both hold {name}")
             located[name] = BaseTensor(path, tensor, stored)
@@ -225,22 +221,10 @@ def is_of_expert(name: str) -> bool:
     return "experts" in name.split(".")
 
 
-def in_other_tower(name: str) -> bool:
-    """Whether a tensor or module belongs to another part of a multimodal checkpoint than the language model."""
-    return _OTHER_TOWERS.fullmatch(name) is not None
-
-
-def _module_name(stored: str) -> str:
-    for old, new in _RENAMED:
-        if stored.startswith(old):
-            return new + stored.removeprefix(old)
-    return stored
-
-
 def _with_tied_head(tensors: Mapping[str, BaseTensor], config: Mapping[str, Any]) -> dict[str, BaseTensor]:
     located = dict(tensors)
     if _HEAD_NAME not in located and _is_tied(located, config):
-        tied = next((name for name in located if name.endswith("embed_tokens.weight")), None)
+        tied = next((name for name in located if f".{name}".endswith(f".{EMBEDDING}.weight")), None)
         if tied is not None:
             located[_HEAD_NAME] = located[tied]
     return located
@@ -298,11 +282,18 @@ def find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[
     for path, (out_features, in_features) in linears.items():
         match = _SITE_NAME.fullmatch(path)
         layer = int(match[1] or 0) if match else 0
-        if match and layer < num_layers and not in_other_tower(path) and not is_of_expert(path):
+        if match and layer < num_layers and not is_of_expert(path):
             found.append(SiteShape(layer, match[2] or match[3], in_features, out_features, path))
     claims = Counter((site.layer, site.site) for site in found)
     unique = (site for site in found if claims[site.layer, site.site] == 1)
     return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}
+
+
+def _count_layers(names: Iterable[str], parts: ModelParts) -> int:
+    """The text part of a multimodal model may leave out of config.json what its type has by default."""
+    layer = re.compile(rf"model\.{parts.decoder}\.layers\.(\d{{1,6}})\.")
+    numbers = (match[1] for name in names if (match := layer.match(name)))
+    return max(map(int, numbers), default=-1) + 1
 
 
 def _find_head(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[int, str], SiteShape]:
@@ -317,9 +308,7 @@ def _find_embedding(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], 
     found = [
         name
         for name in tensors
-        if f".{name}".endswith(f".{EMBEDDING}.weight")
-        and len(tensors[name].tensor.shape) == 2
-        and not _OTHER_TOWERS.fullmatch(name)
+        if f".{name}".endswith(f".{EMBEDDING}.weight") and len(tensors[name].tensor.shape) == 2
     ]
     if len(found) != 1:
         return {}

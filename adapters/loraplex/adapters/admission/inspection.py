@@ -8,7 +8,7 @@ before work is done for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,8 @@ from loraplex.adapters.admission.modules import (
     check_modules,
     check_tying,
     has_tied_head,
+    is_in_parts,
+    leave_out_parts,
 )
 from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
 from loraplex.adapters.admission.safetensors_header import read_header
@@ -123,15 +125,17 @@ def inspect_adapter(
     deep: bool = True,
     digest: str | None = None,
     earlier: Iterable[dict[str, Any]] = (),
+    refuse_towers: bool = False,
 ) -> AdapterSpec:
     """Validate an adapter against the base. Used for an upload and again when the engine loads it from disk.
 
     `deep` also reads every value: finiteness, whether there is any effect, the norms of scaling·B·A, and that
     copies of base weights equal the base's. `digest` spares hashing the files where the caller just did. `earlier` are
-    entries of the report's `checks` on what was done to the files before.
+    entries of the report's `checks` on what was done to the files before. Of a multimodal base, tensors for parts that
+    no text goes through are left out, or refused by `refuse_towers`.
     Memory stays below a few chunks of 1 MiB, the header, and one A matrix of max_rank rows.
 
-    The spec's report has `modules_matched`, `modules_ignored` (copies of base weights that were dropped),
+    The spec's report has `modules_matched`, `modules_ignored` (copies of base weights, and tensors that were left out),
     `parameters`, `rank_by_module` (the first 1024), `norm` ({total, max, max_module, min}, None unless deep),
     `checks` ([{name, ok, detail}], in order; ok is False on a warning and on the check that refused),
     `reference_error` (None here) and `base_error` ({trained_on, served, reason, kl, top1, tokens} of
@@ -143,7 +147,14 @@ def inspect_adapter(
     """
     try:
         return _inspect(
-            config_path, tensors_path, base, max_rank, deep, digest, _Report(checks=list(earlier))
+            config_path,
+            tensors_path,
+            base,
+            max_rank,
+            deep,
+            digest,
+            _Report(checks=list(earlier)),
+            refuse_towers,
         )
     except FileNotFoundError as error:
         raise ArtifactMissing(f"the adapter's file {Path(str(error.filename)).name} is missing") from error
@@ -157,6 +168,7 @@ def _inspect(
     deep: bool,
     digest: str | None,
     report: _Report,
+    refuse_towers: bool,
 ) -> AdapterSpec:
     header: dict[str, TensorSlice] | None = None
     names: ModuleNames | None = None
@@ -170,7 +182,13 @@ def _inspect(
     by_path = {named.in_file(shape.module_path): shape for shape in base.sites.values()}
     with report.check("config"):
         faults = Faults()
-        settings = read_settings(config_path, by_path, faults, header or ())
+        settings = read_settings(
+            config_path,
+            by_path,
+            faults,
+            header or (),
+            lambda name: not refuse_towers and is_in_parts(name, base, named),
+        )
         faults.raise_any()
         assert settings is not None
         scaling = ", rank-stabilised scaling" if settings.use_rslora else ""
@@ -181,6 +199,10 @@ def _inspect(
         report.begin_check("header")
         report.done(f"{len(header)} tensors")
         with report.check("names"):
+            if not refuse_towers:
+                header, left_out = leave_out_parts(header, base, names, thorough=deep)
+                report.modules_ignored += left_out.total()
+                report.warn(_told_left_out(left_out))
             found = sort_tensors(header)
             check_modules(found, by_path, base, names)
             report.modules_matched = len(found.a)
@@ -194,7 +216,7 @@ def _inspect(
     if tensors.base_copies:
         with report.check("base_weights"):
             _check_copies(tensors_path, tensors.base_copies, base, named, deep)
-            report.modules_ignored = len(tensors.base_copies)
+            report.modules_ignored += len(tensors.base_copies)
             report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
     if deep:
         with report.check("values"):
@@ -217,6 +239,14 @@ def _inspect(
         invocation=settings.invocation,
         report=report.as_dict(),
     )
+
+
+def _told_left_out(counts: Mapping[str, int]) -> Iterator[str]:
+    for part, count in counts.items():
+        yield (
+            f"{count} tensors of {part} were left out: only images and sounds go through it, which are not served, and "
+            "on text they change nothing"
+        )
 
 
 def _check_agreement(

@@ -1,9 +1,8 @@
 """The names that one module goes by in adapters and checkpoints.
 
 A file names modules by their paths in the model that was trained. One decoder has several: inside a model with a head
-("model.layers.3…"), alone ("layers.3…", as AutoModel builds it), or as a part of a model that also sees, whose paths
-transformers has changed (version 4.52). The weights are the same under each name. Sources: `conversion_mapping` of
-transformers, and `key_mapping` of `PeftModel.from_pretrained`, which renames the tensors of older adapters by it.
+("model.layers.3…"), alone ("layers.3…", as AutoModel builds it), or as a part of a model that also sees
+(`model_parts`). The weights are the same under each name.
 """
 
 from __future__ import annotations
@@ -12,19 +11,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from loraplex.adapters.admission.model_parts import DECODERS, part_behind, parts_of
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import BaseSpec
-from loraplex.kernels.lora.site_groups import HEAD, MODEL_PROJECTION
+from loraplex.kernels.lora.site_groups import HEAD
 
-DECODERS: tuple[tuple[str, str], ...] = (
-    ("model.", "a language model with its head, as AutoModelForCausalLM builds it"),
-    ("", "a decoder alone, as AutoModel builds it"),
-    ("model.language_model.", "a multimodal model with its head, since transformers 4.52"),
-    ("language_model.", "a multimodal model without its head, since transformers 4.52"),
-    ("language_model.model.", "a multimodal model before transformers 4.52"),
-)
-"""Prefixes before "layers" in the path of a decoder's module, and the model that each belongs to."""
-_PARTS = frozenset({"layers", "embed_tokens", "norm", MODEL_PROJECTION})
 HEADS: tuple[tuple[str, str], ...] = (
     (HEAD, "a model of transformers"),
     ("language_model.lm_head", "a multimodal model before transformers 4.52"),
@@ -49,30 +40,31 @@ _BEFORE = re.compile(r"(?:module\.)+(?=base_model\.model\.)")
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
     """How a file names the base's modules. Before "layers" the base's own paths have `base_decoder`, those of the file
-    `decoder`; `head` is the file's name of the head, None where it has no tensors for it."""
+    `decoder`; `head` is the file's name of the head, None where it has no tensors for it. `multimodal`: the base's."""
 
     base_decoder: str
     decoder: str
     head: str | None
+    multimodal: str
 
     def in_file(self, path: str) -> str:
         """The file's name of a module or weight that the base calls `path`."""
         if _is_or_holds(HEAD, path):
             return (self.head or HEAD) + path.removeprefix(HEAD)
-        part = _part_behind(self.base_decoder, path)
+        part = part_behind(self.base_decoder, path)
         return path if part is None else self.decoder + part
 
     def in_base(self, name: str) -> str:
-        """The base's name of a module or weight, whichever of its names is given; `name` itself where it is none of
-        the decoder's or the head's."""
+        """The base's name of a module or weight, whichever of its names is given; `name` itself where it has no such
+        one."""
         for head in HEAD_NAMES:
             if _is_or_holds(head, name):
                 return HEAD + name.removeprefix(head)
         for decoder in _known_decoders(self.base_decoder):
-            part = _part_behind(decoder, name)
+            part = part_behind(decoder, name)
             if part is not None:
                 return self.base_decoder + part
-        return name
+        return parts_of(self.multimodal).module_name(name)
 
     def own_name(self, name: str) -> str:
         """The file's own name of a module that its config names by any of them. A single word is the end of a path in
@@ -104,7 +96,7 @@ def names_of(modules: Iterable[str], base: BaseSpec) -> ModuleNames:
     heads: dict[str, str] = {}
     for module in modules:
         for decoder in known:
-            if _part_behind(decoder, module) is not None:
+            if part_behind(decoder, module) is not None:
                 decoders.setdefault(decoder, f"{decoder}layers")
         for head in HEAD_NAMES:
             if _is_or_holds(head, module):
@@ -116,7 +108,7 @@ def names_of(modules: Iterable[str], base: BaseSpec) -> ModuleNames:
                 "unexpected_tensor",
                 f"the file names the model's {what} in two ways, {first} and {second}: name all tensors in one",
             )
-    return ModuleNames(own, next(iter(decoders), own), next(iter(heads), None))
+    return ModuleNames(own, next(iter(decoders), own), next(iter(heads), None), base.multimodal)
 
 
 def _decoder_of(base: BaseSpec) -> str:
@@ -130,13 +122,6 @@ def _decoder_of(base: BaseSpec) -> str:
 def _known_decoders(own: str) -> tuple[str, ...]:
     """`own` may be one that only its family has ("gpt_neox."); AutoModel's paths lack its first word."""
     return tuple(dict.fromkeys((own, own.partition(".")[2], *(decoder for decoder, _ in DECODERS))))
-
-
-def _part_behind(decoder: str, name: str) -> str | None:
-    if not name.startswith(decoder):
-        return None
-    part = name.removeprefix(decoder)
-    return part if part.partition(".")[0] in _PARTS else None
 
 
 def _is_or_holds(module: str, name: str) -> bool:

@@ -7,27 +7,98 @@ something is missing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from loraplex.adapters.admission.base_model import (
-    BaseTensor,
-    in_other_tower,
-    is_of_expert,
-    locate_module_weights,
-)
+from loraplex.adapters.admission.base_model import BaseTensor, is_of_expert, locate_module_weights
 from loraplex.adapters.admission.config.patterns import suffixes
 from loraplex.adapters.admission.faults import Faults
-from loraplex.adapters.admission.module_names import ModuleNames
+from loraplex.adapters.admission.model_parts import ModelParts, parts_of
+from loraplex.adapters.admission.module_names import PREFIX, ModuleNames
 from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.admission.tensor_names import AdapterTensors
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.spec import BaseSpec, SiteShape
+from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.files import shown
+from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SITES
 
 _MAX_TOLD = 8
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value")
 """Linears of the attention, which no mixture has among its experts."""
+_LORA, _BASE_LAYER = ".lora_", ".base_layer."
+_SIDES = {"A": 1, "B": 0}
+"""The dimension that a matrix has of its linear's weight."""
+
+
+def leave_out_parts(
+    header: Mapping[str, TensorSlice], base: BaseSpec, names: ModuleNames, *, thorough: bool
+) -> tuple[dict[str, TensorSlice], Counter[str]]:
+    """The tensors without those for parts of the base that no text goes through, and the numbers of these by part:
+    without them the adapter computes the same. `thorough` also looks each up in the base, whose headers are read.
+
+    Raises AdapterRefused: for a module that the base has not (base_mismatch), or not in this size (shape_mismatch), and
+    where nothing else came (no_effect); BaseModelInvalid.
+    """
+    parts, counts = parts_of(base.multimodal), Counter[str]()
+    left: dict[str, TensorSlice] = {}
+    for_parts: dict[str, TensorSlice] = {}
+    for name, tensor in header.items():
+        path = names.in_base(name.removeprefix(PREFIX))
+        part = parts.part_of(path)
+        if part is None:
+            left[name] = tensor
+        else:
+            for_parts[path] = tensor
+            counts[f"model.{part}"] += 1
+    if thorough and for_parts:
+        _check_parts(for_parts, locate_module_weights(base), parts)
+    if for_parts and not any(_LORA in name for name in left):
+        raise AdapterRefused(
+            "no_effect",
+            f"all LoRA is on {_list(sorted(counts))} of the base, which only images and sounds go through: they are "
+            "not served, and on text the adapter would answer as the base does",
+        )
+    return left, counts
+
+
+def _check_parts(
+    tensors: Mapping[str, TensorSlice], known: Mapping[str, BaseTensor], parts: ModelParts
+) -> None:
+    """`tensors`: by their names in the base."""
+    modules = {name.rpartition(".")[0] for name in known}
+    there = {parts.part_of(name) for name in known}
+    for path, tensor in tensors.items():
+        module, is_lora, kind = path.replace(_BASE_LAYER, ".").partition(_LORA)
+        if parts.is_converted and parts.part_of(path) in there:
+            continue
+        if not (module in modules if is_lora else module in known):
+            raise AdapterRefused("base_mismatch", f"the base has no module {shown(module, 160)}")
+        weight = known.get(f"{module}.weight" if is_lora else module)
+        if weight is None or weight.tensor.dtype not in NUMPY_DTYPES:
+            continue
+        size, given = weight.tensor.shape, tensor.shape
+        side = _SIDES.get(kind[:1])
+        if is_lora and (side is None or len(size) != 2 or len(given) != 2):
+            continue
+        if (given != size) if side is None else (given[side] != size[side]):
+            raise AdapterRefused(
+                "shape_mismatch",
+                f"{shown(path, 160)} {list(given)} does not fit the base's weight {list(size)}",
+            )
+
+
+def is_in_parts(target: str, base: BaseSpec, names: ModuleNames) -> bool:
+    """Whether the modules of the base that PEFT finds by the end of their paths lie in parts that no text goes through.
+    The base's headers are read. Raises BaseModelInvalid."""
+    parts, end = parts_of(base.multimodal), names.in_base(target)
+    found = {
+        module
+        for name in (locate_module_weights(base) if parts.others else ())
+        for module in _begins(name)
+        if module.endswith(end)
+    }
+    return bool(found) and all(parts.part_of(module) is not None for module in found)
 
 
 def check_modules(
@@ -38,11 +109,11 @@ def check_modules(
     foreign = [module for module in tensors.a if module not in by_path]
     if not foreign:
         return
-    known = locate_module_weights(base)
+    known, parts = locate_module_weights(base), parts_of(base.multimodal)
     mixture = any(is_of_expert(name) for name in known)
     kinds: dict[str | None, list[str]] = {}
     for module in foreign:
-        kinds.setdefault(_feature(names.in_base(module), known, mixture), []).append(module)
+        kinds.setdefault(_feature(names.in_base(module), known, parts, mixture), []).append(module)
     faults = Faults()
     for feature, modules in kinds.items():
         which = shown(modules[0], 160) + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
@@ -144,10 +215,11 @@ def check_coverage(
 def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> None:
     """Refuse names of modules of the base that are no linears with LoRA here. Experts are one tensor for PEFT with a
     transformers of today, which has no modules of the names that the checkpoint gives them."""
+    parts = parts_of(base.multimodal)
     others = {
         suffix
         for name in locate_module_weights(base)
-        if not in_other_tower(name) and not is_of_expert(name)
+        if parts.part_of(name) is None and not is_of_expert(name)
         for suffix in _ends(names.in_file(name).rpartition(".")[0])
     }
     for target in unused:
@@ -157,14 +229,14 @@ def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> No
             )
 
 
-def _feature(module: str, known: Mapping[str, BaseTensor], mixture: bool) -> str | None:
+def _feature(module: str, known: Mapping[str, BaseTensor], parts: ModelParts, mixture: bool) -> str | None:
     """The feature that an unserved module belongs to; None if the base has no such module."""
+    if parts.part_of(module) is not None:
+        return "other_towers"
     if mixture and is_of_expert(module):
         return "experts"
     if f"{module}.weight" not in known:
         return None
-    if in_other_tower(module):
-        return "other_towers"
     return module.rpartition(".")[2]
 
 
@@ -180,8 +252,8 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
         )
     if feature == "other_towers":
         return (
-            f"LoRA on another tower than the language model ({which}) is not served; in the language model it is "
-            f"served on {served}"
+            f"LoRA on another part than the language model ({which}) is not served with --adapter-towers refuse; in "
+            f"the language model it is served on {served}"
         )
     if feature in SITES:
         return f"LoRA on {which} is not served: {feature} is served where a layer has one module of that name"
@@ -193,6 +265,13 @@ def _ends(path: str) -> Iterable[str]:
     while path:
         yield path
         path = path.partition(".")[2]
+
+
+def _begins(path: str) -> Iterable[str]:
+    """ "a.b", then "a", of "a.b.c"."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _list(names: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from loraplex.adapters.admission.config.patterns import Pattern, RankPattern, pa
 from loraplex.adapters.admission.config.selection import Selection, parse_selection
 from loraplex.adapters.admission.config.token_indices import parse_token_indices
 from loraplex.adapters.admission.faults import Faults, as_json, invalid, unsupported
-from loraplex.adapters.admission.module_names import ModuleNames
+from loraplex.adapters.admission.module_names import ModuleNames, without_wrappers
 from loraplex.adapters.admission.peft_support import (
     FIELD_RULES,
     READ_FIELDS,
@@ -35,6 +35,8 @@ from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.files import MAX_CONFIG_BYTES, open_regular, read_into, shown
 
 _MAX_ALPHA = 1e6
+_MAX_SAVED = 16
+"""Names of modules_to_save that are looked up in the base."""
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 _T = TypeVar("_T")
 
@@ -77,10 +79,15 @@ class LoraSettings:
 
 
 def read_settings(
-    path: Path, module_paths: Iterable[str], faults: Faults, tensors: Iterable[str] = ()
+    path: Path,
+    module_paths: Iterable[str],
+    faults: Faults,
+    tensors: Iterable[str] = (),
+    is_left_out: Callable[[str], bool] = lambda name: False,
 ) -> LoraSettings | None:
     """Read and check an adapter_config.json, with refusals added to `faults`; `module_paths` are the base's linears.
     None if a field that counts cannot be read. `tensors`: the names of those that came with the config.
+    `is_left_out`: whether a name of modules_to_save stands for parts of the base whose tensors are left out.
 
     Raises AdapterRefused where nothing of the config can be."""
     config = _read(path)
@@ -94,6 +101,7 @@ def read_settings(
     settings = {name: config.pop(name) for name in sorted(READ_FIELDS) if name in config}
     notes: list[str] = []
     _drop_unused_head(config, notes)
+    _drop_left_out(config, notes, is_left_out)
     for name, value in config.items():
         with faults.collect():
             _check_other(name, value, unconverted, notes)
@@ -125,6 +133,15 @@ def _drop_unused_head(config: dict[str, Any], notes: list[str]) -> None:
         notes.append(
             "modules_to_save names qa_outputs, as PEFT writes it for every QUESTION_ANS; the base has no such module"
         )
+
+
+def _drop_left_out(config: dict[str, Any], notes: list[str], is_left_out: Callable[[str], bool]) -> None:
+    saved = config.get("modules_to_save")
+    if not isinstance(saved, list) or not 0 < len(saved) <= _MAX_SAVED:
+        return
+    if all(isinstance(name, str) and is_left_out(without_wrappers(name)) for name in saved):
+        del config["modules_to_save"]
+        notes.append(f"modules_to_save names {as_json(saved)}, which no text goes through: not read")
 
 
 def _check_other(name: str, value: Any, unconverted: list[str], notes: list[str]) -> None:

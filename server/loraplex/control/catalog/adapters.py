@@ -67,7 +67,8 @@ log = structlog.get_logger("loraplex")
 
 class Catalog:
     """All calls are synchronous and atomic. `base` is the model that is served; `served_name` its name, which no
-    adapter may take, in upper or lower case. Changes are recorded with the actor, `by`."""
+    adapter may take, in upper or lower case. `refuse_towers` as `inspect_adapter` has it. Changes are recorded with the
+    actor, `by`."""
 
     def __init__(
         self,
@@ -77,12 +78,14 @@ class Catalog:
         *,
         served_name: str,
         max_rank: int,
+        refuse_towers: bool = False,
     ) -> None:
         self._database = database
         self._artifacts = artifacts
         self.base = base
         self.served_name = served_name
         self.max_rank = max_rank
+        self._refuse_towers = refuse_towers
 
     def check_upload(self, tenant_id: str, name: str) -> UploadRoom | None:
         """Refuse what can be refused before a byte is read, and return the room that the quota leaves (None: it bounds
@@ -134,6 +137,7 @@ class Catalog:
             max_rank=self.max_rank,
             deep=True,
             earlier=convert_mlx(staging, self.max_rank),
+            refuse_towers=self._refuse_towers,
         )
         check_alora(spec, serving)
         spec = take_known_order(self._database, self._artifacts.store, tenant_id, name, staging, spec)

@@ -23,7 +23,7 @@ _NO_EFFECT = frozenset(
         "do_sample", "temperature", "top_k", "top_p", "task_specific_params", "finetuning_task",
         "tokenizer_class", "prefix", "torchscript", "use_bfloat16", "_attn_implementation",
         "attn_implementation", "bias_init", "max_window_layers", "resid_pdrop", "embd_pdrop", "auto_map",
-        "cache_implementation",
+        "cache_implementation", "residual_dropout",
     }
 )  # fmt: skip
 """Config fields that do not change what an inference step computes."""
@@ -51,6 +51,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "full_attn_mod": (None, 1),
     "interpolate_factor": (None, 1),
     "lm_head_bias": (False,),
+    "attention_out_bias": (False,),
+    "use_bias": (None, False),
 }
 """Fields that would change the computation in a way that `FusedDecoder` does not know, and their harmless values."""
 

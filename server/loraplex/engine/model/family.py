@@ -70,6 +70,8 @@ class Family:
     partial_rope: bool = False
     rope_by_kind: bool = False
     """Whether rope_parameters hold a set for each kind of layer."""
+    multimodal_rope: bool = False
+    """Whether rope takes three positions a token (M-RoPE). Those of text are equal."""
     sizes_by_layer: frozenset[str] = frozenset()
     """Config fields that per_layer_config may set: the same for all layers of a kind."""
     shared_layers: str = ""
@@ -146,11 +148,16 @@ _GEMMA4 = Family(
         }
     ),
 )  # fmt: skip
+_LLAMA = Family({_FULL: LayerRow()})
+_MISTRAL = Family({_SLIDING: _PLAIN})
+_QWEN2 = Family(_some_sliding(LayerRow(qkv_bias=True, o_bias=False, mlp_bias=False)))
+_QWEN3 = Family(_some_sliding(LayerRow(mlp_bias=False, qk_norm=True)))
+_QWEN2_VL = replace(_QWEN2, multimodal_rope=True)
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family({_FULL: LayerRow()}),  # SmolLM and SmolLM2 are of this model type too
-    "mistral": Family({_SLIDING: _PLAIN}),
-    "qwen2": Family(_some_sliding(LayerRow(qkv_bias=True, o_bias=False, mlp_bias=False))),
-    "qwen3": Family(_some_sliding(LayerRow(mlp_bias=False, qk_norm=True))),
+    "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
     "phi3": Family(
         {_SLIDING: replace(_PLAIN, packed=True)},
         partial_rope=True,
@@ -166,6 +173,18 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": replace(_GEMMA4, own_input="", own_input_vocab=""),
+    # The same plans by other names.
+    "cwm": Family(_some_sliding(LayerRow(qkv_bias=False, o_bias=False))),
+    "internlm3": replace(_LLAMA, fields=frozenset({"qkv_bias", "bias"})),
+    "iquestcoder": _LLAMA,
+    "ministral": Family(_some_sliding(replace(_PLAIN, window=""))),
+    "seed_oss": Family({_FULL: LayerRow(o_bias=False)}),
+    # Text parts of multimodal models, where they have a type of their own.
+    "paddleocr_vl_text": Family({_FULL: replace(_PLAIN, window="")}, multimodal_rope=True),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_5_omni_text": _QWEN2_VL,
+    "qwen3_vl_text": replace(_QWEN3, multimodal_rope=True),
 }
 _ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -230,6 +249,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         {name: _head_dim(configs[name], row) for name, row in rows.items()},
         max_model_len,
         partial=family.partial_rope,
+        multimodal=family.multimodal_rope,
         by_kind=family.layers if family.rope_by_kind else (),
     )
     kinds = {

@@ -251,7 +251,7 @@ class DecoderReader:
         self._tensors = LayerTensors(checkpoint, spec.norm, dtype, device, self._ops, codes)
         # A checkpoint of the model without its head is named without the "model." before each tensor, that of a
         # model that sees too has its text model one level down.
-        roots = ("", "model.language_model.")
+        roots = ("", "model.language_model.", "model.text_model.")
         self._root = next((root for root in roots if f"{root}embed_tokens.weight" in checkpoint), "model.")
 
     def decoder(self) -> FusedDecoder:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from loraplex.adapters.admission.base_families import CONVOLUTION, SINKS, not_served
+from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.engine.model.base import Model, ModelUnsupported
 from loraplex.engine.model.config_fields import refusing
 from loraplex.engine.model.fused import DecoderReader, FusedDecoder
@@ -59,12 +60,10 @@ def load_wrapped(
     model_dir: Path, config: Any, dtype: torch.dtype, device: torch.device
 ) -> TransformersDecoder:
     """Load any decoder through transformers, not probed yet. Raises ModelUnsupported."""
-    from transformers import AutoModelForCausalLM
-
     register_attention()
     shape = wrapped_shape(config)
     with refusing(f"transformers can't load {model_dir}"):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = _auto_class(config).from_pretrained(
             model_dir,
             config=copy.deepcopy(config),  # the attention is chosen by writing into it
             dtype=dtype,
@@ -84,27 +83,40 @@ def load_wrapped(
         )
     model.requires_grad_(False)
     with refusing(f"{config.model_type} cannot be served through transformers"):
-        decoder = TransformersDecoder(model.eval().to(device), shape)
+        decoder = TransformersDecoder(_text_alone(model).to(device), shape)
     return decoder
 
 
 def lay_out_wrapped(plan: ModelPlan) -> TransformersDecoder:
     """The same decoder without weights, on the device "meta". Raises ModelUnsupported, also for what its modules show
     and its config did not."""
-    from transformers import AutoModelForCausalLM
-
     register_attention()
     with refusing(f"transformers cannot lay out this {plan.model_type}"):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            model = _auto_class(plan.config).from_config(
                 copy.deepcopy(plan.config),
                 dtype=plan.dtype,
                 attn_implementation=ATTENTION_NAME,
                 trust_remote_code=False,
             )
+        model = _text_alone(model)
         if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
             raise ModelUnsupported(not_served(plan.model_type, CONVOLUTION))
         if any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()):
             raise ModelUnsupported(not_served(plan.model_type, SINKS))
-        decoder = TransformersDecoder(model.eval(), plan.shape)
+        decoder = TransformersDecoder(model, plan.shape)
     return decoder
+
+
+def _auto_class(config: Any) -> Any:
+    import transformers
+
+    is_multimodal = bool(parts_of(config.model_type).others)
+    return transformers.AutoModelForImageTextToText if is_multimodal else transformers.AutoModelForCausalLM
+
+
+def _text_alone(model: Any) -> Any:
+    """A model without the parts that no text goes through."""
+    for part in parts_of(model.config.model_type).others:
+        setattr(model.model, part, None)
+    return model.eval()

@@ -36,6 +36,7 @@ _FIELDS: Mapping[str, frozenset[str]] = {
         {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
     ),
 }  # fmt: skip
+_SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
 _NO_ORIGINAL_LENGTH = frozenset({"default", "linear", "dynamic", "proportional"})
 """RoPE types for which transformers ignores original_max_position_embeddings. "proportional" turns pairs of the whole
 head; the last pairs have the frequency 0."""
@@ -64,12 +65,13 @@ def plan_rope(
     max_model_len: int,
     *,
     partial: bool,
+    multimodal: bool,
     by_kind: Collection[str] = (),
 ) -> tuple[RopePlan, Mapping[str, int]]:
     """The plan, and the index of each kind of layer's rope. `configs`, `head_dims`: of the kinds of layers that the
     model has. `max_model_len` is the length that was asked for, 0 if none was. `partial`: the family rotates a part of
-    each head where its config says so. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one
-    set.
+    each head where its config says so. `multimodal`: its parameters have sections, which differ in position for images
+    alone. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one set.
 
     Raises ModelUnsupported.
     """
@@ -89,6 +91,7 @@ def plan_rope(
             raise ModelUnsupported(
                 f"the config has no RoPE parameters for {kind if by_kind else 'its layers'}"
             )
+        chosen = {name: value for name, value in chosen.items() if not (multimodal and name in _SECTIONS)}
         rope, limit = _rope(
             configs[kind], chosen, kind if by_kind else None, head_dim, max_model_len, partial
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.admission.base_families import obstacle_of, text_fields
+from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.store.files import shown
@@ -19,12 +21,6 @@ from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config", "vq_config")
 _MULTIMODAL_TYPES = frozenset({"phi4_multimodal"})
 """Those that have no config for what they see or hear where `_OTHER_INPUTS` would find it."""
-_TEXT_OF = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
-"""Multimodal types whose text part alone is served, and the type that it is."""
-_OTHER_PARTS = (
-    "model.vision_tower.", "model.multi_modal_projector.", "model.audio_tower.", "model.embed_vision.",
-    "model.embed_audio.", "model.vision_embedder.",
-)  # fmt: skip
 _NO_LIMIT = 1 << 62
 
 
@@ -41,24 +37,26 @@ class ServedConfig:
 
 def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
     """`raw`: the directory's config.json. `text` is the config itself for a text model, and the text model in it for a
-    Gemma 3 that also sees. Raises ModelUnsupported, in one line, also for what is no decoder of text."""
+    type of `model_parts.MULTIMODAL`. Raises ModelUnsupported, in one line, also for what is no decoder of text."""
     config = _config(model_dir, raw)
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelUnsupported(f"{kind} is an encoder with a decoder; only decoders are served")
-    inner = _TEXT_OF.get(kind)
-    if inner is None:
+    parts = parts_of(kind)
+    if not parts.others:
         if kind in _MULTIMODAL_TYPES or any(getattr(config, n, None) is not None for n in _OTHER_INPUTS):
             raise ModelUnsupported(
-                f"{kind} is multimodal; only models of text are served, and of Gemma 3 the text part"
+                f"{kind} is multimodal, and its text part is not served; docs/models.md lists those that are"
             )
         return ServedConfig(config, config, raw)
-    text, text_raw = config.get_text_config(), raw.get("text_config")
-    if text.model_type != inner or not isinstance(text_raw, dict):
-        raise ModelUnsupported(f"the text_config of {kind} is not one of {inner}")
-    if bool(config.tie_word_embeddings) != bool(text.tie_word_embeddings):
-        raise ModelUnsupported(f"tie_word_embeddings of {kind} differs between the model and its text part")
-    return ServedConfig(config, text, text_raw, _OTHER_PARTS)
+    text, text_raw = copy.copy(config.get_text_config(decoder=True)), raw.get("text_config")
+    # The head is the whole's.
+    text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    if not isinstance(text_raw, dict):
+        # Files from before transformers 4.52 have the text part's fields beside the others.
+        own = type(config).__annotations__
+        text_raw = {name: value for name, value in raw.items() if name not in own}
+    return ServedConfig(config, text, text_raw, tuple(f"model.{part}" for part in parts.others))
 
 
 def _config(model_dir: Path, raw: Mapping[str, Any]) -> Any:
@@ -93,7 +91,7 @@ def wrapped_shape(config: Any) -> ModelShape:
     """The sizes of a model that runs through transformers. Raises ModelUnsupported."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not parts_of(config.model_type).others:
         raise ModelUnsupported(
             f"{config.model_type} is not served: transformers has no model of it that writes text"
         )

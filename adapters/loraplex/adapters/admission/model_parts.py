@@ -1,0 +1,149 @@
+"""How the parts of a model are called, of a multimodal one whose text part is served too.
+
+A checkpoint and an adapter name modules by their paths in some version of transformers, which has moved them more than
+once (versions 4.52 and 5.0). Here each has one name: the path in transformers 5. Sources: `conversion_mapping` of
+transformers, and `key_mapping` of `PeftModel.from_pretrained`, which renames the tensors of older adapters by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loraplex.kernels.lora.site_groups import MODEL_PROJECTION
+
+DECODERS: tuple[tuple[str, str], ...] = (
+    ("model.", "a language model with its head, as AutoModelForCausalLM builds it"),
+    ("", "a decoder alone, as AutoModel builds it"),
+    ("model.language_model.", "a multimodal model with its head, since transformers 4.52"),
+    ("language_model.", "a multimodal model without its head, since transformers 4.52"),
+    ("language_model.model.", "a multimodal model before transformers 4.52"),
+    ("model.text_model.", "Idefics and SmolVLM, with their head"),
+    ("text_model.", "Idefics and SmolVLM, without their head"),
+)
+"""Prefixes before "layers" in the path of a decoder's module, and the model that each belongs to."""
+_OF_DECODERS = frozenset({"layers", "embed_tokens", "norm", MODEL_PROJECTION})
+_MODEL = "model."
+_HEADS = (("language_model.lm_head.", "lm_head."), ("embed_out.", "lm_head."))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A model type. The modules of a multimodal one lie in "model.": the language model in `decoder`, what no text goes
+    through in `others`."""
+
+    others: tuple[str, ...] = ()
+    decoder: str = "language_model"
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Further beginnings of names, each with the one of now."""
+    is_converted: bool = False
+    """Whether transformers makes modules of other names, or sizes, of the tensors of `others`."""
+
+    def part_of(self, name: str) -> str | None:
+        """The part beside the language model that a module or tensor lies in, by its name of now."""
+        first, _, rest = name.partition(".")
+        part = rest.partition(".")[0]
+        return part if first == "model" and part in self.others else None
+
+    def module_name(self, name: str) -> str:
+        """The name of now of a module or tensor; `name` itself where it is none of this model's."""
+        for old, new in (*self.renamed, *_HEADS):
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        if not self.others:
+            return name
+        if name.partition(".")[0] in self.others:
+            name = _MODEL + name
+        if self.part_of(name) is not None:
+            # CLIP's and SigLIP's towers had another module around their layers.
+            part, inner, rest = name.partition(".vision_model.")
+            return f"{part}.{rest}" if inner and part.count(".") == 1 else name
+        for decoder, _ in DECODERS:
+            if (rest_of := part_behind(decoder, name)) is not None:
+                return f"{_MODEL}{self.decoder}.{rest_of}"
+        return name
+
+
+def part_behind(decoder: str, name: str) -> str | None:
+    """The path of a module or tensor within the decoder of this prefix; None where it lies elsewhere."""
+    if not name.startswith(decoder):
+        return None
+    part = name.removeprefix(decoder)
+    return part if part.partition(".")[0] in _OF_DECODERS else None
+
+
+_TEXT = ModelParts()
+_LLAVA = ModelParts(("vision_tower", "multi_modal_projector", "image_newline", "vision_resampler"))
+_IDEFICS = ModelParts(("vision_model", "connector"), "text_model")
+_QWEN_VL = ModelParts(("visual",))
+_QWEN_OMNI = ModelParts(("visual", "audio_tower"), renamed=(("thinker.", ""),))
+_GEMMA4 = ModelParts(
+    ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder"), is_converted=True
+)
+MULTIMODAL: Mapping[str, ModelParts] = {
+    # Types whose language model is of a family of the fused decoder.
+    "deepseek_vl": ModelParts(("vision_model", "aligner")),
+    "deepseek_vl_hybrid": ModelParts(
+        (
+            "vision_model", "aligner", "high_res_vision_model", "high_res_vision_neck", "high_res_vision_proj",
+            "high_res_vision_alpha",
+        )
+    ),
+    "gemma3": _LLAVA,
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
+    "got_ocr2": _LLAVA,
+    "idefics2": _IDEFICS,
+    "idefics3": _IDEFICS,
+    "internvl": _LLAVA,
+    "janus": ModelParts(
+        ("vision_model", "aligner", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
+    ),
+    "lighton_ocr": ModelParts(("vision_encoder", "vision_projection")),
+    "llava": _LLAVA,
+    "llava_next": _LLAVA,
+    "llava_next_video": _LLAVA,
+    "llava_onevision": _LLAVA,
+    "mistral3": _LLAVA,
+    "ovis2": ModelParts(("vision_tower", "visual_embeddings_table")),
+    "paddleocr_vl": ModelParts(("visual", "projector"), renamed=(("mlp_AR.", "projector."),)),
+    "qianfan_ocr": ModelParts(
+        _LLAVA.others,
+        # transformers 5 saves the language model's layers in an "encoder" too.
+        renamed=(
+            ("language_model.model.encoder.", "language_model.model."),
+            ("vision_model.", "vision_tower."),
+            ("mlp1.", "multi_modal_projector."),
+        ),
+        is_converted=True,
+    ),
+    "qwen2_vl": _QWEN_VL,
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen2_5_omni_thinker": _QWEN_OMNI,
+    "qwen3_vl": _QWEN_VL,
+    "smolvlm": _IDEFICS,
+    "video_llama_3": ModelParts(("vision_model", "projector")),
+    "vipllava": _LLAVA,
+    # Types that run through transformers.
+    "aria": _LLAVA,
+    "aya_vision": _LLAVA,
+    "cohere2_vision": _LLAVA,
+    "cohere_compass": _QWEN_VL,
+    "exaone4_5": _QWEN_VL,
+    "fuyu": ModelParts(("vision_embed_tokens",)),
+    "granite4_vision": ModelParts(("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline")),
+    "granite_docling": ModelParts(("vision_model",), "text_model"),
+    "hunyuan_vl": ModelParts(("vision_tower",), renamed=(("vit.", "vision_tower."),), is_converted=True),
+    "hyperclovax_vision_v2": ModelParts(
+        ("vision_model", "projector"), renamed=(("model.vision_projector.", "model.projector."),)
+    ),
+    "paligemma": _LLAVA,
+    "qwen3_omni_moe_thinker": _QWEN_OMNI,
+    "qwen3_vl_moe": _QWEN_VL,
+}  # fmt: skip
+"""The parts of a multimodal model by its `model_type`."""
+
+
+def parts_of(model_type: object) -> ModelParts:
+    """The parts of a model; of a text model, one that has no other."""
+    return MULTIMODAL.get(model_type, _TEXT) if isinstance(model_type, str) else _TEXT
