@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.errors import BaseModelInvalid, LoraplexError
@@ -20,7 +28,8 @@ from loraplex.app.doctor.torch_checks import Questions, _model, _plan, _told
 from loraplex.engine.model.base import ModelUnsupported
 from support.models.checkpoints import FAMILIES, OTHERS, edit_config, save_tiny
 from support.models.loading import load_model, outline_model, plan_model
-from tools.families import MARKS, PAGE, default_configs, render
+from support.models.tiny_families import save_family, small_config
+from tools.families import MARKS, PAGE, default_configs, render, verdicts
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -192,3 +201,24 @@ def test_no_config_of_transformers_ends_in_anything_but_words(tmp_path: Path) ->
                 words = words_of(look, tmp_path)
                 assert "\n" not in words, family
                 assert len(words) < 700, family
+
+
+@pytest.mark.soak
+def test_what_the_page_lists_as_compared_at_the_start_passes(tmp_path: Path) -> None:
+    """Each text decoder that runs through transformers, as a tiny random checkpoint."""
+    failed, started = {}, 0
+    for family, verdict in verdicts():
+        if not verdict.startswith("through") or family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            continue
+        config = small_config(family)
+        with torch.device("meta"):
+            sizes = AutoModelForCausalLM.from_config(config).num_parameters()
+        if sizes > 20_000_000:
+            continue  # a wrapper, whose text part is not made small
+        path = save_family(family, tmp_path / family)
+        started += 1
+        if words := words_of(load_base_spec, path) or words_of(lambda made: load_model(made, "cpu"), path):
+            failed[family] = words
+        shutil.rmtree(path)
+    assert started > 55
+    assert not failed
