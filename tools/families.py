@@ -58,7 +58,8 @@ def verdicts() -> Iterator[tuple[str, str]]:
 
 def _reason(name: str, message: str) -> str:
     """What a refusal says of all families with this reason."""
-    message = message.partition("; docs/models.md")[0].partition(" is not served: ")[2] or message
+    message = message.partition("; docs/models.md")[0]
+    message = message.partition(" is not served: ")[2] or message
     return re.sub(rf"\b{re.escape(name)}\b", "it", re.sub(r" \(\w+: \w+\)$", "", message))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.adapters.store.files import shown
 from loraplex.kernels.lora.site_groups import LAYER_SITES
 
@@ -108,6 +109,9 @@ _SIZES: Mapping[str, str] = {
     "enable_moe_block": "its layers have experts beside their feed-forward, which the fused decoder does not compute",
 }
 """Fields that are a number above 0, or true, where this is in the way."""
+_OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config", "vq_config")
+_MULTIMODAL = ("phi4_multimodal",)
+"""Types that have no config for what they see or hear where `_OTHER_INPUTS` would find it."""
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "Model")
 
 
@@ -126,7 +130,20 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def obstacle_of(config: Mapping[str, Any]) -> str | None:
     """Why a model of this config.json is not served, in a sentence that begins with its name; None where nothing is
-    known against it. `config` is what `text_fields` gives."""
+    known against it."""
+    if (obstacle := _obstacle_of_text(text_fields(config))) is not None:
+        return obstacle
+    model_type = config.get("model_type")
+    name = shown(model_type).strip("'")
+    if config.get("is_encoder_decoder") is True:
+        return f"{name} is an encoder with a decoder; only decoders are served"
+    sees = model_type in _MULTIMODAL or any(config.get(part) is not None for part in _OTHER_INPUTS)
+    if sees and not parts_of(model_type).others:
+        return f"{name} is multimodal, and its text part is not served; docs/models.md lists those that are"
+    return None
+
+
+def _obstacle_of_text(config: Mapping[str, Any]) -> str | None:
     classes = config.get("architectures")
     named = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
     model_type = config.get("model_type")

@@ -92,7 +92,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     """
     raw = _read_json(model_dir / "config.json")
     config, parts = text_fields(raw), parts_of(raw.get("model_type"))
-    if obstacle := obstacle_of(config):
+    if obstacle := obstacle_of(raw):
         raise BaseModelInvalid(f"{obstacle} ({model_dir})")
     model_type: str = config["model_type"]
     num_layers = config.get("num_hidden_layers")

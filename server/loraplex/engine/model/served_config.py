@@ -18,9 +18,6 @@ from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import check_sizes, refusing
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 
-_OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config", "vq_config")
-_MULTIMODAL_TYPES = frozenset({"phi4_multimodal"})
-"""Those that have no config for what they see or hear where `_OTHER_INPUTS` would find it."""
 _NO_LIMIT = 1 << 62
 
 
@@ -39,15 +36,8 @@ def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
     """`raw`: the directory's config.json. `text` is the config itself for a text model, and the text model in it for a
     type of `model_parts.MULTIMODAL`. Raises ModelUnsupported, in one line, also for what is no decoder of text."""
     config = _config(model_dir, raw)
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelUnsupported(f"{kind} is an encoder with a decoder; only decoders are served")
-    parts = parts_of(kind)
+    parts = parts_of(config.model_type)
     if not parts.others:
-        if kind in _MULTIMODAL_TYPES or any(getattr(config, n, None) is not None for n in _OTHER_INPUTS):
-            raise ModelUnsupported(
-                f"{kind} is multimodal, and its text part is not served; docs/models.md lists those that are"
-            )
         return ServedConfig(config, config, raw)
     text, text_raw = copy.copy(config.get_text_config(decoder=True)), raw.get("text_config")
     # The head is the whole's.
@@ -61,8 +51,8 @@ def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
 
 def _config(model_dir: Path, raw: Mapping[str, Any]) -> Any:
     # Before transformers, which has another reason of its own for an old config, and none for many families.
+    _refuse(raw, model_dir)
     fields = text_fields(raw)
-    _refuse(fields, model_dir)
     check_sizes(fields)
     try:
         read_scheme(fields)
@@ -78,12 +68,13 @@ def _config(model_dir: Path, raw: Mapping[str, Any]) -> Any:
         else:
             config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False, local_files_only=True)
         # What transformers works out, where the file does not say it.
-        _refuse(config.get_text_config().to_dict(), model_dir)
+        for made in (config, config.get_text_config()):
+            _refuse(made.to_dict(), model_dir)
     return config
 
 
-def _refuse(fields: Mapping[str, Any], model_dir: Path) -> None:
-    if (obstacle := obstacle_of(fields)) is not None:
+def _refuse(config: Mapping[str, Any], model_dir: Path) -> None:
+    if (obstacle := obstacle_of(config)) is not None:
         raise ModelUnsupported(f"{obstacle} ({model_dir})")
 
 
