@@ -89,6 +89,18 @@ FAULTS = {
         "self._tat = max(self._tat, now) + seconds / 2",
         ("tests/control/limits/test_limits.py",),
     ),
+    "linears": Fault(
+        f"{KERNELS}linear/triton_groups.py",
+        "group = block // BLOCKS",
+        "group = (block + 1) // BLOCKS",
+        ("tests/kernels/linear/test_splits_triton.py",),
+    ),
+    "uploads": Fault(
+        "adapters/loraplex/adapters/store/artifact_store.py",
+        "self.fault(FaultPoint.RETIRE, folder, doomed)",
+        "self.fault(FaultPoint.DISCARD, folder, doomed)",
+        ("tests/control/catalog/test_crash_points.py",),
+    ),
     "numbers": Fault(
         "adapters/loraplex/adapters/numerics/check.py",
         "site: found if finite and np.isfinite(found).all() else None",

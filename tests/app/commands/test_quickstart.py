@@ -27,6 +27,7 @@ from support.servers.live_server import (
     write_tiny_adapter,
     write_tiny_model,
 )
+from support.servers.run_here import run_here
 
 pytestmark = pytest.mark.slow
 
@@ -44,10 +45,19 @@ class Newcomer:
         self.arguments += ["--port", str(self.data_port), "--admin-port", str(self.admin_port)]
         self.environment = {"COLUMNS": "160", "LORAPLEX_THREADS": "1"}
 
-    def run(self, *extra: str, **environment: str) -> Outcome:
-        command = [*QUICKSTART, *self.arguments, "--exit", *extra]
-        given = {"LORAPLEX_ENGINE_SPARE": "false", **self.environment, **environment}
+    def run(self) -> Outcome:
+        command = [*QUICKSTART, *self.arguments, "--exit"]
+        given = {"LORAPLEX_ENGINE_SPARE": "false", **self.environment}
         return run_command(command, environment=given, timeout=280)
+
+    def fails(self, *extra: str, **environment: str) -> str:
+        """What the command says in this process, where it starts a server that does not get ready, or is refused."""
+        given = {"LORAPLEX_ENGINE_SPARE": "false", **self.environment, **environment}
+        outcome = run_here("quickstart", *self.arguments, "--exit", *extra, environment=given)
+        assert outcome.code == 1, outcome.stdout + outcome.stderr
+        (line,) = outcome.said
+        assert line.startswith("loraplex: ")
+        return line
 
     def key(self) -> str:
         return (self.data_dir / "quickstart-key").read_text().strip()
@@ -59,8 +69,9 @@ def newcomer(real_model_dir: Path, tmp_path: Path) -> Newcomer:
 
 
 @pytest.fixture
-def hurried(tmp_path: Path) -> Iterator[Newcomer]:
+def hurried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Newcomer]:
     """For runs that end before any answer: its model loads in a moment, and its kernels need not be compiled."""
+    monkeypatch.delenv("MAKELEVEL", raising=False)
     # Children inherit nohup's, which ignores it.
     hang_up = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     newcomer = Newcomer(tmp_path, write_tiny_model(tmp_path / "tiny"))
@@ -209,45 +220,38 @@ def wait_for_children(pid: int) -> list[psutil.Process]:
     return children
 
 
-def fails(outcome: Outcome) -> str:
-    assert outcome.code == 1, outcome.stdout + outcome.stderr
-    (line,) = outcome.said
-    assert line.startswith("loraplex: ")
-    return line
-
-
 def test_a_port_in_use(hurried: Newcomer) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", hurried.admin_port))
         taken.listen()
-        said = fails(hurried.run(MAKELEVEL="1"))
+        said = hurried.fails(MAKELEVEL="1")
         assert f"port {hurried.admin_port} on 127.0.0.1 cannot be used (Address already in use)" in said
         assert str(hurried.data_port) not in said
         others = re.search(r'make quickstart ARGS="--port (\d+) --admin-port (\d+)"$', said)
         assert others is not None
         assert all(nothing_listens(int(port)) for port in others.groups())
-        assert "or say: loraplex quickstart --port " in fails(hurried.run())
+        assert "or say: loraplex quickstart --port " in hurried.fails()
 
 
 def test_a_data_directory_in_use(hurried: Newcomer) -> None:
     hurried.data_dir.mkdir()
     with open(hurried.data_dir / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        said = fails(hurried.run())
+        said = hurried.fails()
     assert f"a server uses the data directory {hurried.data_dir}" in said
     assert said.endswith(f"say: loraplex quickstart --data-dir {hurried.data_dir}-2")
 
 
 def test_a_server_that_dies_while_it_starts(hurried: Newcomer) -> None:
-    said = fails(hurried.run(LORAPLEX_MAX_NUM_SEQS="0"))
+    said = hurried.fails(LORAPLEX_MAX_NUM_SEQS="0")
     assert "LORAPLEX_MAX_NUM_SEQS" in said  # the server's own last word
     hurried.data_dir.mkdir(exist_ok=True)
     (hurried.data_dir / "loraplex.db").write_text("no database" * 100)
-    assert "loraplex.db" in fails(hurried.run())
+    assert "loraplex.db" in hurried.fails()
 
 
 def test_no_adapters(hurried: Newcomer, tmp_path: Path) -> None:
-    said = fails(hurried.run("--adapters-dir", str(tmp_path)))
+    said = hurried.fails("--adapters-dir", str(tmp_path))
     assert str(tmp_path) in said
     assert "--adapters-dir" in said
 
@@ -255,7 +259,7 @@ def test_no_adapters(hurried: Newcomer, tmp_path: Path) -> None:
 def test_an_adapter_that_is_refused(hurried: Newcomer, tmp_path: Path) -> None:
     tensors = write_tiny_adapter(tmp_path / "adapters" / "json") / "adapter_model.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-1000])
-    said = fails(hurried.run("--adapters-dir", str(tmp_path / "adapters")))
+    said = hurried.fails("--adapters-dir", str(tmp_path / "adapters"))
     assert "uploading 'json'" in said
     assert "422" in said
     assert nothing_listens(hurried.data_port)
