@@ -145,14 +145,13 @@ def test_a_place_holds_as_many_layers_of_a_smaller_size_as_fit(dtype: torch.dtyp
     cache = KVCache((window, full, window, window, full), 5, dtype, torch.device("cpu"))
     assert cache.group_of == (0, 1, 0, 0, 1)
     assert [len(pool) for pool in cache.pools] == ([2] if dtype is torch.float32 else [1, 1])
-    for value, layers in ((1, (0, 2, 3)), (2, (1, 4))):
-        for index in layers:
-            cache.layer(index)[value] = value
-    for value, layers in ((1, (0, 2, 3)), (2, (1, 4))):
-        for index in layers:  # neither another layer's memory nor another block's
-            assert bool((cache.layer(index)[value] == value).all())
+    blocks = {0: 1, 2: 1, 3: 1, 1: 2, 4: 2}  # of each layer's group
+    for index, block in blocks.items():
+        cache.layer(index)[block] = index + 1
+    for index, block in blocks.items():  # neither another layer's memory nor another block's
+        assert bool((cache.layer(index)[block] == index + 1).all())
     cache.clear_blocks(torch.tensor([2]))
     assert not any(cache.layer(index)[2].any() for index in (1, 4))
-    assert all(bool((cache.layer(index)[1] == 1).all()) for index in (0, 2, 3))
+    assert all(bool((cache.layer(index)[1] == index + 1).all()) for index in (0, 2, 3))
     cache.clear_blocks(torch.tensor([1]))
     assert not cache.tensor.any()
