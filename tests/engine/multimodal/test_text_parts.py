@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.model_parts import DECODERS, MULTIMODAL, parts_of
+from loraplex.engine.model.base import ModelUnsupported
 from support.adapters.peft_zoo import ALL_SITES
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import edit_config
@@ -105,6 +106,46 @@ def test_base_and_adapters_equal_transformers_and_peft(family: str, tmp_path: Pa
             check_equal(engine, name, models.get(name) or models["seven"])
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+def test_ministral_3_scales_queries_by_position(kernels: str, tmp_path: Path) -> None:
+    """Beyond the first length, which is 16,384 in its files; the rows of a step have several scales."""
+    base = save("mistral3:ministral3", tmp_path / "base")
+    text = json.loads((base / "config.json").read_text())["text_config"]
+    scaled = text["rope_parameters"] | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}
+    edit_config(base, text_config=text | {"rope_parameters": scaled})
+    model = make_adapter(base, tmp_path / "seven", target_modules=ALL_SITES)
+    engine = LocalEngine(
+        base, tmp_path / "work", dtype="float32", kernels=kernels, num_threads=1, kv_cache_memory=8 << 20,
+        adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, max_num_batched_tokens=24,
+    )  # fmt: skip
+    try:
+        refs = {"base": None, "seven": engine.publish(tmp_path / "seven")}
+        for name, ref in refs.items():
+            for number, prompt in enumerate(PROMPTS):
+                engine.add(f"{name}/{number}", prompt, ref, max_tokens=TOKENS, logprobs=0)
+        engine.run()
+        check_equal(engine, "base", load_plain(base))
+        check_equal(engine, "seven", model)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"llama_4_scaling_beta": None}, "llama_4_scaling_beta"),
+        ({"llama_4_scaling_beta": [0.1]}, "llama_4_scaling_beta"),
+        ({"other": 3}, "other"),
+    ],
+)
+def test_a_scale_that_is_none_is_refused(said: dict[str, Any], words: str, tmp_path: Path) -> None:
+    base = save("ministral3", tmp_path / "base")
+    rope = json.loads((base / "config.json").read_text())["rope_parameters"]
+    edit_config(base, rope_parameters=rope | said)
+    with pytest.raises(ModelUnsupported, match=words):
+        plan_model(base, kernels="torch")
 
 
 @pytest.mark.parametrize("tied", [False, True])

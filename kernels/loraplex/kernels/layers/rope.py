@@ -55,6 +55,23 @@ def rotation(
     return partial(rope_cos_sin, inv_freq=frequencies, attention_factor=attention_factor)
 
 
+def scaling_by_position(
+    beta: float, length: int, end: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """The factors 1 + beta · ln(1 + ⌊p ÷ length⌋) of positions p below `end`, rounded to `dtype`, as cos and sin of a
+    rotation that turns nothing: from positions [T] to two of [T, 1, head_dim/2] float32."""
+    steps = torch.arange(-(-end // length), dtype=torch.float32)
+    factors = (1 + beta * torch.log(1 + steps)).to(dtype).float()
+    cos = factors[:, None, None].repeat(1, 1, head_dim // 2).to(device)
+    sin = torch.zeros_like(cos)
+
+    def rows(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        at = positions // length
+        return cos.index_select(0, at), sin.index_select(0, at)
+
+    return rows
+
+
 def check_norms(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,

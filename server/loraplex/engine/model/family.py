@@ -18,7 +18,7 @@ from loraplex.engine.model.layer_kinds import (
     LayerKind,
     NormKind,
 )
-from loraplex.engine.model.rope import RopePlan, plan_rope
+from loraplex.engine.model.rope import SCALE_FIELD, RopePlan, plan_rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Family:
     partial_rope: bool = False
     rope_by_kind: bool = False
     """Whether rope_parameters hold a set for each kind of layer."""
-    multimodal_rope: bool = False
-    """Whether rope takes three positions a token (M-RoPE). Those of text are equal."""
+    rope_fields: frozenset[str] = frozenset()
+    """Fields of rope_parameters that frequencies do not depend on."""
     sizes_by_layer: frozenset[str] = frozenset()
     """Config fields that per_layer_config may set: the same for all layers of a kind."""
     shared_layers: str = ""
@@ -152,7 +152,9 @@ _LLAMA = Family({_FULL: LayerRow()})
 _MISTRAL = Family({_SLIDING: _PLAIN})
 _QWEN2 = Family(_some_sliding(LayerRow(qkv_bias=True, o_bias=False, mlp_bias=False)))
 _QWEN3 = Family(_some_sliding(LayerRow(mlp_bias=False, qk_norm=True)))
-_QWEN2_VL = replace(_QWEN2, multimodal_rope=True)
+# Which of three positions a token's frequencies take. Those of text are equal.
+_SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
+_QWEN2_VL = replace(_QWEN2, rope_fields=_SECTIONS)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
     "mistral": _MISTRAL,
@@ -178,13 +180,14 @@ FAMILIES: Mapping[str, Family] = {
     "internlm3": replace(_LLAMA, fields=frozenset({"qkv_bias", "bias"})),
     "iquestcoder": _LLAMA,
     "ministral": Family(_some_sliding(replace(_PLAIN, window=""))),
+    "ministral3": replace(_MISTRAL, rope_fields=frozenset({SCALE_FIELD, "max_position_embeddings"})),
     "seed_oss": Family({_FULL: LayerRow(o_bias=False)}),
     # Text parts of multimodal models, where they have a type of their own.
-    "paddleocr_vl_text": Family({_FULL: replace(_PLAIN, window="")}, multimodal_rope=True),
+    "paddleocr_vl_text": Family({_FULL: replace(_PLAIN, window="")}, rope_fields=_SECTIONS),
     "qwen2_vl_text": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_5_omni_text": _QWEN2_VL,
-    "qwen3_vl_text": replace(_QWEN3, multimodal_rope=True),
+    "qwen3_vl_text": replace(_QWEN3, rope_fields=_SECTIONS),
 }
 _ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -249,7 +252,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         {name: _head_dim(configs[name], row) for name, row in rows.items()},
         max_model_len,
         partial=family.partial_rope,
-        multimodal=family.multimodal_rope,
+        others=family.rope_fields,
         by_kind=family.layers if family.rope_by_kind else (),
     )
     kinds = {

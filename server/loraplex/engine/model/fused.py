@@ -33,7 +33,7 @@ from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_tiling import AttentionShape
-from loraplex.kernels.layers.rope import rotation
+from loraplex.kernels.layers.rope import rotation, scaling_by_position
 from loraplex.kernels.linear.packed import PackedLinear, tensor_bytes
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup, name_groups
 from loraplex.kernels.ops import Ops
@@ -98,6 +98,15 @@ class FusedDecoder:
         self._rotations = tuple(
             rotation(rope.inv_freq, rope.attention_factor, self.device) for rope in spec.rope.ropes
         )
+        self._unwritten: torch.Tensor | None = None
+        if (scale := spec.rope.query_scale) is not None:
+            cache = spec.layers[0].mixer.cache
+            factors = scaling_by_position(
+                scale.beta, scale.length, spec.rope.max_positions, cache.head_dim, self.dtype, self.device
+            )
+            self._rotations = *self._rotations, factors
+            shape = 1, BLOCK_SIZE, 2, cache.kv_heads, cache.head_dim
+            self._unwritten = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._linears = AdaptedLinears(ops, spec.norm.eps)
         self._recorded = None if ops.record_layers is None else ops.record_layers()
         # As transformers rounds it: in the embeddings' dtype.
@@ -164,10 +173,13 @@ class FusedDecoder:
         linears, layers, residual = self._linears, self._layers, given.residual
         following = (*(layer.input_norm for layer in layers[1:]), None)
         x = linears.rms_norm(residual, layers[0].input_norm)
+        scaling = None if self._unwritten is None else (given.cos_sin[-1], self._unwritten)
         for index, (kind, layer) in enumerate(zip(self._spec.layers, layers, strict=True)):
             given.enter_layer(index)
             cache, cos_sin = batch.kv.layer(index), given.cos_sin[kind.mixer.rope]
-            x = attend(kind.mixer, layer.attention, x, cache, cos_sin, batch, linears, self.attention)
+            x = attend(
+                kind.mixer, layer.attention, x, cache, cos_sin, batch, linears, self.attention, scaling
+            )
             x = linears.add_and_norm(
                 layer.attention.o, x, batch, residual, layer.attention_out_norm, layer.mlp_norm
             )

@@ -36,7 +36,10 @@ _FIELDS: Mapping[str, frozenset[str]] = {
         {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"}
     ),
 }  # fmt: skip
-_SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
+SCALE_FIELD = "llama_4_scaling_beta"
+"""A number in rope_parameters that scales queries by their position."""
+_MOST_SCALES = 1 << 16
+"""Different scales of the positions of a model."""
 _NO_ORIGINAL_LENGTH = frozenset({"default", "linear", "dynamic", "proportional"})
 """RoPE types for which transformers ignores original_max_position_embeddings. "proportional" turns pairs of the whole
 head; the last pairs have the frequency 0."""
@@ -52,11 +55,21 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries are multiplied by 1 + `beta` · ln(1 + ⌊position ÷ `length`⌋)."""
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class RopePlan:
-    """The different ropes of a model, and the longest sequence that they hold for."""
+    """The different ropes of a model, and the longest sequence that they hold for. `query_scale`: None where no served
+    position has another scale than 1."""
 
     ropes: tuple[Rope, ...]
     max_positions: int
+    query_scale: QueryScale | None = None
 
 
 def plan_rope(
@@ -65,13 +78,13 @@ def plan_rope(
     max_model_len: int,
     *,
     partial: bool,
-    multimodal: bool,
+    others: Collection[str],
     by_kind: Collection[str] = (),
 ) -> tuple[RopePlan, Mapping[str, int]]:
     """The plan, and the index of each kind of layer's rope. `configs`, `head_dims`: of the kinds of layers that the
     model has. `max_model_len` is the length that was asked for, 0 if none was. `partial`: the family rotates a part of
-    each head where its config says so. `multimodal`: its parameters have sections, which differ in position for images
-    alone. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one set.
+    each head where its config says so. `others`: names of parameters that no frequency depends
+    on. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one set.
 
     Raises ModelUnsupported.
     """
@@ -91,7 +104,7 @@ def plan_rope(
             raise ModelUnsupported(
                 f"the config has no RoPE parameters for {kind if by_kind else 'its layers'}"
             )
-        chosen = {name: value for name, value in chosen.items() if not (multimodal and name in _SECTIONS)}
+        chosen = {name: value for name, value in chosen.items() if name not in others}
         rope, limit = _rope(
             configs[kind], chosen, kind if by_kind else None, head_dim, max_model_len, partial
         )
@@ -99,7 +112,22 @@ def plan_rope(
             ropes.append(rope)
         of_kind[kind] = ropes.index(rope)
         limits.append(limit)
-    return RopePlan(tuple(ropes), min(limits)), of_kind
+    longest = min(limits)
+    scale = (
+        _query_scale(parameters, min(longest, max_model_len or longest)) if SCALE_FIELD in others else None
+    )
+    return RopePlan(tuple(ropes), longest, scale), of_kind
+
+
+def _query_scale(parameters: Mapping[str, Any], longest: int) -> QueryScale | None:
+    beta, length = parameters.get(SCALE_FIELD), parameters.get("original_max_position_embeddings")
+    is_valid = isinstance(beta, int | float) and type(length) is int and length > longest // _MOST_SCALES
+    if not is_valid:
+        raise ModelUnsupported(
+            f"the RoPE parameters have {SCALE_FIELD} {shown(beta)} and original_max_position_embeddings "
+            f"{shown(length)}, which give no scales of queries"
+        )
+    return QueryScale(float(beta), length) if longest > length else None
 
 
 def _rope(

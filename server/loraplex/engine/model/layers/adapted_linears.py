@@ -72,6 +72,18 @@ class AdaptedLinears:
         self._rotate_and_write(heads, num_heads, *cos_sin, cache, attention, **norms)
         return heads[:, :num_heads]
 
+    def scale_queries(
+        self,
+        queries: torch.Tensor,
+        scaling: tuple[torch.Tensor, torch.Tensor],
+        unwritten: torch.Tensor,
+        batch: Any,
+    ) -> None:
+        """queries [T, Hq, D], in place, by `scaling` of `kernels.layers.rope.scaling_by_position`. `unwritten`: a cache
+        of the queries' dtype, which stays as it is."""
+        norms: dict[str, Any] = {"q_norm": None, "k_norm": None, "v_norm": None, "eps": self._eps}
+        self._rotate_and_write(queries, queries.shape[1], *scaling, unwritten, batch, **norms)
+
     def gate(
         self,
         linear: Linear,

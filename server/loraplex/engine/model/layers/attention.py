@@ -13,6 +13,9 @@ from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.site_groups import SiteGroup
 
+QueryScaling = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Factors by row and the cache that is not written, as `AdaptedLinears.scale_queries` takes them."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
@@ -59,6 +62,7 @@ def attend(
     batch: ForwardBatch,
     linears: AdaptedLinears,
     kernel: AttentionKernel,
+    scaling: QueryScaling | None,
 ) -> torch.Tensor:
     """[T, C] → [T, Hq·D], before the output's linear. `cache` has the layer's keys and values, those of this step
     afterwards too."""
@@ -66,6 +70,8 @@ def attend(
         weights.qkv, x, batch, cache, kind.num_heads, cos_sin, weights.q_norm, weights.k_norm, weights.v_norm
     )
     attention = batch.attention_of(weights.qkv.layer)
+    if scaling is not None:
+        linears.scale_queries(queries, *scaling, attention)
     out = kernel.run(
         queries, cache, attention, scale=kind.scale, window=kind.cache.window, softcap=kind.softcap
     )
