@@ -25,6 +25,7 @@ from loraplex.kernels.attention.kv_codes import (
 )
 from loraplex.kernels.layers import triton_rope
 from loraplex.kernels.layers.rope import apply_rope, rope_cos_sin
+from support.kernels.kv_write import write_for_triton
 from support.kernels.paged import PagedStep, expected_attention
 
 _HALF_STEP = 0.57
@@ -164,7 +165,7 @@ def in_codes(step: PagedStep) -> PagedStep:
     for length, table, k, v in zip(step.seq_lens, step.tables, step.keys, step.values, strict=True):
         at = torch.arange(length, device=cache.device)
         slots = torch.tensor(table, device=cache.device)[at // positions] * positions + at % positions
-        triton_attention.write_kv(torch.stack((k, v), 1), cache, slots)
+        write_for_triton(torch.stack((k, v), 1), cache, slots)
     keys, values = (
         [from_codes(*to_codes(x), torch.float32) for x in numbers] for numbers in (step.keys, step.values)
     )
@@ -180,7 +181,7 @@ def copy_to_codes(source: KVCache, target: KVCache) -> None:
             kv = torch.stack((transform_keys(k), v.float()), 1)
             first = blocks * BLOCK_SIZE
             slots = torch.arange(first, first + len(kv), device=device)
-            triton_attention.write_kv(kv, target.layer(index), slots)
+            write_for_triton(kv, target.layer(index), slots)
 
 
 def _unpacked(cache: torch.Tensor) -> torch.Tensor:

@@ -23,14 +23,14 @@ import torch
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind, block_needs, blocks_for
 from loraplex.kernels import numba_backend
-from loraplex.kernels.attention import BLOCK_SIZE, numba_kernel
+from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.numba_attention import SPAN
-from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.layers.numba_quantise import QuantisedRows
 from loraplex.kernels.linear import numba_dense, numba_int8
 from loraplex.kernels.torch_backend import torch_ops
 from support.adapters.tiny_adapters import ADAPTERS, BY_TOKEN, KINDS, save_adapters, with_gates
 from support.engine.same_bits import Answer, Asked, PlantedDrafter, Question
+from support.kernels import kv_write
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 from support.models.loading import plan_model
 from support.models.quantised_formats import write_quantised
@@ -324,8 +324,8 @@ def a_scale_of_the_whole_step(
         codes = (x.float() / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8)
         return codes, scales.expand(x.shape[:-1])
 
-    with mock.patch.object(numba_kernel, "to_codes", to_codes):
-        NumbaAttention().write_kv(alone.flatten(0, 1)[:rows], cache, batch)
+    with mock.patch.object(kv_write, "to_codes", to_codes):
+        kv_write.write_for_numba(alone.flatten(0, 1)[:rows], cache, batch.slots)
 
 
 @pytest.mark.parametrize("planted", [False, True])

@@ -13,6 +13,7 @@ from loraplex.kernels.attention.kernel import AttentionKernel, AttentionNeeds, R
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.backend import make_kernels
+from support.kernels.kv_write import write_kv
 from support.kernels.paged import PagedStep, expected_attention, paged_step
 from support.kernels.poison import poison_new_memory
 
@@ -85,7 +86,7 @@ def fill(kernel: AttentionKernel, step: PagedStep, *, gap: int = 0) -> tuple[tor
             [counts[i] for i in there], [lens[i] for i in there], [step.tables[i] for i in there]
         )
         if there:
-            kernel.write_kv(torch.cat([kv[i] for i in there]), cache, batch)
+            write_kv(kernel, torch.cat([kv[i] for i in there]), cache, batch)
     return cache, batch
 
 

@@ -28,6 +28,7 @@ from loraplex.kernels.attention.triton_attention import cache_operands
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.ops import Ops
+from support.kernels.kv_write import write_kv
 from support.kernels.numba_cache import unpacked_codes
 from support.kernels.paged import expected_attention, paged_step
 from support.kernels.poison import poison_new_memory
@@ -192,12 +193,12 @@ def test_attention_over_codes_equals_the_formula(
     cache = cache_of_anything(kernel, len(step.cache), kv_heads, dim)
     if window is None or kernel.reads_unwritten:
         written = [torch.stack((k, v), 1) for k, v in zip(step.keys, step.values, strict=True)]
-        kernel.write_kv(torch.cat(written), cache, kernel.lay_out(LENS, LENS, step.tables))
+        write_kv(kernel, torch.cat(written), cache, kernel.lay_out(LENS, LENS, step.tables))
     else:  # what lies before the window may be anybody's
         for count, length, table, k, v in zip(ROWS, LENS, step.tables, step.keys, step.values, strict=True):
             at = range(max(0, length - count - window + 1), length)
             slots = torch.tensor([table[p // BLOCK] * BLOCK + p % BLOCK for p in at])
-            kernel.write_kv(torch.stack((k, v), 1)[at], cache, SimpleNamespace(slots=slots))
+            write_kv(kernel, torch.stack((k, v), 1)[at], cache, SimpleNamespace(slots=slots))
     batch = kernel.lay_out(ROWS, LENS, step.tables)
     got = kernel.run(step.q, cache, batch, scale=0.3, window=window, softcap=softcap)
     for numbers in (step.keys, step.values):

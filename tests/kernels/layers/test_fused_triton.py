@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from loraplex.kernels.attention import torch_attention as attention_torch
-from loraplex.kernels.attention import triton_attention
 from loraplex.kernels.layers import activation, norm, rope, triton_activation, triton_norm, triton_rope
 from support.kernels.poison import poison_new_memory
 from support.kernels.triton_interpreter import repair_bfloat16
@@ -190,18 +189,6 @@ def test_a_value_that_is_not_finite_goes_to_the_cache_as_it_is():
     assert (cache[1, 1, 1] == float("inf")).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kv_write_alone(dtype):
-    wide = draw(4, 5, 3, 16, dtype=dtype)
-    kv = wide[:, :2]
-    slots = torch.tensor([6, -1, 0, 11], dtype=torch.int32, device=DEVICE)
-    cache, want = (kv_cache(3, 4, 3, 16, dtype) for _ in range(2))
-    triton_attention.write_kv(kv, cache, slots)
-    attention_torch.write_kv(kv[[0, 2, 3]], want, SimpleNamespace(slots=slots[[0, 2, 3]].long()))
-    torch.testing.assert_close(cache, want, atol=0, rtol=0, equal_nan=True)
-    triton_attention.write_kv(kv[:0], cache, slots[:0])
-
-
 def test_heads_that_do_not_fit_are_refused():
     qkv, cache, slots = draw(2, 4, 8), kv_cache(2, 4, 1, 8, torch.float32), torch.zeros(2, dtype=torch.int32)
     cos, sin = rope.rope_cos_sin(torch.tensor([3, 4]), torch.ones(4))
@@ -226,5 +213,3 @@ def test_heads_that_do_not_fit_are_refused():
         triton_rope.rope_and_write_kv(qkv, 2, cos, sin, cache, slots, q_norm=draw(8))
     with pytest.raises(ValueError, match="size 8"):
         triton_rope.rope_and_write_kv(qkv, 2, cos, sin, cache, slots, q_norm=draw(8), k_norm=draw(7))
-    with pytest.raises(ValueError, match="does not fit a cache"):
-        triton_attention.write_kv(draw(2, 2, 2, 8), cache, slots)

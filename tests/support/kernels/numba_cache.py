@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from types import SimpleNamespace
 
 import torch
 
 from loraplex.kernels.attention.kv_codes import from_codes, head_width
 from loraplex.kernels.attention.numba_attention import key_value_offsets, scale_offsets
-from loraplex.kernels.attention.numba_kernel import NumbaAttention
+from support.kernels.kv_write import write_for_numba
 
 
 def packed_cache(cache: torch.Tensor) -> torch.Tensor:
@@ -23,8 +22,7 @@ def packed_codes(cache: torch.Tensor) -> torch.Tensor:
     """The same as codes, each position for itself: [N, 16, 2, Hkv, D + 2] int8."""
     num_blocks, positions, _, kv_heads, dim = cache.shape
     packed = torch.empty(num_blocks, positions, 2, kv_heads, head_width(dim, torch.int8), dtype=torch.int8)
-    everywhere = SimpleNamespace(slots=torch.arange(num_blocks * positions))
-    NumbaAttention().write_kv(cache.flatten(0, 1), packed, everywhere)
+    write_for_numba(cache.flatten(0, 1), packed, torch.arange(num_blocks * positions))
     return packed
 
 

@@ -65,11 +65,6 @@ class AttentionKernel(Protocol):
         end (those rows included) and the blocks block_tables[i]. Raises ValueError where a table is too short."""
         ...
 
-    def write_kv(self, kv: torch.Tensor, cache: torch.Tensor, batch: Any) -> None:
-        """Store a step's K and V in one layer's cache, in place. kv: [T, 2, Hkv, D], K before V; cache: [N, P, 2, Hkv,
-        D] of the same dtype, or [N, P, 2, Hkv, D + 2] of codes."""
-        ...
-
     def run(
         self,
         q: torch.Tensor,

@@ -65,9 +65,6 @@ class TorchAttention:
             device=self._device,
         )
 
-    def write_kv(self, kv: torch.Tensor, cache: torch.Tensor, batch: AttentionBatch) -> None:
-        write_kv(kv, cache, batch)
-
     def run(
         self,
         q: torch.Tensor,

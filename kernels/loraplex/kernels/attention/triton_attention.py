@@ -15,9 +15,9 @@ import numpy as np
 import torch
 import triton
 
-from loraplex.kernels.attention.kv_codes import has_whole_blocks, head_dim_of, to_codes
+from loraplex.kernels.attention.kv_codes import has_whole_blocks, head_dim_of
 from loraplex.kernels.attention.triton_plan import AttentionPlan, Int32, ListPlace, WindowCounts, WindowPlaces
-from loraplex.kernels.attention.triton_programs import attention_program, merge_program, write_program
+from loraplex.kernels.attention.triton_programs import attention_program, merge_program
 from loraplex.kernels.attention.triton_tiling import Tiling
 
 _MERGED_AT_A_TIME = 16
@@ -112,52 +112,6 @@ def cache_operands(cache: torch.Tensor) -> CacheOperands:
     scales = cache.view(len(cache), -1).view(torch.float16)[:, positions * heads * dim :]
     strides = (cache.stride(0), 2 * heads * dim, heads * dim, dim)
     return CacheOperands(cache, scales, strides, heads * positions, True)
-
-
-def write_kv(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Store K and V in one layer's cache, in place. kv: [T, 2, Hkv, D], K before V, rows contiguous; cache: [N, P, 2,
-    Hkv, D] of the same dtype, positions contiguous, or [N, P, 2, Hkv, D + 2] of codes; slots: [T] int32 or int64, -1
-    for nowhere. Raises ValueError for other shapes."""
-    rows, width = kv.shape[0], kv[0].numel() if kv.shape[0] else 0
-    if (
-        kv.shape[1:] != (*cache.shape[2:4], head_dim_of(cache))
-        or cache.dtype not in (kv.dtype, torch.int8)
-        or slots.shape != (rows,)
-    ):
-        raise ValueError(
-            f"{list(kv.shape)} {kv.dtype} does not fit a cache {list(cache.shape)} {cache.dtype}"
-        )
-    if not rows:
-        return
-    if cache.dtype is torch.int8:
-        _write_codes(kv, cache, slots)
-        return
-    if not (kv[0].is_contiguous() and cache[0, 0].is_contiguous()):
-        raise ValueError("a row's K and V, and a position's, must be contiguous")
-    block = 1024
-    write_program[(rows, triton.cdiv(width, block))](
-        kv,
-        cache,
-        slots,
-        kv.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        WIDTH=width,
-        BLOCK=block,
-        BLOCK_SIZE=cache.shape[1],
-        num_warps=4,
-    )
-
-
-def _write_codes(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    codes, scales = to_codes(kv[slots >= 0])
-    num_blocks, positions, _, heads, _ = cache.shape
-    slots = slots[slots >= 0].long()
-    block, position = slots // positions, slots % positions
-    flat, size = cache.view(num_blocks, -1), codes.shape[1:].numel() * positions
-    flat[:, :size].view(num_blocks, positions, *codes.shape[1:])[block, position] = codes
-    of_scales = flat[:, size:].view(torch.float16).view(num_blocks, 2, heads, positions)
-    of_scales[block, :, :, position] = scales
 
 
 def paged_attention(

@@ -17,7 +17,6 @@ from loraplex.kernels.attention.triton_attention import (
     TritonAttentionBatch,
     graph_batch,
     paged_attention,
-    write_kv,
 )
 from loraplex.kernels.attention.triton_plan import AttentionCapacity, AttentionPlan
 from loraplex.kernels.attention.triton_tiling import AttentionShape, choose_tilings
@@ -164,11 +163,6 @@ class TritonAttention:
             self, self._needs.shape.block_size, self._device, num_rows, seq_lens, block_tables
         )
         return batch
-
-    def write_kv(
-        self, kv: torch.Tensor, cache: torch.Tensor, batch: TritonAttentionBatch | MixedBatch
-    ) -> None:
-        write_kv(kv, cache, batch.slots)
 
     def run(
         self,

@@ -256,26 +256,3 @@ def merge_program(
     answer = acc / tl.where(total == 0, 1.0, total)
     out_at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + out_at + d, answer.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
-
-
-@triton.jit
-def write_program(
-    kv_ptr,
-    cache_ptr,
-    slots_ptr,
-    kv_row,
-    cache_block,
-    cache_position,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """One row's K and V, WIDTH elements. Grid: rows, WIDTH ÷ BLOCK."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row).to(tl.int64)
-    if slot < 0:
-        return
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(kv_ptr + row * kv_row + c, mask=c < WIDTH)
-    to_ptr = cache_ptr + slot // BLOCK_SIZE * cache_block + slot % BLOCK_SIZE * cache_position
-    tl.store(to_ptr + c, values, mask=c < WIDTH)

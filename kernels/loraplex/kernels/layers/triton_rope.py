@@ -29,7 +29,7 @@ def rope_and_write_kv(
     v_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """`rope.apply_rope` on the queries and keys, then `attention.write_kv`.
+    """`rope.apply_rope` on the queries and keys, then `torch_attention.write_kv`.
 
     heads: [T, Hq + 2·Hkv, D], the queries, keys and values of each row side by side, last axis contiguous; num_heads:
     Hq; cos, sin: [T, 1, R/2] float32, contiguous, R ≤ D; cache: one layer's [N, P, 2, Hkv, D], last axis contiguous,

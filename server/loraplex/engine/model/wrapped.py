@@ -23,7 +23,7 @@ from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupporte
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, transform_queries
-from loraplex.kernels.attention.torch_attention import TorchAttention
+from loraplex.kernels.attention.torch_attention import TorchAttention, write_kv
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.linear.packed import tensor_bytes
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SiteGroup, name_groups
@@ -181,7 +181,7 @@ def _attention(
         q = query[0].to(cache.dtype)
         kv = torch.stack((key[0], value[0])).to(cache.dtype)
     kernel = _KERNEL.get()
-    kernel.write_kv(kv.permute(2, 0, 1, 3), cache, batch.attention_of(layer))
+    write_kv(kv.permute(2, 0, 1, 3), cache, batch.attention_of(layer))
     q = q.transpose(0, 1)
     out = kernel.run(
         q, cache, batch.attention_of(layer), scale=scaling, window=sliding_window, softcap=softcap
