@@ -39,6 +39,7 @@ class Gptq(Scheme):
 
     suffix = "qweight"
     leaves = ("qzeros", "scales", "g_idx")
+    has_heads = True
     name: str
     bits: int
     group: int
@@ -96,6 +97,7 @@ class Awq(Scheme):
 
     suffix = "qweight"
     leaves = ("qzeros", "scales")
+    has_heads = True
     name: str
     has_zeros: bool
     group: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,8 @@ class Scheme(ABC):
     """The name of the tensor of a module's codes, behind the module's own."""
     leaves: tuple[str, ...]
     """The names that the other tensors of a module may have."""
+    has_heads: ClassVar[bool] = False
+    """Whether its tools can quantise a head."""
 
     @property
     @abstractmethod

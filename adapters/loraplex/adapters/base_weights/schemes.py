@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapters.base_weights.bitsandbytes import BitsAndBytesInt8, BitsAndBytesNf4, read_bitsandbytes
-from loraplex.adapters.base_weights.compressed_tensors import CompressedTensors, read_compressed_tensors
-from loraplex.adapters.base_weights.fp8 import Fp8, read_fp8
-from loraplex.adapters.base_weights.gguf import Gguf, read_gguf
-from loraplex.adapters.base_weights.gptq import Awq, Gptq, read_auto_round, read_awq, read_gptq
+from loraplex.adapters.base_weights.bitsandbytes import read_bitsandbytes
+from loraplex.adapters.base_weights.compressed_tensors import read_compressed_tensors
+from loraplex.adapters.base_weights.fp8 import read_fp8
+from loraplex.adapters.base_weights.gguf import read_gguf
+from loraplex.adapters.base_weights.gptq import read_auto_round, read_awq, read_gptq
 from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
 from loraplex.adapters.base_weights.words import leaves_out
 from loraplex.adapters.store.files import shown
 from loraplex.kernels.linear.stored import FloatWeight, GroupedWeight
 
-AnyScheme = Awq | BitsAndBytesInt8 | BitsAndBytesNf4 | CompressedTensors | Fp8 | Gguf | Gptq
-_READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
+_READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
@@ -30,7 +29,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], AnyScheme]] = {
 }
 
 
-def read_scheme(config: Mapping[str, Any]) -> AnyScheme | None:
+def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
     """None where the checkpoint is not quantised. Raises QuantisationUnsupported."""
     given = config.get("quantization_config")
     if given is None:
@@ -108,7 +107,7 @@ def read_linears(config: Mapping[str, Any], tensors: QuantisedTensors) -> Stored
 def stores_head(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint has codes of its head, by its config alone: GPTQ's tools can make them."""
     scheme = read_scheme(config)
-    if not isinstance(scheme, Gptq | Awq):
+    if scheme is None or not scheme.has_heads:
         return False
     given = config["quantization_config"]
     rule = (given.get("extra_config") or {}).get("lm_head")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,10 +28,8 @@ from loraplex.serving.text.processor import base_turn_ends
 _MARKS = {"ok": "[green]ok[/]   ", "warn": "[yellow]warn[/] ", "fail": "[red]wrong[/]"}
 
 
-class TorchAnswers(Protocol):
-    """The results for each of `torch_checks.NAMES`. Raises OSError with what is wrong."""
-
-    def __getitem__(self, name: str) -> str: ...
+TorchAnswers = Answers | Mapping[str, str]
+"""The results for each of `torch_checks.NAMES`. Raises OSError with what is wrong."""
 
 
 def examine(settings: Settings, out: Output) -> int:
