@@ -91,6 +91,25 @@ def test_a_file_of_each_family_gives_what_transformers_gives(architecture: str, 
         assert tokenizers[0].decode(ids[0]) == tokenizers[1].decode(ids[1]), text
 
 
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"tokenizer.ggml.scores": [0.5]}, r"its tokenizer\.ggml\.scores are 1, and it has \d+ tokens"),
+        ({"tokenizer.ggml.tokens": ["<unk>", "a" * 5000]}, "tokens have one of 5000 characters"),
+        ({"tokenizer.ggml.scores": None}, r"its metadata have no tokenizer\.ggml\.scores"),
+    ],
+)
+def test_a_vocabulary_of_sentencepiece_without_its_scores_is_refused(
+    metadata: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    types = (
+        metadata | {"tokenizer.ggml.token_type": [1] * 2} if "tokenizer.ggml.tokens" in metadata else metadata
+    )
+    gguf = write_gguf(tmp_path / "tiny.gguf", architecture="phi3", metadata=types)
+    with pytest.raises(GgufUnsupported, match=words):
+        convert(gguf, tmp_path / "model")
+
+
 @pytest.mark.parametrize("split", [*(name for name in SPLITS if name != "qwen2"), None])
 def test_a_split_gives_the_ids_of_llama_cpp(split: str | None, tmp_path: Path) -> None:
     golden = read_json(Path(__file__).with_name("llama_cpp_ids.json"))

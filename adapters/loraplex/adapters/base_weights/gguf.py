@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS, KINDS, Bytes
+from loraplex.adapters.base_weights.gguf_blocks import FOUR_BITS, KINDS
 from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors, refuse_unknown
 from loraplex.adapters.spec import TensorSlice
@@ -39,9 +40,9 @@ _STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True, slots=True)
 class Gguf(Scheme):
-    """A `Scheme`. `query_heads` and `kv_heads`: of a model whose rows of q and k llama.cpp has interleaved by heads; it
-    rotates neighbouring pairs, transformers the two halves of a head. None: it has not. `bits`: of a code; 4 where some
-    codes have 4 (`module_form` has the form of each module)."""
+    """A `Scheme`. `query_heads` and `kv_heads`: of a model whose rows of q and k are interleaved by heads
+    (`as_halves`), else None. `bits`: of a code; 4 where some codes have 4 (`module_form` has the form of each
+    module)."""
 
     suffix = "weight"
     leaves = ()
@@ -75,7 +76,7 @@ class Gguf(Scheme):
         kind = KINDS[tensors.dtype(f"{module}.weight")]
         stored = tensors.blocks(f"{module}.weight", rows * inputs // kind.values, kind.size)
         if (heads := self._heads(module)) is not None:
-            stored = _halves(stored.reshape(rows, -1), heads).reshape(stored.shape)
+            stored = as_halves(stored.reshape(rows, -1), heads).reshape(stored.shape)
         codes = np.empty((len(stored), kind.values), np.int8)
         scales = np.empty((len(stored), kind.values // kind.group), np.float32)
         offsets = np.empty_like(scales) if kind.has_offsets else None
@@ -117,9 +118,10 @@ def read_gguf(given: Mapping[str, Any], config: Mapping[str, Any]) -> Gguf:
     return Gguf(f"gguf {' '.join(kinds)}", query, kv, 8 if FOUR_BITS.isdisjoint(kinds) else 4)
 
 
-def _halves(rows: Bytes, heads: int) -> Bytes:
-    count = len(rows)
-    paired = rows.reshape(heads, count // heads // 2, 2, -1)
+def as_halves(rows: NDArray[Any], heads: int) -> NDArray[Any]:
+    """Rows that llama.cpp has interleaved, as transformers has them: llama.cpp rotates neighbouring pairs, transformers
+    the two halves of a head."""
+    paired = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
     return paired.swapaxes(1, 2).reshape(rows.shape)
 
 

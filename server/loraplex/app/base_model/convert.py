@@ -23,6 +23,7 @@ import numpy as np
 from gguf import dequantize
 from numpy.typing import NDArray
 
+from loraplex.adapters.base_weights.gguf import as_halves
 from loraplex.adapters.store.files import shown
 from loraplex.app.base_model.gguf_families import FAMILIES, GgufFamily, ModelKeys
 from loraplex.app.base_model.gguf_file import GgufFile, GgufTensor, GgufUnsupported, Metadata, run_limited
@@ -169,9 +170,7 @@ class Weight:
         """The rows in bfloat16, some at a time. Each row is quantised by itself, so rows may be moved before."""
         rows = self.stored.data
         if self.heads is not None:
-            # llama.cpp rotates neighbouring pairs, transformers the two halves of a head.
-            paired = rows.reshape(self.heads, rows.shape[0] // self.heads // 2, 2, *rows.shape[1:])
-            rows = paired.swapaxes(1, 2).reshape(rows.shape)
+            rows = as_halves(rows, self.heads)
         step = max(1, PIECE_VALUES // self.shape[-1]) if len(self.shape) > 1 else len(rows)
         for start in range(0, len(rows), step):
             values = dequantize(rows[start : start + step], self.stored.tensor_type)

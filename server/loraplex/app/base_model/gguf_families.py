@@ -78,8 +78,7 @@ class GgufFamily:
     biases: frozenset[str] = field(default=frozenset())
     """Tensors that have a bias."""
     is_interleaved: bool = False
-    """Whether the rows of q and k are those of neighbouring pairs: llama.cpp rotates these, transformers the two halves
-    of a head."""
+    """Whether the rows of q and k are interleaved by heads."""
     norm_shift: float = 0.0
     """A number that the converter added to the weights of norms."""
     rotates_part: bool = False

@@ -40,6 +40,8 @@ _SAMPLING = "general.sampling."
 SENTENCEPIECE = "llama"
 """llama.cpp's name of a vocabulary of SentencePiece, whatever the model."""
 _SPACE = "\u2581"
+_MOST_CHARACTERS = 1024
+"""Characters of a token of SentencePiece: each place in it may join two others."""
 _TYPES = {TokenType.NORMAL, TokenType.UNUSED, TokenType.CONTROL, TokenType.USER_DEFINED}
 _SENTENCEPIECE_TYPES = {TokenType.UNKNOWN, TokenType.BYTE}
 
@@ -131,6 +133,8 @@ def _sentencepiece(metadata: Metadata, tokens: list[str]) -> Tokenizer:
     of_gemma, prefix = architecture.startswith("gemma"), metadata.get("tokenizer.ggml.add_space_prefix", True)
     if of_gemma:
         tokens = [_SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
+    if (longest := max(map(len, tokens), default=0)) > _MOST_CHARACTERS:
+        raise GgufUnsupported(f"its tokenizer.ggml.tokens have one of {longest} characters")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", ())]
     if not merges:
