@@ -102,6 +102,10 @@ MIXED_SIZES = ("afmoe", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v
 """Families whose dense layers and shared experts have other sizes."""
 ORDINARY: dict[str, list[str]] = {
     **dict.fromkeys(MIXED_SIZES, ATTENTION),
+    # PEFT trains dense layers and shared experts too, which the file calls otherwise.
+    "hy_v3": [*ATTENTION, *LEAVES],
+    # PEFT does not load the shared experts' LoRA that it has saved.
+    "laguna": [*ATTENTION, "g_proj"],
     # Packed linears of Granite 4.
     "granitemoehybrid": [*ATTENTION, "input_linear", "output_linear"],
     "granitemoeshared": [*ATTENTION, "input_linear", "output_linear"],

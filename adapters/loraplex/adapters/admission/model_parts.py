@@ -36,6 +36,8 @@ class ModelParts:
     decoder: str = "language_model"
     renamed: tuple[tuple[str, str], ...] = ()
     """Further beginnings of names, each with the one of now."""
+    inside: tuple[tuple[str, str], ...] = ()
+    """Parts of names within a layer, each with the one of now."""
     is_converted: bool = False
     """Whether transformers makes modules of other names, or sizes, of the tensors of `others`."""
 
@@ -50,6 +52,8 @@ class ModelParts:
         for old, new in (*self.renamed, *_HEADS):
             if name.startswith(old):
                 name = new + name.removeprefix(old)
+        for old, new in self.inside:
+            name = name.replace(old, new)
         if not self.others:
             return name
         if name.partition(".")[0] in self.others:
@@ -144,6 +148,15 @@ MULTIMODAL: Mapping[str, ModelParts] = {
 """The parts of a multimodal model by its `model_type`."""
 
 
+_TEXTS: Mapping[str, ModelParts] = {
+    "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
+    "laguna": ModelParts(inside=((".mlp.shared_expert.", ".mlp.shared_experts."),)),
+}
+"""Text models that transformers saves under other names than their modules have."""
+
+
 def parts_of(model_type: object) -> ModelParts:
     """The parts of a model; of a text model, one that has no other."""
-    return MULTIMODAL.get(model_type, _TEXT) if isinstance(model_type, str) else _TEXT
+    if not isinstance(model_type, str):
+        return _TEXT
+    return MULTIMODAL.get(model_type) or _TEXTS.get(model_type, _TEXT)
