@@ -25,8 +25,8 @@ from loraplex.kernels.attention.kv_codes import (
 )
 from loraplex.kernels.layers import triton_rope
 from loraplex.kernels.layers.rope import apply_rope, rope_cos_sin
-from support.kernels.kv_write import write_for_triton
 from support.kernels.paged import PagedStep, expected_attention
+from support.kernels.triton_cache import write_for_triton
 
 _HALF_STEP = 0.57
 """The largest distance of a code from its number, in steps of a code: the scale is rounded too."""

@@ -12,6 +12,7 @@ from loraplex.kernels.attention.kv_codes import SCALE_BYTES, to_codes
 from loraplex.kernels.attention.numba_attention import key_value_offsets, scale_offsets
 from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.attention.torch_attention import TorchAttention
+from support.kernels.triton_cache import write_for_triton
 
 
 def write_kv(kernel: AttentionKernel, kv: torch.Tensor, cache: torch.Tensor, batch: Any) -> None:
@@ -23,22 +24,6 @@ def write_kv(kernel: AttentionKernel, kv: torch.Tensor, cache: torch.Tensor, bat
         write_for_numba(kv, cache, batch.slots)
     else:
         write_for_triton(kv, cache, batch.slots)
-
-
-def write_for_triton(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """slots: [T], -1 for nowhere."""
-    there = slots >= 0
-    kv, slots = kv[there], slots[there].long()
-    num_blocks, positions, _, heads, _ = cache.shape
-    block, position = slots // positions, slots % positions
-    if cache.dtype is not torch.int8:
-        cache[block, position] = kv
-        return
-    codes, scales = to_codes(kv)
-    flat, size = cache.view(num_blocks, -1), codes.shape[1:].numel() * positions
-    flat[:, :size].view(num_blocks, positions, *codes.shape[1:])[block, position] = codes
-    of_scales = flat[:, size:].view(torch.float16).view(num_blocks, 2, heads, positions)
-    of_scales[block, :, :, position] = scales
 
 
 def write_for_numba(kv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:

@@ -13,8 +13,7 @@ launches, no atomic addition and no barrier between programs: the same batch giv
     lora.launcher(device_buffer, work, slots)          a LoraPass
 
 and for recorded launches, once, `lora.recorded(device_buffer, max_rows)`, whose lists are planned with `fixed`.
-The A side of a group needs x alone: `shrink` may run on another stream beside the base's own product, if that stream
-waits for x, and the one of `expand` for it. Passes that share hidden values must not run at the same time.
+Passes that share hidden values must not run at the same time.
 """
 
 from __future__ import annotations
