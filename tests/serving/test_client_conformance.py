@@ -66,7 +66,7 @@ def make_engine(
     return InProcessEngineClient(lambda wake: build_fake_engine(engine_config, wake), on_damaged=on_damaged)
 
 
-@pytest.fixture(params=["socket", "remote", "inprocess", "cluster of 1", "cluster of 3"])
+@pytest.fixture(params=[*ALONE[:3], "cluster of 3", pytest.param("cluster of 1", marks=pytest.mark.soak)])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
