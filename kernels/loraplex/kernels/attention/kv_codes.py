@@ -35,8 +35,7 @@ def head_dim_of(cache: torch.Tensor) -> int:
 
 def has_whole_blocks(cache: torch.Tensor) -> bool:
     """Whether each block of a cache [N, P, 2, Hkv, `head_width`] lies in one piece. Blocks may be apart."""
-    _, _, _, heads, width = cache.shape
-    return cache.stride()[1:] == (2 * heads * width, heads * width, width, 1)
+    return cache.is_contiguous() or cache[0].is_contiguous()
 
 
 def is_transformed(head_dim: int) -> bool:
