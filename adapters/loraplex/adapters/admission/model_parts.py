@@ -22,7 +22,16 @@ DECODERS: tuple[tuple[str, str], ...] = (
     ("text_model.", "Idefics and SmolVLM, without their head"),
 )
 """Prefixes before "layers" in the path of a decoder's module, and the model that each belongs to."""
-_OF_DECODERS = frozenset({"layers", "embed_tokens", "norm", MODEL_PROJECTION})
+_OF_DECODERS = frozenset(
+    {
+        "layers",
+        "embed_tokens",
+        "norm",
+        "embed_tokens_per_layer",
+        "per_layer_projection_norm",
+        MODEL_PROJECTION,
+    }
+)
 _MODEL = "model."
 _HEADS = (("language_model.lm_head.", "lm_head."), ("embed_out.", "lm_head."))
 
