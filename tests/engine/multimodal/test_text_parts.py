@@ -4,6 +4,7 @@ may have for the language model, and tensors of parts that no text goes through,
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,22 @@ pytestmark = [
 ]
 
 TOKENS = 20
+RECIPES: dict[str, Any] = {"all-linear": "all-linear", "seven": ALL_SITES}
 PROMPTS = [[(7 * n + 11 * length) % 470 + 3 for n in range(length)] for length in (9, 37)]
 OFTEN = ("qwen2_5_vl", "mistral3:ministral3", "llava", "smolvlm", "gemma3", "paligemma", "cwm", "seed_oss")
 """Those of every run: one for each way in which names, ties, ropes and decoders differ."""
 ALIASES = ("cwm", "internlm3", "iquestcoder", "ministral", "ministral3", "seed_oss")
 """Text models with the plan of another family."""
 FAMILIES = dict.fromkeys((*OFTEN, *MULTIMODAL, *ALIASES, "internvl:qwen3", "llava:qwen2"))
-NOT_BY_PEFT = {
+NO_ADAPTERS = {
     ("fuyu", "seven"),
-    ("qwen3_omni_moe_thinker", "all-linear"),
-    ("qwen3_omni_moe_thinker", "seven"),
+    *(
+        (family, recipe)
+        for family in ("qwen3_omni_moe_thinker", "glm4v_moe", "muse_glimmer")
+        for recipe in RECIPES
+    ),
 }
-"""PEFT finds no such modules, cannot adapt one of them, or makes LoRA on experts of it."""
+"""PEFT finds no such modules or cannot adapt one of them, makes LoRA on experts, or on one of two linears of a name."""
 
 
 def often(families: Any) -> list[Any]:
@@ -80,8 +85,8 @@ def test_base_and_adapters_equal_transformers_and_peft(family: str, tmp_path: Pa
     base = save(family, tmp_path / "base")
     models = {
         recipe: make_adapter(base, tmp_path / recipe, target_modules=targets)
-        for recipe, targets in (("all-linear", "all-linear"), ("seven", ALL_SITES))
-        if (family, recipe) not in NOT_BY_PEFT
+        for recipe, targets in RECIPES.items()
+        if (family, recipe) not in NO_ADAPTERS
     }
     parts = parts_of(family.partition(":")[0])
     own = f"model.{parts.decoder}."
@@ -181,3 +186,10 @@ def test_a_text_part_may_leave_out_what_its_type_has_by_default(tmp_path: Path) 
     del text["num_hidden_layers"]
     edit_config(base, text_config=text)
     assert load_base_spec(base).num_layers == before.num_layers == 2
+
+
+def test_every_type_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs/models.md").read_text()
+    section = page.split("## Multimodal models")[1].split("## All families")[0]
+    rows = re.findall(r"^\| (?:of a family|through).*? \| (.*) \|$", section, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(MULTIMODAL)

@@ -47,6 +47,12 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2", "spatial_target_layers": [1],
     },
+    "ernie4_5_vl_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [3, 3, 2]}},
+    "glm_ocr_text": {"rope_parameters": _MROPE},
+    **{
+        name: {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
+        for name in ("glm4v_text", "glm4v_moe_text")
+    },
     "hunyuan_vl_text": {"rope_parameters": _MROPE | {"mrope_section": [2, 2, 2, 2]}},
 }  # fmt: skip
 """What the fields' names don't tell, by the type of a model or of a part."""

@@ -120,6 +120,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "mistral3": _LLAVA,
     "ovis2": ModelParts(("vision_tower", "visual_embeddings_table")),
     "paddleocr_vl": ModelParts(("visual", "projector"), renamed=(("mlp_AR.", "projector."),)),
+    "pp_chart2table": _LLAVA,
     "qianfan_ocr": ModelParts(
         _LLAVA.others,
         # transformers 5 saves the language model's layers in an "encoder" too.
@@ -135,6 +136,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "qwen2_5_omni_thinker": _QWEN_OMNI,
     "qwen3_vl": _QWEN_VL,
     "smolvlm": _IDEFICS,
+    "video_llava": ModelParts(("image_tower", "video_tower", "multi_modal_projector")),
     "video_llama_3": ModelParts(("vision_model", "projector")),
     "vipllava": _LLAVA,
     # Types that run through transformers.
@@ -142,14 +144,25 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "aya_vision": _LLAVA,
     "cohere2_vision": _LLAVA,
     "cohere_compass": _QWEN_VL,
+    "ernie4_5_vl_moe": ModelParts(
+        ("vision_tower", "resampler_model"),
+        renamed=(("model.vision_model.", "model.vision_tower."),),
+        is_converted=True,
+    ),
     "exaone4_5": _QWEN_VL,
     "fuyu": ModelParts(("vision_embed_tokens",)),
+    "glm46v": _QWEN_VL,
+    "glm4v": _QWEN_VL,
+    "glm4v_moe": _QWEN_VL,
+    "glm_ocr": _QWEN_VL,
+    "glmga": _QWEN_VL,
     "granite4_vision": ModelParts(("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline")),
     "granite_docling": ModelParts(("vision_model",), "text_model"),
     "hunyuan_vl": ModelParts(("vision_tower",), renamed=(("vit.", "vision_tower."),), is_converted=True),
     "hyperclovax_vision_v2": ModelParts(
         ("vision_model", "projector"), renamed=(("model.vision_projector.", "model.projector."),)
     ),
+    "muse_glimmer": ModelParts(("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm")),
     "paligemma": _LLAVA,
     "qwen3_omni_moe_thinker": _QWEN_OMNI,
     "qwen3_vl_moe": _QWEN_VL,

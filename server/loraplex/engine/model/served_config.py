@@ -41,7 +41,7 @@ def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
         return ServedConfig(config, config, raw)
     text, text_raw = copy.copy(config.get_text_config(decoder=True)), raw.get("text_config")
     # The head is the whole's.
-    text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     if not isinstance(text_raw, dict):
         # Files from before transformers 4.52 have the text part's fields beside the others.
         own = type(config).__annotations__
