@@ -121,8 +121,7 @@ def plan_rope(
 
 def _query_scale(parameters: Mapping[str, Any], longest: int) -> QueryScale | None:
     beta, length = parameters.get(SCALE_FIELD), parameters.get("original_max_position_embeddings")
-    is_valid = isinstance(beta, int | float) and type(length) is int and length > longest // _MOST_SCALES
-    if not is_valid:
+    if not isinstance(beta, int | float) or type(length) is not int or length <= longest // _MOST_SCALES:
         raise ModelUnsupported(
             f"the RoPE parameters have {SCALE_FIELD} {shown(beta)} and original_max_position_embeddings "
             f"{shown(length)}, which give no scales of queries"
