@@ -23,7 +23,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "mlp_dim"), 96),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
     **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts", "mm_tokens_per_image"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
     **dict.fromkeys(("spatial_merge_size", "temporal_patch_size", "moe_num_shared_experts", "bos_token_id"), 1),
     **dict.fromkeys(("num_position_embeddings", "image_size", "head_dim", "query_pre_attn_scalar"), 16),
     **dict.fromkeys(("sliding_window", "attention_window_size"), 8),
@@ -48,6 +48,13 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
         "deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2", "spatial_target_layers": [1],
     },
     "ernie4_5_vl_moe_text": {"rope_parameters": _MROPE | {"mrope_section": [3, 3, 2]}},
+    **{
+        name: {
+            "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+        }
+        for name in ("gemma4_text", "gemma4_unified_text")
+    },
     "glm_ocr_text": {"rope_parameters": _MROPE},
     **{
         name: {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
@@ -58,13 +65,20 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
 """What the fields' names don't tell, by the type of a model or of a part."""
 
 
+def _read(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers names no number for layers that differ
+        return None
+
+
 def _shrunk(config_class: Any) -> dict[str, Any]:
     default, fields = config_class(), config_class.__dataclass_fields__
     values = {
         name: value
         for name, value in _SMALL.items()
         # A list in the default, or nothing, means something else than a number.
-        if name in fields and not isinstance(getattr(default, name, None), list | tuple)
+        if name in fields and not isinstance(_read(default, name), list | tuple)
     }
     kinds = getattr(default, "layer_types", None) if "num_hidden_layers" in values else None
     if kinds:
