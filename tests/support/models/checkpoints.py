@@ -114,6 +114,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB,
     },
+    "lfm2": {
+        "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "full_attn_idxs": [1],
+        "block_multiple_of": 16,
+    },
+    "lfm2-biases": {
+        "model_type": "lfm2", "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True, "conv_L_cache": 7,
+        "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 """What `FusedDecoder` serves."""
 

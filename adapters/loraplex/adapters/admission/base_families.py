@@ -67,7 +67,7 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
             "zamba": "Zamba", "zamba2": "Zamba2", "zaya": "ZAYA",
         },
     ),
-    (CONVOLUTION, {"lfm2": "LFM2", "lfm2_moe": "LFM2-MoE", "lfm3": "LFM3", "inkling2": "Inkling 2"}),
+    (CONVOLUTION, {"lfm2_moe": "LFM2-MoE", "lfm3": "LFM3", "inkling2": "Inkling 2"}),
     (
         _ENCODER,
         {
@@ -103,6 +103,8 @@ _LAYER_KINDS: Mapping[str, frozenset[str]] = {
     _CHUNKED: frozenset({"chunked_attention"}),
 }  # fmt: skip
 """Kinds of layers, of those that transformers knows, by what is in the way: in families that are not listed too."""
+_SERVED_KINDS: Mapping[str, frozenset[str]] = {"lfm2": frozenset({"conv"})}
+"""Those that are served in a family all the same."""
 _SIZES: Mapping[str, str] = {
     "kv_lora_rank": _LATENT,
     "index_topk": _INDEXED,
@@ -167,6 +169,7 @@ def _property_of(config: Mapping[str, Any]) -> str | None:
     for field in _KINDS_OF_LAYERS:
         found = config.get(field)
         kinds = {kind for kind in found if isinstance(kind, str)} if isinstance(found, list) else set()
+        kinds -= _SERVED_KINDS.get(str(config.get("model_type")), frozenset())
         for reason, names in _LAYER_KINDS.items():
             if told := sorted(kinds & names):
                 return f"{reason} ({field}: {told[0]})"

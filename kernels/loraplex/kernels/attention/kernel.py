@@ -81,6 +81,15 @@ class AttentionKernel(Protocol):
         ...
 
 
+@runtime_checkable
+class TellsPrevious(Protocol):
+    """An `AttentionKernel` whose batches serve layers with short convolutions too."""
+
+    def previous_slots(self, batch: Any, count: int) -> torch.Tensor:
+        """[T, count] int64: see `loraplex.kernels.attention.previous`."""
+        ...
+
+
 class AttentionLayout(Protocol):
     """Lays out steps of up to a capacity in one array of `num_ints` int32s, which travels with a step's other
     inputs."""

@@ -99,6 +99,8 @@ class NumbaAttentionBatch:
     tables: NDArray[np.int32]
     tables_address: int
     plans: dict[tuple[int, int, int, int], _Plan] = field(default_factory=dict, repr=False)
+    previous: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+    """The slots of that many positions before each row."""
 
     def lists(self, kv_heads: int, group: int, dim: int, window: int) -> tuple[int, ...]:
         """See `AttentionStep`."""

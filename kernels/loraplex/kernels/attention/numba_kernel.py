@@ -11,6 +11,8 @@ from loraplex.kernels.attention.numba_attention import (
     build_attention_batch,
     paged_attention,
 )
+from loraplex.kernels.attention.previous import previous_slots
+from loraplex.kernels.numba_runtime.recording import NotRecordable
 
 
 class NumbaAttention:
@@ -24,6 +26,14 @@ class NumbaAttention:
         self, num_rows: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> NumbaAttentionBatch:
         return build_attention_batch(num_rows, seq_lens, block_tables)
+
+    def previous_slots(self, batch: NumbaAttentionBatch, count: int) -> torch.Tensor:
+        if not isinstance(batch, NumbaAttentionBatch):
+            raise NotRecordable("the slots before a row differ from step to step")
+        if count not in batch.previous:
+            found = previous_slots(batch.counts, batch.seq_lens, batch.starts, batch.tables, count)
+            batch.previous[count] = torch.from_numpy(found)
+        return batch.previous[count]
 
     def run(
         self,

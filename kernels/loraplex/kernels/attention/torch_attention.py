@@ -18,12 +18,14 @@ repeated for grouped-query attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kv_codes import pack_rows, unpack_rows
+from loraplex.kernels.attention.previous import previous_slots
 from loraplex.kernels.attention.types import (
     AttentionBatch,
     DecodeGroup,
@@ -64,6 +66,14 @@ class TorchAttention:
             max_gather_blocks=self._max_gather_blocks,
             device=self._device,
         )
+
+    def previous_slots(self, batch: AttentionBatch, count: int) -> torch.Tensor:
+        if count not in batch.previous:
+            num_rows, seq_lens, tables = batch.sequences
+            starts = [*accumulate(map(len, tables[:-1]), initial=0)]
+            found = previous_slots(num_rows, seq_lens, starts, [*chain.from_iterable(tables)], count)
+            batch.previous[count] = torch.from_numpy(found).to(self._device)
+        return batch.previous[count]
 
     def run(
         self,
@@ -112,6 +122,7 @@ def build_attention_batch(
         slots=torch.tensor(slots, dtype=torch.int64, device=device),
         decode=tuple(_decode_group(group, device) for group in _group_by_length(single, max_gather_blocks)),
         prefill=tuple(prefill),
+        sequences=(num_rows, seq_lens, block_tables),
     )
 
 

@@ -5,6 +5,7 @@ Shapes as in `loraplex.kernels.attention.torch_attention`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,3 +80,7 @@ class AttentionBatch:
     prefill: tuple[PrefillSlice, ...]
     decode_views: dict[tuple[int, int | None], DecodeView] = field(default_factory=dict)
     prefill_views: dict[tuple[int, int | None], PrefillView] = field(default_factory=dict)
+    sequences: tuple[Sequence[int], Sequence[int], Sequence[Sequence[int]]] = ((), (), ())
+    """Rows, lengths and tables, as `build_attention_batch` was given them."""
+    previous: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The slots of that many positions before each row."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from loraplex.adapters.store.files import shown
 from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.model import lfm2
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.config_fields import check_fields, check_sizes
 from loraplex.engine.model.layer_kinds import (
@@ -16,9 +19,13 @@ from loraplex.engine.model.layer_kinds import (
     GatedKind,
     InputKind,
     LayerKind,
+    ModuleNames,
     NormKind,
+    ShortConvKind,
 )
 from loraplex.engine.model.rope import SCALE_FIELD, RopePlan, plan_rope
+
+_NAMES = ModuleNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +54,13 @@ class LayerRow:
     v_norm: bool = False
     values_are_keys: str = ""
     """Whether there is no v_proj."""
+    out: str = "o_proj"
+    head_norm: str = "norm"
+    mlp_sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mlp_size_of: Callable[[Any], int] | None = None
+    """Makes the width of a config; None: `mlp_size` is it."""
+    mixer: Callable[[Any], ShortConvKind] | None = None
+    """Makes the mixer of a config; None: attention."""
 
     @property
     def config_fields(self) -> set[str]:
@@ -61,6 +75,8 @@ class Family:
     is that of all layers where a config has none."""
 
     layers: Mapping[str, LayerRow]
+    names: ModuleNames = _NAMES
+    norm_eps: str = "rms_norm_eps"
     norm_offset: float = 0.0
     """Added to the stored weight of each norm."""
     norm_in_float32: bool = False
@@ -92,12 +108,9 @@ class Family:
     def config_fields(self) -> set[str]:
         named = {name for row in self.layers.values() for name in row.config_fields}
         own = {
-            self.logits_softcap,
-            self.shared_layers,
-            self.wide_where_shared,
-            self.own_input,
+            self.logits_softcap, self.norm_eps, self.shared_layers, self.wide_where_shared, self.own_input,
             self.own_input_vocab,
-        }
+        }  # fmt: skip
         return {*self.fields, *named, *own}
 
 
@@ -155,6 +168,12 @@ _QWEN3 = Family(_some_sliding(LayerRow(mlp_bias=False, qk_norm=True)))
 # Which of three positions a token's frequencies take. Those of text are equal.
 _SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
 _QWEN2_VL = replace(_QWEN2, rope_fields=_SECTIONS)
+_LFM2_FULL = replace(
+    _PLAIN, window="", qk_norm=True, activation_field="", out="out_proj", head_norm="layernorm",
+    mlp_sites=("w1", "w3", "w2"), mlp_size_of=lfm2.feed_forward_size,
+)  # fmt: skip
+_LFM2_LAYERS = {_FULL: _LFM2_FULL, "conv": replace(_LFM2_FULL, mixer=lfm2.short_conv_kind)}
+_LFM2 = Family(_LFM2_LAYERS, lfm2.NAMES, "norm_eps", fields=lfm2.FIELDS)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
     "mistral": _MISTRAL,
@@ -188,6 +207,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_5_omni_text": _QWEN2_VL,
     "qwen3_vl_text": replace(_QWEN3, rope_fields=_SECTIONS),
+    "lfm2": _LFM2,
 }
 _ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
@@ -204,6 +224,7 @@ class DecoderSpec:
     """All of them have an input of their own, of one kind, or none has."""
     hidden_size: int
     vocab_size: int
+    names: ModuleNames
     norm: NormKind
     tied: bool
     """Whether the head is the embedding."""
@@ -246,17 +267,19 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         raise ModelUnsupported(f"sliding_window {window} is not known for {config.model_type}")
     names = _layer_names(config, family)
     rows = {name: family.layers[name] for name in names}
+    if all(row.mixer is not None for row in rows.values()):
+        raise ModelUnsupported(f"none of the layers of this {config.model_type} has attention")
     configs = {name: _config_of(config, family, name) for name in rows}
     rope, rope_of = plan_rope(
         configs,
-        {name: _head_dim(configs[name], row) for name, row in rows.items()},
+        {name: _head_dim(configs[name], row) for name, row in rows.items() if row.mixer is None},
         max_model_len,
         partial=family.partial_rope,
         others=family.rope_fields,
         by_kind=family.layers if family.rope_by_kind else (),
     )
     kinds = {
-        name: _layer_kind(configs[name], raw, row, rope_of[name], rope.max_positions)
+        name: _layer_kind(configs[name], raw, row, rope_of.get(name, 0), rope.max_positions)
         for name, row in rows.items()
     }
     kinds = {name: _with_family(kind, config, family) for name, kind in kinds.items()}
@@ -265,7 +288,8 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         layers=_with_sharing([kinds[name] for name in names], names, config, family),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
-        norm=NormKind(config.rms_norm_eps, _norm_offset(raw, family), family.norm_in_float32),
+        names=family.names,
+        norm=NormKind(getattr(config, family.norm_eps), _norm_offset(raw, family), family.norm_in_float32),
         tied=bool(config.tie_word_embeddings),
         embed_scale=config.hidden_size**0.5 if family.scales_embedding else 1.0,
         logits_softcap=_softcap(config, family.logits_softcap),
@@ -343,7 +367,9 @@ def _with_sharing(
     times = 2 if family.wide_where_shared and getattr(config, family.wide_where_shared) else 1
     for index in range(first, len(kinds)):
         kind, source = kinds[index], sources[names[index]]
-        mixer = replace(kind.mixer, values_are_keys=False, cache=replace(kind.mixer.cache, shares=source))
+        mixer = msgspec.structs.replace(
+            kind.mixer, values_are_keys=False, cache=replace(kind.mixer.cache, shares=source)
+        )
         wide = replace(kind.feed_forward, size=times * kind.feed_forward.size)
         kinds[index] = replace(kind, mixer=mixer, feed_forward=wide)
     return tuple(kinds)
@@ -362,7 +388,8 @@ def _head_dim(config: Any, row: LayerRow) -> int:
 def _layer_kind(
     config: Any, raw: Mapping[str, Any], row: LayerRow, rope: int, max_positions: int
 ) -> LayerKind:
-    allowed, activation = _ACTIVATIONS[row.activation], getattr(config, row.activation_field)
+    allowed = _ACTIVATIONS[row.activation]
+    activation = getattr(config, row.activation_field) if row.activation_field else allowed[0]
     if activation not in allowed:
         raise ModelUnsupported(
             f"{row.activation_field} is {shown(activation)}; {config.model_type} is served with '{allowed[0]}'"
@@ -387,9 +414,12 @@ def _layer_kind(
         packed=row.packed,
         v_norm=row.v_norm,
         values_are_keys=bool(row.values_are_keys and getattr(config, row.values_are_keys)),
+        out=row.out,
+        head_norm=row.head_norm,
     )
-    gated = GatedKind(getattr(config, row.mlp_size), row.activation, mlp_bias, row.packed)
-    return LayerKind(mixer, gated, row.norms_behind)
+    size = getattr(config, row.mlp_size) if row.mlp_size_of is None else row.mlp_size_of(config)
+    gated = GatedKind(size, row.activation, mlp_bias, row.packed, row.mlp_sites)
+    return LayerKind(mixer if row.mixer is None else row.mixer(config), gated, row.norms_behind)
 
 
 def _scale(config: Any, row: LayerRow, head_dim: int) -> float:

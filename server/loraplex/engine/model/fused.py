@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch.nn.functional import embedding
@@ -12,9 +13,10 @@ from torch.nn.functional import embedding
 from loraplex.engine.kv.layers import groups_by_layer
 from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
+from loraplex.engine.model.layer_kinds import AttentionKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
-from loraplex.engine.model.layers.attention import AttentionWeights, attend, attention_groups, read_attention
 from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated
+from loraplex.engine.model.layers.mixers import MIXERS
 from loraplex.engine.model.layers.own_input import (
     TABLE,
     InputTables,
@@ -48,8 +50,9 @@ class LayerWeights:
     none."""
 
     input_norm: torch.Tensor
-    attention: AttentionWeights
-    attention_out_norm: torch.Tensor | None
+    mixer: Any
+    """The weights that `MIXERS` read."""
+    mixer_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     mlp: GatedWeights
     mlp_out_norm: torch.Tensor | None
@@ -176,13 +179,9 @@ class FusedDecoder:
         scaling = None if self._unwritten is None else (given.cos_sin[-1], self._unwritten)
         for index, (kind, layer) in enumerate(zip(self._spec.layers, layers, strict=True)):
             given.enter_layer(index)
-            cache, cos_sin = batch.kv.layer(index), given.cos_sin[kind.mixer.rope]
-            x = attend(
-                kind.mixer, layer.attention, x, cache, cos_sin, batch, linears, self.attention, scaling
-            )
-            x = linears.add_and_norm(
-                layer.attention.o, x, batch, residual, layer.attention_out_norm, layer.mlp_norm
-            )
+            run = MIXERS[type(kind.mixer)].run
+            x = run(kind.mixer, layer.mixer, x, given.cos_sin, batch, linears, self.attention, scaling)
+            x = linears.add_and_norm(layer.mixer.o, x, batch, residual, layer.mixer_out_norm, layer.mlp_norm)
             x = linears.gate(layer.mlp.gate_up, x, batch, kind.feed_forward.activation)
             own, after = layer.own_input, following[index]
             if kind.own_input is None or own is None or given.own_inputs is None:
@@ -201,23 +200,23 @@ def decoder_shape(spec: DecoderSpec) -> ModelShape:
 
 
 def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
-    mixers = [kind.mixer for kind in spec.layers]
-    kinds = [
-        (
-            AttentionShape(mixer.num_heads, mixer.cache.kv_heads, mixer.cache.head_dim, BLOCK_SIZE),
-            mixer.cache.window,
-        )
-        for mixer in mixers
-    ]
+    mixers: list[AttentionKind] = []
     groups: dict[int, dict[tuple[AttentionShape, int | None], None]] = {}
-    for kind, group in zip(kinds, groups_by_layer(spec.caches), strict=True):
-        groups.setdefault(group, {})[kind] = None
+    for layer, group in zip(spec.layers, groups_by_layer(spec.caches), strict=True):
+        of_group, mixer = groups.setdefault(group, {}), layer.mixer
+        if isinstance(mixer, AttentionKind):
+            mixers.append(mixer)
+            of_group[_shape(mixer), mixer.cache.window] = None
     return AttentionNeeds(
-        max((shape for shape, _ in kinds), key=lambda shape: shape.num_kv_heads * shape.head_dim),
-        tuple(dict.fromkeys(window for _, window in kinds)),
+        max(map(_shape, mixers), key=lambda shape: shape.num_kv_heads * shape.head_dim),
+        tuple(dict.fromkeys(mixer.cache.window for mixer in mixers)),
         any(mixer.softcap is not None for mixer in mixers),
         tuple(tuple(groups[group]) for group in sorted(groups)),
     )
+
+
+def _shape(mixer: AttentionKind) -> AttentionShape:
+    return AttentionShape(mixer.num_heads, mixer.cache.kv_heads, mixer.cache.head_dim, BLOCK_SIZE)
 
 
 def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
@@ -225,7 +224,7 @@ def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
     hidden, own = spec.hidden_size, spec.layers[0].own_input
     of_layer: list[tuple[SiteGroup, ...]] = [
         (
-            *attention_groups(kind.mixer, hidden),
+            *MIXERS[type(kind.mixer)].groups(kind.mixer, hidden),
             *gated_groups(kind.feed_forward, hidden),
             *(() if kind.own_input is None else input_groups(kind.own_input, hidden)),
         )
@@ -317,18 +316,21 @@ class DecoderReader:
         return {stored: (self._spec.vocab_size, self._spec.hidden_size)}
 
     def final_norm(self) -> torch.Tensor:
-        return self._norm(f"{self._root}norm")
+        return self._norm(f"{self._root}{self._spec.names.final_norm}")
 
     def layer(self, index: int) -> LayerWeights:
         kind, prefix = self._spec.layers[index], f"{self._root}layers.{index}."
-        qkv, o, gate_up, down, *own = self._groups[index]
-        first, behind = f"{prefix}post_attention_layernorm", kind.norms_behind
+        given, o, gate_up, down, *own = self._groups[index]
+        names, behind, read = self._spec.names, kind.norms_behind, MIXERS[type(kind.mixer)].read
+        first = f"{prefix}{names.feed_forward_norm}"
         return LayerWeights(
-            input_norm=self._norm(f"{prefix}input_layernorm"),
-            attention=read_attention(kind.mixer, self._tensors, f"{prefix}self_attn.", index, qkv, o),
-            attention_out_norm=self._norm(first) if behind else None,
+            input_norm=self._norm(f"{prefix}{names.input_norm}"),
+            mixer=read(kind.mixer, self._tensors, prefix, index, given, o),
+            mixer_out_norm=self._norm(first) if behind else None,
             mlp_norm=self._norm(f"{prefix}pre_feedforward_layernorm" if behind else first),
-            mlp=read_gated(kind.feed_forward, self._tensors, f"{prefix}mlp.", index, gate_up, down),
+            mlp=read_gated(
+                kind.feed_forward, self._tensors, f"{prefix}{names.feed_forward}.", index, gate_up, down
+            ),
             mlp_out_norm=self._norm(f"{prefix}post_feedforward_layernorm") if behind else None,
             own_input=read_input(self._tensors, prefix, index, *own[:2]) if own else None,
             scale=self._tensors.number(f"{prefix}layer_scalar") if kind.is_scaled else 1.0,

@@ -5,19 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from loraplex.engine.kv.layers import CacheKind
 
 Activation = Literal["silu", "gelu_tanh"]
 """The last is GELU's tanh approximation."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionKind:
+class MixerKind(msgspec.Struct, frozen=True, tag=True):
+    """The part of a layer that reads other positions (`layers.mixers`). A struct with a tag: kept plans have kinds of
+    several classes in one place."""
+
+    cache: CacheKind
+
+
+class AttentionKind(MixerKind, frozen=True):
     """Attention over rotated queries and keys. A layer whose cache is another's (`CacheKind.shares`) has queries
     alone."""
 
     num_heads: int
-    cache: CacheKind
     rope: int
     """The index of its rotation in `RopePlan.ropes`."""
     scale: float
@@ -32,6 +39,20 @@ class AttentionKind:
     """Whether values are normed by head, without a weight."""
     values_are_keys: bool = False
     """Whether values are the keys, before their norm and rotation: there is no v_proj."""
+    out: str = "o_proj"
+    """The name of the output's linear."""
+    head_norm: str = "norm"
+    """The names of the norms by head, behind "q_" and "k_"."""
+
+
+class ShortConvKind(MixerKind, frozen=True):
+    """A causal convolution of each channel, between two gates. The cache has the last rows that it reads: of C numbers
+    each, half of them as a key, half as a value."""
+
+    width: int
+    """Positions that a row reads, its own included."""
+    bias: bool
+    """Whether the convolution and both linears have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +64,8 @@ class GatedKind:
     bias: bool
     packed: bool
     """Whether the checkpoint has gate_up_proj: one site for adapters."""
+    sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The names of its linears."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +85,22 @@ class LayerKind:
     """A mixer and a feed-forward, each with a norm before it. `norms_behind`: each has one behind it too, before its
     result is added."""
 
-    mixer: AttentionKind
+    mixer: AttentionKind | ShortConvKind
     feed_forward: GatedKind
     norms_behind: bool
     own_input: InputKind | None = None
     is_scaled: bool = False
     """Whether what leaves the layer is multiplied by a number of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNames:
+    """The names of a family's modules."""
+
+    input_norm: str = "input_layernorm"
+    feed_forward: str = "mlp"
+    feed_forward_norm: str = "post_attention_layernorm"
+    final_norm: str = "norm"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,13 @@ from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
 from loraplex.engine.model.fused import attention_needs, decoder_shape
+from loraplex.engine.model.layer_kinds import ShortConvKind
 from loraplex.engine.model.plans import KeptPlans, ReadConfig
 from loraplex.engine.model.served_config import ServedConfig, read_served_config, wrapped_shape
 from loraplex.engine.model.wrapped import wrapped_attention
 from loraplex.engine.reports import ModelSummary
 from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavailable
+from loraplex.kernels.attention.kernel import TellsPrevious
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.linear.dense import multiplies
 from loraplex.kernels.weight_form import FLOATS, WeightForm, served_form
@@ -326,6 +328,17 @@ def _attention(
             f"--kv-cache-dtype int8: --attention {settings.attention} reads keys and values in the model's dtype "
             "alone; choose --attention auto, or serve with --kv-cache-dtype auto"
         )
+    if any(isinstance(kind.mixer, ShortConvKind) for kind in spec.layers):
+        if not isinstance(choice.kernel, TellsPrevious):
+            raise ModelUnsupported(
+                f"the short convolutions of {spec.model_type} do not run beside {choice.kernel.name}'s attention; "
+                "serve on a CPU, or with --kernels torch"
+            )
+        if settings.kv_cache_dtype == "int8":
+            raise ModelUnsupported(
+                f"--kv-cache-dtype int8: the short convolutions of {spec.model_type} keep their rows in the model's "
+                "dtype alone; serve with --kv-cache-dtype auto"
+            )
     return choice
 
 

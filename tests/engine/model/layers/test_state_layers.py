@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from typing import Any, Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, PretrainedConfig
 
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
@@ -17,10 +22,19 @@ from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.layers import CacheKind, layer_groups
 from loraplex.engine.kv.states import slot_bytes
+from loraplex.engine.model import family
 from loraplex.engine.model.base import ForwardBatch, ModelShape
+from loraplex.engine.model.family import Family, LayerRow
+from loraplex.engine.model.layer_kinds import MixerKind
+from loraplex.engine.model.layers import mixers
+from loraplex.engine.model.layers.adapted_linears import Linear
+from loraplex.engine.model.layers.mixers import Mixer
+from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.kernels.attention.torch_attention import TorchAttention
+from loraplex.kernels.lora.site_groups import SiteGroup
 from support.engine.fake_transport import FakeTransport, make_cache
+from support.engine.local_engine import LocalEngine
 from support.simulator.core_integrity import check_core
 
 VOCAB = 61
@@ -157,3 +171,131 @@ def test_slots_are_sized_beside_the_blocks() -> None:
         size(need - 1, max_model_len=1024)
     with pytest.raises(KVMemoryTooSmall, match="room for 0 tokens"):
         size(slot - 1)
+
+
+class Decay(MixerKind, frozen=True):
+    """A mixer of a family: s ← a·s + W x, channel by channel."""
+
+    a: float
+
+
+class DecayWeights(NamedTuple):
+    x: Linear
+    o: Linear
+
+
+SEEN: list[tuple[torch.Tensor, torch.Tensor]] = []
+"""What each call of the mixer read and gave."""
+
+
+def decay_groups(kind: Decay, hidden: int) -> tuple[SiteGroup, SiteGroup]:
+    return SiteGroup("in", ("in_proj",), hidden, (hidden,)), SiteGroup("o", ("out_proj",), hidden, (hidden,))
+
+
+def read_decay(
+    kind: Decay, tensors: LayerTensors, prefix: str, layer: int, x: SiteGroup, o: SiteGroup
+) -> DecayWeights:
+    return DecayWeights(*(tensors.linear(f"{prefix}decay.", layer, group, bias=False) for group in (x, o)))
+
+
+def run_decay(
+    kind: Decay,
+    weights: DecayWeights,
+    x: torch.Tensor,
+    cos_sin: Any,
+    batch: ForwardBatch,
+    linears: Any,
+    kernel: Any,
+    scaling: Any,
+) -> torch.Tensor:
+    y = linears.apply(weights.x, x, batch)
+    states, rows, first = batch.kv.state(weights.x.layer).view(torch.float32), batch.states, 0
+    assert rows is not None
+    out = torch.empty_like(y)
+    for slot, end in zip(rows.slots.tolist(), rows.ends.tolist(), strict=True):
+        for row in range(first, end):
+            out[row] = states[slot, : y.shape[1]] = kind.a * states[slot, : y.shape[1]] + y[row]
+        first = end
+    SEEN.append((y, out))
+    return out
+
+
+HIDDEN = 16
+CONFIG = {
+    "model_type": "decays", "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 3,
+    "layer_types": ["decay", "full_attention", "decay"], "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 8, "intermediate_size": 24, "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 256,
+    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}  # fmt: skip
+
+
+class DecaysConfig(PretrainedConfig):  # type: ignore[misc]
+    model_type = "decays"
+
+
+@pytest.fixture
+def decays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint of a family that is one row, with a mixer of its own."""
+    plain = LayerRow(qkv_bias=False, o_bias=False, mlp_bias=False)
+    own = replace(plain, mixer=lambda config: Decay(CacheKind(0, 0, state_bytes=4 * HIDDEN), 0.5))
+    monkeypatch.setitem(family.FAMILIES, "decays", Family({"full_attention": plain, "decay": own}))  # type: ignore[arg-type]
+    monkeypatch.setitem(mixers.MIXERS, Decay, Mixer(decay_groups, read_decay, run_decay))  # type: ignore[arg-type]
+    AutoConfig.register("decays", DecaysConfig, exist_ok=True)
+    shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "model.norm": (HIDDEN,)}
+    for index, kind in enumerate(CONFIG["layer_types"]):  # type: ignore[arg-type]
+        mixer = {"decay.in_proj": (HIDDEN, HIDDEN), "decay.out_proj": (HIDDEN, HIDDEN)}
+        if kind == "full_attention":
+            heads = {"q": (16, HIDDEN), "k": (8, HIDDEN), "v": (8, HIDDEN), "o": (HIDDEN, 16)}
+            mixer = {f"self_attn.{name}_proj": shape for name, shape in heads.items()}
+        mlp = {"mlp.gate_proj": (24, HIDDEN), "mlp.up_proj": (24, HIDDEN), "mlp.down_proj": (HIDDEN, 24)}
+        norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (HIDDEN,))
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in (mixer | mlp | norms).items()}
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.randn(shape, generator=generator) * 0.4 + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_a_family_with_a_layer_that_keeps_a_state(decays: Path, tmp_path: Path) -> None:
+    """As a start builds it: one row of the table and one mixer, and nothing else knows of it. Sizes, the warm-up and
+    the reports count its states; answers are those of sequences alone."""
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "num_threads": 1, "max_step_ms": -1}
+    settings |= {"adapter_memory": 1 << 20, "adapter_cpu_memory": 1 << 20, "speculation": "auto"}
+    rng = random.Random(7)
+    asked = {f"r{i}": [rng.randrange(VOCAB) for _ in range(rng.choice((2, 9, 40)))] for i in range(8)}
+    memory = 16 * 2 * 8 * 4 * 14 + 4 * 128
+    few = LocalEngine(
+        decays,
+        tmp_path / "few",
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        kv_cache_memory=memory,
+        **settings,
+    )
+    info = few.built.info
+    assert (info.num_states, info.num_kv_blocks, info.kv_bytes) == (4, 14, memory)
+    assert "rejected token" in info.speculation_reason
+    for name, prompt in asked.items():
+        few.add(name, prompt, max_tokens=40)
+    few.run()
+    stats = few.core.stats()
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits == stats.num_states_used == 0
+    few.close()
+    alone = LocalEngine(decays, tmp_path / "alone", max_num_seqs=1, kv_cache_memory=1 << 20, **settings)
+    for name, prompt in asked.items():
+        SEEN.clear()
+        alone.add(name, prompt, max_tokens=40)
+        alone.run()
+        assert few.tokens(name) == alone.tokens(name), name
+        for layer in range(2):
+            read, gave = (torch.cat(parts) for parts in zip(*SEEN[layer::2], strict=True))
+            state = torch.zeros(HIDDEN)
+            for row in range(len(read)):
+                state = 0.5 * state + read[row]
+                assert torch.equal(gave[row], state)
+    alone.close()

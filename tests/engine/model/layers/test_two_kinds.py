@@ -13,6 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -261,7 +262,7 @@ def test_a_layer_may_read_anothers_blocks_with_a_window_of_its_own(model_dir: Pa
     assert spec is not None
     sliding, full = spec.layers[:2]
     cache = replace(sliding.mixer.cache, window=4, shares=0)
-    reader = replace(sliding, mixer=replace(sliding.mixer, cache=cache))
+    reader = replace(sliding, mixer=msgspec.structs.replace(sliding.mixer, cache=cache))
     needs = attention_needs(replace(spec, layers=(sliding, full, reader)))
     small, large = AttentionShape(6, 3, 8, 16), AttentionShape(2, 1, 16, 16)
     assert needs.groups == (((small, 9), (small, 4)), ((large, None),))

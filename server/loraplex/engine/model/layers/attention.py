@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.recorded_layers import CosSin
 
 QueryScaling = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 """Factors by row and the cache that is not written, as `AdaptedLinears.scale_queries` takes them."""
@@ -36,20 +38,21 @@ def attention_groups(kind: AttentionKind, hidden: int) -> tuple[SiteGroup, SiteG
     qkv = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj")[:kinds], hidden, (query, kv, kv)[:kinds])
     if kind.packed:
         qkv = SiteGroup("qkv", ("qkv_proj",), hidden, (query + 2 * kv,))
-    return qkv, SiteGroup("o", ("o_proj",), query, (hidden,))
+    return qkv, SiteGroup("o", (kind.out,), query, (hidden,))
 
 
 def read_attention(
     kind: AttentionKind, tensors: LayerTensors, prefix: str, layer: int, qkv: SiteGroup, o: SiteGroup
 ) -> AttentionWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
+    names, norm = f"{prefix}self_attn.", kind.head_norm
     head_dim, own = kind.cache.head_dim, kind.cache.shares is None
     return AttentionWeights(
-        qkv=tensors.linear(prefix, layer, qkv, kind.qkv_bias),
-        q_norm=tensors.norm(f"{prefix}q_norm", head_dim) if kind.qk_norm else None,
-        k_norm=tensors.norm(f"{prefix}k_norm", head_dim) if kind.qk_norm and own else None,
+        qkv=tensors.linear(names, layer, qkv, kind.qkv_bias),
+        q_norm=tensors.norm(f"{names}q_{norm}", head_dim) if kind.qk_norm else None,
+        k_norm=tensors.norm(f"{names}k_{norm}", head_dim) if kind.qk_norm and own else None,
         v_norm=tensors.unit_norm(head_dim) if kind.v_norm and own else None,
-        o=tensors.linear(prefix, layer, o, kind.o_bias),
+        o=tensors.linear(names, layer, o, kind.o_bias),
     )
 
 
@@ -57,17 +60,25 @@ def attend(
     kind: AttentionKind,
     weights: AttentionWeights,
     x: torch.Tensor,
-    cache: torch.Tensor,
-    cos_sin: tuple[torch.Tensor, torch.Tensor],
+    cos_sin: Sequence[CosSin],
     batch: ForwardBatch,
     linears: AdaptedLinears,
     kernel: AttentionKernel,
     scaling: QueryScaling | None,
 ) -> torch.Tensor:
-    """[T, C] → [T, Hq·D], before the output's linear. `cache` has the layer's keys and values, those of this step
-    afterwards too."""
+    """[T, C] → [T, Hq·D], before the output's linear. The layer's cache has the keys and values of this step
+    afterwards. `cos_sin`: of each rotation."""
+    cache = batch.kv.layer(weights.qkv.layer)
     queries = linears.apply_and_rotate(
-        weights.qkv, x, batch, cache, kind.num_heads, cos_sin, weights.q_norm, weights.k_norm, weights.v_norm
+        weights.qkv,
+        x,
+        batch,
+        cache,
+        kind.num_heads,
+        cos_sin[kind.rope],
+        weights.q_norm,
+        weights.k_norm,
+        weights.v_norm,
     )
     attention = batch.attention_of(weights.qkv.layer)
     if scaling is not None:

@@ -20,10 +20,11 @@ class GatedWeights:
 
 def gated_groups(kind: GatedKind, hidden: int) -> tuple[SiteGroup, SiteGroup]:
     """Gate and up, and down."""
-    gate_up = SiteGroup("gate_up", ("gate_proj", "up_proj"), hidden, (kind.size, kind.size))
+    *gate_and_up, down = kind.sites
+    gate_up = SiteGroup("gate_up", tuple(gate_and_up), hidden, (kind.size, kind.size))
     if kind.packed:
         gate_up = SiteGroup("gate_up", ("gate_up_proj",), hidden, (2 * kind.size,))
-    return gate_up, SiteGroup("down", ("down_proj",), kind.size, (hidden,))
+    return gate_up, SiteGroup("down", (down,), kind.size, (hidden,))
 
 
 def read_gated(

@@ -1,0 +1,31 @@
+"""The mixers of layers, by their kinds: how each is named, read and computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from loraplex.engine.model.layer_kinds import AttentionKind, MixerKind, ShortConvKind
+from loraplex.engine.model.layers.attention import attend, attention_groups, read_attention
+from loraplex.engine.model.layers.short_conv import convolve, read_short_conv, short_conv_groups
+from loraplex.kernels.lora.site_groups import SiteGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """Functions of a kind; what they have beside it is as `attend` and `read_attention` have it."""
+
+    groups: Callable[[Any, int], tuple[SiteGroup, SiteGroup]]
+    """The linears that read the layer's input, and that of its output."""
+    read: Callable[..., Any]
+    """Its weights; `o` is the output's linear."""
+    run: Callable[..., torch.Tensor]
+
+
+MIXERS: Mapping[type[MixerKind], Mixer] = {
+    AttentionKind: Mixer(attention_groups, read_attention, attend),
+    ShortConvKind: Mixer(short_conv_groups, read_short_conv, convolve),
+}
