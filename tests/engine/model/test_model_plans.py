@@ -92,6 +92,19 @@ def test_a_plan_is_for_one_version_of_what_computed_it(updated, tmp_path, monkey
         load_model(path, "cpu", plans=plans)
 
 
+def test_a_plan_is_for_one_table_of_families(tmp_path, monkeypatch, no_transformers):
+    """The parts of a multimodal type, which admission reads too, are not among this package's sources."""
+    path = save_tiny(tmp_path / "model", FAMILIES["llama"])
+    plans = KeptPlans(tmp_path / "plans")
+    load_model(path, "cpu", "float32", plans=plans)
+    table = tmp_path / "model_parts.py"
+    table.write_text(Path(plans_module.model_parts.__file__).read_text() + "# a row more\n")
+    monkeypatch.setattr(plans_module.model_parts, "__file__", str(table))
+    no_transformers()
+    with pytest.raises(ModelUnsupported, match="transformers was asked"):
+        load_model(path, "cpu", "float32", plans=plans)
+
+
 def test_remarks_are_repeated_at_each_start(tmp_path, caplog):
     path = save_tiny(tmp_path / "model", FAMILIES["phi3-longrope"])
     edit_config(path, made_with="love")

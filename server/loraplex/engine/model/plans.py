@@ -3,7 +3,8 @@
 transformers reads configs: its defaults, its checks, its computation of RoPE's frequencies are the truth. Importing
 what it needs for that takes as long as all else that a small model's start does, and its answer is the same every time.
 So the answer is kept, under a digest of everything that it depends on: the bytes of config.json, the length that was
-asked for, the versions of transformers and torch, and this package's own sources. Nothing is read in another way.
+asked for, the versions of transformers and torch, and the sources of this package and of the tables of families that
+admission reads too. Nothing is read in another way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from loraplex.adapters.admission import base_families, model_parts
 from loraplex.engine.model.family import DecoderSpec
 
 KEPT_S = 30 * 86400.0
@@ -97,7 +99,8 @@ class KeptPlans:
         digest = hashlib.sha256(
             f"transformers {version('transformers')} torch {version('torch')} length {max_model_len}\n".encode()
         )
-        for source in sorted(Path(__file__).parent.rglob("*.py")):
+        tables = Path(base_families.__file__), Path(model_parts.__file__)
+        for source in (*sorted(Path(__file__).parent.rglob("*.py")), *tables):
             digest.update(hashlib.sha256(source.read_bytes()).digest())
         digest.update(config_json)
         return self._directory / f"plan-{digest.hexdigest()[:32]}.json"
