@@ -69,6 +69,14 @@ def test_ambiguous_sites_and_layers_beyond_the_model_are_left_out(tmp_path: Path
     assert (1, "gate_proj") not in sites
 
 
+def test_layers_that_read_the_keys_of_others_have_no_sites_for_them(tmp_path: Path) -> None:
+    write_base(tmp_path, TinyBase())
+    plain = load_base_spec(tmp_path).sites
+    # As published checkpoints of Gemma 4 have them: with tensors that no module is made of.
+    change_config(tmp_path, num_kv_shared_layers=1)
+    assert set(plain) - set(load_base_spec(tmp_path).sites) == {(1, "k_proj"), (1, "v_proj")}
+
+
 def test_the_fingerprint_is_of_the_weights_and_what_they_compute(tmp_path: Path) -> None:
     plain = load_base_spec(write_base(tmp_path / "a")).fingerprint
     assert len(plain) == 64

@@ -106,7 +106,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     tensors = {name: entry for name, entry in located.items() if parts.part_of(name) is None}
     stored = stored_scheme(config, tensors)
     linears = {name.removesuffix(".weight"): shape for name, shape in _linear_shapes(tensors, stored).items()}
-    sites = find_sites(linears, num_layers)
+    sites = _without_shared(find_sites(linears, num_layers), config, num_layers)
     if not sites:
         raise BaseModelInvalid(not_served(model_type, NO_SITES))
     sites |= _find_head(_linear_shapes(_with_tied_head(tensors, config), stored))
@@ -287,6 +287,20 @@ def find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[
     claims = Counter((site.layer, site.site) for site in found)
     unique = (site for site in found if claims[site.layer, site.site] == 1)
     return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}
+
+
+def _without_shared(
+    sites: Mapping[tuple[int, str], SiteShape], config: Mapping[str, Any], num_layers: int
+) -> dict[tuple[int, str], SiteShape]:
+    """The sites without keys and values of the last layers that read those of an earlier one: a checkpoint may have
+    their tensors, transformers makes no modules of them."""
+    shared = config.get("num_kv_shared_layers")
+    own = num_layers - shared if type(shared) is int else num_layers
+    return {
+        (layer, site): shape
+        for (layer, site), shape in sites.items()
+        if layer < own or site not in ("k_proj", "v_proj")
+    }
 
 
 def _count_layers(names: Iterable[str], parts: ModelParts) -> int:
