@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.model_parts import MULTIMODAL
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.numerics.upload import Upload
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from support.adapters.admission import ARCH, admit, halves, refusal
 from support.adapters.drafts import draft_adapter, write_base
@@ -53,6 +57,28 @@ def test_what_no_text_goes_through_is_left_out_and_told(
         "2 tensors of model.multi_modal_projector were",
         "4 tensors of model.vision_tower were",
     ]
+
+
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_the_check_of_its_numbers_leaves_them_out_too(
+    model_type: str, base: BaseSpec, tmp_path: Path
+) -> None:
+    """For the verdict an upload is read a second time, on its own."""
+    parts = MULTIMODAL[model_type]
+    names = [f"{before}{part}" for part in parts.others for before in ("", "model.")]
+    modules = [
+        f"{name}{behind}" for name in names for behind in ("", ".fc1", ".encoder.layers.0.self_attn.q_proj")
+    ]
+    files = draft_with(*modules).write(tmp_path)
+    spec = admit(files, replace(base, multimodal=model_type), deep=False)
+    second = Upload(files.config, files.tensors, replace(base, multimodal=model_type))
+    assert second.sites.keys() == {(site.layer, site.site) for site in spec.sites}
+
+
+def test_the_check_of_its_numbers_misses_nothing_of_the_text(base: BaseSpec, tmp_path: Path) -> None:
+    files = draft_with("language_model.layers.9.self_attn.q_proj").write(tmp_path)
+    with pytest.raises(AdapterRefused, match="no linear"):
+        Upload(files.config, files.tensors, base)
 
 
 def test_the_magnitudes_of_dora_go_with_them(base: BaseSpec, tmp_path: Path) -> None:

@@ -256,7 +256,9 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
             f"the language model it is served on {served}"
         )
     if feature in SITES:
-        return f"LoRA on {which} is not served: {feature} is served where a layer computes with one of that name"
+        return (
+            f"LoRA on {which} is not served: {feature} is served where a layer computes with one of that name"
+        )
     return f"LoRA on {which} is not served; on this base it is served on {served}"
 
 

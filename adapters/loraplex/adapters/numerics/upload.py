@@ -108,6 +108,8 @@ class Upload:
                 self._add_rows(module.removesuffix(".token_adapter"), place, base)
                 continue
             key = modules.get(self._inside(module))
+            if key is None and base.multimodal and self._is_beside_text(module):
+                continue
             if key is None:
                 raise AdapterRefused("unexpected_tensor", f"the base has no linear {module[:160]!a}")
             _, parts = self._found.setdefault(key, (module, {}))
@@ -187,6 +189,11 @@ class Upload:
             return module
         rest = module.split(".")[len(before) :]
         return "lm_head" if len(rest) == 1 and rest[0] in _HEADS else ".".join(rest)
+
+    def _is_beside_text(self, module: str) -> bool:
+        """Whether a module of a multimodal model lies beside its language model, where no text goes through it."""
+        first = next((word for word in module.split(".") if word not in self._outside), "")
+        return first not in {"layers", "embed_tokens", *_HEADS}
 
     def _tensor(self, place: _Place) -> NDArray[np.float32]:
         count = math.prod(place.shape)
