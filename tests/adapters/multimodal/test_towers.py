@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.base_model import BaseTensor, load_base_spec, locate_module_weights
 from loraplex.adapters.admission.model_parts import MULTIMODAL
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload
@@ -154,6 +154,24 @@ def test_a_whole_part_that_was_trained_beside_is_left_out(
 def test_a_module_that_text_goes_through_is_not(names: list[str], base: BaseSpec, tmp_path: Path) -> None:
     error = refusal(draft_adapter(ARCH, modules_to_save=names), tmp_path, base)
     assert error.feature == "modules_to_save"
+
+
+@pytest.mark.parametrize(("deep", "reads"), [(True, 2), (False, 0)])
+def test_the_headers_of_the_base_are_not_read_for_each_name(
+    deep: bool, reads: int, base: BaseSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a large mixture take a second, and the engine loads an adapter beside its steps."""
+    found: list[BaseSpec] = []
+
+    def locate(asked: BaseSpec) -> dict[str, BaseTensor]:
+        found.append(asked)
+        return locate_module_weights(asked)
+
+    monkeypatch.setattr("loraplex.adapters.admission.modules.locate_module_weights", locate)
+    saved = ["linear_1", "projector.linear_1", "multi_modal_projector", "multi_modal_projector.linear_1"]
+    draft = draft_with(TOWER, modules_to_save=saved)
+    admit(draft.write(tmp_path), base, deep=deep)
+    assert len(found) == reads
 
 
 def test_an_operator_may_have_them_refused(base: BaseSpec, tmp_path: Path) -> None:

@@ -25,12 +25,12 @@ from loraplex.adapters.admission.config.token_indices import (
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import ModuleNames, names_of
 from loraplex.adapters.admission.modules import (
+    are_in_parts,
     check_coverage,
     check_embedding,
     check_modules,
     check_tying,
     has_tied_head,
-    is_in_parts,
     leave_out_parts,
 )
 from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
@@ -187,7 +187,7 @@ def _inspect(
             by_path,
             faults,
             header or (),
-            lambda name: not refuse_towers and is_in_parts(name, base, named),
+            lambda saved: not refuse_towers and are_in_parts(saved, base, named, thorough=deep),
         )
         faults.raise_any()
         assert settings is not None

@@ -88,17 +88,18 @@ def _check_parts(
             )
 
 
-def is_in_parts(target: str, base: BaseSpec, names: ModuleNames) -> bool:
-    """Whether the modules of the base that PEFT finds by the end of their paths lie in parts that no text goes through.
-    The base's headers are read. Raises BaseModelInvalid."""
-    parts, end = parts_of(base.multimodal), names.in_base(target)
-    found = {
-        module
-        for name in (locate_module_weights(base) if parts.others else ())
-        for module in _begins(name)
-        if module.endswith(end)
-    }
-    return bool(found) and all(parts.part_of(module) is not None for module in found)
+def are_in_parts(targets: Iterable[str], base: BaseSpec, names: ModuleNames, *, thorough: bool) -> bool:
+    """Whether the modules of the base that PEFT finds by the ends of their paths lie in parts that no text goes
+    through. Not `thorough`: whether the base has such parts. Raises BaseModelInvalid."""
+    parts = parts_of(base.multimodal)
+    if not parts.others or not thorough:
+        return bool(parts.others)
+    modules = {module for name in locate_module_weights(base) for module in _begins(name)}
+    for end in map(names.in_base, targets):
+        found = [module for module in modules if module.endswith(end)]
+        if not found or any(parts.part_of(module) is None for module in found):
+            return False
+    return True
 
 
 def check_modules(

@@ -83,11 +83,11 @@ def read_settings(
     module_paths: Iterable[str],
     faults: Faults,
     tensors: Iterable[str] = (),
-    is_left_out: Callable[[str], bool] = lambda name: False,
+    is_left_out: Callable[[list[str]], bool] = lambda saved: False,
 ) -> LoraSettings | None:
     """Read and check an adapter_config.json, with refusals added to `faults`; `module_paths` are the base's linears.
     None if a field that counts cannot be read. `tensors`: the names of those that came with the config.
-    `is_left_out`: whether a name of modules_to_save stands for parts of the base whose tensors are left out.
+    `is_left_out`: whether the names of modules_to_save stand for parts of the base whose tensors are left out.
 
     Raises AdapterRefused where nothing of the config can be."""
     config = _read(path)
@@ -135,11 +135,13 @@ def _drop_unused_head(config: dict[str, Any], notes: list[str]) -> None:
         )
 
 
-def _drop_left_out(config: dict[str, Any], notes: list[str], is_left_out: Callable[[str], bool]) -> None:
+def _drop_left_out(
+    config: dict[str, Any], notes: list[str], is_left_out: Callable[[list[str]], bool]
+) -> None:
     saved = config.get("modules_to_save")
     if not isinstance(saved, list) or not 0 < len(saved) <= _MAX_SAVED:
         return
-    if all(isinstance(name, str) and is_left_out(without_wrappers(name)) for name in saved):
+    if all(isinstance(name, str) for name in saved) and is_left_out(list(map(without_wrappers, saved))):
         del config["modules_to_save"]
         notes.append(f"modules_to_save names {as_json(saved)}, which no text goes through: not read")
 

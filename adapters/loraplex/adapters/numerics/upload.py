@@ -34,7 +34,7 @@ _DTYPES: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
     "F8_E5M2": ml_dtypes.float8_e5m2,
 }
-_WHOLE = {"model", "language_model"}
+_WHOLE = {"model", "language_model", "text_model"}
 _HEADS = {"lm_head", "output", "embed_out"}
 _LETTERS = frozenset(string.ascii_letters + string.digits + "_-")
 _MAX_PROGRAM_BYTES = 1 << 18
