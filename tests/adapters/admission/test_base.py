@@ -69,6 +69,16 @@ def test_ambiguous_sites_and_layers_beyond_the_model_are_left_out(tmp_path: Path
     assert (1, "gate_proj") not in sites
 
 
+def test_layers_beside_those_of_the_model_are_left_out(tmp_path: Path) -> None:
+    """Published checkpoints of EXAONE 4.5, EXAONE MoE and Mellum have some, which transformers does not read."""
+    plain = load_base_spec(write_base(tmp_path)).sites
+    tensors = base_tensors(TinyBase())
+    first = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.0.")}
+    tensors |= {name.replace("model.", "mtp."): tensor for name, tensor in first.items()}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    assert load_base_spec(tmp_path).sites == plain
+
+
 def test_layers_that_read_the_keys_of_others_have_no_sites_for_them(tmp_path: Path) -> None:
     write_base(tmp_path, TinyBase())
     plain = load_base_spec(tmp_path).sites

@@ -30,7 +30,7 @@ from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, MODEL_PROJECTION, SITES
 
 _SITE_NAME = re.compile(
-    rf"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})|(?:.*\.)?({MODEL_PROJECTION})"
+    rf"((?:.*\.)?)layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})|(?:.*\.)?({MODEL_PROJECTION})"
 )
 _HEAD_NAME = f"{HEAD}.weight"
 _SINGLE_FILE = "model.safetensors"
@@ -277,13 +277,19 @@ def _weight_files(model_dir: Path) -> list[Path]:
 def find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[tuple[int, str], SiteShape]:
     """The sites in the layers of a model, of its linears' [out_features, in_features] by path. Routed experts have
     none, and where a layer has several linears of one leaf, none of them is one. A site may have other sizes in other
-    layers, and be missing in some."""
-    found: list[SiteShape] = []
+    layers, and be missing in some. Of several lists of layers the one with most linears counts: some checkpoints have
+    layers beside those of the model, which predict further tokens ("mtp")."""
+    listed: dict[str | None, list[SiteShape]] = {}
     for path, (out_features, in_features) in linears.items():
         match = _SITE_NAME.fullmatch(path)
-        layer = int(match[1] or 0) if match else 0
+        layer = int(match[2] or 0) if match else 0
         if match and layer < num_layers and not is_of_expert(path):
-            found.append(SiteShape(layer, match[2] or match[3], in_features, out_features, path))
+            site = SiteShape(layer, match[3] or match[4], in_features, out_features, path)
+            listed.setdefault(match[1], []).append(site)
+    most = max((len(sites) for before, sites in listed.items() if before is not None), default=0)
+    found = [
+        site for before, sites in listed.items() if before is None or len(sites) == most for site in sites
+    ]
     claims = Counter((site.layer, site.site) for site in found)
     unique = (site for site in found if claims[site.layer, site.site] == 1)
     return {(s.layer, s.site): s for s in sorted(unique, key=lambda s: (s.layer, SITES.index(s.site)))}
