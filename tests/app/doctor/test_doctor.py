@@ -236,11 +236,11 @@ def test_all_that_is_wrong_is_told_at_once(tmp_path: Path, monkeypatch: pytest.M
 def test_a_model_that_cannot_be_served_is_told_in_one_line(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "llava", "vision_config": {}}))
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "mllama", "vision_config": {}}))
     outcome = doctor(tmp_path, "--model", str(model))
     assert outcome.code == 1
     (said,) = [line for line in outcome.stdout.splitlines() if line.startswith("wrong")]
-    assert said.startswith("wrong base model: llava is multimodal")
+    assert said.startswith("wrong base model: mllama is multimodal")
     assert "Traceback" not in outcome.stdout + outcome.stderr
 
 
