@@ -39,7 +39,11 @@ def unknown_architecture(real_model_dir: Path, tmp_path: Path) -> Path:
         if path.name != "config.json":
             (folder / path.name).symlink_to(path)
     config = json.loads((real_model_dir / "config.json").read_text())
-    config |= {"model_type": "hyperclovax", "architectures": ["HyperCLOVAXForCausalLM"], "use_post_norm": False}
+    config |= {
+        "model_type": "hyperclovax",
+        "architectures": ["HyperCLOVAXForCausalLM"],
+        "use_post_norm": False,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
