@@ -81,7 +81,9 @@ def all_inputs(
     """[T, L·P], of the scaled embeddings [T, C]."""
     x = linears.apply(weights.projection, embeddings, batch).mul_(embeddings.shape[1] ** -0.5)
     x = linears.rms_norm(x.view(-1, kind.size), weights.norm).view(x.shape)
-    rows = embedding(batch.token_ids, weights.table).mul_(kind.size**0.5)
+    # As transformers rounds it: in the table's dtype.
+    scale = float(torch.tensor(kind.size**0.5).to(weights.table.dtype))
+    rows = embedding(batch.token_ids, weights.table).mul_(scale)
     return x.add_(rows).mul_(2**-0.5)
 
 
