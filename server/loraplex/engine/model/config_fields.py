@@ -71,6 +71,8 @@ _MOST: Mapping[str, int] = {
     "num_hidden_layers": 10_000,
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 24,
+    "block_ff_dim": 1 << 24,
+    "block_multiple_of": 1 << 24,
     "vocab_size": 1 << 26,
     "num_attention_heads": 1 << 16,
     "num_key_value_heads": 1 << 16,

@@ -39,7 +39,7 @@ def feed_forward_size(config: Any) -> int:
         unit, factor = config.block_multiple_of, config.block_ffn_dim_multiplier
         size = int(2 * size / 3)
         if factor is not None:
-            if type(unit) is not int or unit < 1 or not 0 < factor * size < 1 << 24:
+            if not 0 < factor * size < 1 << 24:
                 raise ModelUnsupported(
                     f"block_ffn_dim_multiplier {shown(factor)} and block_multiple_of {shown(unit)} give no width"
                 )

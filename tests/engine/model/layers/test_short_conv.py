@@ -86,7 +86,12 @@ def refusal(path: Path, **settings: Any) -> str:
 def test_what_short_convolutions_do_not_do_is_refused(tmp_path: Path) -> None:
     path = save_tiny(tmp_path, FAMILIES["lfm2"])
     assert "short convolutions of lfm2 keep their rows" in refusal(path, kv_codes=True)
-    edit_config(path, conv_L_cache=1)
+    for name, size in (
+        ("block_ff_dim", 0), ("block_ff_dim", 10**400), ("block_multiple_of", 0), ("block_multiple_of", 1 << 60),
+    ):  # fmt: skip
+        edit_config(path, **{"block_ff_dim": 48, "block_multiple_of": 16, name: size})
+        assert f"the config's {name} is" in refusal(path)
+    edit_config(path, block_ff_dim=48, block_multiple_of=16, conv_L_cache=1)
     assert "rows are 2 to 64" in refusal(path)
     edit_config(path, conv_L_cache=3, layer_types=["conv"] * 3)
     assert "none of the layers of this lfm2 has attention" in refusal(path)
