@@ -329,9 +329,10 @@ def _attention(
             "alone; choose --attention auto, or serve with --kv-cache-dtype auto"
         )
     if any(isinstance(kind.mixer, ShortConvKind) for kind in spec.layers):
-        if not isinstance(choice.kernel, TellsPrevious):
+        # Kernels to plan with have torch's attention in place of Triton's.
+        if kernels.backend == "triton" or not isinstance(choice.kernel, TellsPrevious):
             raise ModelUnsupported(
-                f"the short convolutions of {spec.model_type} do not run beside {choice.kernel.name}'s attention; "
+                f"the short convolutions of {spec.model_type} do not run beside {kernels.backend}'s kernels; "
                 "serve on a CPU, or with --kernels torch"
             )
         if settings.kv_cache_dtype == "int8":
