@@ -123,7 +123,7 @@ def full_cases() -> list[AttentionCase]:
 
 
 def torch_cases(*, small: bool) -> list[AttentionCase]:
-    """Of `engine_cases`, what torch's attention can compute."""
+    """Cases of `engine_cases` that torch's attention can compute."""
     return [case for case in engine_cases(small=small) if case.window is None and case.softcap is None]
 
 

@@ -63,7 +63,7 @@ STEPS = ((1, 1), (16, 8), (16, 16), (64, 8), (64, 64), (256, 64))
 
 
 def launches(adapters: int) -> int:
-    """Of a recorded step."""
+    """Launches of a recorded step."""
     return OTHER_LAUNCHES + LAYERS * (LAYER_LAUNCHES + (LORA_LAUNCHES if adapters else 0))
 
 
@@ -75,7 +75,7 @@ def step_ms(gpu: Gpu, rows: int, adapters: int) -> float:
 
 
 def mixed_launches(adapters: int) -> int:
-    """Of a step with prompt chunks."""
+    """Launches of a step with prompt chunks."""
     return launches(adapters) + LAYERS * PROMPT_LAUNCHES
 
 

@@ -102,7 +102,7 @@ def check_equal(folder: Path, spec: AdapterSpec, base: BaseSpec, base_dir: Path)
 
 
 def lacking(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """What is dropped of an adapter, or renamed, and what is left."""
+    """Names of what is dropped of an adapter, or renamed, each with what is left."""
     modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
     for matrix in "AB":
         name = f"{modules[-1]}.lora_{matrix}.weight"

@@ -63,7 +63,7 @@ def test_what_no_text_goes_through_is_left_out_and_told(
 def test_the_check_of_its_numbers_leaves_them_out_too(
     model_type: str, base: BaseSpec, tmp_path: Path
 ) -> None:
-    """For the verdict an upload is read a second time, on its own."""
+    """An upload is read a second time, on its own, for the verdict."""
     parts = MULTIMODAL[model_type]
     names = [f"{before}{part}" for part in parts.others for before in ("", "model.")]
     modules = [

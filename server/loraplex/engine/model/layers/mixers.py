@@ -21,7 +21,7 @@ class Mixer:
     groups: Callable[[Any, int], tuple[SiteGroup, SiteGroup]]
     """The linears that read the layer's input, and that of its output."""
     read: Callable[..., Any]
-    """Its weights; `o` is the output's linear."""
+    """Reads a mixer's weights; their `o` is the output's linear."""
     run: Callable[..., torch.Tensor]
 
 
