@@ -61,9 +61,11 @@ FAMILIES_ASKED = {
 }  # fmt: skip
 OTHER_PLANS = {
     # Heads of two sizes, keys that are values.
-    "gemma4": FAMILIES["gemma4"],
+    "gemma4": FAMILIES["gemma4"] | {"sliding_window": 70},
     # Inputs of layers' own, layers that read another's keys and values, wider feed-forwards there.
-    "gemma4-e2b": FAMILIES["gemma4-e2b"],
+    "gemma4-e2b": FAMILIES["gemma4-e2b"] | {"sliding_window": 70},
+    # Short convolutions, whose last rows lie in blocks.
+    "lfm2": FAMILIES["lfm2"],
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "wide steps": {"max_num_batched_tokens": 700},
@@ -99,7 +101,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subj
 
     @cache
     def make(name: str) -> Subject:
-        family = OTHER_PLANS[name] | {"sliding_window": 70, "max_position_embeddings": 2048}
+        family = OTHER_PLANS[name] | {"max_position_embeddings": 2048}
         root = tmp_path_factory.mktemp(name)
         base = save_tiny(root / "base", family)
         chosen = with_gates(CHOSEN, family)
@@ -127,18 +129,18 @@ def make_asked(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
     made: list[Asked] = []
 
     def make(subject: Subject, dtype: str, *, kv_blocks: int = 2000, **settings: Any) -> Asked:
-        heads, dim = subject.family.get("num_key_value_heads", 2), subject.family["head_dim"]
         served = getattr(torch, KV_DTYPES.get(dtype, dtype))
         if settings.get("kv_cache_dtype") == "int8":
             served = torch.int8
-        caches: tuple[CacheKind, ...] = (CacheKind(heads, dim),) * 3
-        if subject.caches:  # of several sizes
-            caches = subject.caches
+        if caches := subject.caches:  # of several sizes
             needs = block_needs(caches, 60)
             few = settings.get("max_model_len")  # where they are to be as few as the longest sequence needs
             kv_blocks = needs.of(few) if few else kv_blocks * needs.of(256) // blocks_for(256)
-        elif "sliding_window" in subject.family:
-            kv_blocks = kv_blocks * 3 // 4  # some layers keep the window alone
+        else:
+            heads, dim = subject.family.get("num_key_value_heads", 2), subject.family["head_dim"]
+            caches = (CacheKind(heads, dim),) * 3
+            if "sliding_window" in subject.family:
+                kv_blocks = kv_blocks * 3 // 4  # some layers keep the window alone
         size = block_bytes(caches, served)
         asked = Asked(
             subject.base,
@@ -233,6 +235,7 @@ def test_bits_do_not_depend_on_neighbours(
     ("plan", "quantise", "kv_cache_dtype", "dtype", "count"),
     [
         ("gemma4-e2b", "none", "auto", "bfloat16", 20),
+        ("lfm2", "none", "auto", "float32", 60),
         *(
             pytest.param(plan, *kept, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
             for plan in OTHER_PLANS

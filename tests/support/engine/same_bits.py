@@ -113,7 +113,10 @@ class Recorder:
 
 
 def _of_position(block: torch.Tensor, place: int) -> torch.Tensor:
-    """The bytes of the keys and values of one position of a layer's block, in numba's order."""
+    """The bytes that one position of a layer's block has: of keys and values in numba's order, of a short convolution,
+    which keeps one head, position by position."""
+    if block.shape[-2] == 1:
+        return block[place].flatten().view(torch.uint8)
     heads, dim = block.shape[-2], head_dim_of(block[None])
     offsets = key_value_offsets(np.arange(heads)[:, None], place, np.arange(dim), dim, block.element_size())
     if block.dtype is torch.int8:
