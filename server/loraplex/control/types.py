@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
+from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.tenant_terms import TenantTerms
 
@@ -106,13 +107,15 @@ AS_THE_BASE = Serving()
 class ResolvedModel:
     """The model behind a `model` field. `adapter` None is the base model. `release` chose the version; None where the
     request names it, or asks for the base. `caller` is what the release is sticky by, None if by nothing. `shadow` is
-    the release's shadow version, if it has one that is ready."""
+    the release's shadow version, if it has one that is ready. `head` and `embedding` are the version's."""
 
     adapter: AdapterRef | None
     serving: Serving = AS_THE_BASE
     release: ReleaseInfo | None = None
     caller: str | None = None
     shadow: AdapterRef | None = None
+    head: Head | None = None
+    embedding: EmbeddingSpec | None = None
 
     @property
     def is_arm(self) -> bool:
@@ -248,7 +251,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class VersionInfo:
-    """One immutable version. `bytes` is the size of the two uploaded files. `invocation`: see `AdapterSpec`."""
+    """One immutable version. `bytes` is the size of the two uploaded files. `invocation`: see `AdapterSpec`. `head`: of
+    one that classifies. `embedding`: the vectors that it was trained for, where its upload says so."""
 
     tenant_id: str
     name: str
@@ -264,6 +268,8 @@ class VersionInfo:
     created_at: datetime
     serving: Serving = AS_THE_BASE
     invocation: tuple[int, ...] = ()
+    head: Head | None = None
+    embedding: EmbeddingSpec | None = None
 
     @property
     def version(self) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -318,7 +318,7 @@ def _info(
     loaded, kv_size, memory = parts.loaded, parts.kv_size, device.memory
     plan, model, arena = opened.plan, loaded.model, loaded.arena
     return EngineInfo(
-        **asdict(plan.summary),
+        **{each.name: getattr(plan.summary, each.name) for each in fields(plan.summary)},
         model_name=config.model_name or Path(config.model_path).name,
         architecture=opened.base.model_type,
         max_model_len=kv_size.max_model_len,

@@ -1,20 +1,23 @@
-"""Embeddings: the hidden states of a prompt behind the final norm, pooled. No torch.
+"""Embeddings and logits of heads: the hidden states of a prompt behind the final norm, pooled. No torch.
 
-"last" is the hidden state of the prompt's last token. "mean" is the mean over all of its tokens. A prompt comes in
-slices that depend on what else is computed, and a sum of floating-point numbers depends on its order. So hidden states
-are added as fixed-point numbers in 64 bits: the sum is exact, whatever the slices.
+"last" and "cls" are the hidden states of the prompt's last and first token. "mean" is the mean over all of its tokens.
+A prompt comes in slices that depend on what else is computed, and a sum of floating-point numbers depends on its order.
+So hidden states are added as fixed-point numbers in 64 bits: the sum is exact, whatever the slices. "classify" gives
+the logits of a head for the last token, "token_classify" those for every token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-Pooling = Literal["mean", "last"]
-POOLINGS: tuple[Pooling, ...] = ("mean", "last")
+from loraplex.adapters.pooled import HeadTask, VectorPooling
+
+Pooling = VectorPooling | HeadTask
+POOLINGS: tuple[VectorPooling, ...] = get_args(VectorPooling)
 
 _LIMIT_BITS = 16
 MAX_HIDDEN = float(1 << _LIMIT_BITS)
@@ -31,7 +34,7 @@ def fraction_bits(num_prompt: int) -> int:
 class PooledPart:
     """The part of a pooled prompt that one slice gives. `num_positions`: how many of its positions are pooled.
     `values`, little-endian: of a mean int64 [C], the sum of these positions' hidden states times 2^`fraction_bits`; of
-    the last token float32 [C], empty where the slice does not hold it."""
+    one token float32 [C], empty where the slice does not hold it."""
 
     num_positions: int
     values: bytes
@@ -45,22 +48,22 @@ class PooledPrompt:
         self._pooling = pooling
         self._num_prompt = num_prompt
         self._total: NDArray[np.int64] | None = None
-        self._last = b""
+        self._token = b""
 
     def add(self, part: PooledPart) -> None:
         self.num_positions += part.num_positions
         if not part.num_positions:
             return
-        if self._pooling == "last":
-            self._last = part.values
+        if self._pooling != "mean":
+            self._token = part.values
             return
         values = np.frombuffer(part.values, "<i8")
         self._total = values if self._total is None else self._total + values
 
     def vector(self) -> bytes:
         """float32 [C], little-endian, not normalised."""
-        if self._pooling == "last":
-            return self._last
+        if self._pooling != "mean":
+            return self._token
         assert self._total is not None
         assert self.num_positions == self._num_prompt
         scale = self._num_prompt * 2.0 ** fraction_bits(self._num_prompt)

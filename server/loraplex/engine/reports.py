@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from loraplex.adapters.cache.residency import CacheUsage
 from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.end_tokens import EndToken
+from loraplex.adapters.pooled import Head
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """The sizes by which `EngineStats` counts steps: the bounds of vLLM's vllm:iteration_tokens_total."""
@@ -52,6 +53,8 @@ class ModelSummary:
     """The form of what its linears of codes are multiplied with: "int8", in groups of 32, or empty for the dtype."""
     same_bits: bool = False
     """Whether a request's tokens are promised not to depend on what is computed beside it."""
+    head: Head | None = None
+    """The head of a checkpoint that classifies itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

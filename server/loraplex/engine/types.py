@@ -196,8 +196,9 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     `duplicate` marks the refusal of a request whose id is in flight already: it speaks of the newcomer, and the
     request that has the id goes on. `scores` are the log probabilities of `token_ids`, and of the next tokens of the
     prompt in order from its second; of the whole prompt they come before the first output token, or with it.
-    `pooled` is on the last event of a request with `pooling`: float32 [C], little-endian, not normalised. `measured` is
-    on the last event of a MeasureRequest."""
+    `pooled` is on the last event of a request with `pooling`, float32, little-endian: [C], not normalised; of
+    "classify" logits [labels], of "token_classify" [prompt tokens, labels]. `measured` is on the last event of a
+    MeasureRequest."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.pooled import EmbeddingSpec, Head
+from loraplex.control.db.tables import AdapterVersion
 from loraplex.control.errors import ControlError, ModelNotAllowed, ModelNotFound
 from loraplex.control.types import Principal, ReleaseTarget, Serving
 from support.control.plane import SERVED_NAME, ControlPlane, caller
@@ -240,3 +242,18 @@ async def test_a_version_is_resolved_with_its_formats(plane: ControlPlane) -> No
         assert (serving.tool_format, serving.reasoning_format) == formats
     (_, card) = await plane.resolver.list_models(ACME)
     assert card.serving == Serving("hermes", None)
+
+
+async def test_a_version_is_resolved_with_its_head_and_its_vectors(plane: ControlPlane) -> None:
+    head = Head("token_classify", ("O", "PER"), "single_label_classification")
+    vectors = EmbeddingSpec("last", normalize=True, dimensions=64)
+    for name in ("pirate", "json"):
+        plane.upload("acme", name)
+    with plane.database.write() as session:
+        row = session.get_one(AdapterVersion, ("acme", "pirate", 1))
+        row.head, row.embedding = head.as_json(), vectors.as_json()
+    info = plane.catalog.get_version("acme", "pirate", "v1")
+    for found in (info, await plane.resolver.resolve(ACME, "pirate")):
+        assert (found.head, found.embedding) == (head, vectors)
+    plain = await plane.resolver.resolve(ACME, "json")
+    assert (plain.head, plain.embedding) == (None, None)

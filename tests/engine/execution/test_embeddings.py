@@ -72,7 +72,7 @@ def engine_of(base: Path, work: Path, family: Mapping[str, Any], **settings: Any
 def pooled_by(reference: PeftReference, asked: Asked) -> torch.Tensor:
     name, prompt, pooling = asked
     hidden = reference.hidden(name, prompt)
-    return hidden[-1] if pooling == "last" else hidden.double().mean(0).float()
+    return hidden.double().mean(0).float() if pooling == "mean" else hidden[-1 if pooling == "last" else 0]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def watched_engine(base: Path, work: Path) -> tuple[LocalEngine, Watcher]:
     return engine_of(base, work, FAMILIES["llama"], wrap_model=wrap, kernels="torch"), watchers[0]
 
 
-def test_a_cached_prefix_serves_the_last_token_and_no_mean(base: Path, tmp_path: Path) -> None:
+def test_a_cached_prefix_serves_the_last_token_alone(base: Path, tmp_path: Path) -> None:
     engine, _ = watched_engine(base, tmp_path)
     prompt = list(range(3, 43))
     engine.embed("cold", prompt)
@@ -153,7 +153,7 @@ def test_a_cached_prefix_serves_the_last_token_and_no_mean(base: Path, tmp_path:
         engine.embed(pooling, prompt, pooling=pooling)
         engine.run()
     cached = {name: events[-1].usage.cached_tokens for name, events in engine.events.items()}
-    assert cached == {"cold": 0, "mean": 0, "last": 32}
+    assert cached == {"cold": 0, "mean": 0, "last": 32, "cls": 0}
     assert torch.equal(engine.embedding("cold"), engine.embedding("mean"))
     reference = PeftReference(base, save_adapters(base, tmp_path, {"all": ADAPTERS["all"]}), torch.float32)
     torch.testing.assert_close(

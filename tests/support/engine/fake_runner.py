@@ -127,8 +127,8 @@ def reference_pooled(digest: str | None, prompt: tuple[int, ...], pooling: Pooli
     """The embedding of a prompt on one adapter version."""
     values = _kv(digest, prompt, place)
     states = [hidden(tuple(values[1 : place + 2])) for place in range(len(prompt))]
-    if pooling == "last":
-        return struct.pack("<2f", *states[-1])
+    if pooling != "mean":
+        return struct.pack("<2f", *states[-1 if pooling == "last" else 0])
     return struct.pack("<2f", *(sum(numbers) / len(prompt) for numbers in zip(*states, strict=True)))
 
 
@@ -411,8 +411,8 @@ def _pooled(row: ScheduledSequence, seen: tuple[int, ...]) -> PooledPart:
     states = [hidden(seen[: place + 1]) for place in range(row.pool_start, len(seen))]
     if not states:
         return PooledPart(0, b"")
-    if row.request.pooling == "last":
-        return PooledPart(len(states), struct.pack("<2f", *states[-1]))
+    if row.request.pooling != "mean":
+        return PooledPart(len(states), struct.pack("<2f", *states[0]))
     scale = 1 << fraction_bits(row.num_prompt)
     sums = [sum(numbers) * scale for numbers in zip(*states, strict=True)]
     return PooledPart(len(states), struct.pack("<2q", *sums))

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from loraplex.adapters.pooled import HeadTask, ProblemType, VectorPooling
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
 from loraplex.admin.schemas import described
 from loraplex.admin.schemas.fields import (
@@ -63,9 +64,27 @@ class PushQuery(QueryParameters):
     wait: bool = True
 
 
+class VersionHead(ResponseBody):
+    """The head of a version that classifies: a logit for each of `labels`, of the prompt's last token or of every
+    token. `problem_type` says what they mean: logits of a softmax, one of a sigmoid each, or the numbers themselves."""
+
+    task: HeadTask
+    labels: list[str]
+    problem_type: ProblemType
+
+
+class VersionEmbedding(ResponseBody):
+    """The vectors that the version was trained for. `dimensions`: the first numbers that are kept; a null: all."""
+
+    pooling: VectorPooling
+    normalize: bool
+    dimensions: int | None
+
+
 class Version(ResponseBody):
     """`bytes` is the size of the upload's files; `base_fingerprint` names the base that it was checked against.
-    `invocation`: the token ids that activate it (aLoRA); empty where it acts on every position."""
+    `invocation`: the token ids that activate it (aLoRA); empty where it acts on every position. `head`: of one that
+    classifies. `embedding`: the vectors that it was trained for, where its upload says so."""
 
     name: str
     version: str
@@ -79,6 +98,8 @@ class Version(ResponseBody):
     created_at: Timestamp
     serving: VersionServing
     invocation: list[int]
+    head: VersionHead | None
+    embedding: VersionEmbedding | None
     report: dict[str, Any] | None
 
 

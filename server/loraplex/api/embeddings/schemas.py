@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from loraplex.adapters.pooled import VectorPooling
 from loraplex.api.errors import invalid
 from loraplex.api.openai.sampling import TOKEN_ID_LIMIT, TokenId
 from loraplex.api.openai.schemas import CompletionRequest, prompts_of
 from loraplex.api.openai.strict import Strict, or_neutral
-from loraplex.engine.pooling import Pooling
 from loraplex.engine.reports import EngineInfo
 
 MAX_INPUTS = 2048
@@ -56,7 +56,7 @@ class EmbeddingsRequest(Strict):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
-    pooling: Annotated[Pooling | None, BeforeValidator(or_neutral)] = None
+    pooling: Annotated[VectorPooling | None, BeforeValidator(or_neutral)] = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
@@ -69,7 +69,7 @@ class PromptsToEmbed(CompletionRequest):
     asked: EmbeddingsRequest
 
     @property
-    def pooling(self) -> Pooling:
+    def pooling(self) -> VectorPooling:
         return self.asked.pooling or "mean"
 
     def client_field(self, field: str) -> str:

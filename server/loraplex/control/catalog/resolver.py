@@ -11,6 +11,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, select
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.ref import AdapterRef
 from loraplex.control.catalog.release_reading import current_release, current_releases
 from loraplex.control.catalog.sticky import sticky_version
@@ -42,6 +43,8 @@ class _Version:
     state: str
     created_at: datetime
     serving: Serving
+    head: Head | None
+    embedding: EmbeddingSpec | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,9 @@ class Resolver:
                 retry_after_s=_CHECK_RETRY_S if version.state == "validating" else _OTHER_RETRY_S,
             )
         shadow = None if release is None else _shadow(adapter, release, version)
-        return ResolvedModel(version.ref, version.serving, release, caller, shadow)
+        return ResolvedModel(
+            version.ref, version.serving, release, caller, shadow, version.head, version.embedding
+        )
 
     async def list_models(self, principal: Principal) -> list[ModelCard]:
         """The models of this key: the base, then the released adapters by name."""
@@ -203,6 +208,8 @@ def _read_versions(
         of.state,
         of.created_at,
         of.invocation,
+        of.head,
+        of.embedding,
         of.tool_format,
         of.reasoning_format,
         of.chat_digest,
@@ -212,9 +219,17 @@ def _read_versions(
         select(*columns).where(of.tenant_id == tenant_id, LIVING, *conditions).order_by(of.name, of.number)
     )
     found: dict[str, dict[int, _Version]] = {}
-    for name, number, digest, rank, state, created_at, invocation, *serving in session.execute(query):
+    for name, number, digest, rank, state, created_at, *more in session.execute(query):
+        invocation, head, embedding, *serving = more
         ref = AdapterRef(tenant_id, name, number, digest, rank, tuple(invocation or ()))
-        found.setdefault(name, {})[number] = _Version(ref, state, created_at, Serving(*serving))
+        found.setdefault(name, {})[number] = _Version(
+            ref,
+            state,
+            created_at,
+            Serving(*serving),
+            Head.of_json(head),
+            EmbeddingSpec.of_json(embedding),
+        )
     return found
 
 

@@ -7,6 +7,7 @@ from typing import cast
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion
 from loraplex.control.errors import AdapterNotFound, VersionNotFound
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
@@ -34,6 +35,8 @@ def version_info(row: AdapterVersion) -> VersionInfo:
             cast(WithoutInvocation | None, row.alora),
         ),
         invocation=tuple(row.invocation or ()),
+        head=Head.of_json(row.head),
+        embedding=EmbeddingSpec.of_json(row.embedding),
     )
 
 

@@ -179,6 +179,9 @@ class AdapterVersion(Base):
     alora: Mapped[str | None] = mapped_column(String(8))
     invocation: Mapped[list[int] | None] = mapped_column(JSON(none_as_null=True))
     """The token ids that activate it; null: it acts on every position."""
+    head: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    embedding: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
+    """`Head` and `EmbeddingSpec` of `loraplex.adapters.pooled`, `as_json`."""
     pending_check: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """While its numbers have not been checked: who uploaded it (`actor`); if it is then to be released, the revision
     that was in force when that was asked (`release_after`). Null: they need no check any more."""

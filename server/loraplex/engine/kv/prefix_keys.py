@@ -54,6 +54,8 @@ def findable_blocks(seq: Sequence) -> int:
     if seq.request.pooling == "mean" and seq.pooled is not None:
         # No hidden state is cached either. Those that were added before a preemption are not needed again.
         return min(findable, seq.pooled.num_positions // BLOCK_SIZE)
+    if seq.request.pooling == "cls" and seq.pooled is not None and not seq.pooled.num_positions:
+        return 0
     return findable
 
 

@@ -132,6 +132,8 @@ def pool_start(seq: Sequence, start: int, end: int) -> int:
     assert seq.pooled is not None
     if seq.request.pooling == "mean":
         return min(end, max(start, seq.pooled.num_positions))
+    if seq.request.pooling == "cls":
+        return end if start or seq.pooled.num_positions else 0
     return end - (end == seq.num_prompt)
 
 

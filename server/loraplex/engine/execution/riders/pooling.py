@@ -19,7 +19,7 @@ _BLOCK = 4 << 20
 class _Slice:
     """`index` in `plan.scheduled`; its rows are `first` … `first`+`count`-1 of those whose hidden states are computed.
     `wanted` says whether they are pooled, or watched alone: KV that is not finite shows in them. `place`: of its mean
-    among the means, or of its last row among the last rows."""
+    among the means, or of its one row among those of one token."""
 
     index: int
     first: int
@@ -42,11 +42,12 @@ class PooledSlices(Rider):
         self._mean: list[tuple[int, int, float]] = []
         """A row of a mean each: its number in `_rows`, the place of the mean, and a power of two."""
         self._num_means = 0
-        self._last: list[int] = []
+        self._one: list[int] = []
+        """The first row of each slice that gives one token's hidden state."""
         self._mean_rows: torch.Tensor
         self._groups: torch.Tensor
         self._scales: torch.Tensor
-        self._last_rows: torch.Tensor
+        self._one_rows: torch.Tensor
         self._sums: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._ok: torch.Tensor
@@ -60,13 +61,13 @@ class PooledSlices(Rider):
         end = first_row + item.num_tokens
         self._rows += range(end - count, end)
         is_mean = wanted > 0 and item.request.pooling == "mean"
-        place = self._num_means if is_mean else len(self._last)
+        place = self._num_means if is_mean else len(self._one)
         if is_mean:
             self._num_means += 1
             scale = 2.0 ** fraction_bits(item.num_prompt)
             self._mean += [(row, place, scale) for row in range(first, first + count)]
         elif wanted:
-            self._last.append(first)
+            self._one.append(first)
         self._slices.append(_Slice(index, first, count, wanted > 0, is_mean, place))
 
     def send(self, inputs: HostToDevice) -> None:
@@ -75,8 +76,8 @@ class PooledSlices(Rider):
             rows, groups, scales = zip(*self._mean, strict=True)
             self._mean_rows, self._groups = inputs.ints(rows), inputs.ints(groups)
             self._scales = inputs.floats(scales)
-        if self._last:
-            self._last_rows = inputs.ints(self._last)
+        if self._one:
+            self._one_rows = inputs.ints(self._one)
 
     def compute(self, forward: Forward) -> None:
         hidden, forward.hidden = forward.hidden, None
@@ -92,8 +93,8 @@ class PooledSlices(Rider):
                 values.mul_(self._scales[block, None]).round_()
                 sums.index_add_(0, self._groups[block], values.to(torch.int64))
             self._sums = sums
-        if self._last:
-            self._values = hidden.index_select(0, self._last_rows).float()
+        if self._one:
+            self._values = hidden.index_select(0, self._one_rows).float()
 
     def to_host(self, copy: Copy) -> None:
         self._sums = None if self._sums is None else copy(self._sums)
@@ -103,7 +104,7 @@ class PooledSlices(Rider):
     def collect(self, result: StepResult) -> None:
         ok = self._ok.tolist()
         sums = None if self._sums is None else self._sums.numpy()
-        last = None if self._values is None else self._values.numpy()
+        one = None if self._values is None else self._values.numpy()
         for found in self._slices:
             row, values = result.rows[found.index], b""
             if not all(ok[found.first : found.first + found.count]):
@@ -111,6 +112,6 @@ class PooledSlices(Rider):
             elif row.failed is None:
                 if found.is_mean and sums is not None:
                     values = sums[found.place].astype("<i8", copy=False).tobytes()
-                elif found.wanted and last is not None:
-                    values = last[found.place].astype("<f4", copy=False).tobytes()
+                elif found.wanted and one is not None:
+                    values = one[found.place].astype("<f4", copy=False).tobytes()
                 row.pooled = PooledPart(found.count * found.wanted, values)
