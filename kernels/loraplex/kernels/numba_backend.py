@@ -20,6 +20,7 @@ from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.recurrent import torch_recurrent
 from loraplex.kernels.weight_form import WeightForm
 
 
@@ -51,6 +52,7 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
         rotate_and_write=numba_rope.rotate_and_write,
         pack=partial(_pack, batch_invariant=batch_invariant, pool=HugePagePool()),
         to_float32=numba_widen.to_float32,
+        recurrent=torch_recurrent.recurrent_ops(),
         record_layers=numba_layers.NumbaRecordedLayers,
     )
 

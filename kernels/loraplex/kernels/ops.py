@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from loraplex.kernels.linear.packed import PackedLinear
+from loraplex.kernels.recurrent.kernel import RecurrentOps
 from loraplex.kernels.weight_form import WeightForm
 
 if TYPE_CHECKING:  # numba need not be there where it does not run.
@@ -66,5 +67,6 @@ class Ops:
     """Packs the weight [N, K] of a linear for x and y of a dtype. `WeightForm.codes` says what the weight is: a tensor
     in that dtype on its device, or a `GroupedWeight` or a `FloatWeight` on the CPU."""
     to_float32: Callable[[torch.Tensor], torch.Tensor]
+    recurrent: RecurrentOps
     record_layers: Callable[[], NumbaRecordedLayers] | None = None
     """Begins with a decoder whose layers call these functions; None: steps are not recorded."""

@@ -16,6 +16,7 @@ from loraplex.kernels.linear import dense, groups
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.lora.reference import TorchLoraPass
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.recurrent import torch_recurrent
 from loraplex.kernels.weight_form import WeightForm
 
 _CPU = torch.device("cpu")
@@ -60,6 +61,7 @@ def torch_ops(device: torch.device = _CPU) -> Ops:
         rotate_and_write=_rotate_and_write,
         pack=pack,
         to_float32=torch.Tensor.float,
+        recurrent=torch_recurrent.recurrent_ops(),
     )
 
 

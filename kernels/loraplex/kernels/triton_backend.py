@@ -25,6 +25,7 @@ from loraplex.kernels.linear import (
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.recurrent import torch_recurrent
 from loraplex.kernels.weight_form import WeightForm
 
 
@@ -74,6 +75,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         rotate_and_write=_rotate_and_write,
         pack=pack,
         to_float32=torch.Tensor.float,
+        recurrent=torch_recurrent.recurrent_ops(),
     )
 
 

@@ -1,0 +1,9 @@
+"""Mixers with a state for each sequence: gated delta nets, and what they have around their rule.
+
+`torch_recurrent` has the formulas, and runs anywhere. `types` has what a step and a layer's memory are to all of them.
+"""
+
+WINDOW = 16
+"""Positions of a window: the state is written at its end. A KV block has as many."""
+COLUMNS = 32
+"""Columns of a state that lie together."""

@@ -1,0 +1,170 @@
+"""The sequences of a step, the sizes of a recurrent layer, and its memory, as its kernels are given them.
+
+A sequence has a *state*, of the last multiple of 16 positions, and a *window*, of the up to 16 positions behind it. A
+state is written at the end of a window only, and may be shared until then. So positions of a window may be written
+again: rows of a draft that was refused leave nothing to undo. A window's last position must not be a draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from loraplex.kernels.recurrent import COLUMNS, WINDOW
+
+_HEADER, _UNIT = 8, 8
+"""int64s of a table before its units, and of each unit."""
+_ALIGNMENT = 64
+
+
+class RecurrentUnit(NamedTuple):
+    """One sequence of a step."""
+
+    rows: Sequence[int]
+    """Its rows of the flat batch, in the order of its positions."""
+    start: int
+    """The position of its first row. Below 16 the state counts as zeros, whatever lies there."""
+    window: int
+    """The place of its window."""
+    state: int
+    """The state of position ⌊start/16⌋·16. It is read, and written only where it is a target."""
+    targets: Sequence[int]
+    """The state that each end of a window writes, in order. No other unit may use one of them in the step."""
+
+
+@dataclass(frozen=True)
+class RecurrentRows:
+    """The units of a step. `table` int64, on the device: the number of units, seven unused; of each unit the place of
+    its first row in the table, the number of rows, start, window, state, the place of its first target, two unused;
+    then rows and targets."""
+
+    units: tuple[RecurrentUnit, ...]
+    table: torch.Tensor
+
+    @cached_property
+    def address(self) -> int:
+        return self.table.data_ptr()
+
+
+def lay_out_units(units: Sequence[RecurrentUnit], device: torch.device | None = None) -> RecurrentRows:
+    """Raises ValueError for a unit without rows, or with another number of targets than its windows that end."""
+    first = _HEADER + _UNIT * len(units)
+    lists: list[int] = []
+    table = np.zeros((first - _HEADER) // _UNIT * _UNIT + _HEADER, np.int64)
+    table[0] = len(units)
+    for number, unit in enumerate(units):
+        count = len(unit.rows)
+        ends = (unit.start + count) // WINDOW - unit.start // WINDOW
+        if not count or ends != len(unit.targets):
+            raise ValueError(
+                f"unit {number}: {count} rows from position {unit.start} on end {ends} windows, "
+                f"and {len(unit.targets)} targets are given"
+            )
+        at = _HEADER + number * _UNIT
+        table[at : at + 4] = first + len(lists), count, unit.start, unit.window
+        lists.extend(unit.rows)
+        table[at + 4 : at + 6] = unit.state, first + len(lists)
+        lists.extend(unit.targets)
+    whole = torch.from_numpy(np.concatenate((table, np.array(lists, np.int64))))
+    return RecurrentRows(tuple(units), whole if device is None else whole.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentHeads:
+    """The sizes of a layer. Key head h serves the value heads from h·value_heads/key_heads on."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Dk, a multiple of 16."""
+    value_dim: int
+    """Dv, a multiple of 32."""
+    width: int = 4
+    """W: inputs of the convolution for each output, the row's own among them."""
+
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads or self.key_dim % 16 or self.value_dim % COLUMNS:
+            raise ValueError(
+                f"{self.value_heads} heads of {self.value_dim} for {self.key_heads} of {self.key_dim}: each key head "
+                f"must serve as many, keys be a multiple of 16 and values of {COLUMNS}"
+            )
+        if not 2 <= self.width <= WINDOW:
+            raise ValueError(f"a convolution of width {self.width} is not within 2 to {WINDOW}")
+
+    @property
+    def channels(self) -> int:
+        """C, of the convolution: queries, keys and values of a row, in this order."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentMemory:
+    """The memory of one layer, of S states and P windows."""
+
+    states: torch.Tensor
+    """[S, Hv, Dv/32, Dk, 32] float32: 32 columns of a head's state lie together."""
+    tails: torch.Tensor
+    """[S, W - 1, C]: the last inputs of the convolution before the state's position."""
+    keys: torch.Tensor
+    """[P, Hk, 16, Dk] float32, by position % 16."""
+    updates: torch.Tensor
+    """[P, Hv, Dv/32, 16, 32] float32."""
+    decays: torch.Tensor
+    """[P, Hv, 16] float32."""
+    inputs: torch.Tensor
+    """[P, 16, C]: inputs of the convolution."""
+
+
+def recurrent_bytes(heads: RecurrentHeads, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a layer's state and of its window, multiples of 64, where a model computes in `dtype`."""
+    return tuple(_spans(parts, 0)[-1] for parts in _parts(heads, dtype))  # type: ignore[return-value]
+
+
+def recurrent_memory(
+    heads: RecurrentHeads, dtype: torch.dtype, states: torch.Tensor, windows: torch.Tensor
+) -> RecurrentMemory:
+    """Views of uint8 memory: states [S, `recurrent_bytes`], windows [P, `recurrent_bytes`]. Rows may lie apart, by a
+    multiple of 64 bytes, as where they hold other layers too."""
+    views: list[torch.Tensor] = []
+    for storage, parts in zip((states, windows), _parts(heads, dtype), strict=True):
+        ends = _spans(parts, 0)
+        if storage.shape[1] != ends[-1]:
+            raise ValueError(f"memory of {storage.shape[1]} bytes a row is not the layer's {ends[-1]}")
+        for (shape, kind), first in zip(parts, ends, strict=False):
+            part = storage[:, first : first + _bytes(shape, kind)].view(kind)
+            views.append(part.view(len(storage), *shape))
+    return RecurrentMemory(*views)
+
+
+_Part = tuple[tuple[int, ...], torch.dtype]
+
+
+def _parts(heads: RecurrentHeads, dtype: torch.dtype) -> tuple[tuple[_Part, ...], tuple[_Part, ...]]:
+    """The shapes of a state's parts, and of a window's, as `RecurrentMemory` has them."""
+    strips, wide = heads.value_dim // COLUMNS, torch.float32
+    return (
+        ((heads.value_heads, strips, heads.key_dim, COLUMNS), wide),
+        ((heads.width - 1, heads.channels), dtype),
+    ), (
+        ((heads.key_heads, WINDOW, heads.key_dim), wide),
+        ((heads.value_heads, strips, WINDOW, COLUMNS), wide),
+        ((heads.value_heads, WINDOW), wide),
+        ((WINDOW, heads.channels), dtype),
+    )
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return int(np.prod(shape)) * dtype.itemsize
+
+
+def _spans(parts: Sequence[_Part], first: int) -> list[int]:
+    """Where each part begins, and the last one ends."""
+    places = [first]
+    for shape, kind in parts:
+        places.append(-(-(places[-1] + _bytes(shape, kind)) // _ALIGNMENT) * _ALIGNMENT)
+    return places
