@@ -211,7 +211,7 @@ def test_served_models_name_their_decoder(config, words, tmp_path):
 
 
 def test_every_family_is_documented():
-    from loraplex.engine.model.family import is_fused
+    from loraplex.engine.model.families.table import is_fused
 
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
     listed = re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|$", page.split("## Through")[0], re.MULTILINE)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,13 +16,13 @@ from numpy.typing import NDArray
 from loraplex.adapters.admission.base_families import NO_SITES, not_served, obstacle_of, text_fields
 from loraplex.adapters.admission.model_parts import ModelParts, parts_of
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
+from loraplex.adapters.base_weights.fingerprint import base_fingerprint
 from loraplex.adapters.base_weights.gguf import FILE, is_indexed, read_index
 from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
 from loraplex.adapters.base_weights.schemes import StoredLinears, read_linears
 from loraplex.adapters.base_weights.tensors import QuantisedTensors
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
-from loraplex.adapters.store.files import CHUNK_BYTES, open_regular, read_into, shown
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, MODEL_PROJECTION, SITES
 
@@ -35,40 +32,6 @@ _SITE_NAME = re.compile(
 _HEAD_NAME = f"{HEAD}.weight"
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-
-_ARCHITECTURE_FIELDS = (
-    "attention_bias",
-    "attention_multiplier",
-    "attn_logit_softcapping",
-    "embedding_multiplier",
-    "final_logit_softcapping",
-    "head_dim",
-    "hidden_act",
-    "hidden_activation",
-    "hidden_size",
-    "intermediate_size",
-    "layer_norm_eps",
-    "layer_types",
-    "logits_scaling",
-    "mlp_bias",
-    "model_type",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "original_max_position_embeddings",
-    "partial_rotary_factor",
-    "query_pre_attn_scalar",
-    "residual_multiplier",
-    "rms_norm_eps",
-    "rope_local_base_freq",
-    "sliding_window",
-    "sliding_window_pattern",
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "vocab_size",
-)
-"""The config fields that change what the weights compute. The others (names, token ids, versions of the tool
-that wrote the file) differ between copies of one model and must not part an adapter from its base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +75,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     sites |= _find_head(_linear_shapes(_with_tied_head(tensors, config), stored))
     sites |= _find_embedding(tensors)
     try:
-        fingerprint = _fingerprint(model_dir, config, located, cache_dir)
+        fingerprint = base_fingerprint(model_dir, config, located, cache_dir)
     except OSError as error:
         raise BaseModelInvalid(f"cannot read the weights in {model_dir}: {error}") from error
     return BaseSpec(
@@ -374,75 +337,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BaseModelInvalid(f"{path} is not a JSON object")
     return value
-
-
-def _architecture(config: Mapping[str, Any]) -> bytes:
-    fields = {name: config[name] for name in _ARCHITECTURE_FIELDS if config.get(name) is not None}
-    if config.get("use_sliding_window"):  # else it means nothing
-        fields["max_window_layers"] = config.get("max_window_layers")
-    # Written as rope_theta + rope_scaling by older tools and as rope_parameters by newer ones.
-    found = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-    if not all(isinstance(value, dict) for value in found):
-        raise BaseModelInvalid(f"the config's rope_scaling or rope_parameters is no object: {shown(found)}")
-    rope = {**found[0], **found[1]}
-    rope.setdefault("rope_theta", config.get("rope_theta"))
-    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
-    if config.get("quantization_config") is not None:  # it says what the codes stand for
-        fields["quantization_config"] = config["quantization_config"]
-    fields["rope"] = {name: value for name, value in rope.items() if value is not None}
-    return json.dumps(fields, sort_keys=True).encode()
-
-
-def _fingerprint(
-    model_dir: Path, config: Mapping[str, Any], tensors: Mapping[str, BaseTensor], cache_dir: Path | None
-) -> str:
-    architecture = _architecture(config)
-    cached = None
-    if cache_dir is not None:
-        cached = cache_dir / f"base-{_cache_key(model_dir, architecture, tensors)}.sha256"
-        try:
-            known = cached.read_text("ascii").strip()
-        except (OSError, ValueError):
-            known = ""
-        if re.fullmatch(r"[0-9a-f]{64}", known):
-            return known
-    digest = _hash_weights(architecture, tensors)
-    if cached is not None:
-        with contextlib.suppress(OSError):  # a cache that cannot be written costs a second at each start
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            scratch = cached.with_suffix(f".{os.getpid()}.tmp")
-            scratch.write_text(digest + "\n", "ascii")
-            scratch.replace(cached)
-    return digest
-
-
-def _cache_key(model_dir: Path, architecture: bytes, tensors: Mapping[str, BaseTensor]) -> str:
-    sha = hashlib.sha256(architecture)
-    for path in sorted({entry.path for entry in tensors.values()}):
-        stat = path.stat()
-        sha.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return sha.hexdigest()[:32]
-
-
-def _hash_weights(architecture: bytes, tensors: Mapping[str, BaseTensor]) -> str:
-    """SHA-256 over the architecture and each tensor's name, dtype, shape and bytes, sorted by name: how the
-    checkpoint is cut into files does not matter."""
-    sha = hashlib.sha256(b"loraplex base 1\n" + architecture)
-    buffer = np.empty(CHUNK_BYTES, np.uint8).data
-    files = {path: open_regular(path) for path in {entry.path for entry in tensors.values()}}
-    try:
-        for name, entry in sorted(tensors.items()):
-            tensor = entry.tensor
-            sha.update(json.dumps([name, tensor.dtype, tensor.shape]).encode() + b"\n")
-            files[entry.path].seek(tensor.start)
-            left = tensor.end - tensor.start
-            while left:
-                got = read_into(files[entry.path], buffer[: min(left, CHUNK_BYTES)])
-                if not got:
-                    raise BaseModelInvalid(f"{entry.path} ends inside {name}")
-                sha.update(buffer[:got])
-                left -= got
-    finally:
-        for file in files.values():
-            file.close()
-    return sha.hexdigest()

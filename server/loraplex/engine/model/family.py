@@ -1,18 +1,19 @@
-"""The decoder families of `FusedDecoder` as tables of layer kinds, and what a config must say to be one of them."""
+"""A member of a decoder family: what its config makes of the family's row, and what it must say for that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from loraplex.adapters.store.files import shown
 from loraplex.engine.kv.layers import CacheKind
-from loraplex.engine.model import lfm2
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.config_fields import check_fields, check_sizes
+from loraplex.engine.model.families.rows import Family, LayerRow
+from loraplex.engine.model.families.table import FAMILIES
 from loraplex.engine.model.layer_kinds import (
     Activation,
     AttentionKind,
@@ -21,194 +22,9 @@ from loraplex.engine.model.layer_kinds import (
     LayerKind,
     ModuleNames,
     NormKind,
-    ShortConvKind,
 )
-from loraplex.engine.model.rope import SCALE_FIELD, RopePlan, plan_rope
+from loraplex.engine.model.rope import RopePlan, plan_rope
 
-_NAMES = ModuleNames()
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRow:
-    """One kind of layer of a family. The defaults are Llama's. A bias that is None is as the config's own field says.
-    Strings but `activation` are names of config fields; an empty one: the kind has no such property."""
-
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    mlp_bias: bool | None = None
-    qk_norm: bool = False
-    packed: bool = False
-    """Whether the checkpoint has qkv_proj and gate_up_proj."""
-    norms_behind: bool = False
-    """Whether each half has a norm behind it too."""
-    activation: Activation = "silu"
-    activation_field: str = "hidden_act"
-    num_heads: str = "num_attention_heads"
-    kv_heads: str = "num_key_value_heads"
-    head_dim: str = "head_dim"
-    mlp_size: str = "intermediate_size"
-    window: str = ""
-    scale: str | float = ""
-    """A number whose inverse root scales the scores, or the scale itself; empty: the head size."""
-    softcap: str = ""
-    v_norm: bool = False
-    values_are_keys: str = ""
-    """Whether there is no v_proj."""
-    out: str = "o_proj"
-    head_norm: str = "norm"
-    mlp_sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    mlp_size_of: Callable[[Any], int] | None = None
-    """Makes the width of a config; None: `mlp_size` is it."""
-    mixer: Callable[[Any], ShortConvKind] | None = None
-    """Makes the mixer of a config; None: attention."""
-
-    @property
-    def config_fields(self) -> set[str]:
-        sizes = {self.num_heads, self.kv_heads, self.head_dim, self.mlp_size}
-        named = (self.activation_field, self.window, self.scale, self.softcap, self.values_are_keys)
-        return sizes | {name for name in named if isinstance(name, str)}
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """`layers`: the kinds by their names in `layer_types`. A family of one kind does not read that field; the last kind
-    is that of all layers where a config has none."""
-
-    layers: Mapping[str, LayerRow]
-    names: ModuleNames = _NAMES
-    norm_eps: str = "rms_norm_eps"
-    norm_offset: float = 0.0
-    """Added to the stored weight of each norm."""
-    norm_in_float32: bool = False
-    scales_embedding: bool = False
-    """Whether embeddings are multiplied by the root of the hidden size."""
-    logits_softcap: str = ""
-    partial_rope: bool = False
-    rope_by_kind: bool = False
-    """Whether rope_parameters hold a set for each kind of layer."""
-    rope_fields: frozenset[str] = frozenset()
-    """Fields of rope_parameters that frequencies do not depend on."""
-    sizes_by_layer: frozenset[str] = frozenset()
-    """Config fields that per_layer_config may set: the same for all layers of a kind."""
-    shared_layers: str = ""
-    """How many of the last layers read the keys and values of the last layer of their kind before these."""
-    wide_where_shared: str = ""
-    """Whether the feed-forward of those is twice as wide."""
-    own_input: str = ""
-    """The size of each layer's own input; 0: layers have none."""
-    own_input_vocab: str = ""
-    scales_layers: bool = False
-    """Whether what leaves a layer is multiplied by its `layer_scalar`."""
-    harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of config fields that change nothing here; any other is refused."""
-    fields: frozenset[str] = frozenset()
-    """Config fields that transformers has worked into others, or that mean nothing beside harmless ones."""
-
-    @property
-    def config_fields(self) -> set[str]:
-        named = {name for row in self.layers.values() for name in row.config_fields}
-        own = {
-            self.logits_softcap, self.norm_eps, self.shared_layers, self.wide_where_shared, self.own_input,
-            self.own_input_vocab,
-        }  # fmt: skip
-        return {*self.fields, *named, *own}
-
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-
-
-def _some_sliding(full: LayerRow) -> Mapping[str, LayerRow]:
-    return {_FULL: full, _SLIDING: replace(full, window="sliding_window")}
-
-
-_PLAIN = LayerRow(qkv_bias=False, o_bias=False, mlp_bias=False, window="sliding_window")
-_GEMMA = LayerRow(
-    mlp_bias=False,
-    norms_behind=True,
-    activation="gelu_tanh",
-    activation_field="hidden_activation",
-    scale="query_pre_attn_scalar",
-)
-_GEMMA2 = Family(
-    _some_sliding(replace(_GEMMA, softcap="attn_logit_softcapping")),
-    norm_offset=1.0,
-    norm_in_float32=True,
-    scales_embedding=True,
-    logits_softcap="final_logit_softcapping",
-)
-_GEMMA4_LAYER = replace(_GEMMA, qk_norm=True, v_norm=True, scale=1.0)
-_GEMMA4 = Family(
-    {
-        _FULL: replace(_GEMMA4_LAYER, values_are_keys="attention_k_eq_v"),
-        _SLIDING: replace(_GEMMA4_LAYER, window="sliding_window"),
-    },
-    norm_in_float32=True,
-    scales_embedding=True,
-    logits_softcap="final_logit_softcapping",
-    rope_by_kind=True,
-    sizes_by_layer=frozenset({"head_dim", "num_key_value_heads"}),
-    shared_layers="num_kv_shared_layers",
-    wide_where_shared="use_double_wide_mlp",
-    own_input="hidden_size_per_layer_input",
-    own_input_vocab="vocab_size_per_layer_input",
-    scales_layers=True,
-    # "vision": rows of one image see each other.
-    harmless={"use_bidirectional_attention": (None, False, "vision"), "enable_moe_block": (None, False)},
-    fields=frozenset(
-        {
-            "per_layer_config", "global_head_dim", "num_global_key_value_heads", "num_experts", "top_k_experts",
-            "moe_intermediate_size", "expert_intermediate_size",
-        }
-    ),
-)  # fmt: skip
-_LLAMA = Family({_FULL: LayerRow()})
-_MISTRAL = Family({_SLIDING: _PLAIN})
-_QWEN2 = Family(_some_sliding(LayerRow(qkv_bias=True, o_bias=False, mlp_bias=False)))
-_QWEN3 = Family(_some_sliding(LayerRow(mlp_bias=False, qk_norm=True)))
-# Which of three positions a token's frequencies take. Those of text are equal.
-_SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
-_QWEN2_VL = replace(_QWEN2, rope_fields=_SECTIONS)
-_LFM2_FULL = replace(
-    _PLAIN, window="", qk_norm=True, activation_field="", out="out_proj", head_norm="layernorm",
-    mlp_sites=("w1", "w3", "w2"), mlp_size_of=lfm2.feed_forward_size,
-)  # fmt: skip
-_LFM2_LAYERS = {_FULL: _LFM2_FULL, "conv": replace(_LFM2_FULL, mixer=lfm2.short_conv_kind)}
-_LFM2 = Family(_LFM2_LAYERS, lfm2.NAMES, "norm_eps", fields=lfm2.FIELDS)
-FAMILIES: Mapping[str, Family] = {
-    "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
-    "mistral": _MISTRAL,
-    "qwen2": _QWEN2,
-    "qwen3": _QWEN3,
-    "phi3": Family(
-        {_SLIDING: replace(_PLAIN, packed=True)},
-        partial_rope=True,
-        fields=frozenset({"original_max_position_embeddings", "partial_rotary_factor"}),
-    ),
-    "gemma2": _GEMMA2,
-    # transformers' Gemma 3 reads no attn_logit_softcapping, so ours must not either.
-    "gemma3_text": replace(
-        _GEMMA2,
-        layers=_some_sliding(replace(_GEMMA, qk_norm=True)),
-        rope_by_kind=True,
-        fields=frozenset({"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}),
-    ),
-    "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": replace(_GEMMA4, own_input="", own_input_vocab=""),
-    # The same plans by other names.
-    "cwm": Family(_some_sliding(LayerRow(qkv_bias=False, o_bias=False))),
-    "internlm3": replace(_LLAMA, fields=frozenset({"qkv_bias", "bias"})),
-    "iquestcoder": _LLAMA,
-    "ministral": Family(_some_sliding(replace(_PLAIN, window=""))),
-    "ministral3": replace(_MISTRAL, rope_fields=frozenset({SCALE_FIELD, "max_position_embeddings"})),
-    "seed_oss": Family({_FULL: LayerRow(o_bias=False)}),
-    # Text parts of multimodal models, where they have a type of their own.
-    "paddleocr_vl_text": Family({_FULL: replace(_PLAIN, window="")}, rope_fields=_SECTIONS),
-    "qwen2_vl_text": _QWEN2_VL,
-    "qwen2_5_vl_text": _QWEN2_VL,
-    "qwen2_5_omni_text": _QWEN2_VL,
-    "qwen3_vl_text": replace(_QWEN3, rope_fields=_SECTIONS),
-    "lfm2": _LFM2,
-}
 _ACTIVATIONS: Mapping[Activation, tuple[str, ...]] = {
     "silu": ("silu", "swish"),
     "gelu_tanh": ("gelu_pytorch_tanh",),
@@ -249,10 +65,6 @@ class DecoderSpec:
     def intermediate_size(self) -> int:
         """The widest layer's."""
         return max(kind.feed_forward.size for kind in self.layers)
-
-
-def is_fused(model_type: str) -> bool:
-    return model_type in FAMILIES
 
 
 def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) -> DecoderSpec:

@@ -22,7 +22,8 @@ from loraplex.adapters.spec import TensorSlice
 from loraplex.engine.devices import refuse_bits
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json, refusing
-from loraplex.engine.model.family import DecoderSpec, decoder_spec, is_fused
+from loraplex.engine.model.families.table import is_fused
+from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import attention_needs, decoder_shape
 from loraplex.engine.model.layer_kinds import ShortConvKind
 from loraplex.engine.model.plans import KeptPlans, ReadConfig

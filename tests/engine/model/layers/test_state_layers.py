@@ -22,9 +22,9 @@ from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.layers import CacheKind, layer_groups
 from loraplex.engine.kv.states import slot_bytes
-from loraplex.engine.model import family
 from loraplex.engine.model.base import ForwardBatch, ModelShape
-from loraplex.engine.model.family import Family, LayerRow
+from loraplex.engine.model.families import table
+from loraplex.engine.model.families.rows import Family, LayerRow
 from loraplex.engine.model.layer_kinds import MixerKind
 from loraplex.engine.model.layers import mixers
 from loraplex.engine.model.layers.adapted_linears import Linear
@@ -238,7 +238,7 @@ def decays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of a family that is one row, with a mixer of its own."""
     plain = LayerRow(qkv_bias=False, o_bias=False, mlp_bias=False)
     own = replace(plain, mixer=lambda config: Decay(CacheKind(0, 0, state_bytes=4 * HIDDEN), 0.5))
-    monkeypatch.setitem(family.FAMILIES, "decays", Family({"full_attention": plain, "decay": own}))  # type: ignore[arg-type]
+    monkeypatch.setitem(table.FAMILIES, "decays", Family({"full_attention": plain, "decay": own}))  # type: ignore[arg-type]
     monkeypatch.setitem(mixers.MIXERS, Decay, Mixer(decay_groups, read_decay, run_decay))  # type: ignore[arg-type]
     AutoConfig.register("decays", DecaysConfig, exist_ok=True)
     shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "model.norm": (HIDDEN,)}

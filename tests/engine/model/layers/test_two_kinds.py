@@ -24,9 +24,9 @@ from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import build_image
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.engine.kv.layers import CacheKind
-from loraplex.engine.model import family
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.family import Family, LayerRow
+from loraplex.engine.model.families import table
+from loraplex.engine.model.families.rows import Family, LayerRow
 from loraplex.engine.model.fused import attention_needs
 from loraplex.kernels.attention.triton_tiling import AttentionShape
 from loraplex.kernels.backend import resolve_kernels
@@ -167,7 +167,7 @@ def merged(weights: dict[str, torch.Tensor], adapter: ZooAdapter) -> dict[str, t
 
 @pytest.fixture
 def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setitem(family.FAMILIES, "two_kinds", ROW)  # type: ignore[arg-type]
+    monkeypatch.setitem(table.FAMILIES, "two_kinds", ROW)  # type: ignore[arg-type]
     AutoConfig.register("two_kinds", TwoKindsConfig, exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file(make_weights(), tmp_path / "model.safetensors")

@@ -1,0 +1,110 @@
+"""The decoder families of `FusedDecoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from loraplex.engine.model.families import lfm2
+from loraplex.engine.model.families.rows import Family, LayerRow
+from loraplex.engine.model.rope import SCALE_FIELD
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def _some_sliding(full: LayerRow) -> Mapping[str, LayerRow]:
+    return {_FULL: full, _SLIDING: replace(full, window="sliding_window")}
+
+
+_PLAIN = LayerRow(qkv_bias=False, o_bias=False, mlp_bias=False, window="sliding_window")
+_GEMMA = LayerRow(
+    mlp_bias=False,
+    norms_behind=True,
+    activation="gelu_tanh",
+    activation_field="hidden_activation",
+    scale="query_pre_attn_scalar",
+)
+_GEMMA2 = Family(
+    _some_sliding(replace(_GEMMA, softcap="attn_logit_softcapping")),
+    norm_offset=1.0,
+    norm_in_float32=True,
+    scales_embedding=True,
+    logits_softcap="final_logit_softcapping",
+)
+_GEMMA4_LAYER = replace(_GEMMA, qk_norm=True, v_norm=True, scale=1.0)
+_GEMMA4 = Family(
+    {
+        _FULL: replace(_GEMMA4_LAYER, values_are_keys="attention_k_eq_v"),
+        _SLIDING: replace(_GEMMA4_LAYER, window="sliding_window"),
+    },
+    norm_in_float32=True,
+    scales_embedding=True,
+    logits_softcap="final_logit_softcapping",
+    rope_by_kind=True,
+    sizes_by_layer=frozenset({"head_dim", "num_key_value_heads"}),
+    shared_layers="num_kv_shared_layers",
+    wide_where_shared="use_double_wide_mlp",
+    own_input="hidden_size_per_layer_input",
+    own_input_vocab="vocab_size_per_layer_input",
+    scales_layers=True,
+    # "vision": rows of one image see each other.
+    harmless={"use_bidirectional_attention": (None, False, "vision"), "enable_moe_block": (None, False)},
+    fields=frozenset(
+        {
+            "per_layer_config", "global_head_dim", "num_global_key_value_heads", "num_experts", "top_k_experts",
+            "moe_intermediate_size", "expert_intermediate_size",
+        }
+    ),
+)  # fmt: skip
+_LLAMA = Family({_FULL: LayerRow()})
+_MISTRAL = Family({_SLIDING: _PLAIN})
+_QWEN2 = Family(_some_sliding(LayerRow(qkv_bias=True, o_bias=False, mlp_bias=False)))
+_QWEN3 = Family(_some_sliding(LayerRow(mlp_bias=False, qk_norm=True)))
+# Which of three positions a token's frequencies take. Those of text are equal.
+_SECTIONS = frozenset({"mrope_section", "mrope_interleaved"})
+_QWEN2_VL = replace(_QWEN2, rope_fields=_SECTIONS)
+_LFM2_FULL = replace(
+    _PLAIN, window="", qk_norm=True, activation_field="", out="out_proj", head_norm="layernorm",
+    mlp_sites=("w1", "w3", "w2"), mlp_size_of=lfm2.feed_forward_size,
+)  # fmt: skip
+_LFM2_LAYERS = {_FULL: _LFM2_FULL, "conv": replace(_LFM2_FULL, mixer=lfm2.short_conv_kind)}
+_LFM2 = Family(_LFM2_LAYERS, lfm2.NAMES, "norm_eps", fields=lfm2.FIELDS)
+FAMILIES: Mapping[str, Family] = {
+    "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
+    "mistral": _MISTRAL,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+    "phi3": Family(
+        {_SLIDING: replace(_PLAIN, packed=True)},
+        partial_rope=True,
+        fields=frozenset({"original_max_position_embeddings", "partial_rotary_factor"}),
+    ),
+    "gemma2": _GEMMA2,
+    # transformers' Gemma 3 reads no attn_logit_softcapping, so ours must not either.
+    "gemma3_text": replace(
+        _GEMMA2,
+        layers=_some_sliding(replace(_GEMMA, qk_norm=True)),
+        rope_by_kind=True,
+        fields=frozenset({"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}),
+    ),
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": replace(_GEMMA4, own_input="", own_input_vocab=""),
+    # The same plans by other names.
+    "cwm": Family(_some_sliding(LayerRow(qkv_bias=False, o_bias=False))),
+    "internlm3": replace(_LLAMA, fields=frozenset({"qkv_bias", "bias"})),
+    "iquestcoder": _LLAMA,
+    "ministral": Family(_some_sliding(replace(_PLAIN, window=""))),
+    "ministral3": replace(_MISTRAL, rope_fields=frozenset({SCALE_FIELD, "max_position_embeddings"})),
+    "seed_oss": Family({_FULL: LayerRow(o_bias=False)}),
+    # Text parts of multimodal models, where they have a type of their own.
+    "paddleocr_vl_text": Family({_FULL: replace(_PLAIN, window="")}, rope_fields=_SECTIONS),
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_5_omni_text": _QWEN2_VL,
+    "qwen3_vl_text": replace(_QWEN3, rope_fields=_SECTIONS),
+    "lfm2": _LFM2,
+}
+
+
+def is_fused(model_type: str) -> bool:
+    return model_type in FAMILIES
