@@ -20,7 +20,8 @@ from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.numba_runtime import amx
 from loraplex.kernels.numba_runtime.vectors import host_features, host_name
 from loraplex.kernels.ops import Ops
-from loraplex.kernels.recurrent import torch_recurrent
+from loraplex.kernels.recurrent import numba_convolve, numba_gates, numba_rule
+from loraplex.kernels.recurrent.kernel import RecurrentOps
 from loraplex.kernels.weight_form import WeightForm
 
 
@@ -52,7 +53,13 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
         rotate_and_write=numba_rope.rotate_and_write,
         pack=partial(_pack, batch_invariant=batch_invariant, pool=HugePagePool()),
         to_float32=numba_widen.to_float32,
-        recurrent=torch_recurrent.recurrent_ops(),
+        recurrent=RecurrentOps(
+            convolve=numba_convolve.convolve,
+            delta_gates=numba_gates.delta_gates,
+            delta_rule=numba_rule.delta_rule,
+            gated_norm=numba_gates.gated_norm,
+            output_gate=numba_gates.output_gate,
+        ),
         record_layers=numba_layers.NumbaRecordedLayers,
     )
 

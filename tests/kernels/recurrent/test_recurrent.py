@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
+from loraplex.kernels.numba_backend import numba_ops
 from loraplex.kernels.recurrent.torch_recurrent import recurrent_ops
 from loraplex.kernels.recurrent.types import (
     RecurrentHeads,
@@ -24,11 +25,11 @@ from support.kernels.recurrent import (
     targets_of,
 )
 
-OPS = {"torch": recurrent_ops()}
+OPS = {"torch": recurrent_ops(), "numba": numba_ops().recurrent}
 SHAPES = [RecurrentHeads(2, 2, 64, 64), RecurrentHeads(1, 3, 32, 96, 3), RecurrentHeads(1, 2, 96, 192)]
 
 
-@pytest.fixture(params=OPS)
+@pytest.fixture(params=["torch", pytest.param("numba", marks=pytest.mark.slow)])
 def ops(request: pytest.FixtureRequest):
     return OPS[request.param]
 
@@ -50,6 +51,25 @@ def test_steps_of_any_rows_give_what_the_whole_gives(ops, heads, seed):
     want = run_whole(ops, own, spoilt_memory(heads, torch.float32))
     got = run_in_steps(ops, own, spoilt_memory(heads, torch.float32), seed)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow  # compiling for two dtypes takes 10 s
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strength", [0.1, 30.0])
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_numbas_rows_have_the_same_bits_in_any_step(heads, strength, dtype):
+    """Whatever the cuts, the company, the drafts, the threads and what memory held."""
+    own = sequence(heads, 150, strength, dtype)
+    want = run_whole(OPS["numba"], own, spoilt_memory(heads, dtype))
+    assert want.isfinite().all()
+    before = torch.get_num_threads()
+    try:
+        for seed in range(20):
+            torch.set_num_threads(1 + seed % 3)
+            got = run_in_steps(OPS["numba"], own, spoilt_memory(heads, dtype), seed)
+            assert torch.equal(got, want), seed
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_state_begins_a_sequence_in_another_window_and_stays_as_it_is(ops):
@@ -164,6 +184,25 @@ def test_the_convolution_rounds_the_sum_and_the_activation(ops):
             padded, own.weight.T[:, None].contiguous(), each, groups=heads.channels
         )
         few_differ(got, torch.nn.functional.silu(sums[0].T.to(dtype)))
+
+
+@pytest.mark.slow
+def test_numbas_operands_that_do_not_fit_are_refused():
+    ops, heads = OPS["numba"], SHAPES[0]
+    own, memory = sequence(heads, 5, 1.0), spoilt_memory(heads, torch.float32)
+    rows = lay_out_units([RecurrentUnit(range(5), 0, 0, 0, ())])
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.convolve(own.x[:, 1:], own.weight, rows, memory)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.convolve(own.x.bfloat16(), own.weight, rows, memory)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.delta_rule(own.x, own.decay[1:], own.beta, rows, memory, heads)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.gated_norm(own.x, own.x[:, :64], torch.ones(64), 1e-6)
+    with pytest.raises(ValueError, match="does not fit"):
+        ops.output_gate(own.x.view(5, 6, 64), own.x.view(5, 3, 128))
+    with pytest.raises(ValueError, match="gates"):
+        ops.delta_gates(own.x[:, :2], own.x[:, :3], torch.ones(2), torch.ones(2))
 
 
 def test_targets_that_do_not_fit_are_refused():

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from loraplex.kernels.recurrent import COLUMNS, WINDOW
+from loraplex.kernels.recurrent import COLUMNS, HEADER_BYTES, UNIT_BYTES, WINDOW
 
-_HEADER, _UNIT = 8, 8
-"""int64s of a table before its units, and of each unit."""
+_HEADER, _UNIT = HEADER_BYTES // 8, UNIT_BYTES // 8
 _ALIGNMENT = 64
 
 
@@ -55,7 +54,7 @@ def lay_out_units(units: Sequence[RecurrentUnit], device: torch.device | None = 
     """Raises ValueError for a unit without rows, or with another number of targets than its windows that end."""
     first = _HEADER + _UNIT * len(units)
     lists: list[int] = []
-    table = np.zeros((first - _HEADER) // _UNIT * _UNIT + _HEADER, np.int64)
+    table = np.zeros(first, np.int64)
     table[0] = len(units)
     for number, unit in enumerate(units):
         count = len(unit.rows)
