@@ -48,6 +48,12 @@ class _AttentionToRecord:
         }
 
 
+class _UnitsToRecord:
+    """Stands in for the `RecurrentRows` of a step: how many units there are is read from their table."""
+
+    address = StepValue("recurrent")
+
+
 class NumbaRecordedLayers:
     """Repeats a decoder's layers without the Python code around their kernels. For one thread at a time."""
 
@@ -90,9 +96,7 @@ class NumbaRecordedLayers:
         found = self._lists.get(key)
         if found is None:
             try:
-                found = self._lists[key] = self._record(
-                    tensors, len(own_inputs), len(attention), lora, run_layers
-                )
+                found = self._lists[key] = self._record(given, tensors, run_layers)
             except NotRecordable:
                 self._is_recordable = False
                 return None
@@ -104,27 +108,32 @@ class NumbaRecordedLayers:
             values |= recorded.step_values(group)
         if lora is not None:
             values |= lora.step_values()
+        if given.recurrent is not None:
+            values[_UnitsToRecord.address.name] = given.recurrent.address
         calls.run(values)
         return x, tensors[0]
 
     def _record(
         self,
+        given: LayerInputs,
         tensors: tuple[torch.Tensor, ...],
-        num_own_inputs: int,
-        num_groups: int,
-        lora: NumbaLoraPass | None,
         run_layers: Callable[[LayerInputs], torch.Tensor],
     ) -> tuple[CallList, tuple[_AttentionToRecord, ...], torch.Tensor]:
-        residual, all_slots = tensors[0], tensors[-num_groups:]
-        own_inputs, tables = tensors[1 : 1 + num_own_inputs], tensors[1 + num_own_inputs : -num_groups]
+        num_own = 0 if given.own_inputs is None else 1
+        first = len(tensors) - len(given.attention)
+        residual, all_slots = tensors[0], tensors[first:]
+        own_inputs, tables = tensors[1 : 1 + num_own], tensors[1 + num_own : first]
         attention = tuple(
             _AttentionToRecord(group, len(residual), slots) for group, slots in enumerate(all_slots)
         )
-        lora = None if lora is None else lora.to_record()
+        lora = None if given.lora is None else given.lora.to_record()
+        recurrent = None if given.recurrent is None else _UnitsToRecord()
         recording = Recording(self._memory)
 
         with recording:
             pairs = list(zip(tables[::2], tables[1::2], strict=True))
             own = own_inputs[0] if own_inputs else None
-            x = run_layers(LayerInputs(residual, pairs, attention, lora, own, recording.enter_layer))
+            x = run_layers(
+                LayerInputs(residual, pairs, attention, lora, own, recurrent, recording.enter_layer)
+            )
         return recording.call_list(tensors, lora), attention, x

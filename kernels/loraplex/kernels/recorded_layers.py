@@ -15,7 +15,8 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 class LayerInputs:
     """Inputs of the layers of a step: `residual` [T, C], which they change, cos and sin [T, 1, R/2] of each kind of
     rotation, the sequences as the `AttentionKernel` laid them out for each group of layers, the step's adapters or
-    None. `own_inputs` [T, L·P]: of layers that have inputs of their own. `enter_layer` is to be called with the number
+    None. `own_inputs` [T, L·P]: of layers that have inputs of their own.
+    `recurrent`: the sequences of layers with a state, a `RecurrentRows`. `enter_layer` is to be called with the number
     of each layer."""
 
     residual: torch.Tensor
@@ -23,4 +24,5 @@ class LayerInputs:
     attention: tuple[Any, ...]
     lora: Any
     own_inputs: torch.Tensor | None = None
+    recurrent: Any = None
     enter_layer: Callable[[int], None] = lambda layer: None

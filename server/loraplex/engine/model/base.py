@@ -14,6 +14,7 @@ from loraplex.engine.kv.layers import CacheKind
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import LoraPass
+from loraplex.kernels.recurrent.types import RecurrentRows
 
 
 class ModelUnsupported(LoraplexError):
@@ -73,7 +74,8 @@ class ForwardBatch:
     `logits_rows` [S] int64 are the rows whose logits are wanted. `take_hidden` is called with the hidden states behind
     the final norm, [P, C], of `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a
     new tensor. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
-    `logits_rows`, where none has one that changes the head. `states` is None where no layer keeps a state.
+    `logits_rows`, where none has one that changes the head. `states` is None where no layer keeps a state, `recurrent`
+    where none has a window behind it.
     """
 
     token_ids: torch.Tensor
@@ -89,6 +91,7 @@ class ForwardBatch:
     logits_out: torch.Tensor | None = None
     token_rows: TokenRows | None = None
     states: StateRows | None = None
+    recurrent: RecurrentRows | None = None
 
     def attention_of(self, layer: int) -> Any:
         """The batch that the `AttentionKernel` laid out for the group of this layer."""

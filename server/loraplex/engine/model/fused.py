@@ -129,7 +129,7 @@ class FusedDecoder:
         if kind is not None and self._inputs is not None:
             inputs = all_inputs(kind, self._inputs, embeddings, batch, self._linears)
         x, residual = self._layers_of(
-            batch, LayerInputs(embeddings, cos_sin, batch.attention, batch.lora, inputs)
+            batch, LayerInputs(embeddings, cos_sin, batch.attention, batch.lora, inputs, batch.recurrent)
         )
         # Only the rows go on that something is wanted of.
         if batch.take_hidden is not None and batch.hidden_rows is not None:
@@ -162,7 +162,8 @@ class FusedDecoder:
         """The result of the layers: the residual, and what is still to be added to it."""
 
         def run(given: LayerInputs) -> torch.Tensor:
-            return self._run_layers(replace(batch, attention=given.attention, lora=given.lora), given)
+            own = replace(batch, attention=given.attention, lora=given.lora, recurrent=given.recurrent)
+            return self._run_layers(own, given)
 
         recorded = None if self._recorded is None else self._recorded.run(given, batch.kv, run)
         return recorded or (run(given), given.residual)
