@@ -26,6 +26,7 @@ from loraplex.api.metrics.cluster_metrics import ClusterSnapshot
 from loraplex.api.openai import messages, schemas
 from loraplex.api.routes.probes import probe_routes
 from loraplex.control.background import BackgroundTasks, TaskState
+from loraplex.control.batches.files import Files
 from loraplex.control.types import SCOPES, Limits, ReachedLimit
 from loraplex.control.usage.outcome import Outcome
 from loraplex.engine.reports import EngineStats, TenantStats
@@ -47,6 +48,7 @@ from support.http.data_plane import (
     FakeLedger,
     FakeLimiter,
     FakeResolver,
+    file_database,
     ref,
 )
 from support.http.route_tables import routes_of
@@ -83,6 +85,8 @@ def test_every_route_of_the_data_plane(tmp_path: Path) -> None:
         limiter=FakeLimiter(),
         ledger=FakeLedger(),
         adapters=FakeAdapters(),
+        database=(database := file_database(tmp_path)),
+        files=Files(database, keep_s=1.0),
         metrics=Metrics(BASE),
         drain=Drain(),
         served_model_name=BASE,

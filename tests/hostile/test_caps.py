@@ -15,13 +15,13 @@ import pytest
 
 from loraplex.adapters.store.files import MAX_CONFIG_BYTES
 from loraplex.admin.framework.strict_request import MAX_JSON_BYTES, MAX_NAME_CHARS
-from loraplex.admin.uploads.multipart import MAX_HEADER_BYTES, MAX_HEADERS
 from loraplex.api.generation import endpoints
 from loraplex.api.openai import messages, sampling, schemas
 from loraplex.api.routes import models
 from loraplex.app.ports.connections import Bounds
 from loraplex.control.rules import MAX_PAGE
 from loraplex.http.bearer import MAX_SECRET_CHARS
+from loraplex.http.form import MAX_HEADER_BYTES, MAX_HEADERS
 from loraplex.serving.text.chat_encoder import MAX_CHARS_PER_TOKEN
 from loraplex.serving.text.processor import TextProcessor
 from support.http import multipart
@@ -54,6 +54,7 @@ BY_THE_BODY = {
     "TokenizeChat.tools[].function.description": "the same, together",
     "TokenizeChat.tools[].function.parameters": "the same, together",
     "Detokenize.tokens": "the context, in tokens",
+    "upload.file": "200,000,000 bytes",
     **dict.fromkeys(OPEN_FIELDS, "they become a chat, or a completion"),
 }
 """What only the body's size and the context bound; tests below show that it is looked at before tokenising."""
@@ -135,8 +136,6 @@ def test_the_walk_finds_open_ends() -> None:
     }
     assert set(open_ends(schema, "", {})) == {".a", ".b", ".b[]", ".c", ".d", ".e"}
 
-
-# Up to each cap, and one beyond.
 
 TEXT = {"model": SERVED_NAME, "prompt": "x"}
 USER = {"role": "user", "content": "x"}

@@ -18,6 +18,7 @@ from loraplex.api.errors import ApiError
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.routes import models, server
+from loraplex.api.routes.files import file_routes
 from loraplex.api.routes.generation import generation_routes
 from loraplex.api.routes.lora_loading import loading_routes
 from loraplex.api.routes.messages import count_route
@@ -70,6 +71,7 @@ def create_data_app(
         *tokenizer_routes(capacity),
         count_route(capacity),
         *models.router.routes,
+        *file_routes(capacity),
         *loading_routes(capacity),
         *probes,
         *server.router.routes,
@@ -96,7 +98,7 @@ def service_probes(services: ApiServices, *, in_document: bool = True) -> list[O
     return probe_routes(
         services.engine,
         services.drain,
-        database=services.database,
+        database=services.database_health,
         usage_failure=services.usage_failure,
         limits_warning=services.limits_warning,
         in_document=in_document,

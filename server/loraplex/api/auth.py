@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from starlette.requests import Request
 from starlette.types import Scope
 
 from loraplex.api.context import context_of
 from loraplex.api.errors import ApiError
+from loraplex.control.audit.recorder import Actor
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.types import Principal
 from loraplex.http.bearer import bearer_secret
@@ -27,3 +29,9 @@ async def authenticate(
     if scope_needed not in principal.scopes:
         raise ApiError("insufficient_scope", f"This API key lacks the scope '{scope_needed}'.")
     return principal
+
+
+def actor_of(request: Request, principal: Principal) -> Actor:
+    """The caller as the audit log names it."""
+    source = None if request.client is None else request.client.host
+    return Actor("key", principal.tenant_id, principal.key_id, source, context_of(request.scope).label)

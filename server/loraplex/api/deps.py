@@ -10,7 +10,9 @@ from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.audit.recorder import Actor
+from loraplex.control.batches.files import Files
 from loraplex.control.catalog.resolver import Resolver
+from loraplex.control.db.database import Database
 from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.tenancy.key_cache import KeyCache
@@ -87,6 +89,8 @@ class ApiServices:
     limiter: RequestLimits
     ledger: UsageJournal
     adapters: RuntimeAdapters
+    database: Database
+    files: Files
     metrics: Metrics
     drain: Drain
     served_model_name: str
@@ -98,7 +102,7 @@ class ApiServices:
     tokenizer_threads: int = 4
     cors_origins: tuple[str, ...] = ()
     metrics_on_data_port: bool = False
-    database: DatabaseHealth | None = None
+    database_health: DatabaseHealth | None = None
     usage_failure: Callable[[], str | None] = lambda: None
     limits_warning: Callable[[], str | None] = lambda: None
     access_log: AccessLog = field(default_factory=access_log)

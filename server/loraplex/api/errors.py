@@ -33,6 +33,7 @@ INVALID_REQUEST = "invalid_request_error"
 
 ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(get_args(RefusalCode), (400, INVALID_REQUEST)) | {
     "invalid_value": (400, INVALID_REQUEST),
+    "invalid_cursor": (400, INVALID_REQUEST),
     "unsupported_field": (400, INVALID_REQUEST),
     "context_length_exceeded": (400, INVALID_REQUEST),
     "adapter_not_finite": (400, INVALID_REQUEST),
@@ -43,6 +44,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(get_args(RefusalCode), (400,
     "insufficient_scope": (403, "permission_error"),
     "source_not_allowed": (403, "permission_error"),
     "model_not_found": (404, INVALID_REQUEST),
+    "file_not_found": (404, INVALID_REQUEST),
     "source_not_found": (404, INVALID_REQUEST),
     "unknown_url": (404, INVALID_REQUEST),
     "method_not_supported": (405, INVALID_REQUEST),

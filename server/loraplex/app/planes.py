@@ -40,6 +40,7 @@ from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.redis import make_limiter
 from loraplex.control.audit.log import AuditLog
+from loraplex.control.batches.files import KEEP_S, Files
 from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.shadow_store import ShadowStore
 from loraplex.control.limits.budget_store import BudgetStore
@@ -107,6 +108,7 @@ class Shared:
     templates: TemplateRenderer
     grammars: GrammarChecker
     shadows: Shadows
+    files: Files
     tracing: Tracing | None
 
 
@@ -171,6 +173,7 @@ def _shared(installation: Installation, engine: Engines) -> Shared:
             log=warn,
         ),
         shadows=Shadows(engine, text, drain, store, run, metrics.shadows),
+        files=Files(installation.database, keep_s=KEEP_S),
         tracing=tracing,
     )
 
@@ -271,7 +274,9 @@ def _data_services(installation: Installation, shared: Shared, admin_services: A
         max_body=settings.max_body,
         cors_origins=tuple(settings.cors_origins),
         metrics_on_data_port=settings.metrics_on_data_port,
-        database=installation.database_health,
+        database=installation.database,
+        files=shared.files,
+        database_health=installation.database_health,
         usage_failure=installation.usage_journal.failure,
         limits_warning=shared.limiter.warning,
         tracing=None if tracing is None else tracing.requests,

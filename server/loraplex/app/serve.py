@@ -259,6 +259,7 @@ async def _start(
     await warming.begin(engine)
     installation.background.start("version-checks", apps.checks.run)
     installation.background.start("shadows", shared.shadows.run)
+    installation.background.start("files", shared.files.run)
     watch = CatalogWatch(installation.database, installation.catalog, installation.tenants)
     installation.background.start("catalog-watch", partial(watch.run, engine))
     start_releases(installation, engine, shared.metrics.releases)

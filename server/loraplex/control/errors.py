@@ -109,6 +109,14 @@ class VersionNotFound(ControlError):
     code = "version_not_found"
 
 
+class FileNotFound(ControlError):
+    code = "file_not_found"
+
+
+class BatchNotFound(ControlError):
+    code = "batch_not_found"
+
+
 class ReleaseNotFound(ControlError):
     code = "release_not_found"
 

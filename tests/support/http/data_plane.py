@@ -28,6 +28,9 @@ from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.audit.recorder import Actor
+from loraplex.control.batches.files import Files
+from loraplex.control.db.database import Database
+from loraplex.control.db.tables import AuditHead, Base, Tenant
 from loraplex.control.types import (
     RATES,
     Admission,
@@ -314,6 +317,18 @@ class DataPlane:
         self.server.call(settle)
 
 
+def file_database(directory: Path) -> Database:
+    """An empty database with the tables, and the tenants `acme` and `rival`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    database = Database(f"sqlite:///{directory / 'plane.db'}")
+    with database.write() as session:
+        Base.metadata.create_all(session.connection())
+        session.add(AuditHead(id=1, seq=0, hash="0" * 64))
+        for name in ("acme", "rival"):
+            session.add(Tenant(id=name, weight=1.0, limits={}, created_at=datetime.now(UTC)))
+    return database
+
+
 @contextmanager
 def running_data_plane(
     directory: Path, *, extra_routes: Any = (), loop_factory: Any = None, **changes: Any
@@ -325,6 +340,7 @@ def running_data_plane(
     engine = FakeEngineClient(fake_engine_info(vocab_size=max(VOCAB_SIZE, text.vocab_size)))
     metrics = Metrics(BASE)
     drain = changes.pop("drain", None) or Drain()
+    database = changes.pop("database", None) or file_database(directory)
     services = ApiServices(
         **{
             "engine": engine,
@@ -335,6 +351,8 @@ def running_data_plane(
             "limiter": FakeLimiter(),
             "ledger": FakeLedger(),
             "adapters": FakeAdapters(),
+            "database": database,
+            "files": Files(database, keep_s=86_400.0),
             "metrics": metrics,
             "drain": drain,
             "served_model_name": BASE,

@@ -1,17 +1,11 @@
 """The multipart body of an upload, cut into its known parts while it arrives. No I/O here.
 
-Around python-multipart's incremental parser: which parts there may be, how many, how long their headers and their
-contents are. What a client calls its file never becomes a path.
+Which parts there may be, and how long their contents are. What a client calls its file never becomes a path.
 """
 
 from __future__ import annotations
 
-import logging
 from enum import Enum
-from typing import Any
-
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
 
 from loraplex.adapters.contents.places import foreign_weights, weights_kind
 from loraplex.adapters.store.files import (
@@ -24,13 +18,11 @@ from loraplex.adapters.store.files import (
     shown,
 )
 from loraplex.admin.problem import Problem
+from loraplex.http.form import FormReader
 
 ARCHIVE_NAME = "archive"
 SERVING_NAME = "serving"
 MAX_SERVING_BYTES = 4096
-MAX_HEADERS = 8
-MAX_HEADER_BYTES = 4096
-_PLAIN_ENCODINGS = frozenset({"", "7bit", "8bit", "binary", "identity"})
 _WHAT_IS_WANTED = f"Send {CONFIG_NAME} and {TENSORS_NAME} as files, or one {ARCHIVE_NAME}."
 
 
@@ -57,7 +49,7 @@ _SMALL = {
 }
 
 
-class UploadParser:
+class UploadParser(FormReader):
     """Feed it the body; it gives (part, bytes) pieces, in order, none of them kept.
 
     A part is known by its form name; a part named `file` or `files` by its file name, which must be one of
@@ -68,18 +60,7 @@ class UploadParser:
 
     def __init__(self, content_type: str, *, max_bytes: int) -> None:
         """Raises Problem (415, 400) for what is no multipart form."""
-        kind, options = parse_options_header(content_type[:1024])
-        boundary = options.get(b"boundary", b"")
-        if kind != b"multipart/form-data":
-            raise Problem(
-                "unsupported_media_type", f"Send multipart/form-data. {_WHAT_IS_WANTED}", param="Content-Type"
-            )
-        if not 1 <= len(boundary) <= 70:
-            raise Problem(
-                "invalid_multipart",
-                "Content-Type needs a boundary of 1 to 70 characters.",
-                param="Content-Type",
-            )
+        super().__init__(content_type, _WHAT_IS_WANTED)
         self._max_bytes = max_bytes
         self._room = {
             **_SMALL,
@@ -89,27 +70,14 @@ class UploadParser:
         self.serving = bytearray()
         self._total = 0
         self._seen: set[Part] = set()
-        self._current: Part | None = None
-        self._headers: dict[str, str] = {}
-        self._num_headers = 0
-        self._name = bytearray()
-        self._value = bytearray()
-        self._header_bytes = 0
+        self._current = Part.CONFIG
         self._pieces: list[tuple[Part, bytes]] = []
-        self._has_begun = False
-        self._ended = False
-        callbacks: Any = {
-            "on_part_begin": self._begin_part,
-            "on_header_field": self._header_name,
-            "on_header_value": self._header_value,
-            "on_header_end": self._end_header,
-            "on_headers_finished": self._begin_data,
-            "on_part_data": self._data,
-            "on_end": self._end,
-        }
-        self._parser = MultipartParser(boundary, callbacks)
-        # The answer says what was wrong; a stranger's damaged body is no warning in the operator's log.
-        self._parser.logger = logging.Logger("multipart", logging.CRITICAL)
+
+    def damaged(self, message: str, param: str | None = None) -> Problem:
+        return Problem("invalid_multipart", message, param=param)
+
+    def unsupported(self, message: str) -> Problem:
+        return Problem("unsupported_media_type", message, param="Content-Type")
 
     @property
     def seen(self) -> frozenset[Part]:
@@ -118,24 +86,13 @@ class UploadParser:
 
     def feed(self, chunk: bytes) -> list[tuple[Part, bytes]]:
         """The parts that `chunk` completes. Raises Problem, and AdapterRefused for weights of another format."""
-        try:
-            self._parser.write(chunk)
-        except FormParserError:
-            if not self._has_begun:
-                # MIME allows a preamble, but no client sends one with a form. So it is another boundary, or no form.
-                raise Problem(
-                    "invalid_multipart",
-                    "The body does not begin with the boundary that Content-Type names. Send no text before the first "
-                    f"boundary. {_WHAT_IS_WANTED}",
-                ) from None
-            raise Problem("invalid_multipart", f"The multipart body is damaged. {_WHAT_IS_WANTED}") from None
+        self.write(chunk)
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def finish(self) -> frozenset[Part]:
         """The files of a body that has ended: two and those of its chats, or the archive. Raises Problem."""
-        if not self._ended:
-            raise Problem("invalid_multipart", "The multipart body ends before its last boundary.")
+        self.check_ended()
         if Part.ARCHIVE in self._seen:
             return self.seen - {Part.SERVING}
         for part in (Part.CONFIG, Part.TENSORS):
@@ -147,40 +104,8 @@ class UploadParser:
                 )
         return self.seen - {Part.SERVING}
 
-    # What the parser calls.
-
-    def _begin_part(self) -> None:
-        self._has_begun = True
-        self._current = None
-        self._headers = {}
-        self._num_headers = self._header_bytes = 0
-
-    def _header_name(self, data: bytes, start: int, end: int) -> None:
-        self._count_header(end - start)
-        self._name += data[start:end]
-
-    def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._count_header(end - start)
-        self._value += data[start:end]
-
-    def _count_header(self, size: int) -> None:
-        self._header_bytes += size
-        if self._header_bytes > MAX_HEADER_BYTES:
-            raise Problem("invalid_multipart", f"A part's headers are longer than {MAX_HEADER_BYTES} bytes.")
-
-    def _end_header(self) -> None:
-        self._num_headers += 1
-        if self._num_headers > MAX_HEADERS:
-            raise Problem("invalid_multipart", f"A part has more than {MAX_HEADERS} headers.")
-        name = self._name.decode("latin-1").lower()
-        if name in self._headers:
-            raise Problem("invalid_multipart", f"A part has the header {shown(name)} twice.")
-        self._headers[name] = self._value.decode("latin-1")
-        self._name.clear()
-        self._value.clear()
-
-    def _begin_data(self) -> None:
-        part = self._which_part()
+    def begin_part(self, name: str, filename: str | None) -> None:
+        part = self._which_part(name, filename or "")
         if part in self._seen:
             raise Problem("invalid_multipart", f"The part {part.value} comes twice.", param=part.value)
         files = (self._seen | {part}) - {Part.SERVING}
@@ -190,22 +115,11 @@ class UploadParser:
                 f"An archive comes without other files. {_WHAT_IS_WANTED}",
                 param=ARCHIVE_NAME,
             )
-        encoding = self._headers.get("content-transfer-encoding", "").strip().lower()
-        if encoding not in _PLAIN_ENCODINGS:
-            raise Problem(
-                "invalid_multipart",
-                f"The part {part.value} is encoded as {shown(encoding)}; send its bytes as they are.",
-                param=part.value,
-            )
         self._seen.add(part)
         self._current = part
 
-    def _which_part(self) -> Part:
-        disposition, options = parse_options_header(self._headers.get("content-disposition", ""))
-        if disposition != b"form-data" or b"name" not in options:
-            raise Problem("invalid_multipart", "A part has no Content-Disposition: form-data with a name.")
-        name = options[b"name"].decode("latin-1")
-        wanted = options.get(b"filename", b"").decode("latin-1") if name in ("file", "files") else name
+    def _which_part(self, name: str, filename: str) -> Part:
+        wanted = filename if name in ("file", "files") else name
         if (kind := weights_kind(wanted)) is not None:
             raise foreign_weights(wanted, kind)
         if wanted not in _PARTS or (wanted in (ARCHIVE_NAME, SERVING_NAME) and wanted != name):
@@ -216,24 +130,18 @@ class UploadParser:
             )
         return _PARTS[wanted]
 
-    def _data(self, data: bytes, start: int, end: int) -> None:
-        part = self._current
-        if part is None:
-            raise Problem("invalid_multipart", "A part has no headers.")
-        size = end - start
+    def part_data(self, data: bytes) -> None:
+        part, size = self._current, len(data)
         self._total += size
         self._room[part] -= size
         if part in _SMALL and self._room[part] < 0:
             raise Problem("too_large", f"{part.value} is larger than {_SMALL[part]} bytes.", param=part.value)
         if part is Part.SERVING:
-            self.serving += data[start:end]
+            self.serving += data
             return
         if self._total > self._max_bytes:
             raise too_large(self._max_bytes)
-        self._pieces.append((part, data[start:end]))
-
-    def _end(self) -> None:
-        self._ended = True
+        self._pieces.append((part, data))
 
 
 def too_large(max_bytes: int) -> Problem:

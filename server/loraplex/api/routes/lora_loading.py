@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, Field
 
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.api.auth import authenticate
+from loraplex.api.auth import actor_of, authenticate
 from loraplex.api.context import context_of
 from loraplex.api.deps import ApiServices
 from loraplex.api.errors import ApiError, invalid
@@ -20,7 +20,6 @@ from loraplex.api.openai.body import parse_json, read_json
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.strict import Strict
 from loraplex.api.route import DataRoute, Services
-from loraplex.control.audit.recorder import Actor
 from loraplex.control.errors import AdapterNotFound, InvalidValue, TenantNotFound, VersionNotFound
 from loraplex.control.types import Principal
 from loraplex.http.routing import caller
@@ -104,7 +103,7 @@ def loading_routes(capacity: TenantCapacity) -> list[LoadingRoute]:
             raise invalid(empty, "Both 'lora_name' and 'lora_path' must be provided.")
         context_of(request.scope).model = asked.lora_name
         try:
-            await services.adapters.load(_actor(request, caller), asked.lora_name, asked.lora_path)
+            await services.adapters.load(actor_of(request, caller), asked.lora_name, asked.lora_path)
         except InvalidValue as error:
             raise invalid("lora_name", error.message) from error
         except AdapterRefused as error:
@@ -125,7 +124,7 @@ def loading_routes(capacity: TenantCapacity) -> list[LoadingRoute]:
             raise invalid("lora_name", "'lora_name' needs to be provided to unload a LoRA adapter.")
         context_of(request.scope).model = name
         try:
-            await services.adapters.unload(_actor(request, caller), name)
+            await services.adapters.unload(actor_of(request, caller), name)
         except AdapterNotFound as error:
             message = f"The lora adapter '{printable(name, 200)}' cannot be found."
             raise ApiError("model_not_found", message, param="lora_name") from error
@@ -136,9 +135,3 @@ def loading_routes(capacity: TenantCapacity) -> list[LoadingRoute]:
         LoadingRoute("/v1/load_lora_adapter", load_lora_adapter, LoadLoraAdapter, refusals, capacity),
         LoadingRoute("/v1/unload_lora_adapter", unload_lora_adapter, UnloadLoraAdapter, refusals, capacity),
     ]
-
-
-def _actor(request: Request, principal: Principal) -> Actor:
-    """The caller as the audit log names it."""
-    source = None if request.client is None else request.client.host
-    return Actor("key", principal.tenant_id, principal.key_id, source, context_of(request.scope).label)

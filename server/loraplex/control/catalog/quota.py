@@ -1,4 +1,4 @@
-"""How many adapters a tenant may have, and how many bytes of them."""
+"""How many adapters a tenant may have, and how many bytes of them and of files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.control.catalog.staged import UploadRoom
+from loraplex.control.db.batch_tables import StoredFile
 from loraplex.control.db.tables import LIVING, AdapterVersion
 from loraplex.control.types import Limits
 
@@ -23,13 +24,18 @@ def check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num
                 "quota_exceeded",
                 f"The tenant may have {limits.max_adapters} adapters and has them; delete one first.",
             )
+    check_bytes(session, limits, tenant_id, num_bytes)
+
+
+def check_bytes(session: Session, limits: Limits, tenant_id: str, num_bytes: int) -> None:
+    """Whether the tenant may keep `num_bytes` more of versions and files. Raises AdapterRefused."""
     if limits.max_adapter_bytes is not None:
         used = _used(session, tenant_id)
         if used + num_bytes > limits.max_adapter_bytes:
             raise AdapterRefused(
                 "quota_exceeded",
-                f"The tenant may keep {limits.max_adapter_bytes} bytes of adapters; {used} are in use and this "
-                f"upload has {num_bytes}. Delete versions first.",
+                f"The tenant may keep {limits.max_adapter_bytes} bytes of adapters and files; {used} are in use and "
+                f"this upload has {num_bytes}. Delete versions or files first.",
             )
 
 
@@ -44,6 +50,7 @@ def upload_room(session: Session, limits: Limits, tenant_id: str, name: str) -> 
 
 
 def _used(session: Session, tenant_id: str) -> int:
-    """Bytes of the tenant's living versions."""
-    query = select(func.sum(AdapterVersion.bytes)).where(AdapterVersion.tenant_id == tenant_id, LIVING)
-    return session.scalar(query) or 0
+    """Bytes of the tenant's living versions and of its files."""
+    versions = select(func.sum(AdapterVersion.bytes)).where(AdapterVersion.tenant_id == tenant_id, LIVING)
+    files = select(func.sum(StoredFile.bytes)).where(StoredFile.tenant_id == tenant_id)
+    return int(session.scalar(versions) or 0) + int(session.scalar(files) or 0)

@@ -1,0 +1,1 @@
+"""Files and batches, as OpenAI's API has them."""
