@@ -22,11 +22,11 @@ MakeLoraPass = Callable[[LoraWeights, Scratch, Mapping[int, Sequence[Segment]], 
 
 class Compilation(Protocol):
     """Kernels that are compiled before the first step, for a model in a dtype; `codes`: its linears are codes,
-    `kv_codes`: its keys and values are."""
+    `kv_codes`: its keys and values are; `recurrent`: it has layers with a state."""
 
-    def is_done(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool) -> bool: ...
+    def is_done(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool, recurrent: bool) -> bool: ...
 
-    def run(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool) -> None:
+    def run(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool, recurrent: bool) -> None:
         """In the thread that will run the steps. Raises whatever the compiler does."""
         ...
 

@@ -15,6 +15,15 @@ from loraplex.kernels.lora import numba_lora
 from loraplex.kernels.numba_runtime.thread_team import run_calls
 from loraplex.kernels.numba_runtime.vectors import LIKE
 from loraplex.kernels.ops import Ops
+from loraplex.kernels.recurrent import COLUMNS
+from loraplex.kernels.recurrent.kernel import RecurrentOps
+from loraplex.kernels.recurrent.types import (
+    RecurrentHeads,
+    RecurrentUnit,
+    lay_out_units,
+    recurrent_bytes,
+    recurrent_memory,
+)
 from loraplex.kernels.sampling.numba_argmax import largest
 from loraplex.kernels.sampling.numba_logsumexp import log_sum_exp
 from loraplex.kernels.sampling.numba_sampling import draw
@@ -22,9 +31,12 @@ from loraplex.kernels.sampling.types import Option, Options, TokenMasks
 from loraplex.kernels.weight_form import WeightForm
 
 
-def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool = False) -> None:
+def warm_up(
+    dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool = False, recurrent: bool = False
+) -> None:
     """Compile all kernels for a model in `dtype`; `codes`: those of linears in groups too; `kv_codes`: for a KV cache
-    of codes. `ops` are numba's. Kernels do not depend on sizes. For the thread that will run the steps."""
+    of codes; `recurrent`: for layers with a state. `ops` are numba's. Kernels do not depend on sizes. For the thread
+    that will run the steps."""
     if dtype not in LIKE:
         return
     x = torch.zeros(1, 64, dtype=dtype)
@@ -47,6 +59,8 @@ def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool
         numba_dense.pack_weight(row, batch_invariant=True)(row)
     if codes:
         _warm_up_codes(dtype, ops)
+    if recurrent:
+        _warm_up_recurrent(dtype, ops.recurrent)
     numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     log_sum_exp(logits)
@@ -54,6 +68,19 @@ def warm_up(dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool
     largest(logits, TokenMasks(first, first, torch.ones(1, 1, dtype=torch.int32)))
     host = np.full((1, len(Option)), 0.5)
     draw(logits, *largest(logits), Options(host, torch.from_numpy(host)))
+
+
+def _warm_up_recurrent(dtype: torch.dtype, ops: RecurrentOps) -> None:
+    heads = RecurrentHeads(1, 1, 16, COLUMNS)
+    storage = [torch.zeros(1, size, dtype=torch.uint8) for size in recurrent_bytes(heads, dtype)]
+    memory = recurrent_memory(heads, dtype, *storage)
+    rows = lay_out_units([RecurrentUnit((0,), 0, 0, 0, ())])
+    x, ones = torch.zeros(1, heads.channels, dtype=dtype), torch.ones(1)
+    beta, decay = ops.delta_gates(x[:, :1], x[:, :1], ones, ones)
+    qkv = ops.convolve(x, torch.zeros(heads.width, heads.channels), rows, memory)
+    out = ops.delta_rule(qkv, decay, beta, rows, memory, heads)
+    ops.gated_norm(out, out, torch.ones(COLUMNS, dtype=dtype), 1e-6)
+    ops.output_gate(out[:, None], out[:, None])
 
 
 def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:

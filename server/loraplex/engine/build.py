@@ -182,6 +182,7 @@ def _build(
         on_stage,
         codes=opened.plan.linears.have_codes,
         kv_codes=opened.plan.kv_dtype is torch.int8,
+        recurrent=any(kind.state_bytes for kind in loaded.model.shape.caches),
     )
     on_stage("preparing the memory and the first step")
     transport, heartbeat = _transport(config, opened, loaded, host, wake), StepHeartbeat()

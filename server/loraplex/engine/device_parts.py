@@ -253,15 +253,18 @@ def compile_kernels(
     *,
     codes: bool,
     kv_codes: bool,
+    recurrent: bool,
 ) -> None:
     """Compile what must be before the first step. Arguments as of `Compilation`. Raises CompilationFailed."""
     compilation = kernels.compilation
     if compilation is None:
         return
-    if not compilation.is_done(dtype, codes=codes, kv_codes=kv_codes):
+    if not compilation.is_done(dtype, codes=codes, kv_codes=kv_codes, recurrent=recurrent):
         on_stage("compiling kernels for this processor (once; 10 to 20 s, minutes where the machine is slow)")
     try:
-        executor.submit(lambda: compilation.run(dtype, codes=codes, kv_codes=kv_codes)).result()
+        executor.submit(
+            lambda: compilation.run(dtype, codes=codes, kv_codes=kv_codes, recurrent=recurrent)
+        ).result()
     except Exception as error:  # of any kind: what is compiled depends on the processor
         raise CompilationFailed(describe_failure(kernels.backend, error)) from error
 

@@ -1,12 +1,16 @@
-"""Layers with a state, recorded once for a number of rows and repeated for other sequences."""
+"""Kernels of layers with a state: compiled before the first step, and recorded once for a number of rows."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from loraplex.kernels.numba_backend import numba_ops
 from loraplex.kernels.numba_layers import NumbaRecordedLayers
+from loraplex.kernels.numba_warm_up import warm_up
 from loraplex.kernels.recorded_layers import LayerInputs
 from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentRows, RecurrentUnit, lay_out_units
 from support.kernels.recurrent import run_rows, sequence, spoilt_memory, targets_of
@@ -51,3 +55,18 @@ def test_a_list_of_calls_serves_steps_of_other_sequences() -> None:
         assert torch.equal(found[0], want)
         assert torch.equal(plain.states[:3], repeated.states[:3])
     assert len(lists) == 1, "recorded once"
+
+
+@pytest.mark.slow
+def test_all_are_compiled_before_the_first_step_of_a_model_that_has_them() -> None:
+    ops, called = numba_ops(), []
+
+    def noted(name: str) -> Any:
+        return lambda *given: called.append(name) or getattr(ops.recurrent, name)(*given)
+
+    names = [field.name for field in dataclasses.fields(ops.recurrent)]
+    watched = dataclasses.replace(ops, recurrent=type(ops.recurrent)(*map(noted, names)))
+    warm_up(torch.bfloat16, watched)
+    assert not called
+    warm_up(torch.bfloat16, watched, recurrent=True)
+    assert sorted(called) == sorted(names)
