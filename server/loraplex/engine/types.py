@@ -121,10 +121,18 @@ class EngineRequest:
     The positions before are computed as the base model's, and share their KV with it."""
     background: bool = False
     """Whether the request runs in what others leave. It waits while any of them waits, and loses its KV blocks to them.
-    It is charged to nobody, is none of its tenant's requests, and its KV is not found in the prefix cache. It takes no
-    grammar, no pooling, no `generated` and no `adapter_from`."""
+    It is none of its tenant's requests. Unless it is of a `batch`, it is charged to nobody, its KV is not found in the
+    prefix cache, and it takes no grammar, no pooling, no `generated` and no `adapter_from`."""
+    batch: bool = False
+    """Whether this background request is a line of a batch. It takes all that other requests take, shares the
+    background with other lines by their tenants' weights, and is scheduled as other requests are while none of these
+    is here."""
     speculation: bool = True
     """Whether tokens of the answer may be drafted. That changes how long it takes, and nothing else."""
+
+    @property
+    def is_shadow(self) -> bool:
+        return self.background and not self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +271,7 @@ class Sequence:
     deadline_at: float | None = None  # by the engine's clock
     adapter_state: AdapterState | None = None  # at arrival
     num_charged: int = 0
+    aside: bool = False  # among the background sequences
     lost_until: int = 0
     num_scored: int = 0
     starved_at: int = -1

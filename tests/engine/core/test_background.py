@@ -79,6 +79,8 @@ class Run:
 
     shadowed: bool
     lookahead: int
+    batch: bool = False
+    step_s: float = 0.01
     trace: list[list[tuple[str, int, int]]] = field(default_factory=list)
     shadows: list[EngineRequest] = field(default_factory=list)
     engine: Watched = field(init=False)
@@ -113,6 +115,7 @@ class Run:
                     prompt_logprobs=0 if act.scored and background else None,
                     tenant_id=act.tenant,
                     background=background,
+                    batch=background and self.batch,
                 )
                 if background:
                     self.shadows.append(request)
@@ -125,15 +128,15 @@ class Run:
         raise AssertionError("it does not come to an end")
 
     def step(self) -> None:
-        self.engine.step(0.01)
+        self.engine.step(self.step_s)
         self.trace += self.engine.rows()
 
 
-@given(ACTS, st.sampled_from([0, 1]))
+@given(ACTS, st.sampled_from([0, 1]), st.booleans(), st.sampled_from([0.01, 0.3]))
 def test_requests_are_computed_step_for_step_as_without_background_requests(
-    acts: list[Act], lookahead: int
+    acts: list[Act], lookahead: int, batch: bool, step_s: float
 ) -> None:
-    alone, beside = Run(False, lookahead), Run(True, lookahead)
+    alone, beside = Run(False, lookahead, batch, step_s), Run(True, lookahead, batch, step_s)
     alone.play(acts)
     beside.play(acts)
     assert beside.trace == alone.trace

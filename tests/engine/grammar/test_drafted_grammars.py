@@ -1,6 +1,7 @@
 """Drafts for answers that a grammar binds, through a real engine with a tiny random model."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,10 @@ class Guesses(Drafter):
         self.num_wrong += num_drafted - num_accepted
 
 
-def play(model_dir: Path, work: Path, speculation: Speculation | None) -> dict[str, list[TokenEvent]]:
+def play(
+    model_dir: Path, work: Path, speculation: Speculation | None, lines: range = range(0)
+) -> dict[str, list[TokenEvent]]:
+    """The events of each request. Those whose numbers are in `lines` are lines of a batch."""
     engine = LocalEngine(
         model_dir, work, dtype="float32", kernels="numba", max_num_seqs=32, max_model_len=160, num_threads=1,
         kv_cache_memory=4 << 20, adapter_memory=4 << 20, adapter_cpu_memory=4 << 20,
@@ -62,9 +66,9 @@ def play(model_dir: Path, work: Path, speculation: Speculation | None) -> dict[s
                 repetition_penalty=(1.0, 1.3)[number % 4 == 3],
                 logprobs=2 if number >= len(GRAMMARS) else None,
             )
-            engine.core.add_request(
-                EngineRequest(f"r{number}", "t", (65, 66, number), params, grammar=grammar)
-            )
+            request = EngineRequest(f"r{number}", "t", (65, 66, number), params, grammar=grammar)
+            is_line = number in lines
+            engine.core.add_request(replace(request, background=is_line, batch=is_line))
         engine.run()
         check_core(engine.core)
         return engine.events
@@ -97,3 +101,12 @@ def test_answers_are_those_without_drafts_whatever_is_guessed(tmp_path):
         assert drafter.num_wrong > 50 or share == 1.0
         if share == 1.0:
             assert sum(map(len, found.values())) < sum(map(len, without.values())) / 2
+
+
+@pytest.mark.parametrize("lines", [range(2 * len(GRAMMARS)), range(0, 2 * len(GRAMMARS), 2)])
+def test_lines_of_a_batch_have_the_bits_of_other_requests(tmp_path, lines):
+    model_dir = save_byte_model(tmp_path / "model")
+    without = play(model_dir, tmp_path / "without", None)
+    found = play(model_dir, tmp_path / "with", None, lines)
+    for name, events in without.items():
+        assert outcome(found[name]) == outcome(events), (name, str(found[name][-1].error))

@@ -70,8 +70,8 @@ def _foreground(background: BackgroundSequences, live: Iterable[Sequence]) -> li
     """Those of `live` that are not in the background. Raise AssertionError unless exactly the background sequences are
     there, each with what belongs there."""
     live = list(live)
-    counts = Counter([*background._waiting, *background.begun])
-    found = {seq for seq in live if seq.request.background}
+    counts = Counter([*background._waiting, *background.begun, *background.held])
+    found = {seq for seq in live if seq.aside}
     assert set(counts) == found, "a background sequence is lost, or has ended and kept its place"
     for seq in background._waiting:
         assert seq.state is SequenceState.WAITING, f"{seq.request_id} waits as {seq.state}"

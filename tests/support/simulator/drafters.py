@@ -33,7 +33,7 @@ class PlantedDrafter(Drafter):
 
     def propose(self, seq: Sequence, most: int) -> Draft | None:
         request, first = seq.request, seq.num_outputs
-        if request.background or not request.speculation or seq.num_pending != 1:
+        if request.is_shadow or not request.speculation or seq.num_pending != 1:
             self.complaints.append(f"a draft of {request.request_id} is wanted that may have none")
         if most < 1 or first + most >= request.sampling.max_tokens:
             self.complaints.append(

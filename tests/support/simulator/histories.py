@@ -4,7 +4,8 @@
 
 A history has tenants with weights, grammars whose matchers take time, fail or come too late, adapters (some with the
   same bytes under two tenants), prompts with common starts, bursts of arrivals, aborts (in the middle of a scored
-  prompt too), deadlines, requests that wait for a load no longer than they say, reservations and caps on memory, loads
+  prompt too), deadlines, requests that wait for a load no longer than they say, lines of batches,
+  reservations and caps on memory, loads
   and copies that take time, fail, hang or come too late, a store that fails or hangs for a while, damaged uploads,
   laid-out copies on the disk with flipped bits, cut short or of another adapter, versions that are deleted and
   uploaded again, deaths of the engine, after which answers that were begun go on in another, steps and rows that fail,

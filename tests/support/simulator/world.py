@@ -1,6 +1,6 @@
 """The world of a random history of the engine core: how large everything is, who sends requests, and what goes wrong.
 
-Drawn from one seed. Twelve streams of chance, so that a new kind of mishap changes no history but by that mishap.
+Drawn from one seed. Thirteen streams of chance, so that a new kind of mishap changes no history but by that mishap.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class World:
         self.hurrying = random.Random(seed)  # requests that do not wait long for their adapters
         self.activating = random.Random(seed)  # places from which adapters act
         self.continuing = random.Random(seed)  # answers that go on in another engine
+        self.batching = random.Random(seed)  # lines of batches
         self.seed = seed
         self.fair = fair
         self.lookahead = self.rng.randint(0, 1)
@@ -171,6 +172,8 @@ class World:
             grammar=self._grammar() if self.constraining.random() < 0.25 else None,
             max_load=self._max_load(),
         )
+        if self.seed % 4 == 2 and self.batching.random() < 0.4:
+            request = replace(request, background=True, batch=True)
         if request.adapter is not None and len(prompt) > 1 and self.activating.random() < 0.3:
             request = replace(request, adapter_from=self.activating.randrange(1, len(prompt)))
         if self.embedding.random() < 0.15:

@@ -43,12 +43,12 @@ def check_request(
         return EngineError("internal_error", "a request that is pooled samples nothing and scores nothing")
     if (refusal := _check_generated(request)) is not None:
         return refusal
-    if request.background and (
+    if request.batch and not request.background:
+        return EngineError("internal_error", "a line of a batch is a background request")
+    if request.is_shadow and (
         (request.grammar, request.pooling, request.generated, request.adapter_from) != (None, None, (), 0)
     ):
-        return EngineError(
-            "internal_error", "a background request takes no grammar, pooling, generated tokens or place"
-        )
+        return EngineError("internal_error", "a shadow takes no grammar, pooling, generated tokens or place")
     named = request.sampling.logprob_token_ids
     if named and (
         request.sampling.logprobs is None

@@ -178,7 +178,8 @@ class EngineCore:
     def _add(self, request: EngineRequest, refusal: EngineError | None, *, measures: bool = False) -> None:
         """`refusal`: why it can never be served."""
         now = self._clock()
-        if request.background and len(self._scheduler.background) >= MAX_BACKGROUND:
+        background = self._scheduler.background
+        if request.background and background.num_live(batch=request.batch) >= MAX_BACKGROUND:
             message = f"{MAX_BACKGROUND} background requests are here already"
             refusal = refusal or EngineError("server_overloaded", message, is_own=True)
         if request.request_id in self._tracker.live:
@@ -218,7 +219,7 @@ class EngineCore:
         is_built = True
         if request.grammar is not None and self._grammars is not None:
             is_built = self._grammars.open(request.request_id, request.tenant_id, request.grammar)
-        if not is_built and request.adapter is not None:
+        if not is_built and request.adapter is not None and not request.background:
             self._scheduler.adapters.expected.expect(request.adapter, now)
         self._scheduler.add_sequence(seq, hold=bool(request.generated) or not is_built)
         if request.generated and is_built:
@@ -341,6 +342,8 @@ class EngineCore:
             times.append(pause_s)
         if (timeout := self._cache.next_timeout_s()) is not None:
             times.append(timeout)
+        if (wait := scheduler.batch_lines.wait_s(now)) is not None:
+            times.append(wait)
         if self._grammars is not None and (timeout := self._grammars.next_timeout_s()) is not None:
             times.append(timeout)
         return max(0.0, min(times)) if times else None

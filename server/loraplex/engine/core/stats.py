@@ -36,14 +36,16 @@ class StepTokens:
 def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collection[Sequence]) -> EngineStats:
     """The counters of scheduler and cache. `live` are all requests that have not ended."""
     usage = cache.usage()
-    running = Counter(seq.request.tenant_id for seq in scheduler.running)
+    lines = scheduler.batch_lines
+    ordinary = () if lines.is_on else scheduler.running.keys()
+    running = Counter(seq.request.tenant_id for seq in ordinary)
     return EngineStats(
         **{field.name: getattr(usage, field.name) for field in fields(usage)},
-        num_running=len(scheduler.running),
+        num_running=len(ordinary),
         num_waiting=scheduler.num_waiting,
         num_waiting_for_grammar=len(scheduler.held),
         num_kv_blocks=scheduler.blocks.num_blocks,
-        num_kv_blocks_used=scheduler.blocks.num_used - scheduler.background.num_blocks,
+        num_kv_blocks_used=scheduler.blocks.num_used - scheduler.background.num_blocks - lines.num_blocks,
         num_states_used=scheduler.blocks.states.num_used,
         num_preemptions=scheduler.num_preemptions,
         prefix_cache_queries=scheduler.prefix_queries,
@@ -51,13 +53,13 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         reserved_bytes=cache.tenants.reserved_bytes,
         reservable_bytes=cache.tenants.reservable_bytes,
         tenant_bytes=cache.tenants.tenant_bytes(),
-        running_adapters=_digests(scheduler.running),
+        running_adapters=_digests(ordinary),
         waiting_adapters=_digests(
             seq for seq in live if seq.state is SequenceState.WAITING and not seq.request.background
         ),
         tenants={
             tenant: TenantStats(running[tenant], requests - running[tenant], counter)
-            for tenant, requests, counter in scheduler.queue.tenants()
+            for tenant, requests, counter in (() if lines.is_on else scheduler.queue.tenants())
         },
         speculation=_speculation_counts(scheduler),
     )

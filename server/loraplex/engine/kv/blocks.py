@@ -5,7 +5,8 @@ Numbers only: the tensors are the runner's. A block is in one of three states.
   cached  not referenced, but its content has a key, so that a later sequence can reuse it
   empty   not referenced, and without a key
 Cached and empty blocks are both free. Empty ones are allocated first, then the cached ones of departed adapters
-(neither on the device nor in host memory, or deleted), then the other cached ones, the least recently used first.
+(neither on the device nor in host memory, or deleted), then the other cached ones, the least recently used first. What
+only lines of batches have computed and used counts as not used at all: a batch loses no other request its prefix.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._of_adapter: dict[str, dict[int, None]] = {}  # blocks with a key, by the digest in it
         self._departed: set[str] = set()  # digests, of those that have blocks
+        self._spare: set[int] = set()  # of lines of batches alone
 
     @property
     def num_free(self) -> int:
@@ -79,8 +81,10 @@ class BlockManager:
             freed += given_up[block] == self._refs[block]
         return freed
 
-    def share(self, block_ids: Iterable[int]) -> None:
-        """Hold found blocks for one sequence more."""
+    def share(self, block_ids: Iterable[int], *, is_spare: bool = False) -> None:
+        """Hold found blocks for one sequence more. `is_spare`: for a line of a batch."""
+        if not is_spare and self._spare:
+            self._spare.difference_update(block_ids)
         for block in block_ids:
             if self._refs[block] == 0:
                 assert self._key_of[block] is not None, f"block {block} is empty: there is nothing to share"
@@ -110,24 +114,29 @@ class BlockManager:
             self._refs[block] -= 1
             if self._refs[block] == 0:
                 self._free_list(block)[block] = None
-                if self._key_of[block] is None:
-                    self._empty.move_to_end(block, last=False)
+                if self._key_of[block] is None or block in self._spare:
+                    self._free_list(block).move_to_end(block, last=False)
 
-    def register(self, block: int, key: BlockKey) -> None:
-        """Name the content of a held block that has been computed in full. If another block has that name
-        already, this one stays nameless: a twin is only a waste of memory, which ends with its sequence."""
+    def register(self, block: int, key: BlockKey, *, is_spare: bool = False) -> None:
+        """Name the content of a held block that has been computed in full, `is_spare` for a line of a batch. If another
+        block has that name already, this one stays nameless: a twin is only a waste of memory, which ends with its
+        sequence."""
         assert self._refs[block] > 0, f"block {block} is registered, but has no reference"
+        if not is_spare and self._spare:
+            self._spare.discard(self._block_of.get(key, block))
         if key in self._block_of or self._key_of[block] is not None:
             return
+        if is_spare:
+            self._spare.add(block)
         self._block_of[key] = block
         self._key_of[block] = key
         digest = key[0][1]
         if digest is not None:
             self._of_adapter.setdefault(digest, {})[block] = None
 
-    def register_all(self, named: Iterable[tuple[int, BlockKey]]) -> None:
+    def register_all(self, named: Iterable[tuple[int, BlockKey]], *, is_spare: bool = False) -> None:
         for block, key in named:
-            self.register(block, key)
+            self.register(block, key, is_spare=is_spare)
 
     def set_resident(self, digest: str, is_resident: bool) -> None:
         """An adapter came into memory, or left it: its cached blocks are allocated like the others', or before them."""
@@ -164,6 +173,7 @@ class BlockManager:
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
+            self._spare.discard(block)
             digest = key[0][1]
             if digest is not None:
                 del self._of_adapter[digest][block]

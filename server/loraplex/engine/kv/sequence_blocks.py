@@ -120,7 +120,7 @@ class SequenceBlocks(BlockManager):
     def begin(self, seq: Sequence, found: list[int]) -> None:
         """A waiting sequence starts behind these blocks."""
         held = self.held(found)
-        self.share(held)
+        self.share(held, is_spare=seq.request.batch)
         seq.block_ids = tuple(found)
         seq.num_given_back = len(found) - len(held)
         seq.blocks_done = len(found) // self._num_groups
@@ -146,8 +146,9 @@ class SequenceBlocks(BlockManager):
         """Positions start … end-1 of a slice were computed and collected, and no row before `end` will be computed
         again: the blocks that they filled can be found by their keys, and those that no later row sees are given
         back."""
-        if not seq.request.background and not self.states.num_slots:
-            self.register_all(prefix_keys.filled(seq, scheduled, start, end, self._num_groups))
+        if not seq.request.is_shadow and not self.states.num_slots:
+            named = prefix_keys.filled(seq, scheduled, start, end, self._num_groups)
+            self.register_all(named, is_spare=seq.request.batch)
         done = end // BLOCK_SIZE
         if not self._windows or done <= seq.blocks_done:
             return

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from loraplex.engine.config import Charges
+from loraplex.engine.scheduling.background_turns import BackgroundTurns
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.types import Sequence
 
 
 class SequenceCharges:
     """Charges work in units of a prompt token on the base model, times the price of the sequence's adapter where the
-    adapter acts. Background sequences are charged to nobody."""
+    adapter acts. Shadows are charged to nobody, and lines of batches to their tenants' `turns` in the background."""
 
-    def __init__(self, queue: FairQueue, charges: Charges) -> None:
+    def __init__(self, queue: FairQueue, turns: BackgroundTurns, charges: Charges) -> None:
         self._queue = queue
+        self._turns = turns
         self.prices = charges
 
     def work(self, seq: Sequence, units: float) -> None:
         """Charge `units` of work at which its adapter acts."""
-        if seq.request.background:
-            return
         adapter = seq.request.adapter
-        self._queue.charge(seq, units if adapter is None else units * self.prices.price(adapter.rank))
+        self._charge(seq, units if adapter is None else units * self.prices.price(adapter.rank))
 
     def prompt(self, seq: Sequence, end: int, cost: float) -> None:
         """Charge the prompt's positions up to `end` that were not charged yet."""
@@ -30,7 +30,13 @@ class SequenceCharges:
             return
         seq.num_charged = end
         if (of_base := min(end, seq.request.adapter_from) - start) > 0:
-            self._queue.charge(seq, of_base * cost)
+            self._charge(seq, of_base * cost)
             start += of_base
         if end > start:
             self.work(seq, (end - start) * cost)
+
+    def _charge(self, seq: Sequence, units: float) -> None:
+        if seq.request.batch:
+            self._turns.charge(seq.request.tenant_id, units)
+        if not seq.aside:
+            self._queue.charge(seq, units)

@@ -159,8 +159,8 @@ class FairQueue:
         return lane
 
     def charge(self, seq: Sequence, units: float) -> None:
-        """Charge service to the tenant of a request in the engine."""
-        self._charge(self._tenants[seq.request.tenant_id], units)
+        """Charge service to the tenant of a request in the engine. Other engines are told of no line of a batch."""
+        self._charge(self._tenants[seq.request.tenant_id], units, is_told=not seq.request.batch)
 
     def charge_tenant(self, tenant_id: str, units: float) -> None:
         """Charge service to a tenant that may have no request in the engine. Nothing is charged while no tenant has
@@ -257,17 +257,17 @@ class FairQueue:
         return self._tenants[tenant_id].ready > 0
 
     def weight(self, tenant_id: str) -> float:
-        """The weight of a tenant with a request in the engine."""
-        return self._tenants[tenant_id].weight
+        """The weight of a tenant."""
+        return self._weights.get(tenant_id, 1.0)
 
     def tenants(self) -> list[tuple[str, int, float]]:
         """(tenant, requests in the engine, counter) of every tenant that has a request in the engine."""
         return [(t.tenant_id, t.requests, t.charged) for t in self._tenants.values() if t.requests]
 
-    def _charge(self, tenant: TenantAccount, units: float) -> None:
+    def _charge(self, tenant: TenantAccount, units: float, *, is_told: bool = True) -> None:
         tenant.charged += units / tenant.weight
         self._most = max(self._most, tenant.charged)
-        if self._exchanged is not None:
+        if self._exchanged is not None and is_told:
             self._served[tenant.tenant_id] = self._served.get(tenant.tenant_id, 0.0) + units
             if len(self._served) > MOST_SERVED:
                 self._served, self._exchanged = {}, None

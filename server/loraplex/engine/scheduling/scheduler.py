@@ -19,6 +19,8 @@ from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling import step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.background import BackgroundSequences
+from loraplex.engine.scheduling.background_turns import BackgroundTurns
+from loraplex.engine.scheduling.batch_lines import BatchLines
 from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.preempter import Preempter
@@ -66,13 +68,14 @@ class Scheduler:
         self._max_scored = config.max_scored_tokens
         self.blocks = SequenceBlocks(config.num_blocks, config.block_needs, config.num_states)
         cache.watch_residency(self.blocks.set_resident)
-        self.background = BackgroundSequences(self.blocks, cache)
         self.queue = FairQueue()
-        self._charge = SequenceCharges(self.queue, config.charges)
+        self.background = BackgroundSequences(self.blocks, cache, BackgroundTurns(self.queue.weight))
+        self._charge = SequenceCharges(self.queue, self.background.turns, config.charges)
         self.adapters = AdapterScheduler(
             cache, self.queue, aging_s=config.adapter_wait_aging_s, load_charge=config.charges.load_per_rank
         )
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
+        self.batch_lines = BatchLines(self.background, self.queue, self.adapters, self.running, cache)
         self.held: set[Sequence] = set()
         self.failed: list[tuple[Sequence, str]] = []
         self.num_preemptions = 0
@@ -84,8 +87,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not started, or were preempted."""
-        return len(self.queue) + len(self.held)
+        """Sequences that have not started, or were preempted; no lines of batches."""
+        return 0 if self.batch_lines.is_on else len(self.queue) + len(self.held)
 
     @property
     def num_waiting_for_adapter(self) -> int:
@@ -100,8 +103,9 @@ class Scheduler:
     def add_sequence(self, seq: Sequence, *, hold: bool = False) -> None:
         """With `hold`, it waits outside of the queue until `release`, and is no backlog of its tenant."""
         if seq.request.background:
-            self.background.add(seq)
+            self.background.add(seq, hold=hold)
             return
+        self.batch_lines.make_way()
         self.queue.enter(seq)
         if self._bound is not None:
             self._bound.joined(seq.request.tenant_id)
@@ -112,6 +116,9 @@ class Scheduler:
 
     def release(self, seq: Sequence, now: float) -> None:
         """A held sequence may be scheduled from now on."""
+        if seq.request.background:
+            self.background.release(seq)
+            return
         self.held.remove(seq)
         self._enqueue(seq, now)
 
@@ -124,14 +131,15 @@ class Scheduler:
         wrong key either: a block is registered only for steps that were collected while its sequence held it, and the
         position in flight is after those.
         """
-        if seq.request.background:
-            self.background.remove(seq)
-            seq.state = SequenceState.FINISHED
-            return
         if self.speculation is not None:
             self.speculation.closed(seq)
         if spoilt:
             self.blocks.spoil(seq)
+        if seq.request.background:
+            self.background.end(seq)
+        if seq.aside:
+            seq.state = SequenceState.FINISHED
+            return
         if seq in self.running:
             self._stop(seq)
         elif seq in self.queue:
@@ -140,7 +148,7 @@ class Scheduler:
             self.held.discard(seq)
         seq.state = SequenceState.FINISHED
         self.queue.leave(seq)
-        if self._bound is not None:
+        if self._bound is not None and not seq.request.background:
             self._bound.left(seq.request.tenant_id)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
@@ -194,6 +202,8 @@ class Scheduler:
         computed now. Sequences whose adapter cannot be loaded are put into `failed`; the caller ends them."""
         budget = self._max_tokens if max_tokens is None else max_tokens
         draft = StepDraft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
+        others = bool(self.running or self.queue.requests or self.held) and not self.batch_lines.is_on
+        self.batch_lines.begin_step(now, others=others)
         self.background.make_room(self.running, self.queue.requests)
         self._cache.begin_pass()
         self._preempter.begin_step(draft)
@@ -404,7 +414,7 @@ class Scheduler:
         if (ref := seq.request.adapter) is not None:
             # It is on the device; this marks its use, and revokes a deletion of an older name.
             self._cache.request(ref)
-            lease = self._cache.acquire(ref.digest)
+            lease = self._cache.acquire(ref.digest, counts=not seq.request.background)
         self.running[seq] = lease
         self._preempter.num_changes += 1
         seq.state = SequenceState.RUNNING

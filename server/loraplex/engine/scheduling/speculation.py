@@ -123,7 +123,7 @@ class Speculation:
 
     def answered(self, seq: Sequence) -> None:
         """The answer of a sequence is complete: later ones of its namespace may repeat it."""
-        if seq.request.speculation and not seq.request.background and seq not in self._unkept:
+        if seq.request.speculation and not seq.aside and seq not in self._unkept:
             self._ask(self.drafter.finished, seq)
 
     def closed(self, seq: Sequence) -> None:
@@ -158,10 +158,4 @@ class Speculation:
 def _may_draft(part: ScheduledSequence) -> bool:
     """Whether a slice is one decoding step whose input the host knows."""
     request = part.request
-    return (
-        part.samples
-        and part.num_tokens == 1
-        and not part.pending_input
-        and request.speculation
-        and not request.background
-    )
+    return part.samples and part.num_tokens == 1 and not part.pending_input and request.speculation

@@ -386,7 +386,7 @@ class EngineSession(ABC):
             if self._was_cut(event, stream):
                 code: ErrorCode = "draining" if self._draining else "engine_restarting"
                 error = EngineError(code, "the engine shut down before the request ended")
-                if not stream.request.background and self.take_over((stream,), error):
+                if not stream.request.is_shadow and self.take_over((stream,), error):
                     return
                 event = msgspec.structs.replace(event, finish_reason="error", error=error)
         stream.put(event)
@@ -404,7 +404,7 @@ class EngineSession(ABC):
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             self._give_room(stream.request)
-        others = tuple(stream for stream in streams.values() if not stream.request.background)
+        others = tuple(stream for stream in streams.values() if not stream.request.is_shadow)
         taken = set(self.take_over(others, EngineError(code, message, retry_after_s)))
         for request_id, stream in streams.items():
             if stream not in taken:
