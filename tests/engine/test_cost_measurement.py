@@ -11,9 +11,10 @@ import pytest
 
 from loraplex.engine.execution.cost_measurement import measure_step_times
 from loraplex.engine.execution.inputs import StepLimits
+from loraplex.engine.execution.step_results import RowFailure, RowResult, StepResult
 from loraplex.engine.scheduling.timing.step_costs import FEW_ROWS, MANY_ROWS, NotMeasured
 from loraplex.engine.scheduling.timing.step_times import MeasuredTimes, StepLoad, StepTimes
-from loraplex.engine.types import RowFailure, RowResult, ScheduledSequence, StepPlan, StepResult
+from loraplex.engine.types import ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import save_tiny

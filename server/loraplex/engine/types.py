@@ -1,7 +1,8 @@
 """The values that travel between the engine, its clients and its runner.
 
 Everything here is a frozen dataclass that msgspec can encode, or a frozen struct of it where one is made for every
-token, except `Sequence`, the engine's own mutable record of one request, and the results of a step. No torch.
+token, except `Sequence`, the engine's own mutable record of one request. Results of steps are in
+`execution.step_results`. No torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from loraplex.adapters.numerics.outputs import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.logprobs import Scores
-from loraplex.engine.pooling import PooledPart, PooledPrompt, Pooling
+from loraplex.engine.pooling import PooledPrompt, Pooling
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["hot", "warm", "cold"]
@@ -420,40 +421,3 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(part.num_tokens for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class RowFailure:
-    """The failure of one slice alone. `cause`: its input was wrong before the step; or numbers came out that are
-    infinite, or none; or its grammar cannot be followed."""
-
-    reason: str
-    cause: Literal["input", "numbers", "grammar"] = "input"
-
-
-class RowResult(msgspec.Struct, gc=False):
-    """The outcome of a slice. `token_ids`: none where it does not sample, else the drafted tokens that were accepted,
-    `num_accepted` of them, the one sampled behind them, and those that a grammar forces then. `ended`: the last one
-    ends its grammar. `scores`: of its sampled tokens and of its `targets`, where it asks for them. `pooled`: its part,
-    where it has a `pool_start`."""
-
-    token_ids: tuple[int, ...] = ()
-    num_accepted: int = 0
-    failed: RowFailure | None = None
-    ended: bool = False
-    scores: Scores | None = None
-    pooled: PooledPart | None = None
-
-    def fail(self, reason: str) -> None:
-        """Mark the row's numbers as unusable. An earlier failure stays."""
-        self.failed = self.failed or RowFailure(reason, "numbers")
-
-
-@dataclass(slots=True)
-class StepResult:
-    """The outcome of one step. `rows` are in the order of `plan.scheduled`. `measured` are the outputs of
-    `plan.measure`; None where there is none, or it failed."""
-
-    step_id: int
-    rows: list[RowResult]
-    measured: SiteOutputs | None = None

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import pytest
 
 from loraplex.engine.core.engine_core import EngineCore
-from loraplex.engine.types import RowFailure, RowResult, StepPlan, StepResult
+from loraplex.engine.execution.step_results import RowFailure, RowResult, StepResult
+from loraplex.engine.types import StepPlan
 from support.engine.core_engine import EOS, VOCAB_SIZE, CoreEngine, adapter, expected
 from support.engine.fake_runner import FakeRunner, Fault
 

@@ -14,16 +14,10 @@ from loraplex.engine.execution.inputs import PlainInputs, RecordedSize
 from loraplex.engine.execution.packed_inputs import find_recorded
 from loraplex.engine.execution.riders.rider import Forward, Rider
 from loraplex.engine.execution.riders.tokens import Tokens
+from loraplex.engine.execution.step_results import RowResult, StepResult
 from loraplex.engine.pooling import fraction_bits
 from loraplex.engine.sampling.sampler import TorchSampler
-from loraplex.engine.types import (
-    EngineRequest,
-    RowResult,
-    SamplingParams,
-    ScheduledSequence,
-    StepPlan,
-    StepResult,
-)
+from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention.torch_attention import TorchAttention
 
 VOCAB = 8

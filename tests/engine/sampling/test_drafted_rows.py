@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.execution.riders.tokens import accept
+from loraplex.engine.execution.step_results import RowResult, StepResult
 from loraplex.engine.sampling.sampled_row import SampledRow, sampled_rows
 from loraplex.engine.sampling.sampler import Sampler, TritonSampler, make_sampler
-from loraplex.engine.types import EngineRequest, RowResult, SamplingParams, ScheduledSequence, StepResult
+from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence
 from loraplex.kernels.backend import make_kernels
 from support.engine.sampling import EOS, row
 

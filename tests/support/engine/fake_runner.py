@@ -19,18 +19,10 @@ from functools import reduce
 
 from loraplex.adapters.numerics import SiteOutputs, join_outputs
 from loraplex.engine.execution.device_errors import DeviceOutOfMemory
+from loraplex.engine.execution.step_results import RowFailure, RowResult, StepResult
 from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
-from loraplex.engine.types import (
-    MEASURE_STEPS,
-    MeasuredPart,
-    RowFailure,
-    RowResult,
-    SamplingParams,
-    ScheduledSequence,
-    StepPlan,
-    StepResult,
-)
+from loraplex.engine.types import MEASURE_STEPS, MeasuredPart, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.logprobs import Row, pack_logprobs
 from support.simulator.grammars import grammar_of

@@ -14,9 +14,10 @@ from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.core.in_flight import InFlightSteps
 from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.timers import SequenceTimers
+from loraplex.engine.execution.step_results import RowResult, StepResult
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
-from loraplex.engine.types import RowResult, ScheduledSequence, Sequence, SequenceState, StepPlan, StepResult
+from loraplex.engine.types import ScheduledSequence, Sequence, SequenceState, StepPlan
 from support.engine.fake_runner import FakeRunner
 
 

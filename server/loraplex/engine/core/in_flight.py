@@ -12,10 +12,11 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.stats import StepTokens
 from loraplex.engine.execution.device_errors import DeviceLost, DeviceOutOfMemory
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
-from loraplex.engine.types import StepPlan, StepResult
+from loraplex.engine.types import StepPlan
 
 _log = logging.getLogger(__name__)
 

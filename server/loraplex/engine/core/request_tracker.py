@@ -13,6 +13,7 @@ from typing import Any
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.adapters.numerics import SiteOutputs, join_outputs
 from loraplex.engine.core.admission import MAX_TOKEN_ID
+from loraplex.engine.execution.step_results import RowResult
 from loraplex.engine.logprobs import Scores, cut_scores, wrong_scores
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import (
@@ -23,7 +24,6 @@ from loraplex.engine.types import (
     ErrorCode,
     FinishReason,
     MeasuredPart,
-    RowResult,
     ScheduledSequence,
     Sequence,
     SequenceState,

@@ -9,9 +9,10 @@ from dataclasses import fields
 from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
+from loraplex.engine.execution.step_results import RowResult
 from loraplex.engine.reports import STEP_TOKENS, EngineStats, SpeculationCounts, TenantStats
 from loraplex.engine.scheduling.scheduler import Scheduler
-from loraplex.engine.types import RowResult, Sequence, SequenceState, StepPlan
+from loraplex.engine.types import Sequence, SequenceState, StepPlan
 
 
 class StepTokens:

@@ -16,10 +16,11 @@ from loraplex.engine.execution.riders.pooling import PooledSlices
 from loraplex.engine.execution.riders.prompt_scores import PromptScores
 from loraplex.engine.execution.riders.rider import Rider
 from loraplex.engine.execution.riders.tokens import Tokens
+from loraplex.engine.execution.step_results import RowFailure, RowResult
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
 from loraplex.engine.model.base import StateRows
-from loraplex.engine.types import RowFailure, RowResult, ScheduledSequence, StepPlan
+from loraplex.engine.types import ScheduledSequence, StepPlan
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ from loraplex.engine.execution.riders.measured import MeasuredSites
 from loraplex.engine.execution.riders.rider import Forward, Rider
 from loraplex.engine.execution.riders.site_probe import SiteProbe
 from loraplex.engine.execution.riders.tokens import Arrival, Tokens, wait_for
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.execution.torch_errors import as_device_fault, give_back_memory
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.model.base import ForwardBatch, Model
 from loraplex.engine.sampling.sampler import Sampler, TorchSampler
-from loraplex.engine.types import StepPlan, StepResult
+from loraplex.engine.types import StepPlan
 
 if TYPE_CHECKING:
     from loraplex.engine.execution.packed_inputs import PackedSource

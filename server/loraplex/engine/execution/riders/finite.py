@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.host_to_device import HostToDevice
-from loraplex.engine.types import StepResult
 
 
 class FiniteChecks(Rider):

@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 
 from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.logprobs import Scores
 from loraplex.engine.sampling.scoring import TokenScores, pack, pack_listed
-from loraplex.engine.types import SamplingParams, StepResult
+from loraplex.engine.types import SamplingParams
 
 
 class Logprobs(Rider):

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from loraplex.engine.execution.riders.rider import Rider
+from loraplex.engine.execution.step_results import RowFailure, StepResult
 from loraplex.engine.grammar.masks import MaskMaker, MaskRow
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.logprobs import cut_scores
 from loraplex.engine.sampling.sampled_row import SampledRow
-from loraplex.engine.types import RowFailure, StepResult
 from loraplex.kernels.sampling.types import TokenMasks
 
 

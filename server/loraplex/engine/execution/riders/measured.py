@@ -5,7 +5,8 @@ from __future__ import annotations
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
 from loraplex.engine.execution.riders.site_probe import SiteProbe, SiteSums
-from loraplex.engine.types import MeasuredPart, StepResult
+from loraplex.engine.execution.step_results import StepResult
+from loraplex.engine.types import MeasuredPart
 
 
 class MeasuredSites(Rider):

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.pooling import MAX_HIDDEN, PooledPart, fraction_bits
-from loraplex.engine.types import ScheduledSequence, StepResult
+from loraplex.engine.types import ScheduledSequence
 
 _BLOCK = 4 << 20
 """Numbers that are added at a time: 32 MB of int64."""

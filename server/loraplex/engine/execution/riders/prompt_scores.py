@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.logprobs import Scores
 from loraplex.engine.sampling.scoring import TokenScores, pack
-from loraplex.engine.types import ScheduledSequence, StepResult
+from loraplex.engine.types import ScheduledSequence
 
 
 class PromptScores(Rider):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.sampling.sampler import Sampler
-from loraplex.engine.types import StepResult
 
 Copy = Callable[[torch.Tensor], torch.Tensor]
 """Begins a copy of a tensor to the host."""

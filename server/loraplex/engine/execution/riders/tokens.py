@@ -15,11 +15,12 @@ import torch
 from loraplex.engine.execution.riders.logprobs import Logprobs
 from loraplex.engine.execution.riders.masks import GrammarMasks
 from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.sampling.sampler import Sampler
-from loraplex.engine.types import ScheduledSequence, StepResult
+from loraplex.engine.types import ScheduledSequence
 from loraplex.kernels.sampling.types import SampleRows
 
 Arrival = torch.cuda.Event | None
