@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 
 from loraplex.engine import build, device_parts
 from loraplex.engine.logprobs import join_scores
+from loraplex.engine.model.layer_kinds import ShortConvKind
 from loraplex.engine.sampling.sampled_row import SampledRow
 from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter, DraftSource
 from loraplex.engine.scheduling.timing.step_costs import MOST_ROWS, StepCosts
@@ -27,6 +28,7 @@ from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kv_codes import SCALE_BYTES, head_dim_of
 from loraplex.kernels.attention.numba_attention import key_value_offsets, scale_offsets
 from support.engine.local_engine import LocalEngine
+from support.models.loading import plan_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +59,9 @@ class Recorder:
     that was computed, as they lie in the cache then. By output index: where a drafted token was rejected, what comes of
     the right one takes its place."""
 
-    def __init__(self) -> None:
+    def __init__(self, convolving: Collection[int]) -> None:
+        """`convolving`: layers that are short convolutions."""
+        self._convolving = convolving
         self._rows: dict[int, tuple[Any, list[SampledRow]]] = {}
         self._caches: list[Any] = []
         self.logits: dict[str, dict[int, bytes]] = {}
@@ -108,15 +112,17 @@ class Recorder:
             digest = hashlib.sha256()
             for layer, group in enumerate(kv.group_of):
                 block = kv.layer(layer)[part.block_ids[number + group]]
-                digest.update(_of_position(block, place).numpy().tobytes())
+                own = (
+                    block[place].view(torch.uint8)
+                    if layer in self._convolving
+                    else _of_position(block, place)
+                )
+                digest.update(own.numpy().tobytes())
             kept[position - part.num_prompt] = digest.digest()
 
 
 def _of_position(block: torch.Tensor, place: int) -> torch.Tensor:
-    """The bytes that one position of a layer's block has: of keys and values in numba's order, of a short convolution,
-    which keeps one head, position by position."""
-    if block.shape[-2] == 1:
-        return block[place].flatten().view(torch.uint8)
+    """The bytes of the keys and values of one position of a layer's block, in numba's order."""
     heads, dim = block.shape[-2], head_dim_of(block[None])
     offsets = key_value_offsets(np.arange(heads)[:, None], place, np.arange(dim), dim, block.element_size())
     if block.dtype is torch.int8:
@@ -179,7 +185,11 @@ class Asked:
         **settings: Any,
     ) -> None:
         work.mkdir()
-        self._recorder = Recorder()
+        spec = plan_model(base).spec
+        kinds = () if spec is None else spec.layers
+        self._recorder = Recorder(
+            [n for n, kind in enumerate(kinds) if isinstance(kind.mixer, ShortConvKind)]
+        )
         costs = StepCosts(tuple(1 + 0.01 * rows for rows in range(MOST_ROWS)))
         # Seconds that no step takes: all are corrected to their floor soon, whatever else runs on the machine.
         measured = MeasuredTimes({1: 1.0, 256: 400.0}, pair=0.002, sample=0.1, score=1.0, costs=costs)
