@@ -42,7 +42,7 @@ SEEING = {"gemma3-vision": "gemma3", "gemma4-e2b-vision": "gemma4", "gemma4-unif
 
 @pytest.mark.parametrize(
     "family",
-    ["mistral-window", "qwen2-window", "phi3", "gemma2", "gemma3", "gemma4", "lfm2", *SEEING],
+    ["mistral-window", "qwen2-window", "phi3", "gemma2", "gemma3", "gemma4", "lfm2", "lfm3", *SEEING],
 )
 def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
     options = FAMILIES[family.removesuffix("-vision")]
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
         base = save_tiny(tmp_path / "base", options, max_shard_size="20KB")
     assert len(list(base.glob("*.safetensors"))) > 1
     adapters = save_adapters(base, tmp_path, with_gates(ADAPTERS, options))
-    num_blocks = 8 if family == "lfm2" else 10 if family.startswith("gemma4") else 12
+    num_blocks = 8 if family.startswith("lfm") else 10 if family.startswith("gemma4") else 12
     engine = cramped_engine(base, tmp_path / "work", max_num_seqs=8, num_blocks=num_blocks)
     answered = ask_mixed(engine, adapters, seed=family, requests=12, tokens=OUTPUTS)
     stats = engine.core.stats()

@@ -81,6 +81,7 @@ _TARGETS: dict[str, dict[str, str]] = {
     "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "lfm2": {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "lfm3": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
     "gpt_neox": {
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "query_key_value"),
@@ -95,8 +96,9 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
     """The same adapter for a base whose linears have other names, or hold several of Llama's."""
     names = _TARGETS.get(model_type, {})
     targets = list(dict.fromkeys(names.get(name, name) for name in options["target_modules"]))
-    if model_type == "lfm2" and "q_proj" in targets:
-        targets.append("in_proj")  # of the layers that have no q_proj
+    if model_type in ("lfm2", "lfm3") and "q_proj" in targets:
+        targets += ["in_proj"]  # of the layers that have no q_proj
+        targets += ["out_proj", "g_proj"] if model_type == "lfm3" else []
     pattern = {names.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
     return options | {"target_modules": targets, "rank_pattern": pattern}
 

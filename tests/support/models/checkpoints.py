@@ -118,6 +118,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"], "full_attn_idxs": [1],
         "block_multiple_of": 16,
     },
+    "lfm3": {
+        "model_type": "lfm3", "layer_types": ["sliding_attention", "conv", "full_attention"], "head_dim": 16,
+        "sliding_window": 9,
+    },
+    "lfm3-plain": {
+        "model_type": "lfm3", "layer_types": ["conv", "full_attention", "conv"], "head_dim": 8, "attention_bias": True,
+        "conv_bias": True, "use_sandwich_norm": False, "use_attention_gate": False, "tie_word_embeddings": False,
+    },
     "lfm2-biases": {
         "model_type": "lfm2", "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True, "conv_L_cache": 7,
         "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False,

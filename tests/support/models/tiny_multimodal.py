@@ -55,6 +55,9 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
         }
         for name in ("gemma4_text", "gemma4_unified_text")
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+    "siglip2_vision_model": {"num_patches": 16},
     "glm_ocr_text": {"rope_parameters": _MROPE},
     **{
         name: {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}

@@ -67,7 +67,7 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
             "zamba": "Zamba", "zamba2": "Zamba2", "zaya": "ZAYA",
         },
     ),
-    (CONVOLUTION, {"lfm2_moe": "LFM2-MoE", "lfm3": "LFM3", "inkling2": "Inkling 2"}),
+    (CONVOLUTION, {"lfm2_moe": "LFM2-MoE", "inkling2": "Inkling 2"}),
     (
         _ENCODER,
         {
@@ -103,7 +103,7 @@ _LAYER_KINDS: Mapping[str, frozenset[str]] = {
     _CHUNKED: frozenset({"chunked_attention"}),
 }  # fmt: skip
 """Kinds of layers, of those that transformers knows, by what is in the way: in families that are not listed too."""
-_SERVED_KINDS: Mapping[str, frozenset[str]] = {"lfm2": frozenset({"conv"})}
+_SERVED_KINDS: Mapping[str, frozenset[str]] = dict.fromkeys(("lfm2", "lfm3"), frozenset({"conv"}))
 """Those that are served in a family all the same."""
 _SIZES: Mapping[str, str] = {
     "kv_lora_rank": _LATENT,

@@ -8,7 +8,7 @@ transformers, and `key_mapping` of `PeftModel.from_pretrained`, which renames th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex.kernels.lora.site_groups import MODEL_PROJECTION
 
@@ -87,6 +87,7 @@ def part_behind(decoder: str, name: str) -> str | None:
 
 _TEXT = ModelParts()
 _LLAVA = ModelParts(("vision_tower", "multi_modal_projector", "image_newline", "vision_resampler"))
+_LFM3_INSIDE = ((".self_attn.gate_proj.", ".self_attn.g_proj."),)
 _IDEFICS = ModelParts(("vision_model", "connector"), "text_model")
 _QWEN_VL = ModelParts(("visual",))
 _QWEN_OMNI = ModelParts(("visual", "audio_tower"), renamed=(("thinker.", ""),))
@@ -113,6 +114,8 @@ MULTIMODAL: Mapping[str, ModelParts] = {
         ("vision_model", "aligner", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head")
     ),
     "lighton_ocr": ModelParts(("vision_encoder", "vision_projection")),
+    "lfm2_vl": _LLAVA,
+    "lfm3_vl": replace(_LLAVA, inside=_LFM3_INSIDE, is_converted=True),
     "llava": _LLAVA,
     "llava_next": _LLAVA,
     "llava_next_video": _LLAVA,
@@ -172,6 +175,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
 
 _TEXTS: Mapping[str, ModelParts] = {
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
+    "lfm3": ModelParts(inside=_LFM3_INSIDE),
     "laguna": ModelParts(inside=((".mlp.shared_expert.", ".mlp.shared_experts."),)),
 }
 """Text models that transformers saves under other names than their modules have."""

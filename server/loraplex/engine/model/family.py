@@ -225,13 +225,20 @@ def _layer_kind(
         qk_norm=row.qk_norm,
         packed=row.packed,
         v_norm=row.v_norm,
-        values_are_keys=bool(row.values_are_keys and getattr(config, row.values_are_keys)),
+        values_are_keys=_is_set(config, row.values_are_keys),
         out=row.out,
         head_norm=row.head_norm,
+        head_gate=_is_set(config, row.head_gate),
     )
     size = getattr(config, row.mlp_size) if row.mlp_size_of is None else row.mlp_size_of(config)
     gated = GatedKind(size, row.activation, mlp_bias, row.packed, row.mlp_sites)
-    return LayerKind(mixer if row.mixer is None else row.mixer(config), gated, row.norms_behind)
+    return LayerKind(
+        mixer if row.mixer is None else row.mixer(config), gated, _is_set(config, row.norms_behind)
+    )
+
+
+def _is_set(config: Any, said: bool | str) -> bool:
+    return bool(getattr(config, said) if isinstance(said, str) and said else said)
 
 
 def _scale(config: Any, row: LayerRow, head_dim: int) -> float:

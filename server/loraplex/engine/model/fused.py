@@ -321,18 +321,22 @@ class DecoderReader:
 
     def layer(self, index: int) -> LayerWeights:
         kind, prefix = self._spec.layers[index], f"{self._root}layers.{index}."
-        given, o, gate_up, down, *own = self._groups[index]
-        names, behind, read = self._spec.names, kind.norms_behind, MIXERS[type(kind.mixer)].read
-        first = f"{prefix}{names.feed_forward_norm}"
+        mixer, groups = MIXERS[type(kind.mixer)], self._groups[index]
+        count = len(mixer.groups(kind.mixer, self._spec.hidden_size))
+        gate_up, down, *own = groups[count:]
+        names = self._spec.names
+        behind, first, last = (
+            names.with_norms_behind if kind.norms_behind else ("", names.feed_forward_norm, "")
+        )
         return LayerWeights(
             input_norm=self._norm(f"{prefix}{names.input_norm}"),
-            mixer=read(kind.mixer, self._tensors, prefix, index, given, o),
-            mixer_out_norm=self._norm(first) if behind else None,
-            mlp_norm=self._norm(f"{prefix}pre_feedforward_layernorm" if behind else first),
+            mixer=mixer.read(kind.mixer, self._tensors, prefix, index, *groups[:count]),
+            mixer_out_norm=self._norm(f"{prefix}{behind}") if behind else None,
+            mlp_norm=self._norm(f"{prefix}{first}"),
             mlp=read_gated(
                 kind.feed_forward, self._tensors, f"{prefix}{names.feed_forward}.", index, gate_up, down
             ),
-            mlp_out_norm=self._norm(f"{prefix}post_feedforward_layernorm") if behind else None,
+            mlp_out_norm=self._norm(f"{prefix}{last}") if last else None,
             own_input=read_input(self._tensors, prefix, index, *own[:2]) if own else None,
             scale=self._tensors.number(f"{prefix}layer_scalar") if kind.is_scaled else 1.0,
         )

@@ -43,6 +43,8 @@ class AttentionKind(MixerKind, frozen=True):
     """The name of the output's linear."""
     head_norm: str = "norm"
     """The names of the norms by head, behind "q_" and "k_"."""
+    head_gate: bool = False
+    """Whether each head's result is multiplied by the sigmoid of a number that g_proj gives it."""
 
 
 class ShortConvKind(MixerKind, frozen=True):
@@ -101,6 +103,10 @@ class ModuleNames:
     feed_forward: str = "mlp"
     feed_forward_norm: str = "post_attention_layernorm"
     final_norm: str = "norm"
+    with_norms_behind: tuple[str, str, str] = (
+        "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    )  # fmt: skip
+    """Those behind the mixer, before the feed-forward and behind it, where the halves of a layer have norms behind."""
 
 
 @dataclass(frozen=True, slots=True)

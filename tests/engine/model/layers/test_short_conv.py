@@ -48,11 +48,13 @@ def test_short_conv_is_a_causal_convolution_of_gated_rows(with_bias: bool) -> No
     torch.testing.assert_close(torch.cat(out), c * mixed.T)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_whoever_rides_along(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("lfm2", "float32"), ("lfm2", "bfloat16"), ("lfm3", "bfloat16")]
+)
+def test_a_row_has_the_same_bits_whoever_rides_along(family: str, dtype: str, tmp_path: Path) -> None:
     """In any slices beside any others, in blocks full of NaN."""
     model = load_model(
-        save_tiny(tmp_path, FAMILIES["lfm2"]), "cpu", dtype, kernels="numba", batch_invariant=True
+        save_tiny(tmp_path, FAMILIES[family]), "cpu", dtype, kernels="numba", batch_invariant=True
     )
     rng = random.Random(dtype)
     prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 18, 40, 40)]

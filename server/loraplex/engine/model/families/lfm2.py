@@ -1,4 +1,4 @@
-"""The parts of LFM2's configs that no other family has."""
+"""The parts of the configs of LFM2 and LFM3 that no other family has."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ FIELDS = frozenset(
     }
 )  # fmt: skip
 """Config fields beside those that other families have too."""
-NAMES = ModuleNames("operator_norm", "feed_forward", "ffn_norm", "embedding_norm")
+NAMES = ModuleNames(
+    "operator_norm",
+    "feed_forward",
+    "ffn_norm",
+    "embedding_norm",
+    ("post_operator_norm", "ffn_norm", "post_ffn_norm"),
+)
 _MOST_WIDTH = 64
 """Rows of a short convolution."""
 

@@ -22,7 +22,7 @@ class LayerRow:
     qk_norm: bool = False
     packed: bool = False
     """Whether the checkpoint has qkv_proj and gate_up_proj."""
-    norms_behind: bool = False
+    norms_behind: bool | str = False
     """Whether each half has a norm behind it too."""
     activation: Activation = "silu"
     activation_field: str = "hidden_act"
@@ -39,6 +39,7 @@ class LayerRow:
     """Whether there is no v_proj."""
     out: str = "o_proj"
     head_norm: str = "norm"
+    head_gate: str = ""
     mlp_sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     mlp_size_of: Callable[[Any], int] | None = None
     """Makes the width of a config; None: `mlp_size` is it."""
@@ -48,7 +49,10 @@ class LayerRow:
     @property
     def config_fields(self) -> set[str]:
         sizes = {self.num_heads, self.kv_heads, self.head_dim, self.mlp_size}
-        named = (self.activation_field, self.window, self.scale, self.softcap, self.values_are_keys)
+        named = (
+            self.activation_field, self.window, self.scale, self.softcap, self.values_are_keys, self.norms_behind,
+            self.head_gate,
+        )  # fmt: skip
         return sizes | {name for name in named if isinstance(name, str)}
 
 

@@ -69,6 +69,15 @@ _LFM2_FULL = replace(
 )  # fmt: skip
 _LFM2_LAYERS = {_FULL: _LFM2_FULL, "conv": replace(_LFM2_FULL, mixer=lfm2.short_conv_kind)}
 _LFM2 = Family(_LFM2_LAYERS, lfm2.NAMES, "norm_eps", fields=lfm2.FIELDS)
+_LFM3_FULL = replace(
+    _LFM2_FULL, qkv_bias=None, o_bias=None, out="o_proj", head_norm="norm", mlp_size_of=None,
+    norms_behind="use_sandwich_norm", head_gate="use_attention_gate",
+)  # fmt: skip
+_LFM3 = replace(
+    _LFM2,
+    layers={**_some_sliding(_LFM3_FULL), "conv": replace(_LFM3_FULL, mixer=lfm2.short_conv_kind)},
+    rope_by_kind=True,
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
     "mistral": _MISTRAL,
@@ -103,6 +112,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_omni_text": _QWEN2_VL,
     "qwen3_vl_text": replace(_QWEN3, rope_fields=_SECTIONS),
     "lfm2": _LFM2,
+    "lfm3": _LFM3,
 }
 
 

@@ -34,6 +34,7 @@ class AdaptedLinears:
         self._rotate_and_write = ops.rotate_and_write
         self._act_and_mul = ops.act_and_mul
         self.add = ops.add
+        self.recurrent = ops.recurrent
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[T, C]: see `loraplex.kernels.layers.norm`."""

@@ -28,30 +28,34 @@ class AttentionWeights:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     v_norm: torch.Tensor | None
+    gate: Linear | None
     o: Linear
 
 
-def attention_groups(kind: AttentionKind, hidden: int) -> tuple[SiteGroup, SiteGroup]:
-    """Queries, keys and values, and the output."""
+def attention_groups(kind: AttentionKind, hidden: int) -> tuple[SiteGroup, ...]:
+    """Queries, keys and values, the gate of each head where there is one, and the output."""
     query, kv = kind.num_heads * kind.cache.head_dim, kind.cache.kv_heads * kind.cache.head_dim
     kinds = 1 if kind.cache.shares is not None else 2 if kind.values_are_keys else 3
     qkv = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj")[:kinds], hidden, (query, kv, kv)[:kinds])
     if kind.packed:
         qkv = SiteGroup("qkv", ("qkv_proj",), hidden, (query + 2 * kv,))
-    return qkv, SiteGroup("o", (kind.out,), query, (hidden,))
+    gate = (SiteGroup("g", ("g_proj",), hidden, (kind.num_heads,)),) if kind.head_gate else ()
+    return qkv, *gate, SiteGroup("o", (kind.out,), query, (hidden,))
 
 
 def read_attention(
-    kind: AttentionKind, tensors: LayerTensors, prefix: str, layer: int, qkv: SiteGroup, o: SiteGroup
+    kind: AttentionKind, tensors: LayerTensors, prefix: str, layer: int, qkv: SiteGroup, *others: SiteGroup
 ) -> AttentionWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
     names, norm = f"{prefix}self_attn.", kind.head_norm
     head_dim, own = kind.cache.head_dim, kind.cache.shares is None
+    *gate, o = others
     return AttentionWeights(
         qkv=tensors.linear(names, layer, qkv, kind.qkv_bias),
         q_norm=tensors.norm(f"{names}q_{norm}", head_dim) if kind.qk_norm else None,
         k_norm=tensors.norm(f"{names}k_{norm}", head_dim) if kind.qk_norm and own else None,
         v_norm=tensors.unit_norm(head_dim) if kind.v_norm and own else None,
+        gate=tensors.linear(names, layer, gate[0], False) if gate else None,
         o=tensors.linear(names, layer, o, kind.o_bias),
     )
 
@@ -86,4 +90,7 @@ def attend(
     out = kernel.run(
         queries, cache, attention, scale=kind.scale, window=kind.cache.window, softcap=kind.softcap
     )
+    if weights.gate is not None:
+        gates = linears.apply(weights.gate, x, batch)
+        return linears.recurrent.output_gate(out, gates[:, :, None].expand(out.shape))
     return out.view(x.shape[0], kind.num_heads * kind.cache.head_dim)

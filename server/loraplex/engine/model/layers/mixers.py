@@ -18,8 +18,8 @@ from loraplex.kernels.lora.site_groups import SiteGroup
 class Mixer:
     """Functions of a kind; what they have beside it is as `attend` and `read_attention` have it."""
 
-    groups: Callable[[Any, int], tuple[SiteGroup, SiteGroup]]
-    """The linears that read the layer's input, and that of its output."""
+    groups: Callable[[Any, int], tuple[SiteGroup, ...]]
+    """The linears that read the layer's input, and last that of its output."""
     read: Callable[..., Any]
     """Reads a mixer's weights; their `o` is the output's linear."""
     run: Callable[..., torch.Tensor]
