@@ -42,12 +42,14 @@ class RotateAndWrite(Protocol):
         k_norm: torch.Tensor | None,
         eps: float,
         v_norm: torch.Tensor | None = None,
+        gated: bool = False,
     ) -> None:
         """Norm the queries, keys and values of `heads` [T, Hq + 2·Hkv, D] by head where there are weights [D] for it,
         rotate queries and keys by cos and sin [T, 1, R/2], and write keys and values into one layer's cache
         [N, P, 2, Hkv, D], or of codes, for which queries and keys are transformed
         (`loraplex.kernels.attention.kv_codes`). Of `heads` [T, Hq + Hkv, D] the values are the keys, normed by
-        `v_norm` alone; with [T, Hq, D] nothing is written. Queries are changed in place; what `heads` holds of keys
+        `v_norm` alone; with [T, Hq, D] nothing is written. `gated`: a gate of D numbers lies behind each query, as one
+        head more, and stays as it is. Queries are changed in place; what `heads` holds of keys
         and values afterwards is not said. `batch` is what the backend's `AttentionKernel` laid out."""
         ...
 

@@ -77,18 +77,20 @@ def _rotate_and_write(
     k_norm: torch.Tensor | None,
     eps: float,
     v_norm: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> None:
-    num_kv_heads = cache.shape[3]
-    q, k, v = heads.tensor_split((num_heads, num_heads + num_kv_heads), 1)
+    num_kv_heads, before = cache.shape[3], num_heads * (1 + gated)
+    q, k, v = heads.tensor_split((before, before + num_kv_heads), 1)
+    q = q[:, :: 1 + gated]
     if k.shape[1] and not v.shape[1]:
         v = k.clone()
     for part, weight in ((q, q_norm), (k, k_norm), (v, v_norm)):
         if weight is not None and part.shape[1]:
             part.copy_(norm.rms_norm(part, weight, eps))
-    # q and k lie side by side: one rotation for both.
-    rope.apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
+    for part in (q, k):
+        rope.apply_rope(part, cos, sin)
     if cache.dtype is torch.int8:
-        heads[:, :num_heads] = kv_codes.transform_queries(q)
+        q.copy_(kv_codes.transform_queries(q))
         k, v = kv_codes.transform_keys(k), v.float()
     if k.shape[1]:
         torch_attention.write_kv(torch.stack((k, v), 1), cache, batch)

@@ -97,10 +97,10 @@ def _rotate_and_write(
     k_norm: torch.Tensor | None,
     eps: float,
     v_norm: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> None:
-    triton_rope.rope_and_write_kv(
-        heads, num_heads, cos, sin, cache, batch.slots, q_norm=q_norm, k_norm=k_norm, v_norm=v_norm, eps=eps
-    )
+    norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": eps}
+    triton_rope.rope_and_write_kv(heads, num_heads, cos, sin, cache, batch.slots, **norms, gated=gated)
 
 
 def _choose_attention(

@@ -73,8 +73,8 @@ def fused() -> list[Variant]:
         pointers | dict.fromkeys(strides, "i32") | numbers,
         {
             "NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_DIM": 128, "HALF": 64, "BLOCK_HALF": 64, "BLOCK_REST": 1,
-            "BLOCK_HEADS": 8, "BLOCK_SIZE": 16, "KINDS": 2, "NORM": True, "V_NORM": False, "CODES": False,
-            "TRANSFORM": False,
+            "BLOCK_HEADS": 8, "BLOCK_SIZE": 16, "KINDS": 2, "GATES": 0, "NORM": True, "V_NORM": False,
+            "CODES": False, "TRANSFORM": False,
         },
         multiples_of_16=strides,
     )  # fmt: skip
@@ -91,6 +91,14 @@ def fused() -> list[Variant]:
         constants={
             **rope.constants, "NUM_HEADS": 32, "NUM_KV_HEADS": 4, "HEAD_DIM": 512, "HALF": 256, "BLOCK_HALF": 256,
             "KINDS": 1, "V_NORM": True,
+        },
+    )  # fmt: skip
+    behind_queries = replace(
+        keys_as_values,
+        name="rope and KV write, Qwen3.5's gates behind queries",
+        constants={
+            **rope.constants, "NUM_KV_HEADS": 4, "HEAD_DIM": 256, "HALF": 32, "BLOCK_HALF": 32, "BLOCK_REST": 256,
+            "GATES": 16,
         },
     )  # fmt: skip
     partial_rope_of_codes = replace(
@@ -123,7 +131,7 @@ def fused() -> list[Variant]:
         {"NUM_HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_PARTS": 16},
         unaligned=("count_ptr",),
     )
-    return [rope, rope_of_codes, keys_as_values, partial_rope_of_codes, norm, gated, merge]
+    return [rope, rope_of_codes, keys_as_values, behind_queries, partial_rope_of_codes, norm, gated, merge]
 
 
 def variants() -> list[Variant]:

@@ -180,6 +180,22 @@ def test_rotation_and_kv_write_are_those_of_the_references(
     assert torch.equal(values, torch.nan_to_num(want_cache[:, :, 1].float()))
 
 
+def test_gates_behind_queries_change_nothing_and_stay():
+    heads, dim = 3, 12
+    plain, gates = draw(2, heads + 2 * 2, dim), draw(2, heads, dim, seed=1)
+    between = torch.stack((plain[:, :heads], gates), 2).flatten(1, 2)
+    gated = torch.cat((between, plain[:, heads:]), 1)
+    cos, sin = rope.rope_cos_sin(torch.tensor([3, 40], device=DEVICE), torch.rand(4, device=DEVICE))
+    caches = [kv_cache(2, 4, 2, dim, torch.float32).zero_() for _ in range(2)]
+    given = {"q_norm": draw(dim, seed=2), "k_norm": draw(dim, seed=3), "eps": 1e-6}
+    slots = torch.tensor([5, 0], device=DEVICE)
+    triton_rope.rope_and_write_kv(plain, heads, cos, sin, caches[0], slots, **given)
+    triton_rope.rope_and_write_kv(gated, heads, cos, sin, caches[1], slots, **given, gated=True)
+    assert torch.equal(gated[:, : 2 * heads : 2], plain[:, :heads])
+    assert torch.equal(gated[:, 1 : 2 * heads : 2], gates)
+    assert torch.equal(*caches)
+
+
 def test_a_value_that_is_not_finite_goes_to_the_cache_as_it_is():
     qkv = draw(1, 4, 8)
     qkv[0, 3] = float("inf")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu
 
+from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.attention.numba_attention import BLOCK, build_attention_batch
 from loraplex.kernels.attention.torch_attention import build_attention_batch as torch_batch
 from loraplex.kernels.layers.rope import rope_cos_sin
@@ -183,6 +184,31 @@ def test_rotation_and_write(heads, kv_heads, dim, rotated, norms, dtype, long):
     assert torch.equal(packed[~written], packed_cache(before)[~written])
     if norms is None and dtype is torch.bfloat16:
         assert (ours[:, :heads] != theirs[:, :heads]).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("ops", [OURS, TORCH], ids=["numba", "torch"])
+@pytest.mark.parametrize("codes", [False, True], ids=["floats", "codes"])
+def test_gates_behind_queries_change_nothing_and_stay(codes, ops):
+    torch.manual_seed(5)
+    rows, heads, kv_heads, dim = 6, 3, 2, 64
+    plain = torch.randn(rows, heads + 2 * kv_heads, dim)
+    gates, weight = torch.randn(rows, heads, dim), torch.randn(dim)
+    between = torch.stack((plain[:, :heads], gates), 2).flatten(1, 2)
+    gated = torch.cat((between, plain[:, heads:]), 1)
+    cos, sin = rope_cos_sin(torch.arange(30, 36), torch.rand(8))
+    shape = 3, BLOCK, 2, kv_heads, head_width(dim, torch.int8 if codes else torch.float32)
+    caches = [torch.zeros(shape, dtype=torch.int8 if codes else torch.float32) for _ in range(2)]
+    given = [rows], [36], [[2, 0, 1]]
+    batch = build_attention_batch(*given)
+    if ops is TORCH:
+        batch = torch_batch(*given, block_size=BLOCK, max_gather_blocks=64, device=torch.device("cpu"))
+    norms = {"q_norm": weight, "k_norm": weight, "eps": 1e-6}
+    ops.rotate_and_write(plain, heads, cos, sin, caches[0], batch, **norms)
+    ops.rotate_and_write(gated, heads, cos, sin, caches[1], batch, **norms, gated=True)
+    assert torch.equal(gated[:, : 2 * heads : 2], plain[:, :heads])
+    assert torch.equal(gated[:, 1 : 2 * heads : 2], gates)
+    assert torch.equal(*caches)
+    assert caches[0].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -70,13 +70,13 @@ def write_row(block, position, key, value, kv_heads, dim, like):
 
 
 @jit
-def transform_queries(queries, number, dim, numbers, like):
-    """`loraplex.kernels.attention.kv_codes.transform_queries` of `number` adjacent heads, in place. `numbers`: address
-    of memory for [D] float32."""
+def transform_queries(queries, number, dim, numbers, like, apart):
+    """`loraplex.kernels.attention.kv_codes.transform_queries` of `number` heads, each `apart` heads behind the one
+    before, in place. `numbers`: address of memory for [D] float32."""
     if _is_transformed(dim):
         factor, _ = _transform_factors(dim)
         for head in range(number):
-            query = queries + head * dim * size_of(like)
+            query = queries + head * apart * dim * size_of(like)
             hadamard(query, numbers, dim, factor, like)
             for d in range(0, dim, 16):
                 store(load(numbers + d * 4, _F32), query + d * size_of(like), like)

@@ -48,6 +48,7 @@ def rotate_and_write(
     k_norm: torch.Tensor | None,
     eps: float,
     v_norm: torch.Tensor | None = None,
+    gated: bool = False,
 ) -> None:
     """`loraplex.kernels.ops.RotateAndWrite`, into a cache in the order of `loraplex.kernels.attention.numba_attention`.
 
@@ -56,9 +57,10 @@ def rotate_and_write(
     """
     rows, all_heads, dim = heads.shape
     kv_heads, half = cache.shape[3], cos.shape[-1]
-    kinds = (all_heads - num_heads) // kv_heads
+    before = num_heads * (1 + gated)
+    kinds = (all_heads - before) // kv_heads
     if (
-        all_heads != num_heads + kinds * kv_heads
+        all_heads != before + kinds * kv_heads
         or kinds not in ((0, 2) if v_norm is None else (0, 1, 2))
         or cache.shape[1:] != (BLOCK, 2, kv_heads, head_width(dim, cache.dtype))
         or cache.dtype not in (heads.dtype, torch.int8)
@@ -100,14 +102,15 @@ def rotate_and_write(
         0 if v_norm is None else v_norm.data_ptr(),
         kinds,
         float(eps),
+        1 + gated,
     )
     alone = rows * all_heads * dim <= SMALL
     _rotate.run(arguments[:3], *arguments[3:], rows, rows_of_unit(rows), alone=alone)
 
 
 @jit
-def _norm_heads(head, target, number, dim, weight, eps, like, weight_like):
-    """`number` adjacent heads of a row."""
+def _norm_heads(head, target, number, dim, weight, eps, like, weight_like, apart=1):
+    """`number` heads of a row, each `apart` heads behind the one before."""
     size = size_of(like)
     for _ in range(number):
         squares = splat(_F32)
@@ -115,13 +118,13 @@ def _norm_heads(head, target, number, dim, weight, eps, like, weight_like):
             value = load_some(head + d * size, dim - d, like)
             squares = fma(value, value, squares)
         scaled(head, target, weight, dim, squares, eps, like, weight_like)
-        head += dim * size
-        target += dim * size
+        head += apart * dim * size
+        target += apart * dim * size
 
 
 @jit
-def _rotate_heads(heads, number, dim, cos, sin, half, like):
-    """`number` adjacent heads of a row, in place."""
+def _rotate_heads(heads, number, dim, cos, sin, half, like, apart=1):
+    """`number` heads of a row, each `apart` heads behind the one before, in place."""
     size = size_of(like)
     for d in range(0, half, 16):
         left = half - d
@@ -132,7 +135,7 @@ def _rotate_heads(heads, number, dim, cos, sin, half, like):
             a, b = load_some(low, left, like), load_some(high, left, like)
             store_some(a * c - b * s, low, left, like)
             store_some(b * c + a * s, high, left, like)
-            low += dim * size
+            low += apart * dim * size
 
 
 @jit
@@ -158,14 +161,14 @@ def _rotate_rows(
     v_norm,
     kinds,
     eps,
+    apart,
     copies,
     first,
     last,
 ):
     size = size_of(like)
     row_bytes = kv_heads * dim * size
-    keys = num_heads * dim * size
-    turned = num_heads if kinds == 0 else num_heads + kv_heads
+    keys = num_heads * apart * dim * size
     values, value_row = keys + row_bytes, stride
     if kinds == 1:
         value_row = row_bytes
@@ -179,13 +182,18 @@ def _rotate_rows(
         elif kinds == 2 and v_norm != 0:
             _norm_heads(value, value, kv_heads, dim, v_norm, eps, like, weight_like)
         if q_norm != 0:
-            _norm_heads(begin, begin, num_heads, dim, q_norm, eps, like, weight_like)
+            _norm_heads(begin, begin, num_heads, dim, q_norm, eps, like, weight_like, apart)
             if kinds != 0:
                 _norm_heads(begin + keys, begin + keys, kv_heads, dim, k_norm, eps, like, weight_like)
         at = row * half * 4
-        _rotate_heads(begin, turned, dim, cos + at, sin + at, half, like)
+        if apart == 1 and kinds != 0:
+            _rotate_heads(begin, num_heads + kv_heads, dim, cos + at, sin + at, half, like)
+        else:
+            _rotate_heads(begin, num_heads, dim, cos + at, sin + at, half, like, apart)
+            if kinds != 0:
+                _rotate_heads(begin + keys, kv_heads, dim, cos + at, sin + at, half, like)
         if is_codes(of_cache):
-            transform_queries(begin, num_heads, dim, numbers, like)
+            transform_queries(begin, num_heads, dim, numbers, like, apart)
         if kinds == 0:
             continue
         run += 1
@@ -221,7 +229,8 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
         read_int64(arguments + 104),
         read_int64(arguments + 112),
     )
-    eps, rows, share = read_float64(arguments + 120), read_int64(arguments + 128), read_int64(arguments + 136)
+    eps, apart = read_float64(arguments + 120), read_int64(arguments + 128)
+    rows, share = read_int64(arguments + 136), read_int64(arguments + 144)
     units = (rows + share - 1) // share
     codes, numbers = np.empty(dim, np.int8), np.empty(dim, np.float32)
     # Of keys that are values too: those of a run of rows.
@@ -258,10 +267,11 @@ def _rotate_units(team, arguments, like, weight_like, of_cache):
             v_norm,
             kinds,
             eps,
+            apart,
             copies.ctypes.data,
             first,
             last,
         )
 
 
-_rotate = Kernel(_rotate_units, "qqqqqqqqqqqqqqqdqq")
+_rotate = Kernel(_rotate_units, "qqqqqqqqqqqqqqqdqqq")

@@ -28,6 +28,7 @@ def rope_and_write_kv(
     k_norm: torch.Tensor | None = None,
     v_norm: torch.Tensor | None = None,
     eps: float = 0.0,
+    gated: bool = False,
 ) -> None:
     """`rope.apply_rope` on the queries and keys, then `torch_attention.write_kv`.
 
@@ -37,10 +38,11 @@ def rope_and_write_kv(
     (`loraplex.kernels.attention.kv_codes`); slots: [T] int32 or int64, -1 for a row whose K and V go nowhere. Queries
     are rotated in place. Keys and values go into the cache only: what `heads` has of them stays as it was. With q_norm
     and k_norm [D], each head first gets `norm.rms_norm` with that weight, rounded to the dtype of heads as there; with
-    v_norm so do values. Heads of Hq + Hkv, or Hq, as `loraplex.kernels.ops.RotateAndWrite` has them. Raises ValueError
-    for other shapes.
+    v_norm so do values. Heads of Hq + Hkv, or Hq, and gates behind queries as `loraplex.kernels.ops.RotateAndWrite`
+    has them. Raises ValueError for other shapes.
     """
-    kinds = _check_heads(heads, num_heads, cos, sin, cache, slots, q_norm, k_norm, v_norm)
+    gates = num_heads if gated else 0
+    kinds = _check_heads(heads, num_heads + gates, cos, sin, cache, slots, q_norm, k_norm, v_norm)
     rows, _, head_dim = heads.shape
     half = cos.shape[-1]
     if not rows:
@@ -75,6 +77,7 @@ def rope_and_write_kv(
         BLOCK_HEADS=_HEADS_AT_A_TIME,
         BLOCK_SIZE=cache.shape[1],
         KINDS=kinds,
+        GATES=gates,
         NORM=q_norm is not None,
         V_NORM=v_norm is not None,
         CODES=operands.is_codes,
@@ -151,6 +154,7 @@ def rope_program(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KINDS: tl.constexpr,
+    GATES: tl.constexpr,
     NORM: tl.constexpr,
     V_NORM: tl.constexpr,
     CODES: tl.constexpr,
@@ -161,7 +165,7 @@ def rope_program(
 
     BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS. A head is a | b | c, of HALF, HALF and what remains;
     (a, b) → (a·cos - b·sin, b·cos + a·sin). KINDS: how many of keys and values lie behind the queries; 1: values are
-    the keys. CODES: the cache is of codes, with its scales at `scales_ptr`. TRANSFORM:
+    the keys. GATES: how many lie between queries, one behind each, or 0. CODES: the cache is of codes, with its scales at `scales_ptr`. TRANSFORM:
     queries, and keys before they become codes, are transformed and multiplied by `q_factor` and `k_factor`.
     """
     dtype = heads_ptr.dtype.element_ty
@@ -176,6 +180,8 @@ def rope_program(
     source = head
     if KINDS == 1:
         source = tl.where(turned, head, head - NUM_KV_HEADS)
+    if GATES > 0:
+        source += tl.where(head < NUM_HEADS, head, GATES)
     head_ptr = heads_ptr + row * heads_row + source * heads_head
     a = tl.load(head_ptr + r, mask=halves, other=0.0).to(tl.float32)
     b = tl.load(head_ptr + HALF + r, mask=halves, other=0.0).to(tl.float32)
