@@ -69,8 +69,8 @@ def said_by_all(path: Path, readers: tuple[Callable[[Path], Any], ...] = READERS
     ("config", "words"),
     [
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "recurrent states"),
-        ({"model_type": "qwen3_5_text", "num_hidden_layers": 4}, "recurrent states"),
-        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "recurrent states"),
+        ({"model_type": "qwen3_5_moe_text", "num_hidden_layers": 4}, "recurrent states"),
+        ({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}}, "recurrent states"),
         ({"model_type": "nemotron_h", "layers_block_type": ["mlp"]}, "recurrent states"),
         ({"model_type": "olmo_hybrid", "num_hidden_layers": 4}, "recurrent states"),
         ({"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"]}, "convolutions"),

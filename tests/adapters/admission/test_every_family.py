@@ -34,11 +34,11 @@ SERVED = (
     "jais2", "kolibri1", "mellum", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mixtral",
     "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
     "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "afmoe",
-    "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3",
+    "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "qwen3_5_text",
 )  # fmt: skip
-OFTEN = ("llama", "phi3", "granitemoehybrid", "glm4_moe", "gpt_neox", "hy_v3")
-"""Separate and packed linears, a mixture with a dense layer and a shared expert, names of their own, and a file whose
-names are not the modules'; the long version has all."""
+OFTEN = ("llama", "phi3", "granitemoehybrid", "glm4_moe", "gpt_neox", "hy_v3", "qwen3_5_text")
+"""Separate and packed linears, a mixture with a dense layer and a shared expert, names of their own, a file whose
+names are not the modules', and delta nets; the long version has all."""
 
 
 def make_adapter(base_dir: Path, targets: Any, out: Path) -> Path:

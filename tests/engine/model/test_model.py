@@ -62,7 +62,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def check(run: PagedRun, expected: list[torch.Tensor], which: list[int] | None = None) -> None:
     for i in range(len(expected)) if which is None else which:
-        torch.testing.assert_close(run.result(i), expected[i], atol=1e-4, rtol=1e-4)
+        atol = 1e-4
+        if any(kind.state_bytes for kind in run.model.shape.caches):
+            # The differences of logarithms in transformers' chunks of a delta net lose digits.
+            atol *= float(expected[i].abs().max())
+        torch.testing.assert_close(run.result(i), expected[i], atol=atol, rtol=1e-4)
 
 
 def test_whole_prompts_in_one_batch(served):

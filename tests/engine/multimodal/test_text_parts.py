@@ -32,7 +32,9 @@ pytestmark = [
 TOKENS = 20
 RECIPES: dict[str, Any] = {"all-linear": "all-linear", "seven": ALL_SITES}
 PROMPTS = [[(7 * n + 11 * length) % 470 + 3 for n in range(length)] for length in (9, 37)]
-OFTEN = ("qwen2_5_vl", "mistral3:ministral3", "llava", "smolvlm", "gemma3", "paligemma", "cwm", "seed_oss")
+OFTEN = (
+    "qwen2_5_vl", "mistral3:ministral3", "llava", "smolvlm", "gemma3", "paligemma", "qwen3_5", "cwm", "seed_oss",
+)  # fmt: skip
 """Those of every run: one for each way in which names, ties, ropes and decoders differ."""
 ALIASES = ("cwm", "internlm3", "iquestcoder", "ministral", "ministral3", "seed_oss")
 """Text models with the plan of another family."""

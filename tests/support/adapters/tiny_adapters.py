@@ -92,6 +92,10 @@ _TARGETS: dict[str, dict[str, str]] = {
 """What families call the linears that have these names in Llama, by model type."""
 
 
+DELTA = {"q_proj": ["in_proj_qkv", "in_proj_z", "in_proj_a"], "k_proj": ["in_proj_b"], "o_proj": ["out_proj"]}
+"""Sites of the layers of Qwen3.5 that have none of these."""
+
+
 def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
     """The same adapter for a base whose linears have other names, or hold several of Llama's."""
     names = _TARGETS.get(model_type, {})
@@ -99,6 +103,8 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
     if model_type in ("lfm2", "lfm3") and "q_proj" in targets:
         targets += ["in_proj"]  # of the layers that have no q_proj
         targets += ["out_proj", "g_proj"] if model_type == "lfm3" else []
+    if model_type == "qwen3_5_text":
+        targets += [site for known, sites in DELTA.items() if known in targets for site in sites]
     pattern = {names.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
     return options | {"target_modules": targets, "rank_pattern": pattern}
 

@@ -14,6 +14,7 @@ from loraplex.engine.kv.layers import keeping_all
 from loraplex.engine.model.base import ForwardBatch, LoraPass, Model
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.torch_attention import TorchAttention, build_attention_batch
+from loraplex.kernels.recurrent.types import RecurrentUnit, lay_out_units
 
 VOCAB = 131
 
@@ -130,6 +131,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "lfm2", "layer_types": ["full_attention", "conv", "conv"], "conv_bias": True, "conv_L_cache": 7,
         "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False,
     },
+    # Value heads of each key head: 1, 2 and 3.
+    **{
+        f"qwen3_5-{values // keys}": {
+            "model_type": "qwen3_5_text", "head_dim": 16, "layer_types": types, "num_hidden_layers": len(types),
+            "linear_num_key_heads": keys, "linear_num_value_heads": values, "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        }
+        for keys, values, types in (
+            (2, 2, ["linear_attention", "full_attention", "linear_attention"]),
+            (1, 2, ["linear_attention", "linear_attention", "full_attention"]),
+            (1, 3, ["full_attention", "linear_attention", "linear_attention"]),
+        )
+    },
 }  # fmt: skip
 """What `FusedDecoder` serves."""
 
@@ -197,8 +211,9 @@ def _save(config: Any, out: Path, seed: int, save: dict[str, Any]) -> Path:
     for name, weight in model.named_parameters():
         # Larger than usual, so that attention is sharp and an error anywhere shows in the logits.
         # Gemma before the fourth adds 1 to them.
-        centered = "gemma" not in config.model_type or "gemma4" in config.model_type
+        centered = not config.model_type.startswith(("gemma", "qwen3_5")) or "gemma4" in config.model_type
         center = 1.0 if "norm" in name and name.endswith("weight") and centered else 0.0
+        center = 1.0 if name.endswith("linear_attn.norm.weight") else center
         weight.data.normal_(center, 0.25, generator=generator)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
@@ -248,8 +263,13 @@ class PagedRun:
         self.done = [0] * len(prompts)
         self.logits: list[list[torch.Tensor]] = [[] for _ in prompts]
         self.kv = KVCache(
-            keeping_all(model.shape.caches), sum(needed) + 3, kv_dtype or model.dtype, model.device
+            keeping_all(model.shape.caches),
+            sum(needed) + 3,
+            kv_dtype or model.dtype,
+            model.device,
+            num_states=len(prompts),
         )
+        self.kv.states.fill_(0xFF)  # NaN too
         # Scales of codes are NaN then too.
         self.kv.tensor.fill_(127 if kv_dtype is torch.int8 else float("nan"))
 
@@ -259,8 +279,11 @@ class PagedRun:
     ) -> None:
         """Compute the next counts[i] positions of each sequence i, in the dict's order, in one forward pass. All rows
         give logits."""
-        rows, positions, fresh = [], [], []
+        rows, positions, fresh, units = [], [], [], []
         for i, count in counts.items():
+            first, start = len(rows), self.done[i]
+            folds = (start + count) // BLOCK_SIZE - start // BLOCK_SIZE
+            units.append(RecurrentUnit(range(first, first + count), start, i, i, [i] * folds))
             span = range(self.done[i], self.done[i] + count)
             rows += [self.prompts[i][p] for p in span]
             positions += span
@@ -287,6 +310,7 @@ class PagedRun:
             kv=self.kv,
             lora=lora,
             head_lora=head_lora,
+            recurrent=lay_out_units(units),
         )
         logits = self.model.forward(batch)
         assert logits.dtype is torch.float32

@@ -31,7 +31,8 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "sliding_window"), 8),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "max_position_embeddings"), VOCAB),
     **dict.fromkeys(("num_kv_shared_layers", "num_nextn_predict_layers", "pad_token_id"), 0),
-    "bos_token_id": 1, "eos_token_id": 2,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+    "linear_num_key_heads": 1, "linear_num_value_heads": 3, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type")
 _CHANGES: dict[str, dict[str, Any]] = {

@@ -28,6 +28,8 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_position_embeddings", "image_size", "head_dim", "query_pre_attn_scalar"), 16),
     **dict.fromkeys(("sliding_window", "attention_window_size"), 8),
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), VOCAB),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32),
+    "linear_num_key_heads": 1, "linear_num_value_heads": 3,
     "pad_token_id": 0, "eos_token_id": 2, "image_seq_length": 16,
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}

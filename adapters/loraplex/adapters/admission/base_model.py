@@ -24,12 +24,21 @@ from loraplex.adapters.base_weights.tensors import QuantisedTensors
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, MODEL_PROJECTION, SITES
+from loraplex.kernels.lora.site_groups import (
+    EMBEDDING,
+    FLOAT_SITES,
+    HEAD,
+    LAYER_SITES,
+    MODEL_PROJECTION,
+    SITES,
+)
 
 _SITE_NAME = re.compile(
     rf"((?:.*\.)?)layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})|(?:.*\.)?({MODEL_PROJECTION})"
 )
 _HEAD_NAME = f"{HEAD}.weight"
+_FLOATS = FLOAT_SITES | {EMBEDDING}
+"""Sites whose weights the engine keeps in its dtype."""
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 
@@ -66,7 +75,11 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
             f"{model_type} is not served: num_hidden_layers in {model_dir / 'config.json'} is {num_layers!a}"
         )
     located = locate_tensors(model_dir)
-    tensors = {name: entry for name, entry in located.items() if parts.part_of(name) is None}
+    tensors = {
+        name: entry
+        for name, entry in located.items()
+        if parts.part_of(name) is None and not name.startswith(parts.unread)
+    }
     stored = stored_scheme(config, tensors)
     linears = {name.removesuffix(".weight"): shape for name, shape in _linear_shapes(tensors, stored).items()}
     sites = _without_shared(find_sites(linears, num_layers), config, num_layers)
@@ -111,7 +124,7 @@ class BaseWeights:
         if stored is not None and module in stored.modules:
             for name in stored.names(module):
                 self._check_unchanged(self._tensors[name].path)
-            if stored.are_codes and site != EMBEDDING:
+            if stored.are_codes and site not in _FLOATS:
                 yield from stored.dense_rows(module)
                 return
             floats = stored.dense_rows(module)
@@ -120,8 +133,8 @@ class BaseWeights:
             self._check_unchanged(found.path)
             floats = iter_rows(found.path, found.tensor)
         for rows in floats:
-            # Rows of the embedding are looked up, not multiplied: the engine keeps them in its dtype.
-            if self._base.quantise == "none" or site == EMBEDDING:
+            # Rows of the embedding are looked up, not multiplied, and gates stay as they are.
+            if self._base.quantise == "none" or site in _FLOATS:
                 yield rows.astype(served, copy=False).astype(np.float32)
                 continue
             try:

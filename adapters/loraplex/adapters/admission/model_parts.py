@@ -49,6 +49,8 @@ class ModelParts:
     """Parts of names within a layer, each with the one of now."""
     is_converted: bool = False
     """Whether transformers makes modules of other names, or sizes, of the tensors of `others`."""
+    unread: tuple[str, ...] = ()
+    """How the names begin of tensors that transformers makes no modules of: a head that predicts further tokens."""
 
     def part_of(self, name: str) -> str | None:
         """The part beside the language model that a module or tensor lies in, by its name of now."""
@@ -86,6 +88,7 @@ def part_behind(decoder: str, name: str) -> str | None:
 
 
 _TEXT = ModelParts()
+_PREDICTS = ("mtp.",)
 _LLAVA = ModelParts(("vision_tower", "multi_modal_projector", "image_newline", "vision_resampler"))
 _LFM3_INSIDE = ((".self_attn.gate_proj.", ".self_attn.g_proj."),)
 _IDEFICS = ModelParts(("vision_model", "connector"), "text_model")
@@ -137,6 +140,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
     "qwen2_5_omni_thinker": _QWEN_OMNI,
+    "qwen3_5": replace(_QWEN_VL, unread=_PREDICTS),
     "qwen3_vl": _QWEN_VL,
     "smolvlm": _IDEFICS,
     "video_llava": ModelParts(("image_tower", "video_tower", "multi_modal_projector")),
@@ -176,6 +180,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
 _TEXTS: Mapping[str, ModelParts] = {
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
     "lfm3": ModelParts(inside=_LFM3_INSIDE),
+    "qwen3_5_text": ModelParts(unread=_PREDICTS),
     "laguna": ModelParts(inside=((".mlp.shared_expert.", ".mlp.shared_experts."),)),
 }
 """Text models that transformers saves under other names than their modules have."""

@@ -30,6 +30,11 @@ _ARCHITECTURE_FIELDS = (
     "intermediate_size",
     "layer_norm_eps",
     "layer_types",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
     "logits_scaling",
     "mlp_bias",
     "model_type",
@@ -90,6 +95,8 @@ def _architecture(config: Mapping[str, Any]) -> bytes:
     rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
     if config.get("quantization_config") is not None:  # it says what the codes stand for
         fields["quantization_config"] = config["quantization_config"]
+    if config.get("layer_types") is None and config.get("full_attention_interval") is not None:
+        fields["full_attention_interval"] = config["full_attention_interval"]
     fields["rope"] = {name: value for name, value in rope.items() if value is not None}
     return json.dumps(fields, sort_keys=True).encode()
 

@@ -165,8 +165,9 @@ def rope_program(
 
     BLOCK_HEADS heads of one row. Grid: rows, heads ÷ BLOCK_HEADS. A head is a | b | c, of HALF, HALF and what remains;
     (a, b) → (a·cos - b·sin, b·cos + a·sin). KINDS: how many of keys and values lie behind the queries; 1: values are
-    the keys. GATES: how many lie between queries, one behind each, or 0. CODES: the cache is of codes, with its scales at `scales_ptr`. TRANSFORM:
-    queries, and keys before they become codes, are transformed and multiplied by `q_factor` and `k_factor`.
+    the keys. GATES: how many lie between queries, one behind each, or 0. CODES: the cache is of codes, with its scales
+    at `scales_ptr`. TRANSFORM: queries, and keys before they become codes, are transformed and multiplied by `q_factor`
+    and `k_factor`.
     """
     dtype = heads_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

@@ -21,6 +21,8 @@ from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
 from loraplex.engine.model.base import StateRows
 from loraplex.engine.types import ScheduledSequence, StepPlan
+from loraplex.kernels.recurrent import WINDOW
+from loraplex.kernels.recurrent.types import RecurrentRows, RecurrentUnit, lay_out_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class FlatStep:
     hidden_rows: torch.Tensor | None
     """The rows whose hidden states are wanted."""
     states: StateRows | None
+    recurrent: RecurrentRows | None
+    """The same sequences, for layers whose state is behind a window."""
     adapters: StepAdapters
     tokens: Tokens
     riders: tuple[Rider, ...]
@@ -173,6 +177,7 @@ class StepRows:
             logits_rows=logits_rows,
             hidden_rows=None if self._pooled is None else self._pooled.rows,
             states=self._send_states(inputs) if self._keeps_states else None,
+            recurrent=self._lay_out_units(token_ids.device) if self._keeps_states else None,
             adapters=begin_adapters(
                 inputs,
                 self.segments,
@@ -191,6 +196,16 @@ class StepRows:
             ends=inputs.ints([*accumulate(item.num_tokens for item in items)]),
             fresh=inputs.ints([item.state_slot for item in items if item.start == 0]),
         )
+
+    def _lay_out_units(self, device: torch.device) -> RecurrentRows:
+        """A slot holds a sequence's window and its state, which each end of a window writes."""
+        units, first = [], 0
+        for item in self._items:
+            last, slot = first + item.num_tokens, item.state_slot
+            ends = (item.start + item.num_tokens) // WINDOW - item.start // WINDOW
+            units.append(RecurrentUnit(range(first, last), item.start, slot, slot, (slot,) * ends))
+            first = last
+        return lay_out_units(units, device)
 
 
 def _segments_among(segments: Segments, rows: Sequence[int]) -> Segments:

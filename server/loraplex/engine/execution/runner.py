@@ -187,6 +187,7 @@ class ModelRunner:
                 hidden_rows=step.hidden_rows,
                 take_hidden=None if step.hidden_rows is None else hidden.append,
                 states=step.states,
+                recurrent=step.recurrent,
             )
         )
         return Forward(self._sampler, logits, *hidden)

@@ -80,6 +80,11 @@ _MOST: Mapping[str, int] = {
     "hidden_size_per_layer_input": 1 << 16,
     "vocab_size_per_layer_input": 1 << 26,
     "max_position_embeddings": 1 << 40,
+    "linear_num_key_heads": 1 << 16,
+    "linear_num_value_heads": 1 << 16,
+    "linear_key_head_dim": 1 << 16,
+    "linear_value_head_dim": 1 << 16,
+    "linear_conv_kernel_dim": 1 << 16,
 }
 
 

@@ -229,6 +229,7 @@ def _layer_kind(
         out=row.out,
         head_norm=row.head_norm,
         head_gate=_is_set(config, row.head_gate),
+        output_gate=row.output_gate,
     )
     size = getattr(config, row.mlp_size) if row.mlp_size_of is None else row.mlp_size_of(config)
     gated = GatedKind(size, row.activation, mlp_bias, row.packed, row.mlp_sites)

@@ -86,7 +86,7 @@ class FusedDecoder:
         self._head = head
         self._inputs = inputs
         self.weights = self._layers, embed, norm, head, inputs
-        self.shape = decoder_shape(spec)
+        self.shape = decoder_shape(spec, embed.dtype)
         self.num_layers = spec.num_layers
         self.attention = attention.kernel
         self.hidden_size: int | None = spec.hidden_size
@@ -196,8 +196,11 @@ class FusedDecoder:
         return x
 
 
-def decoder_shape(spec: DecoderSpec) -> ModelShape:
-    return ModelShape(spec.caches, spec.vocab_size, spec.rope.max_positions)
+def decoder_shape(spec: DecoderSpec, dtype: torch.dtype) -> ModelShape:
+    """`dtype`: of the model's rows."""
+    mixers = [kind.mixer for kind in spec.layers]
+    caches = tuple(MIXERS[type(mixer)].cache(mixer, dtype) for mixer in mixers)
+    return ModelShape(caches, spec.vocab_size, spec.rope.max_positions)
 
 
 def attention_needs(spec: DecoderSpec) -> AttentionNeeds:

@@ -45,6 +45,8 @@ class AttentionKind(MixerKind, frozen=True):
     """The names of the norms by head, behind "q_" and "k_"."""
     head_gate: bool = False
     """Whether each head's result is multiplied by the sigmoid of a number that g_proj gives it."""
+    output_gate: bool = False
+    """Whether q_proj gives a gate behind each head's query, whose sigmoid multiplies the head's result."""
 
 
 class ShortConvKind(MixerKind, frozen=True):
@@ -55,6 +57,17 @@ class ShortConvKind(MixerKind, frozen=True):
     """Positions that a row reads, its own included."""
     bias: bool
     """Whether the convolution and both linears have one."""
+
+
+class DeltaKind(MixerKind, frozen=True):
+    """A gated delta net. Its `cache` has no bytes: they depend on the model's dtype (`layers.mixers.Mixer.cache`)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    """Positions that a row of the convolution reads, its own included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +100,7 @@ class LayerKind:
     """A mixer and a feed-forward, each with a norm before it. `norms_behind`: each has one behind it too, before its
     result is added."""
 
-    mixer: AttentionKind | ShortConvKind
+    mixer: AttentionKind | ShortConvKind | DeltaKind
     feed_forward: GatedKind
     norms_behind: bool
     own_input: InputKind | None = None

@@ -25,7 +25,7 @@ from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.families.table import is_fused
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import attention_needs, decoder_shape
-from loraplex.engine.model.layer_kinds import ShortConvKind
+from loraplex.engine.model.layer_kinds import DeltaKind, ShortConvKind
 from loraplex.engine.model.plans import KeptPlans, ReadConfig
 from loraplex.engine.model.served_config import ServedConfig, read_served_config, wrapped_shape
 from loraplex.engine.model.wrapped import wrapped_attention
@@ -270,7 +270,7 @@ def _plan(
         spec=read.spec,
         config=None,
         unread=read.unread,
-        shape=decoder_shape(read.spec),
+        shape=decoder_shape(read.spec, dtype),
         dtype=dtype,
         stored_dtype=read.dtype,
         attention=_attention(settings, kernels, read.spec, dtype),
@@ -329,13 +329,17 @@ def _attention(
             f"--kv-cache-dtype int8: --attention {settings.attention} reads keys and values in the model's dtype "
             "alone; choose --attention auto, or serve with --kv-cache-dtype auto"
         )
-    if any(isinstance(kind.mixer, ShortConvKind) for kind in spec.layers):
-        # Kernels to plan with have torch's attention in place of Triton's.
-        if kernels.backend == "triton" or not isinstance(choice.kernel, TellsPrevious):
-            raise ModelUnsupported(
-                f"the short convolutions of {spec.model_type} do not run beside {kernels.backend}'s kernels; "
-                "serve on a CPU, or with --kernels torch"
-            )
+    mixers = {type(kind.mixer) for kind in spec.layers}
+    convolves = ShortConvKind in mixers
+    # Kernels to plan with have torch's attention in place of Triton's.
+    if kernels.backend == "triton" and (convolves or DeltaKind in mixers):
+        what = "short convolutions" if convolves else "delta nets"
+        raise ModelUnsupported(
+            f"the {what} of {spec.model_type} do not run beside {kernels.backend}'s kernels; serve on a CPU, or with "
+            "--kernels torch"
+        )
+    if convolves:
+        assert isinstance(choice.kernel, TellsPrevious)
         if settings.kv_cache_dtype == "int8":
             raise ModelUnsupported(
                 f"--kv-cache-dtype int8: the short convolutions of {spec.model_type} keep their rows in the model's "

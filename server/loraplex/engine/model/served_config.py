@@ -38,7 +38,7 @@ def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
     config = _config(model_dir, raw)
     parts = parts_of(config.model_type)
     if not parts.others:
-        return ServedConfig(config, config, raw)
+        return ServedConfig(config, config, raw, parts.unread)
     text, text_raw = copy.copy(config.get_text_config(decoder=True)), raw.get("text_config")
     # The head is the whole's.
     text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
@@ -46,7 +46,8 @@ def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
         # Files from before transformers 4.52 have the text part's fields beside the others.
         own = type(config).__annotations__
         text_raw = {name: value for name, value in raw.items() if name not in own}
-    return ServedConfig(config, text, text_raw, tuple(f"model.{part}" for part in parts.others))
+    unread = *(f"model.{part}" for part in parts.others), *parts.unread
+    return ServedConfig(config, text, text_raw, unread)
 
 
 def _config(model_dir: Path, raw: Mapping[str, Any]) -> Any:

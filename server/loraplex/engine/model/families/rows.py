@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loraplex.engine.model.layer_kinds import Activation, ModuleNames, ShortConvKind
+from loraplex.engine.model.layer_kinds import Activation, DeltaKind, ModuleNames, ShortConvKind
 
 _NAMES = ModuleNames()
 
@@ -40,10 +40,11 @@ class LayerRow:
     out: str = "o_proj"
     head_norm: str = "norm"
     head_gate: str = ""
+    output_gate: bool = False
     mlp_sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     mlp_size_of: Callable[[Any], int] | None = None
     """Makes the width of a config; None: `mlp_size` is it."""
-    mixer: Callable[[Any], ShortConvKind] | None = None
+    mixer: Callable[[Any], ShortConvKind | DeltaKind] | None = None
     """Makes the mixer of a config; None: attention."""
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from loraplex.engine.model.families import lfm2
+from loraplex.engine.model.families import lfm2, qwen3_5
 from loraplex.engine.model.families.rows import Family, LayerRow
 from loraplex.engine.model.rope import SCALE_FIELD
 
@@ -78,6 +78,16 @@ _LFM3 = replace(
     layers={**_some_sliding(_LFM3_FULL), "conv": replace(_LFM3_FULL, mixer=lfm2.short_conv_kind)},
     rope_by_kind=True,
 )
+_QWEN3_5_FULL = LayerRow(mlp_bias=False, qk_norm=True, output_gate=True)
+_QWEN3_5 = Family(
+    {_FULL: _QWEN3_5_FULL, "linear_attention": replace(_QWEN3_5_FULL, mixer=qwen3_5.delta_kind)},
+    norm_offset=1.0,
+    norm_in_float32=True,
+    partial_rope=True,
+    rope_fields=_SECTIONS,
+    harmless=qwen3_5.HARMLESS,
+    fields=qwen3_5.FIELDS,
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
     "mistral": _MISTRAL,
@@ -113,6 +123,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_vl_text": replace(_QWEN3, rope_fields=_SECTIONS),
     "lfm2": _LFM2,
     "lfm3": _LFM3,
+    "qwen3_5_text": _QWEN3_5,
 }
 
 

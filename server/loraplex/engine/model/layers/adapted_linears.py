@@ -29,7 +29,7 @@ class AdaptedLinears:
 
     def __init__(self, ops: Ops, eps: float) -> None:
         """`eps`: of all norms."""
-        self._eps = eps
+        self.eps = self._eps = eps
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
         self._act_and_mul = ops.act_and_mul
@@ -64,14 +64,16 @@ class AdaptedLinears:
         q_norm: torch.Tensor | None,
         k_norm: torch.Tensor | None,
         v_norm: torch.Tensor | None,
+        gated: bool,
     ) -> torch.Tensor:
-        """[T, num_heads, D]: the rotated queries. Keys and values are in the layer's cache afterwards."""
+        """[T, num_heads, D]: the rotated queries; `gated`: [T, 2·num_heads, D], with a gate behind each. Keys and
+        values are in the layer's cache afterwards."""
         y = self.apply(linear, x, batch)
         head_dim, attention = head_dim_of(cache), batch.attention_of(linear.layer)
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": self._eps}
-        self._rotate_and_write(heads, num_heads, *cos_sin, cache, attention, **norms)
-        return heads[:, :num_heads]
+        self._rotate_and_write(heads, num_heads, *cos_sin, cache, attention, **norms, gated=gated)
+        return heads[:, : num_heads * (1 + gated)]
 
     def scale_queries(
         self,

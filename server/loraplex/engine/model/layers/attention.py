@@ -36,7 +36,8 @@ def attention_groups(kind: AttentionKind, hidden: int) -> tuple[SiteGroup, ...]:
     """Queries, keys and values, the gate of each head where there is one, and the output."""
     query, kv = kind.num_heads * kind.cache.head_dim, kind.cache.kv_heads * kind.cache.head_dim
     kinds = 1 if kind.cache.shares is not None else 2 if kind.values_are_keys else 3
-    qkv = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj")[:kinds], hidden, (query, kv, kv)[:kinds])
+    sizes = query * (1 + kind.output_gate), kv, kv
+    qkv = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj")[:kinds], hidden, sizes[:kinds])
     if kind.packed:
         qkv = SiteGroup("qkv", ("qkv_proj",), hidden, (query + 2 * kv,))
     gate = (SiteGroup("g", ("g_proj",), hidden, (kind.num_heads,)),) if kind.head_gate else ()
@@ -83,7 +84,11 @@ def attend(
         weights.q_norm,
         weights.k_norm,
         weights.v_norm,
+        kind.output_gate,
     )
+    gates = queries[:, 1::2] if kind.output_gate else None
+    if gates is not None:
+        queries = queries[:, ::2]
     attention = batch.attention_of(weights.qkv.layer)
     if scaling is not None:
         linears.scale_queries(queries, *scaling, attention)
@@ -91,6 +96,7 @@ def attend(
         queries, cache, attention, scale=kind.scale, window=kind.cache.window, softcap=kind.softcap
     )
     if weights.gate is not None:
-        gates = linears.apply(weights.gate, x, batch)
-        return linears.recurrent.output_gate(out, gates[:, :, None].expand(out.shape))
+        gates = linears.apply(weights.gate, x, batch)[:, :, None].expand(out.shape)
+    if gates is not None:
+        return linears.recurrent.output_gate(out, gates)
     return out.view(x.shape[0], kind.num_heads * kind.cache.head_dim)

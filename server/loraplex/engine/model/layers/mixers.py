@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.model.layer_kinds import AttentionKind, MixerKind, ShortConvKind
+from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.model.layer_kinds import AttentionKind, DeltaKind, MixerKind, ShortConvKind
 from loraplex.engine.model.layers.attention import attend, attention_groups, read_attention
+from loraplex.engine.model.layers.delta_net import delta_cache, delta_groups, read_delta, run_delta
 from loraplex.engine.model.layers.short_conv import convolve, read_short_conv, short_conv_groups
 from loraplex.kernels.lora.site_groups import SiteGroup
 
@@ -23,9 +25,12 @@ class Mixer:
     read: Callable[..., Any]
     """Reads a mixer's weights; their `o` is the output's linear."""
     run: Callable[..., torch.Tensor]
+    cache: Callable[[Any, torch.dtype], CacheKind] = lambda kind, dtype: kind.cache
+    """Makes the cache of a model of a dtype."""
 
 
 MIXERS: Mapping[type[MixerKind], Mixer] = {
     AttentionKind: Mixer(attention_groups, read_attention, attend),
     ShortConvKind: Mixer(short_conv_groups, read_short_conv, convolve),
+    DeltaKind: Mixer(delta_groups, read_delta, run_delta, delta_cache),
 }

@@ -8,7 +8,7 @@ from loraplex.engine.model.layer_kinds import NormKind
 from loraplex.engine.model.layers.adapted_linears import Linear
 from loraplex.engine.model.stored_linears import PackedReader
 from loraplex.engine.model.weights import TensorSource
-from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.lora.site_groups import FLOAT_SITES, SiteGroup
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.weight_form import FLOATS
 
@@ -40,7 +40,7 @@ class LayerTensors:
         parts = {f"{prefix}{site}": rows for site, rows in zip(group.sites, group.out_features, strict=True)}
         packed_bias = self._stack(parts, "bias") if bias else None
         weight = None
-        if self._codes is not None:
+        if self._codes is not None and FLOAT_SITES.isdisjoint(group.sites):
             weight = self._codes.read({name: (rows, group.in_features) for name, rows in parts.items()})
         if weight is None:
             weight = self._ops.pack(self._stack(parts, "weight", group.in_features), FLOATS, self._dtype)

@@ -1,0 +1,72 @@
+"""The parts of Qwen3.5's configs that no other family has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loraplex.adapters.store.files import shown
+from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.layer_kinds import DeltaKind
+
+FIELDS = frozenset(
+    {
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "full_attention_interval", "partial_rotary_factor", "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
+    }
+)  # fmt: skip
+"""Config fields beside those that other families have too."""
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "attn_output_gate": (None, True),
+    "output_gate_type": (None, "silu", "swish"),
+    "mamba_ssm_dtype": (None, "float32"),
+}
+"""Values of fields that transformers does not read, as it computes."""
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_MOST_WIDTH = 4
+"""Positions of the convolution."""
+_STEP = 32
+"""Sizes of heads are multiples of this."""
+
+
+def delta_kind(config: Any) -> DeltaKind:
+    """Raises ModelUnsupported."""
+    kind = DeltaKind(
+        CacheKind(0, 0),
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_dim=config.linear_key_head_dim,
+        value_dim=config.linear_value_head_dim,
+        width=config.linear_conv_kernel_dim,
+    )
+    if kind.value_heads % kind.key_heads:
+        raise ModelUnsupported(
+            f"linear_num_value_heads {kind.value_heads} is no multiple of linear_num_key_heads {kind.key_heads}"
+        )
+    for name, size in (
+        ("linear_key_head_dim", kind.key_dim),
+        ("linear_value_head_dim", kind.value_dim),
+    ):
+        if size % _STEP:
+            raise ModelUnsupported(
+                f"{name} {size} is no multiple of {_STEP}, which delta nets are served with"
+            )
+    if not 2 <= kind.width <= _MOST_WIDTH:
+        raise ModelUnsupported(
+            f"linear_conv_kernel_dim {kind.width} is not served; convolutions of delta nets have 2 to {_MOST_WIDTH}"
+        )
+    interval = getattr(config, "full_attention_interval", None)
+    if interval is not None and not _repeats(config.layer_types, interval):
+        raise ModelUnsupported(
+            f"full_attention_interval {shown(interval)} and layer_types of {config.model_type} name other layers: "
+            "transformers reads the second alone"
+        )
+    return kind
+
+
+def _repeats(layer_types: list[str], interval: Any) -> bool:
+    """Whether these are the layers of an interval."""
+    if type(interval) is not int or interval < 1:
+        return False
+    return layer_types == [_LINEAR if (n + 1) % interval else _FULL for n in range(len(layer_types))]

@@ -1,0 +1,102 @@
+"""A layer's gated delta net: a convolution over queries, keys and values, the rule with its state, and a gated norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.model.base import ForwardBatch
+from loraplex.engine.model.layer_kinds import DeltaKind
+from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
+from loraplex.engine.model.layers.tensors import LayerTensors
+from loraplex.kernels.attention.kernel import AttentionKernel
+from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.recorded_layers import CosSin
+from loraplex.kernels.recurrent.types import RecurrentHeads, recurrent_bytes, recurrent_memory
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """`conv` [W, channels], `a_log` and `dt_bias` [Hv] are float32, of numbers in the model's dtype."""
+
+    given: Linear
+    """To queries, keys, values and the norm's gate."""
+    gates: Linear
+    """To the two gates of each value head."""
+    conv: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+    norm: torch.Tensor
+    """[Dv], without an offset."""
+    o: Linear
+
+
+def delta_groups(kind: DeltaKind, hidden: int) -> tuple[SiteGroup, SiteGroup, SiteGroup]:
+    heads = _heads(kind)
+    values = kind.value_heads * kind.value_dim
+    return (
+        SiteGroup("delta_in", ("in_proj_qkv", "in_proj_z"), hidden, (heads.channels, values)),
+        SiteGroup("delta_gates", ("in_proj_b", "in_proj_a"), hidden, (kind.value_heads,) * 2),
+        SiteGroup("delta_out", ("out_proj",), values, (hidden,)),
+    )
+
+
+def delta_cache(kind: DeltaKind, dtype: torch.dtype) -> CacheKind:
+    """The state, and behind it the window."""
+    return replace(kind.cache, state_bytes=sum(recurrent_bytes(_heads(kind), dtype)))
+
+
+def read_delta(
+    kind: DeltaKind,
+    tensors: LayerTensors,
+    prefix: str,
+    layer: int,
+    given: SiteGroup,
+    gates: SiteGroup,
+    o: SiteGroup,
+) -> DeltaWeights:
+    """Raises ModelUnsupported for tensors that do not fit."""
+    own, channels = f"{prefix}linear_attn.", given.out_features[0]
+    return DeltaWeights(
+        given=tensors.linear(own, layer, given, bias=False),
+        gates=tensors.linear(own, layer, gates, bias=False),
+        conv=tensors.tensor(f"{own}conv1d.weight", channels, 1, kind.width)[:, 0].T.float().contiguous(),
+        # In the model's dtype first, as transformers loads them.
+        a_log=tensors.tensor(f"{own}A_log", kind.value_heads).float(),
+        dt_bias=tensors.tensor(f"{own}dt_bias", kind.value_heads).float(),
+        norm=tensors.tensor(f"{own}norm.weight", kind.value_dim),
+        o=tensors.linear(own, layer, o, bias=False),
+    )
+
+
+def run_delta(
+    kind: DeltaKind,
+    weights: DeltaWeights,
+    x: torch.Tensor,
+    cos_sin: Sequence[CosSin],
+    batch: ForwardBatch,
+    linears: AdaptedLinears,
+    kernel: AttentionKernel,
+    scaling: object,
+) -> torch.Tensor:
+    """[T, C] → [T, Hv·Dv], before the output's linear. The layer's state and window have this step's rows afterwards.
+    Nothing is rotated."""
+    assert batch.recurrent is not None
+    heads, layer, ops = _heads(kind), weights.given.layer, linears.recurrent
+    slots, (state, _) = batch.kv.state(layer), recurrent_bytes(heads, x.dtype)
+    memory = recurrent_memory(heads, x.dtype, slots[:, :state], slots[:, state:])
+    y = linears.apply(weights.given, x, batch)
+    gates = linears.apply(weights.gates, x, batch)
+    mixed = ops.convolve(y[:, : heads.channels], weights.conv, batch.recurrent, memory)
+    beta, decay = ops.delta_gates(
+        gates[:, : kind.value_heads], gates[:, kind.value_heads :], weights.a_log, weights.dt_bias
+    )
+    out = ops.delta_rule(mixed, decay, beta, batch.recurrent, memory, heads)
+    return ops.gated_norm(out, y[:, heads.channels :], weights.norm, linears.eps)
+
+
+def _heads(kind: DeltaKind) -> RecurrentHeads:
+    return RecurrentHeads(kind.key_heads, kind.value_heads, kind.key_dim, kind.value_dim, kind.width)
