@@ -99,6 +99,7 @@ def _commands() -> dict[str, _Command]:
         "key": _Command("Create, list, change, rotate and revoke a tenant's API keys.", _key, is_group=True),
         "adapter": _Command("Upload, list, show, delete and pin adapters.", _adapter, is_group=True),
         "release": _Command("Say which versions of an adapter take its traffic.", _release, is_group=True),
+        "batch": _Command("Submit files of requests, and fetch their answers.", _batch, is_group=True),
         "usage": _Command("Sum up the requests and tokens that were used.", _usage),
         "audit": _Command("Read the audit log, and check that nobody changed it.", _audit, is_group=True),
         "chat": _Command("Ask a model once, or hold a conversation at a terminal.", _chat),
@@ -175,6 +176,12 @@ def _release() -> Any:
     from loraplex.app.commands.release import create_release_commands
 
     return create_release_commands()
+
+
+def _batch() -> Any:
+    from loraplex.app.commands.batch import create_batch_commands
+
+    return create_batch_commands()
 
 
 def _usage() -> Any:
