@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.adapters.errors import BaseModelInvalid
 from support.adapters.drafts import (
     ALL_SITES,
@@ -193,3 +194,32 @@ def test_the_real_model(real_model_dir: Path, tmp_path: Path) -> None:
         212,
     )  # seven a layer, lm_head and embed_tokens
     assert read_base_weight(base, 29, "k_proj").shape == (192, 576)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value", "is_of_it"),
+    [
+        ("gemma4_text", "num_kv_shared_layers", 1, True),
+        ("lfm2", "norm_eps", 0.01, True),
+        ("nemotron", "norm_eps", 0.01, False),  # served before that field counted
+    ],
+)
+def test_fields_that_newer_families_compute_by_are_of_the_fingerprint(
+    tmp_path: Path, model_type: str, field: str, value: Any, is_of_it: bool
+) -> None:
+    change_config(write_base(tmp_path), model_type=model_type)
+    plain = load_base_spec(tmp_path).fingerprint
+    change_config(tmp_path, **{field: value})
+    assert (load_base_spec(tmp_path).fingerprint != plain) is is_of_it
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_lfm2_says_by_a_name_of_its_own_whether_the_head_is_tied(tmp_path: Path, tied: bool) -> None:
+    change_config(write_base(tmp_path), model_type="lfm2", tie_word_embeddings=..., tie_embedding=tied)
+    assert load_base_spec(tmp_path).tied_head is tied
+
+
+def test_hunyuans_tower_is_one_under_both_of_its_names() -> None:
+    parts = parts_of("hunyuan_vl")
+    for name in ("vit.layers.0.mlp.fc1", "model.vit.layers.0.mlp.fc1"):
+        assert parts.part_of(parts.module_name(name)) == "vision_tower"

@@ -357,3 +357,14 @@ def test_an_architecture_that_does_not_match_is_refused(options, tmp_path):
         load_model(path, "cpu", "float32")
     with pytest.raises(ModelUnsupported):
         probe(load_wrapped(path, AutoConfig.from_pretrained(path), torch.float32, torch.device("cpu")))
+
+
+def test_a_device_without_the_memory_is_no_fault_of_the_config(tmp_path, monkeypatch):
+    def full(module, device):
+        raise torch.OutOfMemoryError("no memory left")
+
+    path = save_tiny(tmp_path, OTHERS["olmo2"])
+    config = AutoConfig.from_pretrained(path)
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        load_wrapped(path, config, torch.float32, torch.device("cpu"))

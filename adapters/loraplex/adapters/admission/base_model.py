@@ -208,7 +208,7 @@ def _with_tied_head(tensors: Mapping[str, BaseTensor], config: Mapping[str, Any]
 
 def _is_tied(tensors: Mapping[str, BaseTensor], config: Mapping[str, Any]) -> bool:
     # Some families tie it unless the config says no.
-    tie = config.get("tie_word_embeddings")
+    tie = config.get("tie_word_embeddings", config.get("tie_embedding"))  # the last is LFM2's
     return tie is True or (tie is not False and _HEAD_NAME not in tensors)
 
 

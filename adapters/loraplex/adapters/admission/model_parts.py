@@ -165,7 +165,11 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "glmga": _QWEN_VL,
     "granite4_vision": ModelParts(("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline")),
     "granite_docling": ModelParts(("vision_model",), "text_model"),
-    "hunyuan_vl": ModelParts(("vision_tower",), renamed=(("vit.", "vision_tower."),), is_converted=True),
+    "hunyuan_vl": ModelParts(
+        ("vision_tower",),
+        renamed=(("vit.", "vision_tower."), ("model.vit.", "model.vision_tower.")),
+        is_converted=True,
+    ),
     "hyperclovax_vision_v2": ModelParts(
         ("vision_model", "projector"), renamed=(("model.vision_projector.", "model.projector."),)
     ),

@@ -55,6 +55,10 @@ _ARCHITECTURE_FIELDS = (
 )
 """The config fields that change what the weights compute. The others (names, token ids, versions of the tool
 that wrote the file) differ between copies of one model and must not part an adapter from its base."""
+_LATER_FIELDS = ("attention_k_eq_v", "norm_eps", "num_kv_shared_layers", "tie_embedding")
+_WITH_LATER_FIELDS = ("gemma4", "lfm2", "lfm3")
+"""How the types begin whose fingerprints have those fields too. Other types that have them were served before: theirs
+stay as they are. Sizes by layer (`per_layer_config`) are those of the weights."""
 
 
 def base_fingerprint(
@@ -83,7 +87,10 @@ def base_fingerprint(
 
 
 def _architecture(config: Mapping[str, Any]) -> bytes:
-    fields = {name: config[name] for name in _ARCHITECTURE_FIELDS if config.get(name) is not None}
+    names: tuple[str, ...] = _ARCHITECTURE_FIELDS
+    if str(config.get("model_type")).startswith(_WITH_LATER_FIELDS):
+        names += _LATER_FIELDS
+    fields = {name: config[name] for name in names if config.get(name) is not None}
     if config.get("use_sliding_window"):  # else it means nothing
         fields["max_window_layers"] = config.get("max_window_layers")
     # Written as rope_theta + rope_scaling by older tools and as rope_parameters by newer ones.

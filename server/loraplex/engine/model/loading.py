@@ -82,8 +82,9 @@ def load_wrapped(
             + ", ".join(absent[:4])
         )
     model.requires_grad_(False)
+    model = _text_alone(model).to(device)  # a device without the memory is no fault of the config
     with refusing(f"{config.model_type} cannot be served through transformers"):
-        decoder = TransformersDecoder(_text_alone(model).to(device), shape)
+        decoder = TransformersDecoder(model, shape)
     return decoder
 
 
