@@ -118,7 +118,7 @@ ADAPTER_KINDS: tuple[AdapterKind, ...] = (
     AdapterKind("MonteCLoRA", None, "differs in training only"),
     AdapterKind("PiSSA, converted by PEFT", None, "a plain LoRA of twice the rank"),
     AdapterKind("PiSSA, not converted", "init_lora_weights", "A and B fit another base"),
-    AdapterKind("a classifier with its head", "modules_to_save", "heads are not served"),
+    AdapterKind("a classifier with its head", None, "[classifies](adapters.md#versions-that-classify)"),
     AdapterKind("a classifier without its head", "task_type", "its answers come from the head"),
     AdapterKind("`lm_head` as a whole", "modules_to_save", "whole modules are not served"),
     AdapterKind("trained biases", "bias", "the LoRA alone is not what was trained"),

@@ -209,13 +209,18 @@ class TestBeforeATraining:
         for given, told in (
             ({"modules_to_save": ["lm_head"]}, 'modules_to_save = ["lm_head"]'),
             ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
-            ({"task_type": "SEQ_CLS"}, 'task_type = "SEQ_CLS"'),
+            ({"bias": "all"}, 'bias = "all"'),
             ({"init_lora_weights": "pissa"}, 'init_lora_weights = "pissa"'),
         ):
             model.peft_config["default"] = LoraConfig(target_modules=["q_proj"], **given)
             assert told in self.refused(server, CALLER, model)
         model.peft_config["default"] = LoraConfig(
             task_type="CAUSAL_LM", use_dora=True, trainable_token_indices=[1], exclude_modules=["x"]
+        )
+        server.answers = [CALLER]
+        begin(callback_for(server), model)
+        model.peft_config["default"] = LoraConfig(
+            task_type="SEQ_CLS", modules_to_save=["classifier", "score"]
         )
         server.answers = [CALLER]
         begin(callback_for(server), model)

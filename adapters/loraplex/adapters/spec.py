@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from loraplex.adapters.pooled import HeadTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,24 @@ class TokenRows:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """A classifier's head: `weight` [labels, hidden size] and perhaps `bias` [labels], for one token of a prompt or for
+    each."""
+
+    task: HeadTask
+    weight: TensorSlice
+    bias: TensorSlice | None
+
+    @property
+    def num_labels(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def num_parameters(self) -> int:
+        return math.prod(self.weight.shape) + (0 if self.bias is None else self.num_labels)
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterSpec:
     """A validated adapter. `rank` is the largest of any site, `num_bytes` the size of the upload's files. `invocation`:
     the token ids from whose last occurrence in a prompt on an activated LoRA acts; empty for one that acts on every
@@ -91,4 +112,5 @@ class AdapterSpec:
     targets: tuple[str, ...]
     tokens: tuple[TokenRows, ...] = ()
     invocation: tuple[int, ...] = ()
+    head: HeadWeights | None = None
     report: dict[str, Any] = field(default_factory=dict)

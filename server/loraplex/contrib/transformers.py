@@ -39,10 +39,19 @@ RETRIED = (408, 429, 502, 503, 504, 507)
 """Statuses after which a push is tried again."""
 SERVED_VALUES: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
-    "task_type": ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", "QUESTION_ANS"),
+    "task_type": (
+        *("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", "QUESTION_ANS"),
+        *("SEQ_CLS", "TOKEN_CLS"),
+    ),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva", "mica"),
-    "modules_to_save": (["qa_outputs"],),
+    "modules_to_save": (
+        ["qa_outputs"],
+        ["score"],
+        ["classifier"],
+        ["classifier", "score"],
+        ["score", "classifier"],
+    ),
     "target_parameters": (),
     "enable_lora": (),
     "layer_replication": (),

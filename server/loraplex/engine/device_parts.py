@@ -167,6 +167,7 @@ def build_device(
         device.executor,
         eos_ids=eos_ids,
         lora=loaded.arena,
+        heads=loaded.arena,
         inputs=steps.inputs,
         sampler=sampler,
         masks=make_masks(vocab_size),

@@ -18,6 +18,8 @@ from loraplex.adapters.pooled import HeadTask, VectorPooling
 
 Pooling = VectorPooling | HeadTask
 POOLINGS: tuple[VectorPooling, ...] = get_args(VectorPooling)
+OF_EVERY_TOKEN: tuple[Pooling, ...] = ("mean", "token_classify")
+HEAD_TASKS: tuple[HeadTask, ...] = get_args(HeadTask)
 
 _LIMIT_BITS = 16
 MAX_HIDDEN = float(1 << _LIMIT_BITS)
@@ -34,7 +36,8 @@ def fraction_bits(num_prompt: int) -> int:
 class PooledPart:
     """The part of a pooled prompt that one slice gives. `num_positions`: how many of its positions are pooled.
     `values`, little-endian: of a mean int64 [C], the sum of these positions' hidden states times 2^`fraction_bits`; of
-    one token float32 [C], empty where the slice does not hold it."""
+    one token float32 [C], or of a head [labels], empty where the slice does not hold it; of every token float32
+    [positions, labels]."""
 
     num_positions: int
     values: bytes
@@ -48,22 +51,22 @@ class PooledPrompt:
         self._pooling = pooling
         self._num_prompt = num_prompt
         self._total: NDArray[np.int64] | None = None
-        self._token = b""
+        self._parts: list[bytes] = []
 
     def add(self, part: PooledPart) -> None:
         self.num_positions += part.num_positions
         if not part.num_positions:
             return
         if self._pooling != "mean":
-            self._token = part.values
+            self._parts.append(part.values)
             return
         values = np.frombuffer(part.values, "<i8")
         self._total = values if self._total is None else self._total + values
 
     def vector(self) -> bytes:
-        """float32 [C], little-endian, not normalised."""
+        """float32, little-endian: [C], not normalised; of a head [labels], or [tokens, labels]."""
         if self._pooling != "mean":
-            return self._token
+            return b"".join(self._parts)
         assert self._total is not None
         assert self.num_positions == self._num_prompt
         scale = self._num_prompt * 2.0 ** fraction_bits(self._num_prompt)

@@ -85,6 +85,7 @@ def adapter_layout(model: Model | ModelOutline, max_rank: int) -> ArenaLayout:
         max_rank=max_rank,
         head=model.head_group,
         embedding=model.embedding_shape,
+        hidden_size=model.hidden_size,
     )
 
 

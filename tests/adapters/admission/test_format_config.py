@@ -65,7 +65,10 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     "lora_ga_config": ([None, {"scale": "stable"}, "x"], []),
     "megatron_config": ([None, {}], [{"hidden_size": 1}]),
     "megatron_core": ([None, "megatron.core", 1], []),
-    "modules_to_save": ([None, []], [["lm_head"]]),
+    "modules_to_save": (
+        [None, [], ["score"], ["classifier", "score"]],
+        [["lm_head"], ["score", "lm_head"], ["score", 1], "score", {"score": 1}],
+    ),
     "monteclora_config": ([None, {"num_samples": 8}, "x"], []),
     "peft_type": (["LORA"], [None, "ADALORA", "VERA", 3]),
     "peft_version": ([None, "0.18.0", 18], []),
@@ -80,8 +83,8 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
     ),
     "target_parameters": ([None, []], [["experts.gate_up_proj"]]),
     "task_type": (
-        [None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", "QUESTION_ANS"],
-        ["SEQ_CLS", "TOKEN_CLS", "x"],
+        [None, "CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_CLS", "TOKEN_CLS"],
+        ["x", "PROMPT", ["SEQ_CLS"]],
     ),
     "trainable_token_indices": (
         [None, [], [1, 2], {"embed_tokens": [1]}, {"embed_tokens": [1], "lm_head": [2]}],

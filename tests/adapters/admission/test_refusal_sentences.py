@@ -235,7 +235,7 @@ def test_all_faults_are_told_at_once_with_the_code_and_feature_of_the_first(
     tmp_path: Path, base: BaseSpec
 ) -> None:
     extra = {
-        "base_model.model.score.weight": halves(2, 32),
+        "base_model.model.classifier.dense.weight": halves(2, 32),
         "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": halves(4, 32),
         "base_model.model.model.layers.9.self_attn.q_proj.lora_B.weight": halves(32, 4),
     }
@@ -249,7 +249,7 @@ def test_all_faults_are_told_at_once_with_the_code_and_feature_of_the_first(
         ("config_invalid", None),
         ("unsupported_feature", "modules_to_save"),
     ]
-    for word in ("bias", "lora_bias", "r must be", "use_dora", "lora_alpha", "score.weight"):
+    for word in ("bias", "lora_bias", "r must be", "use_dora", "lora_alpha", "classifier.dense"):
         assert word in error.message
     assert error.report is not None
     told = [check["detail"] for check in error.report["checks"] if not check["ok"]]

@@ -111,10 +111,12 @@ def test_names_of_other_towers_and_of_experts_warn(tmp_path: Path, mixture: Base
 
 
 @pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS"])
-def test_a_task_with_a_head_is_refused_with_and_without_it(tmp_path: Path, base: BaseSpec, task: str) -> None:
-    assert refused(base, tmp_path, task_type=task).feature == "task_type"
-    error = refused(base, tmp_path, task_type=task, modules_to_save=["classifier", "score"])
-    assert [fault.feature for fault in error.faults] == ["modules_to_save", "task_type"]
+def test_a_task_with_a_head_is_refused_without_it(tmp_path: Path, base: BaseSpec, task: str) -> None:
+    for more in ({}, {"modules_to_save": ["classifier", "score"]}):
+        error = refused(base, tmp_path, task_type=task, **more)
+        assert [fault.feature for fault in error.faults] == ["task_type"]
+    error = refused(base, tmp_path, modules_to_save=["score"])
+    assert (error.code, error.feature) == ("missing_tensor", None)
 
 
 @pytest.mark.parametrize(

@@ -99,3 +99,38 @@ def test_an_image_comes_back_from_the_disk_as_it_was(
     np.testing.assert_array_equal(found.tokens, image.tokens)
     for one, other in zip(looked_up(layout, image), looked_up(layout, found), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_head_over_several_pages_is_read_back(tmp_path: Path, layout: ArenaLayout) -> None:
+    """In float32 whatever the layout's dtype, beside rows that are replaced."""
+    layout.hidden_size = C
+    rng = np.random.default_rng(8)
+    weight, bias = rng.standard_normal((70, C)).astype(np.float32), rng.standard_normal(70)
+    draft = draft_adapter(ARCH, task_type="TOKEN_CLS", modules_to_save=["classifier", "score"])
+    draft.config["trainable_token_indices"] = {"lm_head": [5, 7]}
+    draft.tensors |= {
+        "base_model.model.lm_head.token_adapter.trainable_tokens_delta": weight[:2],
+        "base_model.model.score.bias": bias,
+        "base_model.model.score.weight": weight.astype(np.float16),
+    }
+    files = draft.write(tmp_path / "adapter")
+    base = load_base_spec(write_base(tmp_path / "base", ARCH))
+    spec = inspect_adapter(files.config, files.tensors, base, max_rank=16)
+    image = build_image(spec, files.tensors, layout)
+    kept = ImageFiles(tmp_path / "images", image_key(layout, "base"), 1 << 30)
+    assert kept.write(image, lambda: True)
+    again = kept.read_image(spec.digest, lambda n: loose_pages(n, layout.page_bytes), lambda: True)
+    assert again is not None
+    x = torch.from_numpy(rng.standard_normal((3, C)).astype(np.float32))
+    want = x.numpy() @ weight.astype(np.float16).astype(np.float32).T + bias
+    for each in (image, again):
+        arena = AdapterArena(layout, each.num_pages + 3, 2, resolve_kernels("torch", torch.device("cpu")))
+        arena.write(each, 1, tuple(reversed(range(2, 2 + each.num_pages))))
+        rows = arena.head_rows(1)
+        assert rows is not None
+        assert arena.head_rows(0) is None
+        pairs = torch.arange(3).repeat_interleave(70)
+        found = arena.head_logits(torch.from_numpy(np.tile(rows, 3)), x, pairs).view(3, 70)
+        np.testing.assert_allclose(found.numpy(), want, atol=1e-5)
+        arena.clear_slot(1)
+        assert arena.head_rows(1) is None

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from loraplex.admin.app import create_admin_app
 from loraplex.serving.errors import TemplateError
-from support.http.admin_plane import AdminPlane, adapter_files, admin_client, assert_problem
+from support.adapters.drafts import draft_adapter
+from support.http.admin_plane import ARCH, AdminPlane, adapter_files, admin_client, assert_problem
 
 PATH = "/tenants/acme/adapters/support/versions"
 
@@ -127,3 +129,33 @@ async def test_a_format_that_the_base_does_not_keep(plane: AdminPlane, tmp_path:
             assert "it is lost" in problem["detail"]
         assert (await admin.get(PATH)).status_code == 404
         assert (await push(admin, files, {"tool_format": "json"})).status_code == 201
+
+
+async def test_a_version_keeps_the_labels_that_its_upload_brings(
+    admin: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    draft = draft_adapter(ARCH, task_type="SEQ_CLS", modules_to_save=["classifier", "score"])
+    draft.tensors["base_model.model.score.weight"] = np.ones((2, ARCH.hidden), np.float32)
+    written = draft.write(tmp_path)
+    files = {path.name: (path.name, path.read_bytes()) for path in (written.config, written.tensors)}
+    named = {"config.json": ("config.json", json.dumps({"id2label": {"0": "ham", "1": "spam"}}).encode())}
+    told = {"task": "classify", "labels": ["ham", "spam"], "problem_type": "single_label_classification"}
+    made = await admin.post(PATH, files=files | named)
+    assert (made.status_code, made.json()["head"], made.json()["embedding"]) == (201, told, None)
+    assert (await admin.get(f"{PATH}/v1")).json()["head"] == told
+    bare = await admin.post(PATH, files=files)
+    assert (bare.json()["version"], bare.json()["head"]["labels"]) == ("v2", ["LABEL_0", "LABEL_1"])
+    again = await admin.post(PATH, files=files | named)
+    assert (again.status_code, again.json()["version"]) == (200, "v1")
+    wrong = {"config.json": ("config.json", b'{"id2label": {"0": "\\u0000"}}')}
+    assert_problem(await admin.post(PATH, files=files | wrong), 422, "config_invalid")
+
+
+async def test_a_version_keeps_the_vectors_that_it_was_trained_for(
+    admin: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    pooling = {"1_Pooling/config.json": ("config.json", b'{"pooling_mode_lasttoken": true}')}
+    made = await admin.post(PATH, files=adapter_files(tmp_path) | pooling)
+    assert made.status_code == 201
+    assert made.json()["embedding"] == {"pooling": "last", "normalize": True, "dimensions": None}
+    assert made.json()["head"] is None

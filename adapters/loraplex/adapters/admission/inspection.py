@@ -8,13 +8,12 @@ before work is done for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from loraplex.adapters.admission.base_model import locate_module_weights
 from loraplex.adapters.admission.config.invocation import check_invocation
 from loraplex.adapters.admission.config.token_indices import (
     check_finite_rows,
@@ -32,16 +31,37 @@ from loraplex.adapters.admission.modules import (
     check_tying,
     has_tied_head,
     leave_out_parts,
+    told_left_out,
 )
 from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
+from loraplex.adapters.admission.pooled.heads import (
+    HeadTensors,
+    check_finite_head,
+    find_head,
+    take_head,
+    told,
+)
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, unwrap, weight_names
 from loraplex.adapters.admission.trained_base import CHECK, compare_bases
-from loraplex.adapters.admission.values import SiteNorm, equals_base, measure_site, note_magnitude_order
+from loraplex.adapters.admission.values import (
+    SiteNorm,
+    check_copies,
+    check_dtype,
+    measure_site,
+    note_magnitude_order,
+)
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
-from loraplex.adapters.spec import AdapterSpec, BaseSpec, SiteShape, SiteWeights, TensorSlice, TokenRows
+from loraplex.adapters.spec import (
+    AdapterSpec,
+    BaseSpec,
+    HeadWeights,
+    SiteShape,
+    SiteWeights,
+    TensorSlice,
+    TokenRows,
+)
 from loraplex.adapters.store.files import digest_upload, shown
-from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import SITES
 
 _MAX_REPORTED_MODULES = 1024
@@ -171,12 +191,14 @@ def _inspect(
     refuse_towers: bool,
 ) -> AdapterSpec:
     header: dict[str, TensorSlice] | None = None
+    head_tensors: HeadTensors | None = None
+    head: HeadWeights | None = None
     names: ModuleNames | None = None
     settings: LoraSettings | None = None
     tensors: AdapterTensors | None = None
     # First: what the config says of modules, it says by the names that the tensors have.
     with report.check("header"):
-        header = unwrap(read_header(tensors_path))
+        header, head_tensors = take_head(unwrap(read_header(tensors_path)))
         names = names_of(weight_names(header), base)
     named = names or names_of((), base)
     by_path = {named.in_file(shape.module_path): shape for shape in base.sites.values()}
@@ -199,29 +221,27 @@ def _inspect(
         report.begin_check("header")
         report.done(f"{len(header)} tensors")
         with report.check("names"):
-            if not refuse_towers:
-                header, left_out = leave_out_parts(header, base, names, thorough=deep)
-                report.modules_ignored += left_out.total()
-                report.warn(_told_left_out(left_out))
-            found = sort_tensors(header)
-            check_modules(found, by_path, base, names)
-            report.modules_matched = len(found.a)
-            report.done(f"{len(found.a)} modules of the base")
-            tensors = found
+            tensors = _sort(header, names, by_path, base, report, deep, refuse_towers)
     report.end_without(settings, tensors)
     assert settings is not None
     assert tensors is not None
     settings = settings.with_names(named)
+    with report.check("head"):
+        head = find_head(head_tensors, settings, base)
+        if head is not None:
+            report.parameters = head.num_parameters
+            report.done(told(head))
     sites, tokens = _check_agreement(settings, tensors, by_path, base, named, max_rank, deep, report)
     if tensors.base_copies:
         with report.check("base_weights"):
-            _check_copies(tensors_path, tensors.base_copies, base, named, deep)
+            check_copies(tensors_path, tensors.base_copies, base, named, deep)
             report.modules_ignored += len(tensors.base_copies)
             report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
     if deep:
         with report.check("values"):
-            report.norm = _measure(tensors_path, sites, base, replaces_rows=bool(tokens))
+            report.norm = _measure(tensors_path, sites, base, has_more=bool(tokens) or head is not None)
             check_finite_rows(tensors_path, tokens)
+            check_finite_head(tensors_path, head)
             check_tied_rows(tensors_path, tensors, tokens, named)
             if has_tied_head(settings, tensors, base):
                 check_tied_head(tensors_path, sites)
@@ -237,16 +257,30 @@ def _inspect(
         targets=tuple(name for name in SITES if any(site.site == name for site in sites)),
         tokens=tokens,
         invocation=settings.invocation,
+        head=head,
         report=report.as_dict(),
     )
 
 
-def _told_left_out(counts: Mapping[str, int]) -> Iterator[str]:
-    for part, count in counts.items():
-        yield (
-            f"{count} tensors of {part} were left out: only images and sounds go through it, which are not served, and "
-            "on text they change nothing"
-        )
+def _sort(
+    header: dict[str, TensorSlice],
+    names: ModuleNames,
+    by_path: dict[str, SiteShape],
+    base: BaseSpec,
+    report: _Report,
+    deep: bool,
+    refuse_towers: bool,
+) -> AdapterTensors:
+    """Sort the tensors by their purpose, without those that are left out."""
+    if not refuse_towers:
+        header, left_out = leave_out_parts(header, base, names, thorough=deep)
+        report.modules_ignored += left_out.total()
+        report.warn(told_left_out(left_out))
+    found = sort_tensors(header)
+    check_modules(found, by_path, base, names)
+    report.modules_matched = len(found.a)
+    report.done(f"{len(found.a)} modules of the base")
+    return found
 
 
 def _check_agreement(
@@ -273,7 +307,7 @@ def _check_agreement(
         ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
         report.rank_by_module = ranks
         stored = [tensor for s in sites for tensor in (s.a, s.b, s.magnitude) if tensor is not None]
-        report.parameters = sum(math.prod(tensor.shape) for tensor in stored)
+        report.parameters += sum(math.prod(tensor.shape) for tensor in stored)
         least, most = min(s.rank for s in sites), max(s.rank for s in sites)
         report.done(f"rank {most}" if least == most else f"ranks {least} to {most}")
     with report.check("token_rows"):
@@ -305,7 +339,7 @@ def _check_magnitudes(tensors: AdapterTensors, by_path: dict[str, SiteShape], se
             continue
         if not settings.use_dora:
             _refuse("unexpected_tensor", f"{module} has a lora_magnitude_vector, but use_dora is not set")
-        _check_dtype(module, "lora_magnitude_vector", magnitude)
+        check_dtype(module, "lora_magnitude_vector", magnitude)
         if magnitude.shape != (by_path[module].out_features,):
             _refuse(
                 "shape_mismatch",
@@ -322,8 +356,8 @@ def _check_shapes(
     misfit: SiteWeights | None = None
     for module, a in tensors.a.items():
         b, shape = tensors.b[module], by_path[module]
-        _check_dtype(module, "lora_A", a)
-        _check_dtype(module, "lora_B", b)
+        check_dtype(module, "lora_A", a)
+        check_dtype(module, "lora_B", b)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
             _refuse(
                 "shape_mismatch",
@@ -358,25 +392,15 @@ def _refuse_misfit(
     _refuse("shape_mismatch", what)
 
 
-def _check_dtype(module: str, matrix: str, tensor: TensorSlice) -> None:
-    if tensor.dtype not in NUMPY_DTYPES:
-        accepted = ", ".join(NUMPY_DTYPES)
-        _refuse(
-            "unsupported_feature",
-            f"{shown(module)}.{matrix} is stored as {tensor.dtype}; accepted are {accepted}",
-            feature=f"dtype_{tensor.dtype}",
-        )
-
-
 def _measure(
-    tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec, *, replaces_rows: bool
+    tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec, *, has_more: bool
 ) -> dict[str, Any]:
     norms: list[SiteNorm] = [
         measure_site(tensors_path, site, base.sites[site.layer, site.site].module_path) for site in sites
     ]
     largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
-    # A magnitude and a row that replaces another have an effect of their own.
-    if largest.norm < _LEAST_NORM and not replaces_rows and not any(site.magnitude for site in sites):
+    # A magnitude, a row that replaces another and a head have an effect of their own.
+    if largest.norm < _LEAST_NORM and not has_more and not any(site.magnitude for site in sites):
         size = "zero" if largest.norm == 0.0 else f"zero or smaller than {_LEAST_NORM:.2g}"
         _refuse(
             "no_effect",
@@ -388,31 +412,6 @@ def _measure(
         "max_module": largest.module_path,
         "min": smallest.norm,
     }
-
-
-def _check_copies(
-    tensors_path: Path, copies: dict[str, TensorSlice], base: BaseSpec, names: ModuleNames, deep: bool
-) -> None:
-    known = locate_module_weights(base)
-    for name, saved in copies.items():
-        weight = known.get(names.in_base(name))
-        if weight is None:
-            _refuse(
-                "unexpected_tensor", f"unexpected tensor for {shown(name, 160)}: the base has no such weight"
-            )
-        module, _, kind = name.rpartition(".")
-        _check_dtype(module, kind, saved)
-        rows, own = saved.shape[:1], weight.tensor.shape[:1]
-        if rows != own and saved.shape[1:] == weight.tensor.shape[1:]:
-            _refuse(
-                "base_mismatch",
-                f"the copy of {name} that was saved along has {rows[0]} rows, the base's has {own[0]}: the vocabulary "
-                "was resized for the training, and an adapter for it needs a base that was resized in the same way",
-            )
-        if deep and not equals_base(tensors_path, saved, weight):
-            _refuse(
-                "base_mismatch", f"the copy of {name} that was saved along differs from the base's own weight"
-            )
 
 
 def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report: _Report) -> None:

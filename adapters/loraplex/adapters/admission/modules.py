@@ -62,6 +62,15 @@ def leave_out_parts(
     return left, counts
 
 
+def told_left_out(counts: Mapping[str, int]) -> Iterable[str]:
+    """Warnings for the report."""
+    for part, count in counts.items():
+        yield (
+            f"{count} tensors of {part} were left out: only images and sounds go through it, which are not served, and "
+            "on text they change nothing"
+        )
+
+
 def _check_parts(
     tensors: Mapping[str, TensorSlice], known: Mapping[str, BaseTensor], parts: ModelParts
 ) -> None:

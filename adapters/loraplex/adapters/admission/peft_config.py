@@ -27,6 +27,7 @@ from loraplex.adapters.admission.peft_support import (
     UNKNOWN_FIELD,
     is_neutral,
     is_number,
+    is_of_heads,
     not_converted,
 )
 from loraplex.adapters.admission.strict_json import parse_object
@@ -45,7 +46,8 @@ _T = TypeVar("_T")
 class LoraSettings:
     """Ranks, scaling and changed modules from an adapter's config. `ties_weights` is ensure_weight_tying.
     `token_indices` are the tokens whose rows are replaced, by the name of their module. `invocation`: of an activated
-    LoRA (`config.invocation`), else empty. `notes` are warnings for the report."""
+    LoRA (`config.invocation`), else empty. `task_type` and `saves_head`, whether modules_to_save names a head, are of
+    the training. `notes` are warnings for the report."""
 
     rank: int
     alpha: float
@@ -58,6 +60,8 @@ class LoraSettings:
     token_indices: Mapping[str, tuple[int, ...]]
     invocation: tuple[int, ...]
     base_name: str | None
+    task_type: str | None
+    saves_head: bool
     notes: tuple[str, ...]
 
     def rank_and_scaling(self, module_path: str, tensor_rank: int | None = None) -> tuple[int, float]:
@@ -102,6 +106,7 @@ def read_settings(
     notes: list[str] = []
     _drop_unused_head(config, notes)
     _drop_left_out(config, notes, is_left_out)
+    settings |= {name: config.get(name) for name in ("task_type", "modules_to_save")}
     for name, value in config.items():
         with faults.collect():
             _check_other(name, value, unconverted, notes)
@@ -185,6 +190,8 @@ def _parse_settings(
         token_indices=parse({}, parse_token_indices, settings.get("trainable_token_indices")),
         invocation=parse((), parse_invocation, settings.get("alora_invocation_tokens")),
         base_name=parse(None, _text, settings, "base_model_name_or_path"),
+        task_type=task if isinstance(task := settings.get("task_type"), str) else None,
+        saves_head=bool(saved := settings.get("modules_to_save")) and is_of_heads(saved),
         notes=(),
     )
     if parse(False, _flag, settings, "fan_in_fan_out"):

@@ -18,9 +18,16 @@ _CONVERTED_BY_PEFT = ("pissa", "corda", "olora", "lora_ga")
 """Initialisations whose trained adapters PEFT can convert to a plain LoRA for the unchanged base."""
 _UNCHANGED = ("gaussian", "orthogonal", "eva", "mica")
 """Initialisations by name that leave the base as it is, and that compute plain LoRA afterwards."""
-_SERVED_TASKS = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION", "QUESTION_ANS")
-_HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS")
-"""PEFT's classes for them train a head in any case, and save it beside the LoRA."""
+_SERVED_TASKS = (
+    "CAUSAL_LM",
+    "SEQ_2_SEQ_LM",
+    "FEATURE_EXTRACTION",
+    "QUESTION_ANS",
+    "SEQ_CLS",
+    "TOKEN_CLS",
+)
+HEAD_MODULES = ("score", "classifier")
+"""Names of a classifier's head in modules_to_save. PEFT writes both for SEQ_CLS and TOKEN_CLS."""
 
 
 def is_neutral(value: Any) -> bool:
@@ -56,13 +63,9 @@ def _is_served_task(value: Any) -> bool:
     return is_neutral(value) or value in _SERVED_TASKS
 
 
-def _about_task(value: Any, _: Sequence[str]) -> str:
-    if value in _HEAD_TASKS:
-        return (
-            "such a training has a head of its own (score, classifier) that gives the answers; heads are not served, "
-            "and the LoRA without its head does not compute what was trained"
-        )
-    return "no task of PEFT has this name, so what was trained is not known"
+def is_of_heads(value: Any) -> bool:
+    """Whether modules_to_save names nothing, or a classifier's head alone."""
+    return is_neutral(value) or (isinstance(value, list) and all(name in HEAD_MODULES for name in value))
 
 
 def _about_initialisation(value: Any, unconverted: Sequence[str]) -> str:
@@ -208,9 +211,10 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         "task_type",
         _is_served_task,
         (None, *_SERVED_TASKS),
-        (*_HEAD_TASKS, "x"),
-        "chooses PEFT's Python class, and nothing that LoRA computes",
-        about=_about_task,
+        ("x",),
+        "chooses PEFT's Python class, and nothing that LoRA computes; SEQ_CLS and TOKEN_CLS have a head, of a prompt's "
+        "last token and of every token",
+        about="no task of PEFT has this name, so what was trained is not known",
     ),
     ConfigField(
         "bias",
@@ -248,11 +252,14 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
     _idle("corda_config", _is_object, (None, {"corda_method": "ipm"}, "x"), _OF_INIT),
     _idle("loftq_config", _is_object, (None, {"loftq_bits": 4}, "x"), _OF_INIT),
     _idle("lora_ga_config", _is_object, (None, {"scale": "stable"}, "x"), _OF_INIT),
-    _neutral(
+    ConfigField(
         "modules_to_save",
-        (["lm_head"],),
-        "whole modules were trained and saved beside the LoRA; they are not served, and the LoRA alone is not what was "
-        "trained. LoRA on such a module is served where it is a linear of the table above (lm_head is one)",
+        is_of_heads,
+        (None, [], ["score"], ["classifier", "score"]),
+        (["lm_head"], ["score", "lm_head"]),
+        "`score` and `classifier`, the head of SEQ_CLS or TOKEN_CLS: one linear; nothing else",
+        about="whole modules were trained and saved beside the LoRA; they are not served, and the LoRA alone is not "
+        "what was trained. LoRA on such a module is served where it is a linear of the table above (lm_head is one)",
     ),
     _read(
         "trainable_token_indices",
@@ -367,7 +374,8 @@ def not_converted(config: Mapping[str, Any], tensors: Iterable[str]) -> list[str
 
 _HEADS = ("score", "classifier", "qa_outputs", "v_head")
 _HEAD = (
-    "it is a head that was trained beside the LoRA; heads are not served, and the LoRA without its head does not "
+    "it is of a head that was trained beside the LoRA; of heads one linear is served (score or classifier, as "
+    "modules_to_save has it), and neither LoRA on a head nor one of several layers; the LoRA without its head does not "
     "compute what was trained"
 )
 
@@ -385,7 +393,16 @@ TENSOR_KINDS: tuple[TensorKind, ...] = (
     TensorKind("trainable_tokens_delta", None, "[tokens, hidden size]; of `trainable_token_indices`"),
     TensorKind("modules_to_save", "modules_to_save", "whole modules trained beside"),
     TensorKind("original_module", "modules_to_save", "whole modules trained beside"),
-    *(TensorKind(part, "modules_to_save", "a head that is trained beside", _HEAD) for part in _HEADS),
+    *(
+        TensorKind(
+            part,
+            "modules_to_save",
+            "a head that is trained beside"
+            + (": served as `….weight` [labels, hidden size] and `….bias`" if part in HEAD_MODULES else ""),
+            _HEAD,
+        )
+        for part in _HEADS
+    ),
     TensorKind("lora_velora_embed", None, "VeLoRA's, of use in training only: dropped"),
     TensorKind("lora_monteclora_sampler", None, "MonteCLoRA's, of use in training only: dropped"),
     TensorKind("lora_diag", "kasa_config", "KaSA"),

@@ -16,8 +16,16 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
     Raises ValueError whose text is safe to show.
     """
+    value = parse_value(raw)
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
+def parse_value(raw: bytes) -> Any:
+    """The same of any value."""
     try:
-        value = json.loads(
+        return json.loads(
             raw.decode("utf-8"),
             object_pairs_hook=_unique_keys,
             parse_int=_bounded_int,
@@ -27,9 +35,6 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
         raise ValueError(shown(error, 160)) from None
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
-    return value
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

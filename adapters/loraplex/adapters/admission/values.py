@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapters.admission.base_model import BaseTensor, BaseWeights, read_text_config
+from loraplex.adapters.admission.base_model import (
+    BaseTensor,
+    BaseWeights,
+    locate_module_weights,
+    read_text_config,
+)
+from loraplex.adapters.admission.module_names import ModuleNames
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteWeights, TensorSlice
+from loraplex.adapters.store.files import shown
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 
 _STRIP = 4096
@@ -47,6 +54,44 @@ def measure_site(tensors_path: Path, site: SiteWeights, module_path: str) -> Sit
     if site.scaling == 0.0 or product <= _NOTHING * bound:
         return SiteNorm(module_path, 0.0)
     return SiteNorm(module_path, abs(site.scaling) * math.sqrt(product))
+
+
+def check_dtype(module: str, matrix: str, tensor: TensorSlice) -> None:
+    """Raises AdapterRefused("unsupported_feature")."""
+    if tensor.dtype not in NUMPY_DTYPES:
+        accepted = ", ".join(NUMPY_DTYPES)
+        raise AdapterRefused(
+            "unsupported_feature",
+            f"{shown(module)}.{matrix} is stored as {tensor.dtype}; accepted are {accepted}",
+            feature=f"dtype_{tensor.dtype}",
+        )
+
+
+def check_copies(
+    tensors_path: Path, copies: Mapping[str, TensorSlice], base: BaseSpec, names: ModuleNames, deep: bool
+) -> None:
+    """Check copies of the base's weights that were saved along; `deep`: their values too. Raises AdapterRefused
+    (unexpected_tensor, base_mismatch, unsupported_feature), BaseModelInvalid."""
+    known = locate_module_weights(base)
+    for name, saved in copies.items():
+        weight = known.get(names.in_base(name))
+        if weight is None:
+            raise AdapterRefused(
+                "unexpected_tensor", f"unexpected tensor for {shown(name, 160)}: the base has no such weight"
+            )
+        module, _, kind = name.rpartition(".")
+        check_dtype(module, kind, saved)
+        rows, own = saved.shape[:1], weight.tensor.shape[:1]
+        if rows != own and saved.shape[1:] == weight.tensor.shape[1:]:
+            raise AdapterRefused(
+                "base_mismatch",
+                f"the copy of {name} that was saved along has {rows[0]} rows, the base's has {own[0]}: the vocabulary "
+                "was resized for the training, and an adapter for it needs a base that was resized in the same way",
+            )
+        if deep and not equals_base(tensors_path, saved, weight):
+            raise AdapterRefused(
+                "base_mismatch", f"the copy of {name} that was saved along differs from the base's own weight"
+            )
 
 
 def equals_base(tensors_path: Path, saved: TensorSlice, base: BaseTensor) -> bool:

@@ -14,12 +14,18 @@ from loraplex.adapters.device.host_image import HostImage
 from loraplex.adapters.device.host_slab import adjacent_runs
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.placement import HEAD_LAYER
-from loraplex.adapters.device.token_tables import describe_tokens
+from loraplex.adapters.device.token_tables import describe_head, describe_tokens
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.dispatch import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables, Upload, begin_token_rows
+from loraplex.kernels.lora.token_rows import (
+    TokenRowPass,
+    TokenTables,
+    Upload,
+    begin_token_rows,
+    head_logits,
+)
 from loraplex.kernels.lora.triton_tiling import LoraTiling
 
 _TILING = LoraTiling()
@@ -64,6 +70,7 @@ class AdapterArena:
             raise ValueError("an adapter arena can't be larger than 128 GiB")
         self._scratch = Scratch(device)
         self._tokens: dict[int, TokenTables] = {}
+        self._heads: dict[int, NDArray[np.int64]] = {}
         self._writes = [0] * num_slots
         self._last: tuple[object, LoraPass | None] = (None, None)
         self._last_head: tuple[object, LoraPass | None] = (None, None)
@@ -114,6 +121,15 @@ class AdapterArena:
         self._writes[slot] += 1
         self._filled[slot] = False
         self._tokens.pop(slot, None)
+        self._heads.pop(slot, None)
+
+    def head_rows(self, slot: int) -> NDArray[np.int64] | None:
+        """The granules at which the rows of the head in a slot begin, by label. None where it has no head."""
+        return self._heads.get(slot)
+
+    def head_logits(self, granules: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """See `loraplex.kernels.lora.token_rows.head_logits`."""
+        return head_logits(self._pages.view(-1), granules, x, rows)
 
     def token_pass(
         self, segments: Sequence[Segment], logits_segments: Sequence[Segment], upload: Upload
@@ -232,6 +248,11 @@ class AdapterArena:
             layers, numbers, tile = vectors.T
             weights.vectors[slot] = 0
             weights.vectors[slot, np.zeros_like(layers) if of_head else layers, numbers] = place(tile)
+        head = describe_head(image, place)
+        if head is None:
+            self._heads.pop(slot, None)
+        else:
+            self._heads[slot] = head
         found = describe_tokens(image, self.layout, place)
         if found is None:
             self._tokens.pop(slot, None)

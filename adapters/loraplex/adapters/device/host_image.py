@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from loraplex.adapters.admission.base_model import BaseWeights
 from loraplex.adapters.device.dora import dora_vectors
 from loraplex.adapters.device.host_slab import HostPages, loose_pages
-from loraplex.adapters.device.layout import ArenaLayout, TileKind
-from loraplex.adapters.device.placement import HEAD_LAYER, Placement, place
+from loraplex.adapters.device.layout import IN_FLOAT32, ArenaLayout, TileKind
+from loraplex.adapters.device.placement import HEAD_LAYER, Piece, Placement, place
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, LoadAbandoned
 from loraplex.adapters.spec import AdapterSpec, TensorSlice, TokenRows
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, read_tensor, scan_tensors
@@ -37,7 +37,8 @@ class HostImage:
     themselves; their A tile is the same.
 
     `rows` int32 [k, 3] has one for each tile of the embedding: kind, number, and where it begins. Kind 0 is A, from
-    token `number` on; 1 is B, of chunk `number`; 2 are replaced rows, from row `number` on. `tokens` int32 [n, 2] has
+    token `number` on; 1 is B, of chunk `number`; 2 are replaced rows, from row `number` on; 3 is the row of label
+    `number` of a classifier's head, float32 [hidden size + 1] with its bias at the end. `tokens` int32 [n, 2] has
     the token id of each replaced row, and what it replaces a row of: IN_EMBEDDING, IN_HEAD or both.
 
     Vectors are made from the base's weights too, so an image belongs to a digest, a layout and a base together. It
@@ -124,7 +125,7 @@ def _fill(
     wanted: Callable[[], bool],
     feed: Callable[[memoryview], object],
 ) -> None:
-    plain: dict[int, tuple[TensorSlice, int, Literal["a", "b", "token_rows"]]] = {}
+    plain: dict[int, tuple[TensorSlice, int, Literal["a", "b", "token_rows", "head_rows"]]] = {}
     for index, site in enumerate(spec.sites):
         if site.magnitude is None:
             plain[site.a.start] = site.a, index, "a"
@@ -133,6 +134,9 @@ def _fill(
     for table in spec.tokens:
         plain[table.rows.start] = table.rows, first, "token_rows"
         first += len(table.ids)
+    if spec.head is not None:
+        for tensor in filter(None, (spec.head.weight, spec.head.bias)):
+            plain[tensor.start] = tensor, 0, "head_rows"
     # What is not finite is found and refused at the end.
     with np.errstate(over="ignore", invalid="ignore"):
         for tensor, values in scan_tensors(tensors_path, [entry[0] for entry in plain.values()], feed):
@@ -140,6 +144,8 @@ def _fill(
             _, index, kind = plain[tensor.start]
             if kind == "token_rows":
                 image.put_token_rows(index, values)
+            elif kind == "head_rows":
+                image.put_head(values)
             else:
                 image.put(index, kind, values)
         for index, site in enumerate(spec.sites):
@@ -158,6 +164,7 @@ class _Image:
     ) -> None:
         self._spec = spec
         self._pieces = placement.pieces
+        self._width = layout.hidden_size or 0
         self._dtype = NUMPY_DTYPES[_DTYPE_NAMES[layout.dtype]]
         each = [page for run in pages.runs for page in run.numpy()]
         self._rounded = _Elements(each, self._dtype)
@@ -165,6 +172,8 @@ class _Image:
         plain_bytes = _Elements(each, np.dtype(np.uint8))
         for nobodys in placement.fillers:
             plain_bytes[nobodys][...] = 0
+        for piece in self._head_pieces:
+            self._exact[piece.elements][...] = 0
 
     def put(self, index: int, kind: Literal["a", "b"], values: NDArray[Any]) -> None:
         """A [rank, in_features] or B [out_features, rank] of the site with this index, in any dtype."""
@@ -190,6 +199,21 @@ class _Image:
                 own[:, : exact.shape[1]] = exact[start - first : end - first]
                 own[:, exact.shape[1] :] = 0
 
+    @property
+    def _head_pieces(self) -> tuple[Piece, ...]:
+        return self._pieces.get((len(self._spec.sites) + bool(self._spec.tokens), "head_rows"), ())
+
+    def put_head(self, values: NDArray[Any]) -> None:
+        """The weight [labels, C] of a head, or its bias [labels]."""
+        exact = values.astype(np.float32, copy=False)
+        width = self._width
+        for piece in self._head_pieces:
+            tile = self._exact[piece.elements].reshape(-1, piece.stride)
+            if exact.ndim == 1:
+                tile[:, width] = exact[piece.rows]
+            else:
+                tile[:, :width] = exact[piece.rows]
+
     def _put_token_ranks(self, index: int, a: NDArray[Any]) -> None:
         """A [rank, V] of the embedding."""
         for piece in self._pieces[index, "token_ranks"]:
@@ -213,12 +237,12 @@ class _Image:
 
     def check_finite(self) -> None:
         """Raises AdapterRefused for the first site that has another value."""
-        if not any(kind == "vectors" for _, kind in self._pieces) and all(
+        if not any(kind in IN_FLOAT32 for _, kind in self._pieces) and all(
             map(_all_finite, self._rounded.pages)
         ):
             return
         for (index, kind), pieces in self._pieces.items():
-            into = self._exact if kind == "vectors" else self._rounded
+            into = self._exact if kind in IN_FLOAT32 else self._rounded
             if not all(_all_finite(into[piece.elements]) for piece in pieces):
                 raise AdapterRefused(
                     "non_finite",
@@ -227,8 +251,9 @@ class _Image:
                 )
 
     def _name(self, index: int) -> str:
-        if index == len(self._spec.sites):
-            return "a row that trainable_token_indices names"
+        if index >= len(self._spec.sites):
+            tokens = index == len(self._spec.sites) and self._spec.tokens
+            return "a row that trainable_token_indices names" if tokens else "the classifier's head"
         site = self._spec.sites[index]
         return site.site if site.site in (HEAD, EMBEDDING) else f"{site.site} of layer {site.layer}"
 
@@ -307,6 +332,10 @@ def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
             raise ArtifactCorrupt(
                 f"{where}: the magnitudes {list(site.magnitude.shape)} do not fit {out_features} features"
             )
+    if spec.head is not None and spec.head.weight.shape[1:] != (layout.hidden_size,):
+        raise ArtifactCorrupt(
+            f"the head {list(spec.head.weight.shape)} does not fit this model's hidden states"
+        )
     for table in spec.tokens:
         if layout.embedding is None or table.rows.shape != (len(table.ids), layout.embedding[1]):
             raise ArtifactCorrupt(

@@ -164,7 +164,8 @@ def image_key(layout: ArenaLayout, base: str) -> str:
     package = Path(__file__).parent.parent
     for source in sorted(package.rglob("*.py")):
         sha.update(hashlib.sha256(source.read_bytes()).digest())
-    shape = (layout.groups, layout.num_layers, layout.dtype, layout.page_bytes, layout.head, layout.embedding)
+    size = (layout.num_layers, layout.dtype, layout.page_bytes, layout.hidden_size)
+    shape = (layout.groups, size, layout.head, layout.embedding)
     sha.update(f"{shape} {base}".encode())
     return sha.hexdigest()[:32]
 

@@ -20,7 +20,12 @@ REPLACED = "replaced rows"
 """The key in place of a site for an adapter that replaces rows of the embedding or the head: its rank is their
 number."""
 
-TileKind = Literal["a", "b", "vectors", "token_ranks", "token_rows"]
+CLASSIFIER = "classifier"
+"""The key in place of a site for an adapter that has a head of labels: its rank is their number."""
+
+TileKind = Literal["a", "b", "vectors", "token_ranks", "token_rows", "head_rows"]
+IN_FLOAT32: frozenset[TileKind] = frozenset({"vectors", "head_rows"})
+"""Tiles that have float32, whatever the layout's dtype."""
 
 
 class SiteKey(NamedTuple):
@@ -36,7 +41,8 @@ class SiteKey(NamedTuple):
 class Tile:
     """One tile of an adapter: its site (index among the adapter's), its chunk of ranks (0 for vectors), and its
     columns [start, end) of the output (of the input for A). Of "token_ranks", which is A of the embedding, [start, end)
-    are tokens of the vocabulary; of "token_rows", they are rows that the adapter replaces."""
+    are tokens of the vocabulary; of "token_rows", they are rows that the adapter replaces; of
+    "head_rows", they are labels."""
 
     index: int
     kind: TileKind
@@ -59,6 +65,9 @@ class ArenaLayout:
     and a tile has the tokens that fit a page. Rows that an adapter replaces lie in the same way, each at a granule.
     `embedding` is (vocabulary, hidden size), None where adapters can't change it.
 
+    So do the rows of a classifier's head, in float32, each with its bias behind it. `hidden_size` is that of the hidden
+    states that it reads, None where the model gives none.
+
     The page size is a power of two chosen by the model, unless given: 256 KiB to 2 MiB, at least the largest tile,
     growing with the size of the model's adapters so that those have tens of pages.
     """
@@ -73,6 +82,7 @@ class ArenaLayout:
         page_bytes: int | None = None,
         head: SiteGroup | None = None,
         embedding: tuple[int, int] | None = None,
+        hidden_size: int | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.num_layers = num_layers
@@ -104,6 +114,7 @@ class ArenaLayout:
         self.head = None if head is None else self._cut(head)
         fits = embedding is not None and self.tile_bytes(embedding[1]) <= page_bytes
         self.embedding = embedding if fits else None
+        self.hidden_size = hidden_size
 
     def shape(self, layer: int, site: str) -> tuple[int, int] | None:
         """(in, out) of a site; None where adapters can't change it."""
@@ -149,6 +160,9 @@ class ArenaLayout:
             if site.site == REPLACED:
                 listed += self._row_tiles(index, "token_rows", site.rank, self.replaced_row_bytes)
                 continue
+            if site.site == CLASSIFIER:
+                listed += self._row_tiles(index, "head_rows", site.rank, self.head_row_bytes)
+                continue
             shape = self.shape(site.layer, site.site)
             assert shape is not None
             if site.site == EMBEDDING:
@@ -175,6 +189,12 @@ class ArenaLayout:
         """One replaced row of the embedding or the head."""
         assert self.embedding is not None
         return _whole_granules(self.embedding[1] * self.dtype.itemsize)
+
+    @property
+    def head_row_bytes(self) -> int:
+        """The weights of one label and its bias."""
+        assert self.hidden_size is not None
+        return _whole_granules((self.hidden_size + 1) * 4)
 
     def token_rank_bytes(self, chunks: int) -> int:
         """The ranks of one token in A of the embedding."""

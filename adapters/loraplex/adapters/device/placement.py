@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.device.layout import (
+    CLASSIFIER,
+    IN_FLOAT32,
     REPLACED,
     ArenaLayout,
     SiteKey,
@@ -24,14 +26,14 @@ from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
 HEAD_LAYER = -1
 """The layer by which an image's tables name the head."""
-_ROW_KINDS: dict[TileKind, int] = {"token_ranks": 0, "b": 1, "token_rows": 2}
-"""How `HostImage.rows` names the tiles of the embedding."""
+_ROW_KINDS: dict[TileKind, int] = {"token_ranks": 0, "b": 1, "token_rows": 2, "head_rows": 3}
+"""How `HostImage.rows` names the tiles of the embedding, and the rows of a head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The part of a site's matrix that belongs into a tile, and which elements of the image it takes: in the layout's
-    dtype, and in float32 for vectors. Of the last chunk, the rows that there are. What is looked up by token lies
+    dtype, or in float32 (`IN_FLOAT32`). Of the last chunk, the rows that there are. What is looked up by token lies
     transposed in the tile, a token's `stride` elements behind the one before it."""
 
     rows: slice
@@ -59,6 +61,8 @@ def place(spec: AdapterSpec, layout: ArenaLayout) -> Placement:
     keys = [SiteKey(s.layer, s.site, s.rank, s.magnitude is not None) for s in spec.sites]
     if spec.tokens:
         keys.append(SiteKey(0, REPLACED, sum(len(table.ids) for table in spec.tokens), False))
+    if spec.head is not None:
+        keys.append(SiteKey(0, CLASSIFIER, spec.head.num_labels, False))
     return _place(layout, tuple(keys))
 
 
@@ -70,9 +74,9 @@ def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> Placement:
     spans: list[tuple[int, int]] = []
     tables = _Tables(layout, keys)
     for tile, offset in zip(tiles, offsets, strict=True):
-        itemsize = 4 if tile.kind == "vectors" else layout.dtype.itemsize
+        itemsize = 4 if tile.kind in IN_FLOAT32 else layout.dtype.itemsize
         first = offset // itemsize
-        if tile.kind in ("token_ranks", "token_rows"):
+        if tile.kind in ("token_ranks", "token_rows", "head_rows"):
             piece = _row_piece(layout, tile, first, keys[tile.index].rank)
         else:
             piece = _piece(tile, first, keys[tile.index].rank)
@@ -109,6 +113,9 @@ def _row_piece(layout: ArenaLayout, tile: Tile, first: int, rank: int) -> Piece:
     if tile.kind == "token_ranks":
         stride = layout.token_rank_bytes(-(-rank // CHUNK)) // layout.dtype.itemsize
         rows, columns = slice(0, rank), tokens
+    elif tile.kind == "head_rows":
+        stride = layout.head_row_bytes // 4
+        rows, columns = tokens, slice(None)
     else:
         stride = layout.replaced_row_bytes // layout.dtype.itemsize
         rows, columns = tokens, slice(None)
@@ -128,6 +135,12 @@ class _Tables:
 
     def put(self, tile: Tile, start: int) -> None:
         key = self._keys[tile.index]
+        if key.site == CLASSIFIER:
+            step = self._layout.head_row_bytes // GRANULE_BYTES
+            labels = range(tile.start, tile.end)
+            kind = _ROW_KINDS[tile.kind]
+            self._rows += [(kind, label, start + (label - tile.start) * step) for label in labels]
+            return
         if key.site in (EMBEDDING, REPLACED):
             number = tile.chunk if tile.kind == "b" else tile.start
             self._rows.append((_ROW_KINDS[tile.kind], number, start))

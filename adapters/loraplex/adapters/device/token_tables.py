@@ -12,17 +12,23 @@ from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.kernels.lora.dispatch import GRANULE_BYTES
 from loraplex.kernels.lora.token_rows import ReplacedRows, TokenTables
 
-_RANKS, _B, _ROWS = range(3)
+_RANKS, _B, _ROWS, _HEAD = range(4)
+Place = Callable[[NDArray[np.int32]], NDArray[np.int64]]
+"""Turns the granules of an image into those of the storage that it was written to."""
 
 
-def describe_tokens(
-    image: HostImage, layout: ArenaLayout, place: Callable[[NDArray[np.int32]], NDArray[np.int64]]
-) -> TokenTables | None:
-    """`place` turns the granules of an image into those of the storage that it was written to. None where the adapter
-    changes nothing by token."""
-    if not len(image.rows):
-        return None
+def describe_head(image: HostImage, place: Place) -> NDArray[np.int64] | None:
+    """The granules at which the rows of an adapter's head begin, by label. None where it has no head."""
     kinds, _, starts = image.rows.T
+    own = starts[kinds == _HEAD]
+    return place(own) if len(own) else None
+
+
+def describe_tokens(image: HostImage, layout: ArenaLayout, place: Place) -> TokenTables | None:
+    """The tables of an image. None where the adapter changes nothing by token."""
+    kinds, _, starts = image.rows.T
+    if not (kinds != _HEAD).any():
+        return None
     a_tiles, b_tiles, row_tiles = (place(starts[kinds == kind]) for kind in (_RANKS, _B, _ROWS))
     row_bytes = layout.replaced_row_bytes
     numbers = np.arange(len(image.tokens))

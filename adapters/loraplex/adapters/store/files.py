@@ -33,9 +33,16 @@ CHAT_FILE_BYTES: Mapping[str, int] = MappingProxyType(
 )
 """Files that a fine-tune may bring beside its two: how its chats are written and how its answers end. By name, the most
 bytes of each."""
+POOLED_FILE_BYTES: Mapping[str, int] = MappingProxyType(
+    {"config.json": 1 << 20, "modules.json": 64 << 10, "1_Pooling/config.json": 64 << 10}
+)
+"""Files that say what the outputs of a classifier and the vectors of sentence-transformers mean. By name, the most
+bytes of each."""
 TOKENIZER_NAME, TOKENIZER_BYTES = "tokenizer.json", 16 << 20
 """A tokenizer beside an adapter: it is compared with the base's, and left out where it is larger."""
-UPLOAD_FILE_BYTES: Mapping[str, int] = MappingProxyType({**CHAT_FILE_BYTES, TOKENIZER_NAME: TOKENIZER_BYTES})
+UPLOAD_FILE_BYTES: Mapping[str, int] = MappingProxyType(
+    {**CHAT_FILE_BYTES, TOKENIZER_NAME: TOKENIZER_BYTES, **POOLED_FILE_BYTES}
+)
 """Files that may come beside an adapter's two. By name, the most bytes of each."""
 
 DIGEST_SALT = b"loraplex adapter 1\n"

@@ -39,6 +39,9 @@ class Part(Enum):
     GENERATION_CONFIG = "generation_config.json"
     TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
     TOKENIZER = TOKENIZER_NAME
+    MODEL_CONFIG = "config.json"
+    MODULES = "modules.json"
+    POOLING = "1_Pooling/config.json"
 
 
 _PARTS = {part.value: part for part in Part} | {MLX_TENSORS_NAME: Part.TENSORS}

@@ -277,6 +277,21 @@ def _rows_at(storage: torch.Tensor, granules: torch.Tensor, size: int) -> torch.
     return storage.as_strided((count, size), (granule, 1)).index_select(0, granules)
 
 
+def head_logits(
+    storage: torch.Tensor, granules: torch.Tensor, x: torch.Tensor, rows: torch.Tensor
+) -> torch.Tensor:
+    """Logits of classifiers' heads, [n] float32. Each is of one row of x [P, C], whose numbers are `rows` [n], and one
+    row of a head: C weights and a bias in float32, which begin at the granule with its number in `granules` [n]. The
+    sums are made as in `TokenRowPass`, so no logit depends on the others."""
+    numbers, width = storage.view(torch.float32), x.shape[1]
+    logits = torch.empty(rows.shape[0], dtype=torch.float32, device=x.device)
+    for first, last in _parts(rows.shape[0], width):
+        head = _rows_at(numbers, granules[first:last], width + 1)
+        products = x.index_select(0, rows[first:last]).float().mul_(head[:, :width])
+        torch.add(_sum_by_halves(products), head[:, width], out=logits[first:last])
+    return logits
+
+
 def _sum_by_halves(values: torch.Tensor) -> torch.Tensor:
     """[n, C] → [n], overwriting the values. A library's own sum may cut them by n."""
     width = values.shape[1]

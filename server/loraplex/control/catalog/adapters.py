@@ -24,9 +24,11 @@ from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.catalog.new_versions import (
+    Outputs,
     add_version,
     check_alora,
     note_upload,
+    read_outputs,
     take_known_order,
     with_chat,
 )
@@ -140,8 +142,9 @@ class Catalog:
             refuse_towers=self._refuse_towers,
         )
         check_alora(spec, serving)
+        outputs = read_outputs(spec, staging.directory)
         spec = take_known_order(self._database, self._artifacts.store, tenant_id, name, staging, spec)
-        spec = with_chat(spec, chat, notes)
+        spec = with_chat(spec, chat, [*notes, *outputs.notes])
         fault = self._artifacts.store.fault
         # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
         with disk_failures_named():
@@ -155,7 +158,9 @@ class Catalog:
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
                     pending = pending_check(by) if check else None
-                    row, is_new = self._record(session, tenant_id, name, spec, serving, chat, pending)
+                    row, is_new = self._record(
+                        session, tenant_id, name, spec, serving, chat, outputs, pending
+                    )
                     release_upload(session, row, release=release, by=by)
                     admitted = version_info(row), is_new
                     note_upload(session, by, *admitted, source)
@@ -179,6 +184,7 @@ class Catalog:
         spec: AdapterSpec,
         serving: Serving,
         chat: OwnChat | None,
+        outputs: Outputs,
         pending: dict[str, Any] | None,
     ) -> tuple[AdapterVersion, bool]:
         """Record the version that stands for published bytes."""
@@ -193,7 +199,7 @@ class Catalog:
         ):
             # The store has just got, or proven, good bytes; they are those of other names and tenants too.
             row.state = self._state_of(row)
-        known = session.scalars(
+        alike = session.scalars(
             select(AdapterVersion).where(
                 AdapterVersion.tenant_id == tenant_id,
                 AdapterVersion.name == name,
@@ -205,13 +211,13 @@ class Catalog:
                 AdapterVersion.alora.is_not_distinct_from(serving.alora),
                 LIVING,
             )
-        ).first()
-        if known is not None:
-            return known, False
+        )
+        known = [row for row in alike if (row.head, row.embedding) == outputs.as_json()]
+        if known:
+            return known[0], False
         check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
-        return add_version(
-            session, tenant_id, name, self.base, spec, serving=serving, chat=chat, pending=pending
-        ), True
+        made = add_version(session, tenant_id, name, self.base, spec, serving, chat, outputs, pending)
+        return made, True
 
     def get_adapter(self, tenant_id: str, name: str) -> AdapterInfo:
         with self._database.read() as session:

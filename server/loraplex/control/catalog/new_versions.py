@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy import select
@@ -13,7 +14,9 @@ from sqlalchemy.orm import Session
 from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.admission.config.selection import is_equal_but_for_order
 from loraplex.adapters.admission.peft_config import read_raw_config
+from loraplex.adapters.admission.pooled.files import read_embedding, read_head
 from loraplex.adapters.errors import AdapterRefused, LoraplexError
+from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.files import CONFIG_NAME, digest_upload, disk_failures_named
@@ -39,6 +42,33 @@ def check_alora(spec: AdapterSpec, serving: Serving) -> None:
             "leave it out, or train with alora_invocation_tokens",
             feature="alora",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Pooled outputs of a version, and warnings on them for its report."""
+
+    head: Head | None = None
+    embedding: EmbeddingSpec | None = None
+    notes: tuple[Mapping[str, Any], ...] = ()
+
+    def as_json(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        return (
+            None if self.head is None else self.head.as_json(),
+            None if self.embedding is None else self.embedding.as_json(),
+        )
+
+
+def read_outputs(spec: AdapterSpec, folder: Path) -> Outputs:
+    """The labels of an adapter's head, or the vectors that it was trained for, by the other files of its upload. Raises
+    AdapterRefused (config_invalid, too_large), OSError."""
+    head = embedding = None
+    if spec.head is not None:
+        head, warnings = read_head(folder, spec.head.task, spec.head.num_labels)
+    else:
+        embedding, warnings = read_embedding(folder)
+    notes = ({"name": "outputs", "ok": False, "detail": f"warning: {warning}"} for warning in warnings)
+    return Outputs(head, embedding, tuple(notes))
 
 
 def with_chat(spec: AdapterSpec, chat: OwnChat | None, notes: Sequence[Mapping[str, Any]]) -> AdapterSpec:
@@ -90,13 +120,14 @@ def add_version(
     name: str,
     base: BaseSpec,
     spec: AdapterSpec,
-    *,
     serving: Serving,
     chat: OwnChat | None,
+    outputs: Outputs,
     pending: dict[str, Any] | None,
 ) -> AdapterVersion:
     """With the next number of its name. `pending` is of `pending_check`, None for one that is ready."""
     now = database_now(session)
+    head, embedding = outputs.as_json()
     adapter = session.get(Adapter, (tenant_id, name))
     if adapter is None:
         adapter = Adapter(tenant_id=tenant_id, name=name, last_number=0, created_at=now)
@@ -121,6 +152,8 @@ def add_version(
         chat_digest=serving.chat_digest,
         alora=serving.alora,
         invocation=list(spec.invocation) or None,
+        head=head,
+        embedding=embedding,
         chat=None if chat is None else chat.as_json(),
         pending_check=pending,
     )

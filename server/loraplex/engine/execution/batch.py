@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from loraplex.engine.execution.inputs import Segments, StepAdapters, StepInputs, begin_adapters
+from loraplex.engine.execution.inputs import (
+    HeadSource,
+    Segments,
+    StepAdapters,
+    StepInputs,
+    begin_adapters,
+)
 from loraplex.engine.execution.riders.finite import FiniteChecks
 from loraplex.engine.execution.riders.pooling import PooledSlices
 from loraplex.engine.execution.riders.prompt_scores import PromptScores
@@ -53,7 +59,9 @@ class StepRows:
     """The rows of a step on the host. Slices are ordered by adapter slot, base rows first, so that each adapter's rows
     are adjacent."""
 
-    def __init__(self, plan: StepPlan, vocab_size: int, num_groups: int = 1) -> None:
+    def __init__(
+        self, plan: StepPlan, vocab_size: int, num_groups: int = 1, heads: HeadSource | None = None
+    ) -> None:
         """`num_groups`: of the model's layers, by their blocks."""
         scheduled = plan.scheduled
         order = sorted(range(len(scheduled)), key=lambda index: scheduled[index].slot)
@@ -64,6 +72,7 @@ class StepRows:
         """In the order of the plan. Where a slice's input is wrong this says so, and its rows hold harmless tokens."""
         self._vocab_size = vocab_size
         self._num_groups = num_groups
+        self._heads = heads
         self._items = [scheduled[index] for index in order]
         self._token_ids: list[int] = []
         self._positions: list[int] = []
@@ -146,7 +155,7 @@ class StepRows:
             self.tokens.want(index, item, row, failed=self.results[index].failed is not None)
             self._logits_rows += range(end - 1 - len(item.drafted), end)
         elif item.pool_start is not None:
-            self._pooled = self._pooled or PooledSlices()
+            self._pooled = self._pooled or PooledSlices(self._heads)
             self._pooled.want(index, item, first)
         elif not item.targets or item.score_start + len(item.targets) < item.start + item.num_tokens:
             self._checks = self._checks or FiniteChecks()

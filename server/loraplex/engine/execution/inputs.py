@@ -36,6 +36,18 @@ class LoraSource(Protocol):
         ...
 
 
+class HeadSource(Protocol):
+    """Where the heads of classifiers lie: the adapter arena."""
+
+    def head_rows(self, slot: int) -> NDArray[np.int64] | None:
+        """Where the rows of a slot's head begin, by label. None where it has no head."""
+        ...
+
+    def head_logits(self, granules: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[n] float32: the logits of these rows of x [P, C], each with the row of a head that begins there."""
+        ...
+
+
 class StepInputs(HostToDevice, Protocol):
     """The inputs of one step, which the planning thread fills and the worker sends."""
 

@@ -12,7 +12,7 @@ import torch
 
 from loraplex.engine.execution.batch import FlatStep, StepRows
 from loraplex.engine.execution.executor import Executor
-from loraplex.engine.execution.inputs import LoraSource, PlainInputs, StepInputs
+from loraplex.engine.execution.inputs import HeadSource, LoraSource, PlainInputs, StepInputs
 from loraplex.engine.execution.riders.measured import MeasuredSites
 from loraplex.engine.execution.riders.rider import Forward, Rider
 from loraplex.engine.execution.riders.site_probe import SiteProbe
@@ -57,9 +57,11 @@ class ModelRunner:
         sampler: Sampler | None = None,
         masks: MaskMaker | None = None,
         probe: SiteProbe | None = None,
+        heads: HeadSource | None = None,
     ) -> None:
         """`inputs`: where steps begin that take no plain tensors; it knows the adapters itself. `sampler`: torch's
-        unless another one is given. `masks`: for rows with a grammar. `probe`: for the parts of a MeasureRequest."""
+        unless another one is given. `masks`: for rows with a grammar. `probe`: for the parts of a MeasureRequest.
+        `heads`: of versions that classify."""
         self._model = model
         self._kv = kv
         self.num_groups = kv.num_groups
@@ -71,6 +73,7 @@ class ModelRunner:
         self._sampler: Sampler = sampler or TorchSampler(model.shape.vocab_size)
         self._masks = masks
         self._probe = probe
+        self._heads = heads
         self._previous = Tokens()
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -91,7 +94,7 @@ class ModelRunner:
         if not plan.scheduled:
             self._previous = Tokens()
             return StepHandle(StepResult(plan.step_id, []), riders, self._begin(riders, self._no_forward))
-        rows = StepRows(plan, self._model.shape.vocab_size, self.num_groups)
+        rows = StepRows(plan, self._model.shape.vocab_size, self.num_groups, self._heads)
         inputs = self._begin_inputs(rows)
         step = rows.send(inputs)
         self._kv.expect(step.fresh_blocks)

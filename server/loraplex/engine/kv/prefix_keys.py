@@ -17,6 +17,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Row
 
+from loraplex.engine.pooling import OF_EVERY_TOKEN
 from loraplex.engine.types import BlockKey, EngineRequest, Namespace, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -51,7 +52,7 @@ def findable_blocks(seq: Sequence) -> int:
     if seq.num_scored < seq.num_to_score:
         # Positions that are still to be scored are computed again for the same reason.
         return seq.num_scored // BLOCK_SIZE
-    if seq.request.pooling == "mean" and seq.pooled is not None:
+    if seq.request.pooling in OF_EVERY_TOKEN and seq.pooled is not None:
         # No hidden state is cached either. Those that were added before a preemption are not needed again.
         return min(findable, seq.pooled.num_positions // BLOCK_SIZE)
     if seq.request.pooling == "cls" and seq.pooled is not None and not seq.pooled.num_positions:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
+from loraplex.engine.pooling import OF_EVERY_TOKEN
 from loraplex.engine.scheduling.timing.step_bound import PromptTime
 from loraplex.engine.types import (
     MEASURE_STEPS,
@@ -130,7 +131,7 @@ def pool_start(seq: Sequence, start: int, end: int) -> int:
     """The first position of the slice start … end-1 whose hidden state is wanted; `end` if none is. Computed again
     after a preemption, a position has been added already."""
     assert seq.pooled is not None
-    if seq.request.pooling == "mean":
+    if seq.request.pooling in OF_EVERY_TOKEN:
         return min(end, max(start, seq.pooled.num_positions))
     if seq.request.pooling == "cls":
         return end if start or seq.pooled.num_positions else 0
