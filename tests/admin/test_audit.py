@@ -15,6 +15,7 @@ from loraplex.admin.framework.dependencies import ANY_SCOPE
 from loraplex.control.audit.log import AuditEntry, AuditFilter, AuditLog
 from loraplex.control.audit.verification import verify
 from support.adapters.drafts import draft_adapter
+from support.control.batches import make_batch, request_line
 from support.control.plane import FakeClock
 from support.http.admin_plane import ADMIN_TOKEN, ARCH, AdminPlane, adapter_files, admin_client
 from support.placement.fake_cluster import fake_report
@@ -50,6 +51,7 @@ def steps(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "POST /tenants/{tenant}/adapters/{name}/release/promote": (f"{ADAPTER}/release/promote", {}),
         "DELETE /tenants/{tenant}/adapters/{name}/versions/{version}": (f"{ADAPTER}/versions/v1", {}),
         "DELETE /tenants/{tenant}/adapters/{name}": (ADAPTER, {}),
+        "POST /batches/{batch}/cancel": ("/batches/BATCH/cancel", {}),
         "DELETE /tenants/{tenant}": ("/tenants/acme", {}),
         "POST /cluster/replicas/{replica}/drain": ("/cluster/replicas/replica-1/drain", {}),
     }
@@ -67,16 +69,17 @@ async def test_every_route_that_changes_something_writes_one_row(
     actions = {row.label: row.action for row in admin_routes() if row.action is not None}
     assert actions.keys() == steps(tmp_path).keys()
     assert len(set(actions.values())) == len(actions)
-    key = ""
+    key = batch = ""
     plane.engine.replicas = {name: fake_report(name) for name in ("replica-1", "replica-2")}
     for name, (path, options) in steps(tmp_path).items():
         if name.endswith("/versions"):
             plane.make_adapter(seed=1)  # so that there is one more to delete and to go back to
+        if name.startswith("POST /batches"):
+            batch = make_batch(plane.database, [request_line(1)]).id
         before = len(rows(plane))
         label = f"of-{actions[name]}"
-        answer = await admin.request(
-            name.split(" ")[0], path.replace("KEY", key), headers={"x-request-id": label}, **options
-        )
+        place = path.replace("KEY", key).replace("BATCH", batch)
+        answer = await admin.request(name.split(" ")[0], place, headers={"x-request-id": label}, **options)
         assert answer.is_success, (name, answer.text)
         if name == "POST /tenants/{tenant}/keys":
             key = answer.json()["id"]
@@ -84,7 +87,7 @@ async def test_every_route_that_changes_something_writes_one_row(
         made = ["version.upload", "version.check"] if name.endswith("/versions") else [actions[name]]
         assert [(row.action, row.outcome, row.code) for row in new] == [(act, "done", None) for act in made]
         assert (new[0].by.kind, new[0].by.source, new[0].by.request_id) == ("admin", "127.0.0.1", label)
-        assert new[0].tenant_id == ("acme" if "/tenants" in name else None)
+        assert new[0].tenant_id == ("acme" if "/tenants" in name or "/batches" in name else None)
         assert new[0].before is not None or new[0].after is not None
     assert verify(plane.database).whole
 
@@ -101,6 +104,7 @@ async def test_every_route_that_is_refused_writes_one_row(plane: AdminPlane) -> 
                 "version": "v9",
                 "key": "nokey",
                 "replica": "replica-1",
+                "batch": "batch_none",
             }
             before = len(rows(plane))
             method = row.label.split(" ")[0]

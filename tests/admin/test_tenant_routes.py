@@ -35,6 +35,8 @@ class TestTenants:
             "device_bytes_reserved",
             "device_bytes_max",
             "host_bytes_max",
+            "batch_tokens",
+            "batch_percent",
         }
         assert set(limits.values()) == {None}
         assert shown == {"id": "acme", "display_name": "Acme ✓", "weight": 2.0, "budget": None}

@@ -26,6 +26,7 @@ from loraplex.api.metrics.cluster_metrics import ClusterSnapshot
 from loraplex.api.openai import messages, schemas
 from loraplex.api.routes.probes import probe_routes
 from loraplex.control.background import BackgroundTasks, TaskState
+from loraplex.control.batches.batches import Batches
 from loraplex.control.batches.files import Files
 from loraplex.control.types import SCOPES, Limits, ReachedLimit
 from loraplex.control.usage.outcome import Outcome
@@ -87,6 +88,7 @@ def test_every_route_of_the_data_plane(tmp_path: Path) -> None:
         adapters=FakeAdapters(),
         database=(database := file_database(tmp_path)),
         files=Files(database, keep_s=1.0),
+        batches=Batches(database),
         metrics=Metrics(BASE),
         drain=Drain(),
         served_model_name=BASE,

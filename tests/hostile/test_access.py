@@ -65,6 +65,10 @@ DATA: dict[str, str] = {
     "GET /v1/files/{id}": INFER,
     "DELETE /v1/files/{id}": INFER,
     "GET /v1/files/{id}/content": INFER,
+    "POST /v1/batches": INFER,
+    "GET /v1/batches": INFER,
+    "GET /v1/batches/{id}": INFER,
+    "POST /v1/batches/{id}/cancel": INFER,
     "POST /tokenize": INFER,
     "POST /detokenize": INFER,
     "POST /v1/load_lora_adapter": WRITE,
@@ -97,6 +101,8 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/cache": OPERATOR,
     "GET /admin/v1/cluster": OPERATOR,
     "POST /admin/v1/cluster/replicas/{replica}/drain": OPERATOR,
+    "GET /admin/v1/batches": OPERATOR,
+    "POST /admin/v1/batches/{batch}/cancel": OPERATOR,
     "GET /metrics": OPEN,
     "GET /openapi.json": OPEN,
     "GET /docs": OPEN,
@@ -293,7 +299,7 @@ def test_keys_that_are_some(server: WholeServer, secrets: Any, port: str, route:
             assert answer.status_code == 200, (kind, answer.text)
         elif access in scopes:
             # It is let in; what it asks for is not there, or is not understood, or is what it wanted.
-            names_model = "/v1/files" not in route
+            names_model = "/v1/files" not in route and "/v1/batches" not in route
             restricted = kind == "restricted to models" and names_model
             wanted = (200, 400, 403) if restricted else (200, 400, 404, 415)
             assert answer.status_code in wanted, (kind, answer.text)
@@ -395,7 +401,9 @@ def test_body_of_a_forbidden_caller_is_not_read(
             said = first_words(server, port, route, secrets[kind], length)
             assert said.startswith(b"HTTP/1.1 %d " % status), said
     # The same head with a key that may is asked for its body; an upload's is refused by its Content-Type before.
-    if route.split(" ")[0] in ("POST", "PUT", "PATCH") and not route.endswith(("/versions", "/v1/files")):
+    if route.split(" ")[0] in ("POST", "PUT", "PATCH") and not route.endswith(
+        ("/versions", "/v1/files", "/cancel")
+    ):
         allowed = "admin token" if port == "admin" else "of another tenant"
         assert first_words(server, port, route, secrets[allowed], 100).startswith(b"HTTP/1.1 100 ")
 

@@ -53,6 +53,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "key_not_found": (404, "There is no such key"),
     "adapter_not_found": (404, "There is no such adapter"),
     "version_not_found": (404, "There is no such version"),
+    "batch_not_found": (404, "There is no such batch"),
     "release_not_found": (404, "There is no such release"),
     "replica_not_found": (404, "There is no such engine"),
     "source_not_found": (404, "The source has no adapter"),

@@ -18,6 +18,7 @@ from loraplex.api.errors import ApiError
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.routes import models, server
+from loraplex.api.routes.batches import batch_routes
 from loraplex.api.routes.files import file_routes
 from loraplex.api.routes.generation import generation_routes
 from loraplex.api.routes.lora_loading import loading_routes
@@ -72,6 +73,7 @@ def create_data_app(
         count_route(capacity),
         *models.router.routes,
         *file_routes(capacity),
+        *batch_routes(capacity),
         *loading_routes(capacity),
         *probes,
         *server.router.routes,

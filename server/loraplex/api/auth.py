@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from starlette.requests import Request
 from starlette.types import Scope
 
 from loraplex.api.context import context_of
 from loraplex.api.errors import ApiError
 from loraplex.control.audit.recorder import Actor
-from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.types import Principal
 from loraplex.http.bearer import bearer_secret
+
+if TYPE_CHECKING:
+    from loraplex.api.deps import Authenticator
 
 
 async def authenticate(
     scope: Scope,
-    authenticator: KeyCache,
+    authenticator: Authenticator,
     key_header: str | None = None,
     *,
     scope_needed: str = "inference",

@@ -10,13 +10,14 @@ from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.audit.recorder import Actor
+from loraplex.control.batches.batches import Batches
 from loraplex.control.batches.files import Files
 from loraplex.control.catalog.resolver import Resolver
 from loraplex.control.db.database import Database
 from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.limits.service import RequestLimits
-from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.types import (
+    Principal,
     ResolvedModel,
     VersionInfo,
 )
@@ -32,6 +33,14 @@ from loraplex.serving.text.processor import TextProcessor
 
 if TYPE_CHECKING:  # it imports OpenTelemetry
     from loraplex.api.tracing.spans import RequestTracing
+
+
+class Authenticator(Protocol):
+    """Callers by their keys."""
+
+    async def authenticate(self, secret: str) -> Principal:
+        """Raises InvalidKey, DatabaseUnavailable, DatabaseBusy."""
+        ...
 
 
 class OwnChats(Protocol):
@@ -84,13 +93,14 @@ class ApiServices:
     engine: Engines
     text: TextProcessor
     grammars: GrammarChecker
-    authenticator: KeyCache
+    authenticator: Authenticator
     resolver: Resolver
     limiter: RequestLimits
     ledger: UsageJournal
     adapters: RuntimeAdapters
     database: Database
     files: Files
+    batches: Batches
     metrics: Metrics
     drain: Drain
     served_model_name: str

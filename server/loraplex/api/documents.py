@@ -13,6 +13,7 @@ from loraplex.api.anthropic.answer_schemas import MESSAGE_SCHEMAS
 from loraplex.api.anthropic.errors import STATUSES
 from loraplex.api.anthropic.headers import KEY_HEADER
 from loraplex.api.anthropic.schemas import CountRequest, MessagesRequest
+from loraplex.api.batches.schemas import CreateBatch
 from loraplex.api.codec import dumps
 from loraplex.api.embeddings.schemas import EmbeddingsRequest
 from loraplex.api.errors import ANSWERS
@@ -99,6 +100,7 @@ def _request_schemas() -> dict[str, Any]:
         ResponsesRequest,
         MessagesRequest,
         CountRequest,
+        CreateBatch,
     )
     _, made = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     schemas: dict[str, Any] = made["$defs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from loraplex.admin.console.routes import console_routes
 from loraplex.admin.runtime_loading import RuntimeLoading
 from loraplex.admin.services import AdminServices
 from loraplex.api.application import create_data_app, create_starting_data_app, service_probes
+from loraplex.api.batches.lines import Lines
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.generation.shadow import Shadows
@@ -40,7 +42,9 @@ from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.redis import make_limiter
 from loraplex.control.audit.log import AuditLog
+from loraplex.control.batches.batches import Batches
 from loraplex.control.batches.files import KEEP_S, Files
+from loraplex.control.batches.work import BatchWork
 from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.shadow_store import ShadowStore
 from loraplex.control.limits.budget_store import BudgetStore
@@ -49,6 +53,7 @@ from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.service import RequestLimits
 from loraplex.http.routing import exact
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
+from loraplex.lifecycle.batches.runner import BatchRunner
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.grammar.checker import GrammarChecker
@@ -119,6 +124,7 @@ class Apps:
     data: ASGIApp
     admin: ASGIApp
     checks: VersionChecks
+    batches: BatchRunner
     shared: Shared
 
 
@@ -140,6 +146,12 @@ def create_apps(installation: Installation, engine: Engines) -> Apps:
         ),
         admin=create_admin_app(admin_services, extra_routes=operator_routes),
         checks=admin_services.checks,
+        batches=BatchRunner(
+            BatchWork(installation.database, uuid.uuid4().hex),
+            Lines(data_services),
+            installation.database.run,
+            stopping=lambda: shared.drain.draining,
+        ),
         shared=shared,
     )
 
@@ -276,6 +288,7 @@ def _data_services(installation: Installation, shared: Shared, admin_services: A
         metrics_on_data_port=settings.metrics_on_data_port,
         database=installation.database,
         files=shared.files,
+        batches=Batches(installation.database),
         database_health=installation.database_health,
         usage_failure=installation.usage_journal.failure,
         limits_warning=shared.limiter.warning,

@@ -260,6 +260,7 @@ async def _start(
     installation.background.start("version-checks", apps.checks.run)
     installation.background.start("shadows", shared.shadows.run)
     installation.background.start("files", shared.files.run)
+    installation.background.start("batches", apps.batches.run)
     watch = CatalogWatch(installation.database, installation.catalog, installation.tenants)
     installation.background.start("catalog-watch", partial(watch.run, engine))
     start_releases(installation, engine, shared.metrics.releases)

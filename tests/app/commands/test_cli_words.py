@@ -30,6 +30,8 @@ OF_TENANT = {
     "device_bytes_reserved",
     "device_bytes_max",
     "host_bytes_max",
+    "batch_tokens",
+    "batch_percent",
 }
 OF_KEY = [name for name in Limits.__dataclass_fields__ if name not in OF_TENANT]
 LIMIT_VALUES = {"budget_period": "month", "device_bytes_reserved": 1 << 20}

@@ -28,6 +28,8 @@ def test_a_tenant_is_kept_as_it_was_made(plane: ControlPlane) -> None:
         "device_bytes_reserved": 1 << 30,
         "device_bytes_max": 1 << 33,
         "host_bytes_max": 1 << 34,
+        "batch_tokens": 1 << 20,
+        "batch_percent": 50,
         "token_budget": 10**9,
         "budget_period": "month",
     }

@@ -28,9 +28,10 @@ from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.metrics import Metrics
 from loraplex.control.audit.recorder import Actor
+from loraplex.control.batches.batches import Batches
 from loraplex.control.batches.files import Files
 from loraplex.control.db.database import Database
-from loraplex.control.db.tables import AuditHead, Base, Tenant
+from loraplex.control.db.tables import ApiKey, AuditHead, Base, Tenant
 from loraplex.control.types import (
     RATES,
     Admission,
@@ -179,6 +180,9 @@ class FakeLimiter:
         given = zip(RATES, self.windows[:count], strict=False)
         return {what: window for what, window in given if window is not None}
 
+    def of_batches(self) -> FakeLimiter:
+        return self
+
     def again_s(self, admission: Admission) -> float:
         return self.again
 
@@ -326,6 +330,17 @@ def file_database(directory: Path) -> Database:
         session.add(AuditHead(id=1, seq=0, hash="0" * 64))
         for name in ("acme", "rival"):
             session.add(Tenant(id=name, weight=1.0, limits={}, created_at=datetime.now(UTC)))
+            session.flush()
+            session.add(
+                ApiKey(
+                    id=f"key-{name}",
+                    tenant_id=name,
+                    secret_hash="",
+                    scopes=["inference"],
+                    limits={},
+                    created_at=datetime.now(UTC),
+                )
+            )
     return database
 
 
@@ -353,6 +368,7 @@ def running_data_plane(
             "adapters": FakeAdapters(),
             "database": database,
             "files": Files(database, keep_s=86_400.0),
+            "batches": Batches(database),
             "metrics": metrics,
             "drain": drain,
             "served_model_name": BASE,

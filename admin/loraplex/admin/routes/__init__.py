@@ -8,6 +8,7 @@ from loraplex.admin.routes import (
     adapters,
     archives,
     audit,
+    batches,
     caller,
     cluster,
     engine,
@@ -19,7 +20,15 @@ from loraplex.admin.routes import (
     versions,
 )
 
-OPERATOR_ROUTERS = (tenants.router, keys.router, audit.router, engine.router, cluster.router, usage.router)
+OPERATOR_ROUTERS = (
+    tenants.router,
+    keys.router,
+    audit.router,
+    engine.router,
+    cluster.router,
+    usage.router,
+    batches.router,
+)
 TENANT_ROUTERS = (
     caller.router,
     adapters.router,

@@ -24,6 +24,8 @@ class Limits(RequestBody):
     device_bytes_reserved: PositiveCount | None = None
     device_bytes_max: PositiveCount | None = None
     host_bytes_max: PositiveCount | None = None
+    batch_tokens: PositiveCount | None = None
+    batch_percent: PositiveCount | None = None
 
 
 class NewLimits(Limits):

@@ -58,6 +58,8 @@ INLINE_BYTES = 64 << 10
 """A body up to so large is parsed and checked on the event loop; a larger one, in a thread."""
 TURN_S = 0.005
 """Longest time that one answer may hold the event loop."""
+BATCH = "batch:"
+"""Before the route of a batch's request in the ledger."""
 PING_S = 15.0
 """A stream is not silent for much longer while its answer goes on: a call that is held until it is complete may take
 minutes, and proxies cut a connection after one."""
@@ -68,8 +70,12 @@ log = structlog.get_logger("loraplex.api")
 class GenerationEndpoint:
     """An ASGI app for one of the routes; all share `capacity`."""
 
-    def __init__(self, services: ApiServices, kind: Kind, capacity: TenantCapacity) -> None:
+    def __init__(
+        self, services: ApiServices, kind: Kind, capacity: TenantCapacity, *, background: bool = False
+    ) -> None:
+        """`background`: its requests run in what others leave, and say nothing of a release's versions."""
         self._services = services
+        self._background = background
         self._kind = kind
         self._capacity = capacity
         self._logprobs = kind.logprobs(services.text.token)
@@ -109,6 +115,8 @@ class GenerationEndpoint:
             with context.deadline.enforced():
                 self._kind.check_model(request, services.engine.info)
                 model = await services.resolver.resolve(principal, request.model, user=request.user)
+                if self._background:
+                    model = replace(model, release=None)
                 context.adapter, context.resolved = model.adapter, True
                 own = None if services.own_chats is None else await services.own_chats.of(model)
                 prompts = await self._tokenise(request, self._formats(model), principal, own)
@@ -211,7 +219,8 @@ class GenerationEndpoint:
         entry: UsageEntry | None = None
         failure: str | None = None
         try:
-            entry = UsageEntry.open(services, context, principal, model, plan, self._kind.path)
+            path = f"{BATCH}{self._kind.path}" if self._background else self._kind.path
+            entry = UsageEntry.open(services, context, principal, model, plan, path)
             client.check()
             context.deadline.check()
             requests = engine_requests(
@@ -222,6 +231,7 @@ class GenerationEndpoint:
                 max_output_tokens=reservation.max_output_tokens,
                 deadline_s=context.deadline.left_s,
                 max_load_s=None if context.max_load_ms is None else context.max_load_ms / 1000,
+                background=self._background,
             )
             generation = Generation.start(
                 services.engine,
@@ -231,6 +241,7 @@ class GenerationEndpoint:
                 services.metrics,
                 terms=principal.terms,
                 continues=self._kind.continues,
+                timed=not self._background,
             )
             await self._answer(client, context, model, reservation, plan, generation, entry)
         except BaseException as error:

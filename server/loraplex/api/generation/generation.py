@@ -115,8 +115,11 @@ class _Choice:
 class Generation:
     """Made by `start`; `next` until it returns nothing; then, whatever happened, `close`."""
 
-    def __init__(self, plan: GenerationPlan, choices: Sequence[_Choice], metrics: Metrics) -> None:
+    def __init__(
+        self, plan: GenerationPlan, choices: Sequence[_Choice], metrics: Metrics, *, timed: bool = True
+    ) -> None:
         self._plan = plan
+        self._timed = timed
         self._choices = choices
         self._metrics = metrics
         self._outcome: RequestOutcome | None = None
@@ -140,8 +143,10 @@ class Generation:
         *,
         terms: TenantTerms,
         continues: bool,
+        timed: bool = True,
     ) -> Generation:
-        """Hands all sequences to the engine, or none; `terms` are the tenant's. Raises what `submit` raises."""
+        """Hands all sequences to the engine, or none; `terms` are the tenant's. Histograms count its times where it is
+        `timed`. Raises what `submit` raises."""
         choices: list[_Choice] = []
         num_top = plan.request.wanted_logprobs
         scored = num_top is not None
@@ -167,7 +172,7 @@ class Generation:
             for stream in streams:
                 stream.abort()
             raise
-        return cls(plan, choices, metrics)
+        return cls(plan, choices, metrics, timed=timed)
 
     async def next(self) -> list[Delta]:
         """The output since the last call, of at least one choice (perhaps no whole character yet); empty once
@@ -338,9 +343,10 @@ class Generation:
         now = time.monotonic()
         if choice.last_token is None:
             choice.first_token = now
-            self._metrics.first_token(now - choice.started)
+            if self._timed:
+                self._metrics.first_token(now - choice.started)
             num_tokens -= 1
-        if num_tokens:
+        if num_tokens and self._timed:
             self._metrics.next_tokens(now - (choice.last_token or now), num_tokens)
         choice.last_token = now
 

@@ -164,6 +164,7 @@ def engine_requests(
     max_output_tokens: int | None,
     deadline_s: float | None = None,
     max_load_s: float | None = None,
+    background: bool = False,
 ) -> list[EngineRequest]:
     """One for each choice, in the order of their indices: all choices of the first prompt, then the next's. A prompt
     is scored with its first choice. `max_output_tokens` is what the limits leave for each answer, `deadline_s` what is
@@ -206,6 +207,7 @@ def engine_requests(
                 grammar=plan.grammar,
                 pooling=fields.pooling,
                 speculation=fields.speculation is not False,
+                background=background,
             )
         )
     return requests

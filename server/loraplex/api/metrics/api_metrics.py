@@ -21,12 +21,12 @@ from prometheus_client.registry import Collector
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import ANSWERS
+from loraplex.api.metrics import part_meters
 from loraplex.api.metrics.arm_metrics import ArmMeter
 from loraplex.api.metrics.cluster_metrics import cluster_families
 from loraplex.api.metrics.collectors import BackgroundCollector, DiskCollector
 from loraplex.api.metrics.engine_metrics import EngineSnapshot, Grown, own_families, vllm_families
 from loraplex.api.metrics.label_sets import IDLE_S, OTHER, LabelSets, OwnedCounter
-from loraplex.api.metrics.part_meters import GrammarMeter, LimiterMeter, ReleaseMeter, ShadowMeter, TraceMeter
 from loraplex.api.metrics.residency_metrics import LoadTimes, residency_families
 from loraplex.api.metrics.token_histogram import TokenHistogram
 from loraplex.control.background import BackgroundTasks
@@ -253,12 +253,13 @@ class Metrics:
             "Time since the database was lost; 0 while it is there.",
             registry=self._own,
         )
-        self.limiter = LimiterMeter(self._own)
-        self.traces = TraceMeter(self._own)
-        self.grammars = GrammarMeter(self._own)
+        self.limiter = part_meters.LimiterMeter(self._own)
+        self.traces = part_meters.TraceMeter(self._own)
+        self.grammars = part_meters.GrammarMeter(self._own)
         self.arms = ArmMeter(self._own)
-        self.releases = ReleaseMeter(self._own)
-        self.shadows = ShadowMeter(self._own)
+        self.releases = part_meters.ReleaseMeter(self._own)
+        self.shadows = part_meters.ShadowMeter(self._own)
+        self.batches = part_meters.BatchMeter(self._own)
         self.usage_written = Counter(
             "loraplex_usage_rows_written", "Rows that the usage ledger has.", registry=self._own
         )

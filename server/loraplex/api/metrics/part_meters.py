@@ -12,6 +12,7 @@ from loraplex.serving.grammar.checker import CheckOutcome
 
 CHECK_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 REDIS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+LINE_OUTCOMES = ("completed", "failed", "invalid", "expired")
 SHADOW_OUTCOMES = ("exact", "different", "dropped", "failed", "skipped")
 
 
@@ -36,6 +37,22 @@ class GrammarMeter:
     def checked(self, outcome: CheckOutcome, seconds: float) -> None:
         self._checks[outcome].inc()
         self._seconds.observe(seconds)
+
+
+class BatchMeter:
+    """Counts lines of batches by how they ended."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        lines = Counter(
+            "loraplex_batch_lines",
+            "Lines of batches that this server answered, by how they ended; a retried one counts once.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._lines = {outcome: lines.labels(outcome) for outcome in LINE_OUTCOMES}
+
+    def ended(self, outcome: str) -> None:
+        self._lines[outcome].inc()
 
 
 class LimiterMeter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from loraplex.control.audit.recorder import LOCAL, Actor, FreeText, record
 from loraplex.control.batches.lines import LineCutter, Part
 from loraplex.control.batches.pages import ListPage, read_page
 from loraplex.control.catalog.quota import check_bytes
-from loraplex.control.db.batch_tables import FilePart, StoredFile
+from loraplex.control.db.batch_tables import BatchResult, FilePart, StoredFile
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
 from loraplex.control.errors import FileNotFound
@@ -43,6 +43,9 @@ class FileInfo:
     requests: int
     created_at: datetime
     expires_at: datetime
+    batch_id: str | None = None
+    """The batch that wrote it."""
+    of_errors: bool = False
 
 
 class Upload:
@@ -151,11 +154,15 @@ class Files:
             row = session.get(StoredFile, file_id)
             if row is None or row.tenant_id != tenant_id or not row.ready:
                 raise file_not_found(file_id)
+            _delete_results(session, [row])
             session.delete(row)
             _record(session, by, "file.delete", row)
 
     def content(self, file: FileInfo) -> Iterator[bytes]:
         """The content part by part, each read when it is asked for; it ends early where the file is deleted."""
+        if file.batch_id is not None:
+            yield from _results(self._database, file.batch_id, file.of_errors)
+            return
         number = 0
         while True:
             query = select(FilePart.data).where(FilePart.file_id == file.id, FilePart.number == number)
@@ -171,8 +178,10 @@ class Files:
         with self._database.write(ages_caches=False) as session:
             now = database_now(session)
             dead = (~StoredFile.ready) & (StoredFile.created_at < now - timedelta(seconds=UPLOAD_S))
-            query = delete(StoredFile).where(or_(StoredFile.expires_at <= now, dead))
-            return len(session.execute(query.returning(StoredFile.id)).all())
+            gone = session.scalars(select(StoredFile).where(or_(StoredFile.expires_at <= now, dead))).all()
+            _delete_results(session, gone)
+            session.execute(delete(StoredFile).where(StoredFile.id.in_([row.id for row in gone])))
+            return len(gone)
 
     async def run(self) -> None:
         """Remove what has expired, now and then; until cancelled."""
@@ -189,6 +198,14 @@ def file_not_found(file_id: str) -> FileNotFound:
     return FileNotFound(f"There is no file '{file_id[:80]}'.", param="file_id")
 
 
+def _delete_results(session: Session, rows: Iterable[StoredFile]) -> None:
+    """The content of files that batches wrote."""
+    for row in rows:
+        if row.batch_id is not None:
+            mine = (BatchResult.batch_id == row.batch_id, BatchResult.failed.is_(bool(row.of_errors)))
+            session.execute(delete(BatchResult).where(*mine))
+
+
 def info_of(row: StoredFile) -> FileInfo:
     return FileInfo(
         row.id,
@@ -199,6 +216,8 @@ def info_of(row: StoredFile) -> FileInfo:
         row.requests,
         row.created_at,
         row.expires_at,
+        row.batch_id,
+        bool(row.of_errors),
     )
 
 
@@ -206,3 +225,18 @@ def _record(session: Session, by: Actor, action: str, row: StoredFile) -> None:
     about = {"filename": FreeText(row.filename), "bytes": row.bytes, "requests": row.requests}
     side: dict[str, Any] = {"before" if action == "file.delete" else "after": about}
     record(session, by, action, f"tenants/{row.tenant_id}/files/{row.id}", tenant_id=row.tenant_id, **side)
+
+
+def _results(database: Database, batch_id: str, of_errors: bool) -> Iterator[bytes]:
+    """The lines of an output or error file, by their numbers, each read when it is asked for."""
+    last = 0
+    while True:
+        query = select(BatchResult.line, BatchResult.data).where(
+            BatchResult.batch_id == batch_id, BatchResult.failed.is_(of_errors), BatchResult.line > last
+        )
+        with database.read() as session:
+            found = session.execute(query.order_by(BatchResult.line).limit(1)).one_or_none()
+        if found is None:
+            return
+        last = found[0]
+        yield found[1]

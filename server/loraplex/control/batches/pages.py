@@ -38,7 +38,7 @@ def read_page(
     if after is not None:
         last = session.scalars(query.where(table.id == after)).one_or_none()
         if last is None:
-            raise InvalidCursor(f"'after' names nothing in this list: '{after[:80]}'.", param="after")
+            raise InvalidCursor(f"There is nothing in this list with the id '{after[:80]}'.", param="after")
         place = tuple_(last.created_at, last.id)
         query = query.where(key < place if newest_first else key > place)
     order = (table.created_at, table.id)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from loraplex.control.background import BackgroundTasks
 from loraplex.control.errors import RateLimited
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.plan import plan_admission, plan_request
-from loraplex.control.types import NO_LIMITS, Admission, Limits, Principal, Reservation
+from loraplex.control.types import NO_LIMITS, PLACES, RATES, Admission, Limits, Principal, Reservation
+
+BATCH_PERCENT = 50
+"""The share of a batch's tokens that budgets count where the tenant has no `batch_percent`."""
 
 
 class RequestLimits:
@@ -105,6 +110,10 @@ class RequestLimits:
         finally:
             await self._budgets.settle(request_id, used_tokens=used_tokens)
 
+    def of_batches(self) -> RequestLimits:
+        """The limits of requests of batches, from the same budgets."""
+        return BatchLimits(self._limiter, self._budgets, server=self._server, clock=self._clock)
+
     async def close(self) -> None:
         """After the last request: what this server holds of budgets is given back."""
         if self._reports is not None:
@@ -112,6 +121,44 @@ class RequestLimits:
             await asyncio.wait([self._reports])
         await self._budgets.close()
         await self._limiter.close()
+
+
+class BatchLimits(RequestLimits):
+    """Limits of requests of batches: no rates and no places, which are for callers who wait. Budgets count the
+    tenant's `batch_percent` of their tokens."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._percents: dict[str, int] = {}
+
+    async def admit(self, request_id: str, principal: Principal) -> Admission:
+        return Admission(request_id)
+
+    async def reserve(self, admission: Admission, principal: Principal, **asked: Any) -> Reservation:
+        percent = principal.tenant_limits.batch_percent or BATCH_PERCENT
+        alone = replace(
+            principal,
+            key_limits=_without_rates(principal.key_limits),
+            tenant_limits=_without_rates(principal.tenant_limits),
+        )
+        plan = plan_request(alone, _without_rates(self._server), **asked)
+        budgets = tuple(replace(one, cost=_share(one.cost, percent)) for one in plan.budgets)
+        await self._budgets.take_budget(admission.request_id, budgets)
+        self._percents[admission.request_id] = percent
+        return Reservation({}, max_output_tokens=plan.output_tokens)
+
+    async def settle(self, admission: Admission, *, used_tokens: int | None) -> None:
+        percent = self._percents.pop(admission.request_id, BATCH_PERCENT)
+        used = None if used_tokens is None else _share(used_tokens, percent)
+        await self._budgets.settle(admission.request_id, used_tokens=used)
+
+
+def _without_rates(limits: Limits) -> Limits:
+    return replace(limits, **dict.fromkeys((*RATES.values(), *PLACES.values())))
+
+
+def _share(tokens: int, percent: int) -> int:
+    return -(-tokens * percent // 100)
 
 
 def _admission_id(request_id: str) -> str:

@@ -100,16 +100,43 @@ class KeyCache:
         left_s = min(((end - now).total_seconds() for end in ends if end is not None), default=None)
         if key.revoked_at is not None or (left_s is not None and left_s <= 0):
             return None
-        principal = Principal(
-            tenant_id=key.tenant_id,
-            key_id=key.id,
-            scopes=frozenset(key.scopes),
-            models=None if key.models is None else frozenset(key.models),
-            weight=tenant.weight,
-            key_limits=rules.read_limits(key.limits),
-            tenant_limits=rules.read_limits(tenant.limits),
-        )
+        principal = _principal(key, tenant)
         return _Known(key.id, key.tenant_id, principal, None if left_s is None else asked_at + left_s)
+
+
+class KeysById:
+    """Callers of requests that a key has left for later, by its id in place of a secret: what the key may do by
+    then."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def authenticate(self, secret: str) -> Principal:
+        """Raises InvalidKey where the key has ended; DatabaseUnavailable, DatabaseBusy."""
+        return await self._database.look_up(self._look_up, secret)
+
+    def _look_up(self, key_id: str) -> Principal:
+        query = select(ApiKey, Tenant, DatabaseNow()).join(Tenant, Tenant.id == ApiKey.tenant_id)
+        with self._database.read() as session:
+            found = session.execute(query.where(ApiKey.id == key_id)).one_or_none()
+        if found is None or found[0].revoked_at is not None:
+            raise _invalid_key()
+        key, tenant, now = found
+        if key.expires_at is not None and key.expires_at <= now:
+            raise _invalid_key()
+        return _principal(key, tenant)
+
+
+def _principal(key: ApiKey, tenant: Tenant) -> Principal:
+    return Principal(
+        tenant_id=key.tenant_id,
+        key_id=key.id,
+        scopes=frozenset(key.scopes),
+        models=None if key.models is None else frozenset(key.models),
+        weight=tenant.weight,
+        key_limits=rules.read_limits(key.limits),
+        tenant_limits=rules.read_limits(tenant.limits),
+    )
 
 
 def _invalid_key() -> InvalidKey:

@@ -1,0 +1,1 @@
+"""Running batches on one server."""

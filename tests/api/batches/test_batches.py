@@ -1,0 +1,205 @@
+"""`/v1/batches` over HTTP: OpenAI's client unchanged; lines are answered as their routes answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from sqlalchemy import update
+
+from loraplex.api.batches.lines import Lines
+from loraplex.control.batches.work import BatchWork
+from loraplex.control.db.tables import ApiKey
+from loraplex.lifecycle.batches.runner import BatchRunner
+from support.engine.fake_engine import Reply
+from support.http.data_plane import BASE, DataPlane, Refused
+from support.waiting import eventually
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def running(plane: DataPlane) -> Iterator[None]:
+    """The plane's server runs batches."""
+    work = BatchWork(plane.services.database, uuid.uuid4().hex, ttl_s=5.0)
+    run = plane.services.database.run
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start() -> None:
+        runner = BatchRunner(work, Lines(plane.services), run, look_s=0.01)
+        tasks.append(asyncio.create_task(runner.run()))
+
+    async def stop() -> None:
+        tasks[0].cancel()
+        await asyncio.wait(tasks)
+
+    plane.server.call(start)
+    yield
+    plane.server.call(stop)
+
+
+def request(custom_id: str, body: Any, **changes: Any) -> bytes:
+    line = {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | changes
+    return json.dumps(line).encode() + b"\n"
+
+
+def chat(custom_id: str, model: str = BASE, **fields: Any) -> bytes:
+    return request(custom_id, {"model": model, "messages": MESSAGES, "max_tokens": 4} | fields)
+
+
+def create(plane: DataPlane, data: bytes, endpoint: Any = CHAT, key: str = "lpx_acme", **fields: Any) -> Any:
+    client = plane.client(key)
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    fields = {"completion_window": "24h", **fields}
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, **fields)
+
+
+def finished(plane: DataPlane, batch: Any, key: str = "lpx_acme") -> Any:
+    client = plane.client(key)
+    eventually(lambda: client.batches.retrieve(batch.id).status in ("completed", "cancelled"), 60)
+    return client.batches.retrieve(batch.id)
+
+
+def lines(plane: DataPlane, file_id: str | None) -> dict[Any, dict[str, Any]]:
+    if file_id is None:
+        return {}
+    found = [json.loads(line) for line in plane.client().files.content(file_id).text.splitlines()]
+    return {line["custom_id"] or line["error"]["line"]: line for line in found}
+
+
+def test_openais_client(plane: DataPlane, running: None) -> None:
+    plane.engine.default = Reply(text="Hi")
+    made = create(plane, b"".join(chat(f"r{number}") for number in range(200)), metadata={"job": "nightly"})
+    assert (made.object, made.status, made.metadata) == ("batch", "in_progress", {"job": "nightly"})
+    assert made.expires_at - made.created_at == 86_400
+    done = finished(plane, made)
+    counts = done.request_counts
+    assert (done.status, counts.total, counts.completed, counts.failed) == ("completed", 200, 200, 0)
+    assert done.error_file_id is None
+    written = lines(plane, done.output_file_id)
+    assert list(written) == [f"r{number}" for number in range(200)], "in the order of the input"
+    answer = written["r7"]["response"]
+    assert answer["status_code"] == 200
+    assert answer["body"]["choices"][0]["message"]["content"] == "Hi"
+    assert all(asked.background for asked in plane.engine.requests)
+    assert {row.endpoint for row in plane.ledger.rows} == {f"batch:{CHAT}"}
+    assert made.id in [batch.id for batch in plane.client().batches.list(limit=2)]
+    with pytest.raises(openai.NotFoundError) as caught:
+        plane.client("lpx_rival").batches.retrieve(made.id)
+    assert caught.value.code == "batch_not_found"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "object_"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 2}, "text_completion"),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 16}, "response"),
+        ("/v1/embeddings", {"input": ["a", "b"]}, "list"),
+    ],
+)
+def test_every_endpoint(
+    plane: DataPlane, running: None, endpoint: str, body: dict[str, Any], object_: str
+) -> None:
+    made = create(plane, request("a", {"model": BASE} | body, url=endpoint), endpoint)
+    written = lines(plane, finished(plane, made).output_file_id)
+    assert written["a"]["response"]["body"]["object"] == object_
+
+
+def test_bad_lines_are_told_by_number_and_stop_nobody(plane: DataPlane, running: None) -> None:
+    data = b"".join(
+        [
+            chat("good"),
+            b"not JSON\n",
+            b"[]\n",
+            b"\n",
+            chat("good"),
+            chat("wrong url", BASE).replace(b"/v1/chat", b"/v1/chap"),
+            chat("stream", stream=True),
+            chat("other", "secret"),
+            chat("unknown field", frobnicate=1),
+            request("no body", []),
+            request("", {}),
+            chat("last"),
+        ]
+    )
+    done = finished(plane, create(plane, data))
+    assert set(lines(plane, done.output_file_id)) == {"good", "last"}
+    bad = lines(plane, done.error_file_id)
+    told = {name: (line["error"] or {}).get("code") for name, line in bad.items()}
+    assert told == {
+        2: "invalid_json_line",
+        3: "invalid_json_line",
+        5: "duplicate_custom_id",
+        "wrong url": "invalid_url",
+        "stream": "invalid_body",
+        "other": None,
+        "unknown field": None,
+        "no body": "invalid_body",
+        11: "invalid_custom_id",
+    }
+    other, unknown = bad["other"]["response"], bad["unknown field"]["response"]
+    assert (other["status_code"], other["body"]["error"]["code"]) == (404, "model_not_found")
+    assert (unknown["status_code"], unknown["body"]["error"]["param"]) == (400, "frobnicate")
+    assert "Line 2:" in bad[2]["error"]["message"]
+
+
+def test_what_is_refused_for_now_is_answered_later(plane: DataPlane, running: None) -> None:
+    plane.limiter.refuse_with = [Refused("rate_limit_exceeded", "later", 1.0)] * 2
+    done = finished(plane, create(plane, chat("a") + chat("b") + chat("c")))
+    assert set(lines(plane, done.output_file_id)) == {"a", "b", "c"}
+    assert len(plane.engine.requests) == 3, "none was computed twice"
+
+
+def test_a_key_that_ended_answers_no_more_lines(plane: DataPlane, running: None) -> None:
+    def scopes(found: list[str]) -> None:
+        with plane.services.database.write() as session:
+            session.execute(update(ApiKey).where(ApiKey.id == "key-acme").values(scopes=found))
+
+    scopes(["usage:read"])
+    try:
+        done = finished(plane, create(plane, chat("a")))
+    finally:
+        scopes(["inference"])
+    assert lines(plane, done.error_file_id)["a"]["response"]["status_code"] == 403
+
+
+def test_cancelling_ends_what_runs_and_keeps_what_is_done(plane: DataPlane, running: None) -> None:
+    plane.engine.script(*[Reply(text="Hi")] * 10)
+    plane.engine.default = Reply(text="never", hold=True)
+    made = create(plane, b"".join(chat(f"r{number}") for number in range(100)))
+    client = plane.client()
+    eventually(lambda: client.batches.retrieve(made.id).request_counts.completed == 10, 60)
+    assert client.batches.cancel(made.id).status == "cancelling"
+    done = finished(plane, made)
+    assert done.status == "cancelled"
+    assert len(lines(plane, done.output_file_id)) == 10
+    assert done.cancelled_at is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"endpoint": "/v1/models"}, 400, "endpoint"),
+        ({"completion_window": "1h"}, 400, "completion_window"),
+        ({"metadata": {"a": "x" * 600}}, 400, None),
+    ],
+)
+def test_wrong_batches(plane: DataPlane, fields: dict[str, Any], status: int, param: str | None) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        create(plane, chat("a"), **fields)
+    assert caught.value.status_code == status
+    assert param is None or caught.value.param == param
+
+
+def test_files_of_others_make_no_batch(plane: DataPlane) -> None:
+    file = plane.client("lpx_rival").files.create(file=("in.jsonl", chat("a")), purpose="batch")
+    with pytest.raises(openai.NotFoundError) as caught:
+        plane.client().batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")  # type: ignore[arg-type]
+    assert caught.value.code == "file_not_found"
+    plane.client("lpx_rival").files.delete(file.id)
