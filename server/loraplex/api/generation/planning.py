@@ -208,6 +208,7 @@ def engine_requests(
                 pooling=fields.pooling,
                 speculation=fields.speculation is not False,
                 background=background,
+                batch=background,
             )
         )
     return requests
