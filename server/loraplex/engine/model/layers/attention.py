@@ -96,7 +96,7 @@ def attend(
         queries, cache, attention, scale=kind.scale, window=kind.cache.window, softcap=kind.softcap
     )
     if weights.gate is not None:
-        gates = linears.apply(weights.gate, x, batch)[:, :, None].expand(out.shape)
+        out = out * linears.apply(weights.gate, x, batch).sigmoid()[:, :, None]
     if gates is not None:
         return linears.recurrent.output_gate(out, gates)
     return out.view(x.shape[0], kind.num_heads * kind.cache.head_dim)
