@@ -56,6 +56,8 @@ DATA: dict[str, str] = {
     "POST /v1/chat/completions": INFER,
     "POST /v1/completions": INFER,
     "POST /v1/embeddings": INFER,
+    **dict.fromkeys((f"POST {path}" for path in ("/classify", "/v1/classify", "/score", "/v1/score")), INFER),
+    **dict.fromkeys((f"POST {path}" for path in ("/v1/rerank", "/rerank", "/v2/rerank")), INFER),
     "POST /v1/responses": INFER,
     "POST /v1/responses/compact": INFER,
     "POST /v1/messages": INFER,

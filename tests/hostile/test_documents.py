@@ -63,6 +63,7 @@ REFUSED_ALL_THE_SAME = {
     (400, "invalid_value", "tokens"),
     (400, "unsupported_field", "tools"),  # it has no format for calls
     (400, "unsupported_field", "dimensions"),  # the numbers that it has
+    (400, "unsupported_field", "model"),  # it has no head
     # No schema looks into a text, or compares two names.
     (400, "invalid_value", "messages[].tool_calls[].function.arguments"),
     (400, "invalid_value", "tools[].function.name"),
@@ -86,6 +87,12 @@ REFUSED_ALL_THE_SAME = {
     (400, "invalid_value", "max_tokens"),  # another than `max_completion_tokens`
     (400, "invalid_value", "logprobs"),  # times choices, prompts and tokens
     (400, "invalid_value", "top_logprobs"),
+    # No schema counts the texts of two sides, which have several names.
+    (400, "invalid_value", "text_1"),
+    (400, "invalid_value", "text_2"),
+    (400, "invalid_value", "documents"),
+    (400, "invalid_value", "items"),
+    (400, "invalid_value", "data_2"),
 }
 """Status, code and field (None: any) of refusals of what is valid by the document, which cannot say more."""
 
@@ -107,8 +114,11 @@ NEVER_ACCEPTED = {
     "POST /admin/v1/tenants/{tenant}/adapters/{name}/release/rollback",
     "POST /admin/v1/tenants/{tenant}/adapters/{name}/release/pause",
     "POST /admin/v1/tenants/{tenant}/adapters/{name}/release/resume",
+    *(f"POST {path}" for path in ("/classify", "/v1/classify", "/score", "/v1/score")),
+    *(f"POST {path}" for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
 }
-"""What needs an adapter's files, a history of releases, or a release that runs, which nobody makes by chance."""
+"""What needs an adapter's files, a history of releases, a release that runs or a version with a head, which nobody
+makes by chance."""
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_every_kind_of_input_in_its_order(plane: DataPlane, given: Any, prompts:
         ({"model": BASE, "input": "x", "dimensions": 3}, (400, "unsupported_field", "dimensions")),
         ({"model": BASE, "input": "x", "dimensions": 0}, (400, "invalid_value", "dimensions")),
         ({"model": BASE, "input": "x", "encoding_format": "bytes"}, (400, "invalid_value", "encoding_format")),
-        ({"model": BASE, "input": "x", "pooling": "cls"}, (400, "invalid_value", "pooling")),
+        ({"model": BASE, "input": "x", "pooling": "max"}, (400, "invalid_value", "pooling")),
         ({"model": BASE, "input": "x", "truncation_side": "left"}, (400, "unsupported_field", "truncation_side")),
         ({"model": BASE, "input": "x", "embed_dtype": "float16"}, (400, "unsupported_field", "embed_dtype")),
         ({"model": BASE, "messages": [{"role": "user", "content": "x"}]}, (400, "unsupported_field", "messages")),

@@ -74,11 +74,20 @@ def fake_engine_info(**changes: Any) -> EngineInfo:
     return replace(info, **changes)
 
 
+FAKE_LABELS = {"pirate": 3, "json": 1}
+"""Labels of adapters by name, where they classify; others have two."""
+
+
 def fake_pooled(request: EngineRequest) -> bytes | None:
     """What the fake engine gives as an embedding: of its prompt, its adapter and its pooling."""
     if request.pooling is None:
         return None
     ids = request.prompt_ids
+    if request.pooling in ("classify", "token_classify"):
+        labels = FAKE_LABELS.get("" if request.adapter is None else request.adapter.name, 2)
+        rows = ids if request.pooling == "token_classify" else (sum(ids) % 64,)
+        logits = [(row % (3 + label)) * (1 - 2 * (label % 2)) / 2 for row in rows for label in range(labels)]
+        return struct.pack(f"<{len(logits)}f", *logits)
     version = 0 if request.adapter is None else request.adapter.version
     return struct.pack("<6f", len(ids), sum(ids), ids[0], -ids[-1], version, request.pooling == "mean")
 

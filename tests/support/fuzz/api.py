@@ -194,6 +194,14 @@ def valid_bodies(model: str) -> dict[str, Any]:
     return {
         "/v1/completions": {"model": model, "prompt": "The sea", "max_tokens": 2, "temperature": 0},
         "/v1/embeddings": {"model": model, "input": ["The sea", "A ship"], "encoding_format": "base64"},
+        "/classify": {"model": model, "input": ["The sea", "A ship"]},
+        "/score": {"model": model, "text_1": "The sea", "text_2": ["A ship", "A hat"]},
+        "/v1/rerank": {
+            "model": model,
+            "query": "The sea",
+            "documents": ["A ship", {"text": "A hat"}],
+            "top_n": 1,
+        },
         "/v1/responses": {"model": model, "input": "The sea", "max_output_tokens": 2},
         "/v1/responses/compact": {"model": model, "input": "The sea"},
         "/v1/messages": {"model": model, "max_tokens": 2, "messages": [{"role": "user", "content": "x"}]},

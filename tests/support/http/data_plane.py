@@ -22,6 +22,7 @@ import httpx
 import openai
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.application import create_data_app
 from loraplex.api.deps import ApiServices
@@ -110,6 +111,8 @@ class FakeResolver:
         default_factory=dict
     )  # of adapters, by name; sticky by user or by none
     shadows: dict[str, AdapterRef] = field(default_factory=dict)  # of adapters with a release, by name
+    heads: dict[str, Head] = field(default_factory=dict)  # of adapters, by name
+    embeddings: dict[str, EmbeddingSpec] = field(default_factory=dict)  # of adapters, by name
 
     async def resolve(self, caller: Principal, model: str, *, user: str | None = None) -> ResolvedModel:
         self.users.append(user)
@@ -129,6 +132,8 @@ class FakeResolver:
             release,
             None if release is None or release.sticky == "none" else user,
             None if release is None else self.shadows.get(name),
+            self.heads.get(name),
+            self.embeddings.get(name),
         )
 
     async def list_models(self, caller: Principal) -> Sequence[ModelCard]:

@@ -23,7 +23,8 @@ class EmbeddingsAnswer:
 
     def add(self, choice: WholeChoice, delta: Delta) -> None:
         if delta.pooled is not None:
-            vector = delta.pooled if self.asked.normalize is False else normalised(delta.pooled)
+            vector = delta.pooled[: 4 * (self.asked.dimensions or len(delta.pooled))]
+            vector = vector if self.asked.normalize is False else normalised(vector)
             choice.embedding = self._written(vector)
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:

@@ -12,6 +12,7 @@ from loraplex.api.errors import invalid
 from loraplex.api.openai.sampling import TOKEN_ID_LIMIT, TokenId
 from loraplex.api.openai.schemas import CompletionRequest, prompts_of
 from loraplex.api.openai.strict import Strict, or_neutral
+from loraplex.control.types import ResolvedModel
 from loraplex.engine.reports import EngineInfo
 
 MAX_INPUTS = 2048
@@ -40,10 +41,10 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 _GivenTokens = Annotated[list[TokenId], Field(min_length=1)]
 _GivenTexts = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS)]
 _GivenTokenLists = Annotated[list[_GivenTokens], Field(min_length=1, max_length=MAX_INPUTS)]
-_GivenInput = str | _GivenTexts | _GivenTokens | _GivenTokenLists
+GivenInput = str | _GivenTexts | _GivenTokens | _GivenTokenLists
 
 
-def _inputs(value: object) -> object:
+def inputs_of(value: object) -> object:
     """A string, strings, token ids or lists of token ids, as a list of inputs."""
     return prompts_of(value, MAX_INPUTS, "inputs")
 
@@ -52,7 +53,7 @@ class EmbeddingsRequest(Strict):
     """A null is the same as leaving a field out."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
-    input: Annotated[list[Any], BeforeValidator(_inputs, json_schema_input_type=_GivenInput)]
+    input: Annotated[list[Any], BeforeValidator(inputs_of, json_schema_input_type=GivenInput)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1, lt=TOKEN_ID_LIMIT)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
@@ -87,12 +88,32 @@ def to_prompts(asked: EmbeddingsRequest) -> PromptsToEmbed:
     )
 
 
-def check_model(asked: EmbeddingsRequest, info: EngineInfo) -> None:
-    """Raises ApiError (400) for what the model cannot give, and for more numbers than an answer may have."""
+def fitted(request: PromptsToEmbed, model: ResolvedModel, info: EngineInfo) -> PromptsToEmbed:
+    """The request with the vectors that the version was trained for, where it does not choose others. Raises ApiError
+    (400) for what the model cannot give, and for more numbers than an answer may have."""
+    asked, spec = request.asked, model.embedding
+    if spec is not None:
+        asked = asked.model_copy(
+            update={
+                "pooling": asked.pooling or spec.pooling,
+                "normalize": spec.normalize if asked.normalize is None else asked.normalize,
+                "dimensions": asked.dimensions or spec.dimensions,
+            }
+        )
+    _check_model(asked, info, is_cut=spec is not None and spec.dimensions is not None)
+    return request.model_copy(update={"asked": asked})
+
+
+def _check_model(asked: EmbeddingsRequest, info: EngineInfo, *, is_cut: bool) -> None:
+    """`is_cut`: the version was trained for vectors that are cut."""
     size = info.hidden_size
     if size is None:
         raise invalid("model", "This model gives no embeddings.", "unsupported_field")
-    if asked.dimensions not in (None, size):
+    if is_cut and asked.dimensions is not None and asked.dimensions > size:
+        raise invalid(
+            "dimensions", f"'dimensions' must be at most {size}, as many as the model's embeddings have."
+        )
+    if not is_cut and asked.dimensions not in (None, size):
         raise invalid(
             "dimensions",
             f"'dimensions' must be {size}: this model's embeddings have that many numbers, and were not trained to "

@@ -113,11 +113,11 @@ class GenerationEndpoint:
         context.client_field = request.client_field
         async with watch_client(receive, send, context, timeout) as client:
             with context.deadline.enforced():
-                self._kind.check_model(request, services.engine.info)
                 model = await services.resolver.resolve(principal, request.model, user=request.user)
                 if self._background:
                     model = replace(model, release=None)
                 context.adapter, context.resolved = model.adapter, True
+                request = self._kind.fit(request, model, services.engine.info)
                 own = None if services.own_chats is None else await services.own_chats.of(model)
                 prompts = await self._tokenise(request, self._formats(model), principal, own)
                 prompts, places = await self._invoke(prompts, request, model, principal)

@@ -19,7 +19,7 @@ from loraplex.api.embeddings.answers import EmbeddingsAnswer
 from loraplex.api.embeddings.schemas import (
     EmbeddingsRequest,
     PromptsToEmbed,
-    check_model,
+    fitted,
     room_of,
     to_prompts,
 )
@@ -38,11 +38,13 @@ from loraplex.api.openai.delta import Delta
 from loraplex.api.openai.formats import Asked, CompletionFormat, WholeChoice
 from loraplex.api.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
+from loraplex.api.pooling.heads import check_text
 from loraplex.api.responses.answers import ResponsesAnswer
 from loraplex.api.responses.compaction import CompactAnswer, CompactChat, CompactRequest
 from loraplex.api.responses.compaction import to_chat as compact_to_chat
 from loraplex.api.responses.schemas import ResponsesChat, ResponsesRequest
 from loraplex.api.responses.schemas import to_chat as responses_to_chat
+from loraplex.control.types import ResolvedModel
 from loraplex.engine.reports import EngineInfo
 from loraplex.engine.types import Usage
 from loraplex.serving.output.formats import OutputFormats
@@ -123,8 +125,9 @@ def _any_head(scope: Scope) -> None:
     """Whatever the headers say."""
 
 
-def _any_model(request: Request, info: EngineInfo) -> None:
-    """Every model can answer it."""
+def _writes_text(request: Request, model: ResolvedModel, info: EngineInfo) -> Request:
+    check_text(model, info)
+    return request
 
 
 def _kept_logprobs(plan: GenerationPlan, info: EngineInfo) -> int:
@@ -137,13 +140,13 @@ def _kept_of_streams_too(plan: GenerationPlan, info: EngineInfo) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """One route that generates. `schema` checks the body, and `request` makes of it what the route asks for. `source`
-    is the field that holds the prompt; `continues`: the answer goes on where the prompt's text ended. `tokenise` stops
-    at a prompt that fills the context of that number of tokens: it is refused, whatever the others are. It gets the
-    formats of the version that answers. `kept` is the room that an answer takes here until it is sent, in log
-    probabilities. `check_model` raises ApiError (400) for what the model cannot answer. `key_header` is a header that
-    may hold the key, beside Authorization. `check_head` raises ApiError (400) for headers that the route does not
-    take."""
+    """One route that generates. `schema` checks the body, and `request` makes of it what the route asks for.
+    `source` is the field that holds the prompt; `continues`: the answer goes on where the prompt's text ended.
+    `tokenise` stops at a prompt that fills the context of that number of tokens: it is refused, whatever the others
+    are. It gets the formats of the version that answers. `kept` is the room that an answer takes here until it is
+    sent, in log probabilities. `fit` gives the request as this model takes it, and raises ApiError (400) for what
+    it cannot answer. `key_header` is a header that may hold the key, beside Authorization. `check_head` raises
+    ApiError (400) for headers that the route does not take."""
 
     schema: type[BaseModel]
     tokenise: Callable[[TextProcessor, Request, int, OutputFormats], Prompts]
@@ -155,7 +158,7 @@ class Kind:
     continues: bool = False
     request: Callable[[Any], Request] = _itself
     kept: Callable[[GenerationPlan, EngineInfo], int] = _kept_logprobs
-    check_model: Callable[[Request, EngineInfo], None] = _any_model
+    fit: Callable[[Request, ResolvedModel, EngineInfo], Request] = _writes_text
     key_header: str | None = None
     check_head: Callable[[Scope], None] = _any_head
 
@@ -331,9 +334,9 @@ def _embeddings_answer(to: AnswerTo) -> Answer:
     return EmbeddingsAnswer(to.request.asked)
 
 
-def _check_embeddings(request: Request, info: EngineInfo) -> None:
+def _fit_embeddings(request: Request, model: ResolvedModel, info: EngineInfo) -> Request:
     assert isinstance(request, PromptsToEmbed)
-    check_model(request.asked, info)
+    return fitted(request, model, info)
 
 
 def _kept_embeddings(plan: GenerationPlan, info: EngineInfo) -> int:
@@ -351,5 +354,5 @@ EMBEDDINGS = Kind(
     "prompt",
     request=to_prompts,
     kept=_kept_embeddings,
-    check_model=_check_embeddings,
+    fit=_fit_embeddings,
 )

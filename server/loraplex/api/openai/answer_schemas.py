@@ -50,6 +50,22 @@ def _answer(kind: str, choice: str, maybe: dict[str, Any] | None = None) -> dict
 
 
 _TOKENS = list_schema(COUNT)
+_NUMBER = {"type": "number"}
+_LABELLED = {"label": STRING, "probs": list_schema(_NUMBER)}
+_LISTED = {
+    "id": STRING,
+    "object": {"const": "list"},
+    "created": COUNT,
+    "model": STRING,
+    "usage": object_schema(
+        {
+            "prompt_tokens": COUNT,
+            "total_tokens": COUNT,
+            "completion_tokens": {"const": 0},
+            "prompt_tokens_details": object_schema({"cached_tokens": COUNT}),
+        }
+    ),
+}
 _PROMPT_LOGPROBS = {
     "type": ["object", "null"],
     "propertyNames": {"pattern": "^[0-9]+$"},
@@ -156,6 +172,42 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
             "embedding": {
                 "anyOf": [list_schema({"type": "number"}), {"type": "string", "contentEncoding": "base64"}]
             },
+        }
+    ),
+    "Classification": object_schema(_LISTED | {"data": list_schema(_ref("Classified"))}),
+    "Classified": {
+        "anyOf": [
+            object_schema({"index": COUNT, **_LABELLED, "num_classes": COUNT}),
+            object_schema(
+                {
+                    "index": COUNT,
+                    "tokens": list_schema(object_schema({"token_id": COUNT, **_LABELLED})),
+                    "num_classes": COUNT,
+                }
+            ),
+        ]
+    },
+    "Scores": object_schema(
+        _LISTED
+        | {
+            "data": list_schema(
+                object_schema({"index": COUNT, "object": {"const": "score"}, "score": _NUMBER})
+            )
+        }
+    ),
+    "Reranking": object_schema(
+        {
+            "id": STRING,
+            "object": {"const": "list"},
+            "model": STRING,
+            "results": list_schema(
+                object_schema(
+                    {"index": COUNT, "relevance_score": _NUMBER},
+                    {"document": object_schema({"text": STRING})},
+                )
+            ),
+            "usage": object_schema({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+            "meta": object_schema({"tokens": object_schema({"input_tokens": COUNT, "output_tokens": COUNT})}),
         }
     ),
     "ChatCompletion": _answer("chat.completion", "ChatChoice", _OF_PROMPT),

@@ -1,11 +1,12 @@
-"""`/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/responses/compact`, `/v1/messages` and
-`/v1/embeddings`, declared for the OpenAPI document.
+"""`/v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/responses/compact`, `/v1/messages`,
+`/v1/embeddings`, `/classify`, `/score` and `/v1/rerank`, declared for the OpenAPI document.
 
 What answers is an ASGI call of our own under the same application: FastAPI's handler costs a chat 0.3 ms (ADR 0030)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Header, Response
@@ -20,9 +21,11 @@ from loraplex.api.documents import ANSWER_HEADERS, KEY_IN_EITHER_HEADER, json_of
 from loraplex.api.embeddings.schemas import EmbeddingsRequest
 from loraplex.api.generation.endpoints import GenerationEndpoint
 from loraplex.api.generation.kinds import CHAT, COMPACTION, COMPLETION, EMBEDDINGS, MESSAGES, RESPONSES
+from loraplex.api.generation.pooled_kinds import CLASSIFY, RERANK, SCORE
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.millisecond_headers import MAX_LOAD_HEADER, MAX_MS
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
+from loraplex.api.pooling.schemas import ClassifyRequest, RerankRequest, ScoreRequest
 from loraplex.api.responses.compaction import CompactRequest
 from loraplex.api.responses.schemas import ResponsesRequest
 from loraplex.api.route import Caller, DataRoute
@@ -130,6 +133,49 @@ async def create_embedding(
     raise NotImplementedError
 
 
+async def create_classification(
+    _: Caller, request: ClassifyRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
+) -> Response:
+    """Classify texts, by a version with a head."""
+    raise NotImplementedError
+
+
+async def create_score(
+    _: Caller, request: ScoreRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
+) -> Response:
+    """Score pairs of texts, by a version with a head."""
+    raise NotImplementedError
+
+
+async def create_reranking(
+    _: Caller, request: RerankRequest, timeout_ms: Timeout = None, max_load_ms: MaxLoad = None
+) -> Response:
+    """Rank documents by their relevance to a query, by a version with a head."""
+    raise NotImplementedError
+
+
+_POOLED = (
+    (create_classification, CLASSIFY, "Classification", ("/classify", "/v1/classify")),
+    (create_score, SCORE, "Scores", ("/score", "/v1/score")),
+    (create_reranking, RERANK, "Reranking", ("/v1/rerank", "/rerank", "/v2/rerank")),
+)
+"""Routes that clients know by several paths."""
+
+
+def _pooled_routes(services: ApiServices, capacity: TenantCapacity) -> list[GenerationRoute]:
+    return [
+        GenerationRoute(
+            declared,
+            GenerationEndpoint(services, replace(kind, path=path), capacity),
+            operation_id=f"create{answer}{number or ''}",
+            answer=answer,
+            events=None,
+        )
+        for declared, kind, answer, paths in _POOLED
+        for number, path in enumerate(paths)
+    ]
+
+
 def generation_routes(services: ApiServices, capacity: TenantCapacity) -> list[GenerationRoute]:
     return [
         GenerationRoute(
@@ -174,4 +220,5 @@ def generation_routes(services: ApiServices, capacity: TenantCapacity) -> list[G
             answer="EmbeddingList",
             events=None,
         ),
+        *_pooled_routes(services, capacity),
     ]

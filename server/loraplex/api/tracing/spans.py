@@ -34,6 +34,9 @@ OPERATIONS: Mapping[str, str] = {
     "/v1/responses/compact": "chat",
     "/v1/messages": "chat",
     "/v1/embeddings": "embeddings",
+    **dict.fromkeys(("/classify", "/v1/classify"), "classify"),
+    **dict.fromkeys(("/score", "/v1/score"), "score"),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "rerank"),
 }
 """`gen_ai.operation.name` of each route whose requests are traced."""
 MAX_SEQUENCES = 16

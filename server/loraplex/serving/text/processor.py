@@ -101,6 +101,13 @@ class TextProcessor:
         check_length(len(text), self._max_chars)
         return token_ids_of(self._tokenizer, encodable(text), add_special_tokens=add_special_tokens)
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Tokens of two texts in the form that the tokenizer gives a pair, as transformers' (text, text_pair). Raises
+        TextTooLong."""
+        check_length(len(first) + len(second), self._max_chars)
+        (encoding,) = self._tokenizer.encode_batch_fast([(encodable(first), encodable(second))])
+        return list(encoding.ids)
+
     def compare_tokenizer(self, text: str) -> Difference | None:
         """The difference from the tokenizer of a tokenizer.json. The library raises plain Exceptions."""
         return compare(self._tokenizer, load_tokenizer(text))

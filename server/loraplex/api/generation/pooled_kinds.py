@@ -1,0 +1,57 @@
+"""The routes that answer with what a version's head gives: classes, scores of pairs, and documents by their scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loraplex.api.generation.kinds import Answer, AnswerTo, Kind, Prompts, Request
+from loraplex.api.generation.planning import GenerationPlan
+from loraplex.api.openai.logprobs import CompletionLogprobs
+from loraplex.api.pooling.answers import ClassifyAnswer, RerankAnswer, ScoreAnswer
+from loraplex.api.pooling.prompts import PooledPrompts, fitted, room_of, to_prompts, tokens_of
+from loraplex.api.pooling.schemas import ClassifyRequest, RerankRequest, ScoreRequest
+from loraplex.control.types import ResolvedModel
+from loraplex.engine.reports import EngineInfo
+from loraplex.serving.output.formats import OutputFormats
+from loraplex.serving.text.processor import TextProcessor
+
+
+def _tokens(text: TextProcessor, request: Request, max_model_len: int, _: OutputFormats) -> Prompts:
+    assert isinstance(request, PooledPrompts)
+    return Prompts(tokens_of(request, text, max_model_len))
+
+
+def _answer(to: AnswerTo) -> Answer:
+    request = to.request
+    assert isinstance(request, PooledPrompts)
+    asked, head = request.asked, request.found_head
+    if isinstance(asked, ClassifyRequest):
+        return ClassifyAnswer(to.id, to.created, asked, head, to.prompts)
+    kind = RerankAnswer if isinstance(asked, RerankRequest) else ScoreAnswer
+    return kind(to.id, to.created, asked, head)
+
+
+def _fit(request: Request, model: ResolvedModel, info: EngineInfo) -> Request:
+    assert isinstance(request, PooledPrompts)
+    return fitted(request, model, info)
+
+
+def _kept(plan: GenerationPlan, _: EngineInfo) -> int:
+    assert isinstance(plan.request, PooledPrompts)
+    return room_of(plan.request, len(plan.prompts), plan.prompt_tokens)
+
+
+CLASSIFY = Kind(
+    ClassifyRequest,
+    _tokens,
+    _answer,
+    CompletionLogprobs,
+    "/classify",
+    "classify-",
+    "prompt",
+    request=to_prompts,
+    kept=_kept,
+    fit=_fit,
+)
+SCORE = replace(CLASSIFY, schema=ScoreRequest, path="/score", id_prefix="score-")
+RERANK = replace(CLASSIFY, schema=RerankRequest, path="/v1/rerank", id_prefix="rerank-")

@@ -1,0 +1,99 @@
+"""The completion of no tokens that a request becomes, and the head that answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loraplex.adapters.pooled import Head
+from loraplex.api.embeddings.schemas import MAX_ANSWER_BYTES
+from loraplex.api.errors import invalid
+from loraplex.api.openai.schemas import CompletionRequest
+from loraplex.api.pooling.heads import classifying_head, scoring_head
+from loraplex.api.pooling.schemas import ClassifyRequest, RerankRequest, ScoreRequest
+from loraplex.control.types import ResolvedModel
+from loraplex.engine.pooling import Pooling
+from loraplex.engine.reports import EngineInfo
+from loraplex.serving.text.processor import TextProcessor
+
+MAX_PAIR_TOKENS = 1 << 20
+"""Tokens of all pairs of one request."""
+MAX_NUMBERS = MAX_ANSWER_BYTES // 24
+"""Numbers in one answer, of 24 bytes at most."""
+NUMBERS_A_LOGPROB = 4
+"""Numbers that take the room of a log probability in an answer."""
+
+
+class PooledPrompts(CompletionRequest):
+    """Made by `to_prompts`, which checks nothing again. `head` is there once `fitted` has found it."""
+
+    asked: ClassifyRequest | RerankRequest | ScoreRequest
+    head: Head | None = None
+
+    @property
+    def pooling(self) -> Pooling:
+        return self.found_head.task
+
+    @property
+    def found_head(self) -> Head:
+        assert self.head is not None
+        return self.head
+
+    def client_field(self, field: str) -> str:
+        if field != "prompt":
+            return field
+        return "input" if isinstance(self.asked, ClassifyRequest) else self.asked.source
+
+
+def to_prompts(asked: ClassifyRequest | RerankRequest | ScoreRequest) -> PooledPrompts:
+    return PooledPrompts.model_construct(
+        model=asked.model,
+        prompt=asked.input if isinstance(asked, ClassifyRequest) else [],
+        max_tokens=0,
+        user=asked.user,
+        priority=asked.priority,
+        asked=asked,
+    )
+
+
+def fitted(request: PooledPrompts, model: ResolvedModel, info: EngineInfo) -> PooledPrompts:
+    """The request to this model. Raises ApiError (400) for what the model cannot answer."""
+    of = classifying_head if isinstance(request.asked, ClassifyRequest) else scoring_head
+    return request.model_copy(update={"head": of(model, info)})
+
+
+def tokens_of(request: PooledPrompts, text: TextProcessor, max_model_len: int) -> list[Sequence[int]]:
+    """Stops at a prompt that is too long. Raises TextTooLong, ApiError (400)."""
+    asked, prompts = request.asked, list[Sequence[int]]()
+    if isinstance(asked, ClassifyRequest):
+        special = asked.add_special_tokens is not False
+        for prompt in request.prompts:
+            prompts.append(
+                text.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+            )
+            if len(prompts[-1]) > max_model_len:
+                break
+        return prompts
+    count = 0
+    for first, second in asked.pairs:
+        prompts.append(text.encode_pair(first, second))
+        count += len(prompts[-1])
+        if count > MAX_PAIR_TOKENS:
+            raise invalid(
+                "prompt", f"The pairs have more than {MAX_PAIR_TOKENS} tokens; send fewer at a time."
+            )
+        if len(prompts[-1]) > max_model_len:
+            break
+    return prompts
+
+
+def room_of(request: PooledPrompts, num_prompts: int, num_tokens: int) -> int:
+    """The answer's share of the tenant's memory, counted in log probabilities. Raises ApiError (400) for an answer
+    of too many numbers."""
+    head = request.found_head
+    numbers = (num_tokens if head.task == "token_classify" else num_prompts) * len(head.labels)
+    if numbers > MAX_NUMBERS:
+        raise invalid(
+            "prompt",
+            f"The answer would have {numbers} numbers; at most {MAX_NUMBERS} are allowed. Send fewer inputs.",
+        )
+    return -(-numbers // NUMBERS_A_LOGPROB)
