@@ -246,6 +246,7 @@ def url_of(server: WholeServer, port: str, path: str, tenant: str = "acme") -> s
         "key": "nokey",
         "id": "tiny",
         "replica": "r",
+        "batch": "batch_none",
         "file": next(name for name in static_files() if name.endswith("/app.js")),
     }
     return str(getattr(server, f"{port}_url")) + path.format(**values)

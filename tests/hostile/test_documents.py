@@ -42,6 +42,7 @@ SCOPES = ("inference", "adapters:read", "adapters:write", "usage:read")
 REFUSED_ALL_THE_SAME = {
     # What is there now decides, or what time it is.
     (400, "invalid_cursor", "cursor"),  # only what the list gave is taken
+    (400, "invalid_cursor", "after"),
     (412, "precondition_failed", "If-Match"),
     (429, "rate_limit_exceeded", None),
     (400, "invalid_value", "targets"),  # a version that is not ready; and one that is named twice
@@ -116,9 +117,16 @@ NEVER_ACCEPTED = {
     "POST /admin/v1/tenants/{tenant}/adapters/{name}/release/resume",
     *(f"POST {path}" for path in ("/classify", "/v1/classify", "/score", "/v1/score")),
     *(f"POST {path}" for path in ("/v1/rerank", "/rerank", "/v2/rerank")),
+    "GET /v1/files/{id}",
+    "GET /v1/files/{id}/content",
+    "DELETE /v1/files/{id}",
+    "POST /v1/batches",
+    "GET /v1/batches/{id}",
+    "POST /v1/batches/{id}/cancel",
+    "POST /admin/v1/batches/{batch}/cancel",
 }
-"""What needs an adapter's files, a history of releases, a release that runs or a version with a head, which nobody
-makes by chance."""
+"""What needs an adapter's files, a history of releases, a release that runs, a file or a version with a head, which
+nobody makes by chance."""
 
 
 @pytest.fixture
@@ -161,6 +169,7 @@ class Caller:
         self.server.plane.engine.replicas = {name: fake_report(name) for name in ("replica-1", "replica-2")}
         self.there = {
             "replica": "replica-1",
+            "batch": "batch_none",
             "tenant": self.tenant,
             "name": adapter.name,
             "version": f"v{adapter.latest}",

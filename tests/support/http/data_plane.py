@@ -360,7 +360,9 @@ def running_data_plane(
     engine = FakeEngineClient(fake_engine_info(vocab_size=max(VOCAB_SIZE, text.vocab_size)))
     metrics = Metrics(BASE)
     drain = changes.pop("drain", None) or Drain()
-    database = changes.pop("database", None) or file_database(directory)
+    database = changes.pop("database", None) or file_database(
+        directory / f"database-{len([*directory.glob('database-*')])}"
+    )
     services = ApiServices(
         **{
             "engine": engine,
