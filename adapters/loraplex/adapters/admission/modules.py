@@ -26,6 +26,8 @@ from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SITES
 _MAX_TOLD = 8
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value")
 """Linears of the attention, which no mixture has among its experts."""
+_FUSED = frozenset({"in_proj_qkvz", "in_proj_ba"})
+"""Linears that hold several of a delta net's. Tools order their rows in several ways."""
 _LORA, _BASE_LAYER = ".lora_", ".base_layer."
 _SIDES = {"A": 1, "B": 0}
 """The dimension that a matrix has of its linear's weight."""
@@ -245,9 +247,10 @@ def _feature(module: str, known: Mapping[str, BaseTensor], parts: ModelParts, mi
         return "other_towers"
     if mixture and is_of_expert(module):
         return "experts"
-    if f"{module}.weight" not in known:
-        return None
-    return module.rpartition(".")[2]
+    before, _, leaf = module.rpartition(".")
+    if f"{module}.weight" in known or (leaf in _FUSED and f"{before}.in_proj_qkv.weight" in known):
+        return leaf
+    return None
 
 
 def _not_served(feature: str, which: str, base: BaseSpec) -> str:
@@ -264,6 +267,11 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
         return (
             f"LoRA on another part than the language model ({which}) is not served with --adapter-towers refuse; in "
             f"the language model it is served on {served}"
+        )
+    if feature in _FUSED:
+        return (
+            f"LoRA on {which} is not served: the base has in_proj_qkv, in_proj_z, in_proj_b and in_proj_a in its "
+            "place, and the order of its rows is not known (by kind, or by key head); save the adapter on those four"
         )
     if feature in SITES:
         return (

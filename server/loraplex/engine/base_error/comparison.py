@@ -148,6 +148,8 @@ def _decoder(task: BaseErrorTask) -> tuple[DecoderSpec, AttentionChoice]:
     plan = make_plan(Path(task.model_dir), settings, torch_kernels(_CPU, batch_invariant=False), kept)
     if plan.spec is None:
         raise NotMeasured(f"{plan.model_type} runs through transformers, which reads all layers at once")
+    if any(kind.state_bytes for kind in plan.shape.caches):
+        raise NotMeasured(f"layers of {plan.model_type} keep states, which the comparison does not hold")
     return plan.spec, plan.attention
 
 

@@ -1,0 +1,230 @@
+"""Gated delta nets of Qwen3.5: what is refused, what is not read, the same bits, and answers with many adapters."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.engine.devices import kernels_elsewhere
+from loraplex.engine.kv.states import slot_bytes
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.model_plan import ModelSettings, make_plan
+from support.adapters.peft_zoo import ALL_SITES, PeftReference
+from support.adapters.tiny_adapters import save_adapters
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, edit_config, reference_logits, save_tiny
+from support.models.loading import load_model, plan_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+SHAPES = ("qwen3_5-1", "qwen3_5-2", "qwen3_5-3")
+
+
+def refusal(path: Path, **settings: Any) -> str:
+    with pytest.raises(ModelUnsupported) as caught:
+        plan_model(path, **settings)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("base"), FAMILIES["qwen3_5-3"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate is false"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
+        ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype is 'bfloat16'"),
+        ({"full_attention_interval": 4}, "full_attention_interval 4 and layer_types"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim 5"),
+        ({"linear_key_head_dim": 48}, "linear_key_head_dim 48 is no multiple of 32"),
+        ({"linear_num_key_heads": 2}, "linear_num_value_heads 3 is no multiple"),
+        ({"linear_num_value_heads": 0}, "linear_num_value_heads is 0"),
+        ({"layer_types": ["linear_attention"] * 3}, "none of the layers of this qwen3_5_text has attention"),
+    ],
+)  # fmt: skip
+def test_a_config_that_means_something_else_is_refused_by_name(
+    changes: dict[str, Any], words: str, base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    edit_config(tmp_path, **changes)
+    assert words in refusal(tmp_path)
+
+
+def test_fields_that_transformers_does_not_read_may_say_what_it_computes(base: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    plain = plan_model(tmp_path).spec
+    edit_config(
+        tmp_path, attn_output_gate=True, output_gate_type="swish", mamba_ssm_dtype="float32", mtp_num_hidden_layers=1,
+        layer_types=["linear_attention", "full_attention", "linear_attention"], full_attention_interval=2,
+    )  # fmt: skip
+    spec = plan_model(tmp_path).spec
+    assert spec is not None
+    assert plain is not None
+    assert spec.ignored == ()
+    assert sorted(map(repr, spec.layers)) == sorted(map(repr, plain.layers))
+
+
+def test_a_plan_for_a_gpu_is_refused(base: Path) -> None:
+    with pytest.raises(ModelUnsupported, match="the delta nets of qwen3_5_text do not run beside triton's"):
+        make_plan(base, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
+
+
+def test_a_head_that_predicts_further_tokens_is_not_read(base: Path, tmp_path: Path) -> None:
+    """Nor does it take sites away: it has as many linears in layer 0 as the model."""
+    tensors = load_file(base / "model.safetensors")
+    layer = {name: t for name, t in tensors.items() if name.startswith("model.layers.0.")}
+    more = {name.replace("model.", "mtp.", 1): t.clone() for name, t in layer.items()}
+    save_file(tensors | more | {"mtp.fc.weight": torch.ones(2, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
+    assert load_base_spec(tmp_path).sites == load_base_spec(base).sites
+    load_model(tmp_path, "cpu", "float32")
+
+
+def test_gates_stay_floats_where_linears_become_codes(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path, FAMILIES["qwen3_5-2"] | {"hidden_size": 64})
+    run = {}
+    for quantise in (False, True):
+        model = load_model(base, "cpu", "float32", quantise=quantise)
+        run[quantise] = next(layer.mixer for layer in model._layers if hasattr(layer.mixer, "gates"))  # type: ignore[attr-defined]
+    x = torch.randn(4, 64)
+    assert torch.equal(run[True].gates.weight(x, None), run[False].gates.weight(x, None))
+    assert not torch.equal(run[True].given.weight(x, None), run[False].given.weight(x, None))
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
+def test_a_row_has_the_same_bits_whoever_rides_along(dtype: str, base: Path) -> None:
+    """In any slices beside any others, in states and windows full of NaN."""
+    model = load_model(base, "cpu", dtype, kernels="numba", batch_invariant=True)
+    rng = random.Random(dtype)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (1, 2, 18, 40, 40)]
+    alone = []
+    for prompt in prompts:
+        run = PagedRun(model, [prompt])
+        run.step({0: len(prompt)}, None)
+        alone.append(run.result(0))
+    run = PagedRun(model, prompts)
+    while left := [i for i, prompt in enumerate(prompts) if run.done[i] < len(prompt)]:
+        chosen = rng.sample(left, rng.randint(1, len(left)))
+        run.step({i: min(rng.choice([1, 1, 5, 16]), len(prompts[i]) - run.done[i]) for i in chosen}, None)
+    for index, want in enumerate(alone):
+        assert torch.equal(run.result(index), want), index
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=() if s == SHAPES[2] else pytest.mark.soak) for s in SHAPES]
+)
+def test_bfloat16_errs_no_more_than_transformers(shape: str, tmp_path: Path) -> None:
+    """Both beside the same weights in float32."""
+    base = save_tiny(tmp_path / "own", FAMILIES[shape])
+    tensors = {name: t.bfloat16() for name, t in load_file(base / "model.safetensors").items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    rng = random.Random(shape)
+    prompts = [[rng.randrange(VOCAB) for _ in range(length)] for length in (5, 17, 40, 65, 90)]
+    exact = reference_logits(base, prompts)
+    theirs = reference_logits(base, prompts, torch.bfloat16)
+    run = PagedRun(load_model(base, "cpu", "bfloat16", kernels="numba"), prompts)
+    run.step({i: len(prompt) for i, prompt in enumerate(prompts)}, None)
+
+    def error(found: list[torch.Tensor]) -> float:
+        return float(
+            torch.cat([(a - b).square().mean(1) for a, b in zip(found, exact, strict=True)]).mean().sqrt()
+        )
+
+    assert error([run.result(i) for i in range(len(prompts))]) <= 1.2 * error(theirs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [(SHAPES[2], 5), *(pytest.param(shape, 20, marks=pytest.mark.soak) for shape in SHAPES)],
+)
+def test_adapters_and_the_base_in_one_engine(shape: str, count: int, tmp_path: Path) -> None:
+    """LoRA, rsLoRA and DoRA of several ranks, in steps of 40 rows, on so few blocks that sequences start over."""
+    base = save_tiny(tmp_path / "base", FAMILIES[shape] | {"head_dim": 128})
+    chosen = {
+        f"a{n}": {
+            "r": 1 + n, "lora_alpha": 8, "target_modules": ALL_SITES, "use_rslora": n % 3 == 1, "use_dora": n % 3 == 2,
+        }
+        for n in range(count)
+    }  # fmt: skip
+    adapters = save_adapters(base, tmp_path, chosen)
+    caches = plan_model(base, dtype="float32").shape.caches
+    engine = LocalEngine(
+        base, tmp_path / "work", dtype="float32", max_model_len=100, max_num_batched_tokens=40, max_num_seqs=8,
+        kv_cache_memory=8 * slot_bytes(caches), adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, num_threads=1,
+    )  # fmt: skip
+    rng = random.Random(shape)
+    asked: dict[str, tuple[str | None, list[int]]] = {}
+    for name in (*adapters, None, None, None):
+        key = f"{name}-{len(asked)}"
+        asked[key] = name, [rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9, 44]))]
+        ref = None if name is None else engine.publish(adapters[name], name=name)
+        engine.add(key, asked[key][1], ref, max_tokens=30)
+    engine.run()
+    reference = PeftReference(base, adapters, torch.float32)
+    assert engine.core.stats().num_preemptions > 0
+    for key, (name, prompt) in asked.items():
+        tokens = engine.tokens(key)
+        want = reference.logits(name, prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+        assert tokens == want, key
+    engine.close()
+
+
+def admission(base: Path, folder: Path, change: Any) -> str:
+    """The refusal of an adapter whose tensors and config were changed; empty where it is served."""
+    path, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    tensors, settings = change(load_file(path), json.loads(config.read_text()))
+    save_file(tensors, path, metadata={"format": "pt"})
+    config.write_text(json.dumps(settings))
+    try:
+        inspect_adapter(config, path, load_base_spec(base), max_rank=64)
+    except AdapterRefused as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "in_proj_b",
+            None,
+            "the config names model.layers.1.linear_attn.in_proj_b, but no tensors came for it",
+        ),
+        (
+            "in_proj_a",
+            None,
+            "the config names model.layers.1.linear_attn.in_proj_a, but no tensors came for it",
+        ),
+        ("in_proj_qkv", "in_proj_qkvz", "the order of its rows is not known"),
+        ("in_proj_b", "in_proj_ba", "the order of its rows is not known"),
+        ("out_proj", "conv1d", "LoRA on 'model.layers.1.linear_attn.conv1d' and 1 more is not served"),
+    ],
+)
+def test_what_other_servers_drop_or_misread_is_refused(
+    old: str, new: str | None, words: str, base: Path, tmp_path: Path
+) -> None:
+    """Adapters that lack tensors their config names, and linears that other tools fuse."""
+    folder = save_adapters(base, tmp_path, {"all": {"r": 4, "lora_alpha": 8, "target_modules": ALL_SITES}})[
+        "all"
+    ]
+
+    def change(tensors: dict[str, Any], config: dict[str, Any]) -> Any:
+        if new is None:
+            return {name: t for name, t in tensors.items() if f".{old}." not in name}, config
+        config["target_modules"] = [new if name == old else name for name in config["target_modules"]]
+        return {name.replace(f".{old}.", f".{new}."): t for name, t in tensors.items()}, config
+
+    assert words in admission(base, folder, change)
