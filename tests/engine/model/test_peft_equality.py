@@ -200,6 +200,7 @@ def test_float32_tokens_and_logits_equal_peft(
     )
     worst = worst_hidden = 0.0
     pooled = {"mean": lambda hidden: hidden.mean(0), "last": lambda hidden: hidden[-1]}
+    pooled["cls"] = lambda hidden: hidden[0]
     for place, ((name, number), (tokens, logits)) in enumerate(results.items()):
         prompt = prompts[number]
         expected, hidden = subject.exact(name, prompt, tokens)
