@@ -42,6 +42,10 @@ NOT_SUPERVISED = {
     "TenantCapacity.in_thread": "waited for, until its request is cancelled",
     "answers": "waited for, or cancelled",
     "BaseErrors._on_ended": "it logs its failure; what it did not find waits for the next",
+    "BatchRunner.run": "what it raises ends the runner, which is supervised",
+    "BatchRunner._begin": "its end is logged, and its lines are taken again when their lease ends",
+    "BatchRunner._run_part": "waited for",
+    "BatchRunner._pause": "waited for, or cancelled",
     "BaseErrors.start": "it logs its failure; the version keeps its report, and the next server measures again",
 }
 """Where tasks are made, and why their failure is noticed."""

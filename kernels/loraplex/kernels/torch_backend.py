@@ -81,13 +81,15 @@ def _rotate_and_write(
 ) -> None:
     num_kv_heads, before = cache.shape[3], num_heads * (1 + gated)
     q, k, v = heads.tensor_split((before, before + num_kv_heads), 1)
-    q = q[:, :: 1 + gated]
+    if gated:
+        q = q[:, ::2]
     if k.shape[1] and not v.shape[1]:
         v = k.clone()
     for part, weight in ((q, q_norm), (k, k_norm), (v, v_norm)):
         if weight is not None and part.shape[1]:
             part.copy_(norm.rms_norm(part, weight, eps))
-    for part in (q, k):
+    # q and k lie side by side where no gates lie between them: one rotation for both.
+    for part in (q, k) if gated else (heads[:, : num_heads + num_kv_heads],):
         rope.apply_rope(part, cos, sin)
     if cache.dtype is torch.int8:
         q.copy_(kv_codes.transform_queries(q))

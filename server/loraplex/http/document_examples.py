@@ -33,6 +33,7 @@ _IN_PATHS: Mapping[str, str] = {
     "version": "v1",
     "id": "support",
     "key": "key-0123456789abcdef",
+    "batch": "batch_0123456789abcdef",
 }
 _MAX_DEPTH = 6
 

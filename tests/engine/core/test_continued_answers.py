@@ -46,7 +46,7 @@ class Engine:
         self, model_dir: Path, work: Path, adapters: dict[str, Path], *, num_blocks: int, **settings: Any
     ) -> None:
         work.mkdir()
-        self.recorder = Recorder()
+        self.recorder = Recorder(convolving=())
         caches = (CacheKind(2, 8),) * 3
         with self.recorder.patched():
             self.engine = LocalEngine(
