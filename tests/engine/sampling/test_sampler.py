@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.sampling import sampler
@@ -270,3 +271,34 @@ def test_a_request_id_that_comes_again_has_counts_of_its_own() -> None:
     after = row("a", params, prompt=(4,), output=(5,))
     after = SampledRow(replace(after.scheduled, order=1))
     assert memory.entries(after).tolist() == [4, 5 | 1 << 20]
+
+
+class LargeOperations(TorchDispatchMode):
+    """Names the torch operations that read or write as many numbers as torch shares out to its threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        touched = [value for value in (*args, result) if isinstance(value, torch.Tensor)]
+        if any(value.numel() >= 32768 for value in touched):
+            self.names.append(str(func))
+        return result
+
+
+def test_a_chunk_of_a_prompt_wakes_no_thread_of_torchs() -> None:
+    """Beside others' rows its last one is checked, and theirs are taken out: of a whole vocabulary each."""
+    logits = torch.randn(5, 49152)
+    logits[4, 77] = torch.nan
+    rows = torch.tensor([3, 0, 4])
+    with LargeOperations() as large:
+        taken = NumbaSampler(49152).take(logits, rows)
+        ok = NumbaSampler(49152).are_finite(taken)
+    views = {"aten.detach.default", "aten.alias.default", "aten.lift_fresh.default"}
+    assert not set(large.names) - views
+    assert torch.equal(taken.nan_to_num(), logits[rows].nan_to_num())
+    assert ok.tolist() == [True, True, False]
+    taken.zero_()
+    assert logits[3].any()

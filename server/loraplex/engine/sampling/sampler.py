@@ -54,6 +54,15 @@ class Sampler(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `sample` of this module."""
 
+    def take(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """A copy of these rows, numbers [R] int64."""
+        return logits.index_select(0, rows)
+
+    def are_finite(self, logits: torch.Tensor) -> torch.Tensor:
+        """[S] bool: whether all of a row is."""
+        least, most = torch.aminmax(logits, dim=-1)
+        return least.isfinite() & most.isfinite()
+
     def score(
         self,
         logits: torch.Tensor,
@@ -86,7 +95,8 @@ class TorchSampler(Sampler):
 
 
 class NumbaSampler(Sampler):
-    """The same, with kernels for what every row needs, its largest logit and its draw, and for log probabilities."""
+    """The same, with kernels for what every row needs, its largest logit and its draw, and for log probabilities. What
+    most steps need wakes none of torch's threads: they then wait on the cores of the kernels' team."""
 
     def __init__(self, vocab_size: int) -> None:
         # numba takes a second to import.
@@ -97,6 +107,12 @@ class NumbaSampler(Sampler):
         super().__init__(vocab_size, log_sum_exp)
         self._largest = largest
         self._draw = draw
+
+    def take(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(logits.numpy()[rows.numpy()])
+
+    def are_finite(self, logits: torch.Tensor) -> torch.Tensor:
+        return self._largest(logits)[1]
 
     def sample(
         self,

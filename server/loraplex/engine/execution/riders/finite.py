@@ -28,8 +28,8 @@ class FiniteChecks(Rider):
         self._on_device = inputs.ints(self._rows)
 
     def compute(self, forward: Forward) -> None:
-        least, most = torch.aminmax(forward.logits.index_select(0, self._on_device), dim=-1)
-        self._ok = least.isfinite() & most.isfinite()
+        sampler = forward.sampler
+        self._ok = sampler.are_finite(sampler.take(forward.logits, self._on_device))
 
     def to_host(self, copy: Copy) -> None:
         self._ok = copy(self._ok)

@@ -41,7 +41,7 @@ class PromptScores(Rider):
     def compute(self, forward: Forward) -> None:
         asked = [item.request.sampling for _, item in self._slices]
         self._scores = forward.sampler.score(
-            forward.logits.index_select(0, self._on_device),
+            forward.sampler.take(forward.logits, self._on_device),
             self._wanted,
             max(sampling.prompt_logprobs or 0 for sampling in asked),
             ranked=any(sampling.prompt_ranks for sampling in asked),

@@ -126,7 +126,9 @@ class Tokens(Rider):
             self._token_ids.index_copy_(0, rows, previous._sampled.index_select(0, sources))
 
     def compute(self, forward: Forward) -> None:
-        logits = forward.logits if self._which is None else forward.logits.index_select(0, self._which)
+        logits = forward.logits
+        if self._which is not None:
+            logits = forward.sampler.take(logits, self._which)
         # The sampler overwrites them, and nothing else needs the others any more.
         forward.logits = logits if self._logprobs is None else self._logprobs.of_these(logits)
         masks = None if self._masks is None else self._masks.wait()
