@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from loraplex.engine.scheduling.background import LINES_ALONE, MAX_BACKGROUND
+from loraplex.engine.scheduling.background import MAX_BACKGROUND
 from loraplex.engine.scheduling.batch_lines import QUIET_S
+from loraplex.engine.scheduling.line_share import LINES_ALONE, REST_S
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest
 from support.engine.core_engine import adapter, expected
@@ -81,6 +82,9 @@ def test_it_takes_short_steps_until_nobody_has_come_for_a_while() -> None:
     engine.run()
     line(engine, "line", prompt_ids=tuple(range(1, 401)), max_tokens=1)
     engine.step(0.01)
+    assert not engine.rows(background=True)
+    assert 0.0 < (engine.core.idle_s() or 0.0) <= REST_S
+    engine.step(REST_S)
     engine.step(0.01)
     assert {size for step in engine.rows(background=True) for _, _, size in step} == {LINES_ALONE}
     engine.step(QUIET_S)
@@ -135,7 +139,7 @@ def test_a_tenant_that_comes_late_does_not_wait_for_anothers_lines() -> None:
 def test_a_large_line_is_not_passed_by_small_ones_for_ever() -> None:
     engine = busy(num_blocks=80)
     engine.core.abort("real")
-    engine.step()
+    engine.step(REST_S)
     small = 0
     for _ in range(3):
         line(engine, f"small-{small}", tenant_id="a", prompt_ids=(small, *range(60)), max_tokens=30)

@@ -9,6 +9,7 @@ from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.engine.fake_runner import FakeRunner, reference
@@ -23,7 +24,13 @@ class CoreEngine:
     """`core`, the events that it gave, and a clock that stands still between steps."""
 
     def __init__(
-        self, *, num_pages: int = 4, num_slots: int = 4, host_pages: int = 64, **config: Any
+        self,
+        *,
+        num_pages: int = 4,
+        num_slots: int = 4,
+        host_pages: int = 64,
+        bound: StepBound | None = None,
+        **config: Any,
     ) -> None:
         self.now = 0.0
         self.transport = FakeTransport(lambda: self.now, num_pages)
@@ -39,7 +46,12 @@ class CoreEngine:
             num_states=self.config.num_states,
         )
         self.core = EngineCore(
-            self.config, self.runner, self.cache, eos_ids=frozenset({EOS}), clock=lambda: self.now
+            self.config,
+            self.runner,
+            self.cache,
+            eos_ids=frozenset({EOS}),
+            clock=lambda: self.now,
+            bound=bound,
         )
         self.events: list[TokenEvent] = []
 

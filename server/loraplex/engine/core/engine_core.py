@@ -333,7 +333,7 @@ class EngineCore:
             scheduler.running
             or scheduler.queue.num_ready
             or (scheduler.is_waiting_for_adapters and not self._at_rest)
-            or (not len(scheduler.queue) and scheduler.background.is_ready)
+            or (not len(scheduler.queue) and scheduler.background.has_ready(batch=False))
         ):
             return 0.0
         due = (self._deadlines.next_at(), self._max_loads.next_at())

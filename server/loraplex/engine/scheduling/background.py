@@ -8,9 +8,10 @@ arrives meanwhile finds a short step in flight.
 Shadows neither find KV in the prefix cache nor leave any there. The content of cached blocks is lost to them only where
 no empty block is left, and they hold at most `BLOCKS_SHARE` of the pool.
 
-Lines get what shadows leave of this, in the order of their tenants' service over their weights, and find and leave KV.
-A tenant with no line that has begun takes the place of the latest one of the tenant with most. While no other request
-is here, lines leave the background (`batch_lines`), and may hold more of the pool when they come back.
+Lines come behind them, as far as others hardly notice it (`line_share`), in the order of their tenants' service over
+their weights, and find and leave KV. A tenant with no line that has begun takes the place of the latest one of the
+tenant with most. While no other request is here, lines leave the background (`batch_lines`), and may hold more of the
+pool when they come back.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling.background_turns import BackgroundTurns
+from loraplex.engine.scheduling.line_share import LineShare
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
 from loraplex.engine.types import Sequence, SequenceState
 
@@ -33,10 +35,7 @@ MAX_BACKGROUND = 256
 BLOCKS_SHARE = 4
 """All background sequences together hold at most one in this number of the pool's blocks; one alone may hold more."""
 TOKENS_SHARE = 8
-"""Beside other sequences a step has one background token for this number of theirs, 1 at least; of lines for this
-number of slices."""
-LINES_ALONE = 8
-"""Tokens of lines in a step that no other request shares, soon after the last one: the next one waits for it."""
+"""Beside other sequences a step has one token of shadows for this number of theirs, 1 at least."""
 _MAX_PREFETCHED = 4
 """Adapters of waiting background sequences that are asked for at a time."""
 
@@ -53,6 +52,7 @@ class BackgroundSequences:
         self._blocks = blocks
         self._cache = cache
         self.turns = turns
+        self.line_share = LineShare()
         self._waiting: dict[Sequence, None] = {}
         self.begun: dict[Sequence, None] = {}
         self.held: set[Sequence] = set()
@@ -76,16 +76,10 @@ class BackgroundSequences:
         """KV blocks that they hold."""
         return sum(seq.num_held for seq in self.begun)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether one could be computed if no other sequence waits or runs."""
-        return any(map(self._has_adapter, self._here))
-
-    @property
-    def has_ready_shadow(self) -> bool:
-        """Whether a shadow could be computed."""
-        return self._num_live[False] > 0 and any(
-            seq.request.is_shadow and self._has_adapter(seq) for seq in self._here
+    def has_ready(self, *, batch: bool) -> bool:
+        """Whether a shadow, or a line, could be computed if no other sequence waits or runs."""
+        return self._num_live[batch] > 0 and any(
+            seq.request.batch is batch and self._has_adapter(seq) for seq in self._here
         )
 
     def add(self, seq: Sequence, *, hold: bool = False) -> None:
@@ -147,24 +141,21 @@ class BackgroundSequences:
         of at most the draft's budget. No other sequence may wait."""
         if not (self.begun or self._waiting):
             return
-        others, of_lines = draft.num_tokens, max(1, draft.num_slices // TOKENS_SHARE)
-        left = min(draft.budget, SMALL_STEP if not others else max(1, others // TOKENS_SHARE))
-        kept, draft.budget = draft.budget - left, left
+        others = draft.num_tokens
         for seq in list(self.begun):
             if not self._has_adapter(seq):
                 self._stop(seq)
         places += len(draft.scheduled)
-        for seq in [seq for seq in self._here if seq.request.is_shadow]:
-            if draft.budget == 0 or len(draft.scheduled) >= places:
-                break
-            if seq in self.begun or self._may_begin(seq):
-                self._schedule(draft, seq, schedule)
-        if self._num_live[True] and draft.budget:
-            spared = max(0, draft.budget - (of_lines if others else LINES_ALONE))
-            draft.budget -= spared
-            self._plan_lines(draft, places, schedule)
-            draft.budget += spared
-        draft.budget += kept
+        with draft.within(SMALL_STEP if not others else max(1, others // TOKENS_SHARE)):
+            for seq in [seq for seq in self._here if seq.request.is_shadow]:
+                if draft.budget == 0 or len(draft.scheduled) >= places:
+                    break
+                if seq in self.begun or self._may_begin(seq):
+                    self._schedule(draft, seq, schedule)
+        if self._num_live[True] and (most := self.line_share.begin(draft, alone=not others)):
+            with draft.within(most):
+                self._plan_lines(draft, places, schedule)
+            self.line_share.end(draft)
         self._prefetch()
 
     def _plan_lines(self, draft: StepDraft, places: int, schedule: _Schedule) -> None:
@@ -173,7 +164,8 @@ class BackgroundSequences:
         lines.sort(key=lambda line: self.turns.of(line[0].request.tenant_id))
         is_blocked = False
         for seq, had_begun in lines:
-            if draft.budget == 0 or len(draft.scheduled) >= places:
+            most = self.line_share.of_line(draft, seq)
+            if most == 0 or len(draft.scheduled) >= places:
                 return
             if had_begun:
                 if seq not in self.begun:
@@ -183,7 +175,8 @@ class BackgroundSequences:
             elif not self._takes_place(draft, seq):
                 is_blocked = True
                 continue
-            self._schedule(draft, seq, schedule)
+            with draft.within(most):
+                self._schedule(draft, seq, schedule)
 
     def _takes_place(self, draft: StepDraft, seq: Sequence) -> bool:
         """Whether a waiting line may begin. The first one of its tenant may wherever it has blocks, if need be those of

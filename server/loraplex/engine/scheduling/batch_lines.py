@@ -8,6 +8,7 @@ from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
 from loraplex.engine.scheduling.background import BackgroundSequences
 from loraplex.engine.scheduling.fair_queue import FairQueue
+from loraplex.engine.scheduling.line_share import REST_S
 from loraplex.engine.types import Sequence, SequenceState
 
 QUIET_S = 1.0
@@ -32,7 +33,6 @@ class BatchLines:
         self._adapters = adapters
         self._running = running
         self._cache = cache
-        self._others_at = float("-inf")
         self.is_on = False
 
     @property
@@ -42,21 +42,24 @@ class BatchLines:
 
     def begin_step(self, now: float, *, others: bool) -> None:
         """`others`: whether a request that is in no background waits or runs."""
+        share = self._background.line_share
         if others:
-            self._others_at = now
-        elif self._background.has_ready_shadow:
+            share.others_at = now
+        elif self._background.has_ready(batch=False):
             self.make_way()
-        elif self.is_on or now - self._others_at >= QUIET_S:
+        elif self.is_on or now - share.others_at >= QUIET_S:
             self.is_on = True
             for seq in self._background.take_lines():
                 self._move_in(seq, now)
 
     def wait_s(self, now: float) -> float | None:
-        """The time until lines in the background are scheduled as others are, if no other request is here; None
-        without such lines."""
-        if not self._background.has_lines:
+        """The time until lines in the background can do something, if no other request is here: those with their
+        adapters may run alone, others have them loaded. None without such lines."""
+        background = self._background
+        if not background.has_lines:
             return None
-        return max(0.0, self._others_at + QUIET_S - now)
+        pause = REST_S if background.has_ready(batch=True) else QUIET_S
+        return max(0.0, background.line_share.others_at + pause - now)
 
     def make_way(self) -> None:
         """Another request comes: all lines go back to the background."""

@@ -208,7 +208,10 @@ class Scheduler:
         self._cache.begin_pass()
         self._preempter.begin_step(draft)
         decoding, forced, prefilling, measuring = step_draft.sort_running(self.running)
-        time = None if self._bound is None else self._bound.begin(now, decoding + forced, self.queue.weight)
+        time = None
+        if self._bound is not None:
+            lines = self.batch_lines.is_on
+            time = self._bound.begin(now, decoding + forced, self.queue.weight, lines=lines)
         if time is not None:
             decoding, forced = time.in_turn(decoding), time.in_turn(forced)
         before = self._preempter.positions_before_head(prefilling)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -52,6 +53,14 @@ class StepDraft:
         """Tokens of the step so far."""
         slices = chain(self.scheduled.values(), self.of_base)
         return sum(row.num_tokens for row in slices) + (self.measure is not None)
+
+    @contextmanager
+    def within(self, most: int) -> Iterator[None]:
+        """At most `most` tokens are added inside."""
+        spared = max(0, self.budget - most)
+        self.budget -= spared
+        yield
+        self.budget += spared
 
     def plan(self, step_id: int, loads: tuple[str, ...]) -> StepPlan:
         scheduled = (*self.of_base, *self.scheduled.values())

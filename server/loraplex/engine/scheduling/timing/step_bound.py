@@ -39,6 +39,9 @@ values before them for little."""
 AUTO_STEPS = 4.5
 """The bound, where no setting says it, as a multiple of a step of one row. Measured on a CPU: with 5 a chat's longest
 gap beside long prompts was 5.4 times that alone, with 4.5 it is 4.5 times (docs/fairness.md)."""
+LINES_S = 0.1
+"""Seconds of prompts in a step of lines of batches alone, or `max_s` where that is more: the next request waits for it.
+Shorter ones compute fewer positions for each reading of the weights."""
 MOST_SLOWED = 2.0
 """The most by which that bound grows on a machine that has become slower."""
 
@@ -143,11 +146,15 @@ class StepBound:
             self._left[tenant_id] = self._now
 
     def begin(
-        self, now: float, decoding: list[Sequence], weight: Callable[[str], float]
+        self, now: float, decoding: list[Sequence], weight: Callable[[str], float], *, lines: bool = False
     ) -> PromptTime | None:
         """The time of a step in which each of `decoding` has a row, except those that are `resting`; None where nobody
-        else would wait for it. `weight` is that of a tenant."""
+        else would wait for it. `weight` is that of a tenant. `lines`: of batches, which have the step alone."""
         self._now = now
+        if lines:
+            load, resting = self._turns.take(decoding, weight, lambda load: True)
+            until = self.times.seconds(load) + max(LINES_S, self.max_s)
+            return PromptTime(self.times, load, until, until, load.rows, until, resting)
         for tenant_id in [tenant_id for tenant_id, at in self._left.items() if at < now - RECENT_S]:
             del self._left[tenant_id]
         if len(self._here) + len(self._left) < 2:

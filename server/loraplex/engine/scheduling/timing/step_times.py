@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loraplex.engine.config import Charges
 from loraplex.engine.scheduling.timing.step_costs import StepCosts, least_times, on_line
@@ -121,6 +121,13 @@ class StepTimes:
             more = load.with_prompt(start, middle, rank=rank, scored=middle if scores else 0)
             low, high = (middle, high) if self.seconds(more) <= seconds else (low, middle - 1)
         return low
+
+    def lengthened(self, before: StepLoad, after: StepLoad) -> float:
+        """The part by which a step of `before`, of one row at least, becomes longer with what `after` has more. Rows
+        count by the costs of decoding steps, which show the tiles of kernels."""
+        cost = self.measured.costs.cost
+        behind = replace(after, rows=before.rows, sampled=before.sampled)
+        return cost(after.rows) / cost(before.rows) + self.seconds(behind) / self.seconds(before) - 2.0
 
     def took(self, load: StepLoad, seconds: float) -> None:
         """A step of this load took `seconds`. Each term is corrected by its share of the prediction."""
