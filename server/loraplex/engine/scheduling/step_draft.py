@@ -56,7 +56,7 @@ class StepDraft:
 
     @contextmanager
     def within(self, most: int) -> Iterator[None]:
-        """At most `most` tokens are added inside."""
+        """A budget of `most` tokens for what is added inside."""
         spared = max(0, self.budget - most)
         self.budget -= spared
         yield

@@ -28,7 +28,7 @@ PER_TILE = 0.12
 
 
 def tiles_of(size: int) -> StepCosts:
-    """A step grows by `PER_TILE` with each tile of so many rows."""
+    """A step grows by `PER_TILE` with each tile of that many rows."""
     return StepCosts(tuple(1 + PER_TILE * (rows // size) for rows in range(MOST_ROWS)))
 
 
@@ -95,7 +95,7 @@ class Timed(Watched):
 
 
 def streams(engine: Timed, number: int, rng: random.Random) -> Iterator[None]:
-    """So many answers at a time, a new one for each that has ended, for ever."""
+    """That many answers at a time, a new one for each that has ended."""
     live: list[str] = []
     while True:
         live = [name for name in live if not engine.has_ended(name)]
