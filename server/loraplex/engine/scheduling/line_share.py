@@ -67,7 +67,7 @@ class LineShare:
         """The positions that the next line may have; 0: the step has no more. Behind a long context they take longer
         than their number says. The step's first line has one at least."""
         count, time = draft.budget, draft.prompt_time
-        if self._before is None or time is None:
+        if self._before is None or time is None or not count:
             return count
         start, rank = seq.num_computed, rank_of(seq)
         while count and self._added(time.load.with_prompt(start, count, rank=rank)) > self._most - 1:
