@@ -212,6 +212,7 @@ def _build(
             lookahead=lookahead,
             windows=parts.kv_size.needs.windows,
             num_states=parts.kv_size.num_states,
+            num_windows=parts.kv_size.num_windows,
         ),
         parts.runner,
         AdapterCache(
@@ -261,7 +262,7 @@ def _timed(
 ) -> tuple[Speculation | None, str, StepBound | None]:
     """The parts that go by the time of steps: an engine's drafts, or None and why it has none, and the steps' bound."""
     obstacle = obstacle_to_speculation(config.speculation, lookahead, device.kernels)
-    if parts.kv_size.num_states:
+    if parts.kv_size.num_states and not parts.kv_size.num_windows:
         obstacle = (
             obstacle or "a rejected token could not be taken back from the states of the model's layers"
         )

@@ -105,7 +105,9 @@ class SchedulerConfig:
     windows: tuple[int | None, ...] = (None,)
     """Positions that the layers of each group see; None: all. See `loraplex.engine.kv.layers`."""
     num_states: int = 0
-    """State slots, of a model with layers that keep a state (`loraplex.engine.kv.states`)."""
+    """States, of a model with layers that keep one (`loraplex.engine.kv.states`)."""
+    num_windows: int = 0
+    """Windows behind states, one for each running sequence; 0: a layer writes over its state at each position."""
 
     @property
     def block_needs(self) -> BlockNeeds:

@@ -150,7 +150,7 @@ def build_device(
             "--adapter-memory": loaded.arena.num_bytes,
         }
         _warn_of_memory(pools | dict(host_pools), loaded.free_host)
-        kv = make_kv(size.num_blocks, size.num_states)
+        kv = make_kv(size.num_blocks, size.num_states, size.num_windows)
         steps.begin(kv, replace(limits, max_blocks=blocks_for(size.max_model_len)))
     else:
         _warn_of_memory(host_pools, loaded.free_host)
@@ -159,7 +159,7 @@ def build_device(
         if config.kv_cache_memory > budget:
             _log.warning("--kv-cache-memory leaves less than is needed for the steps: %d bytes would", budget)
         size = make_kv.size(budget)
-        kv = make_kv(size.num_blocks, size.num_states)
+        kv = make_kv(size.num_blocks, size.num_states, size.num_windows)
         steps.record_again(kv)
     runner = ModelRunner(
         served,
@@ -190,7 +190,7 @@ class _KVMaker:
     heartbeat: StepHeartbeat
     max_step_tokens: int
 
-    def __call__(self, num_blocks: int, num_states: int = 1) -> KVCache:
+    def __call__(self, num_blocks: int, num_states: int = 1, num_windows: int = 1) -> KVCache:
         return self.device.executor.submit(
             lambda: WatchedKVCache(
                 self.loaded.model.shape.caches,
@@ -200,6 +200,7 @@ class _KVMaker:
                 self.heartbeat,
                 blocks_ahead=2 * blocks_for(self.max_step_tokens),
                 num_states=num_states,
+                num_windows=num_windows,
             )
         ).result()
 

@@ -14,7 +14,7 @@ from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.engine.fake_runner import FakeRunner, reference
 from support.engine.fake_transport import FakeTransport, make_cache
-from support.simulator.core_integrity import check_core
+from support.simulator.core_integrity import check_core, is_named
 
 VOCAB_SIZE = 997
 EOS = 0
@@ -44,6 +44,8 @@ class CoreEngine:
             max_in_flight=1 + self.config.lookahead,
             is_live=lambda row: self.core._tracker.sequence(row) is not None,
             num_states=self.config.num_states,
+            num_windows=self.config.num_windows,
+            is_named=lambda state: is_named(self.core, state),
         )
         self.core = EngineCore(
             self.config,

@@ -166,7 +166,9 @@ class FakeRunner:
     a request with a grammar was built, `is_live` whether the sequence of a row has not ended. `windows`: of each group
     of layers; one sees all. Each group writes to blocks of its own, and those with a window must read theirs,
     as far as they see. With `num_states` a layer keeps a state too: a slot must hold the recurrence over the positions
-    of the sequence that reads it, from its position 0 on."""
+    of the sequence that reads it, from its position 0 on. With `num_windows` the layer has windows: a state holds the
+    recurrence up to a multiple of 16, and only a row at the end of a window writes one, which no other sequence of the
+    step may use, and which is not named (`is_named`)."""
 
     num_blocks: int
     mark_in_slot: Callable[[int], int]
@@ -178,6 +180,8 @@ class FakeRunner:
     is_live: Callable[[ScheduledSequence], bool] = field(default=lambda row: True)
     windows: tuple[int | None, ...] = (None,)
     num_states: int = 0
+    num_windows: int = 0
+    is_named: Callable[[int], bool] = field(default=lambda state: False)
 
     def __post_init__(self) -> None:
         self._full = self.windows.index(None)
@@ -185,6 +189,7 @@ class FakeRunner:
         self._values = [GARBAGE] * positions
         self._tenants = [""] * positions
         self._states = [GARBAGE] * self.num_states
+        self._windows = [[GARBAGE] * BLOCK_SIZE for _ in range(self.num_windows)]
         self._queue: deque[_Handle] = deque()
         self._drawn: dict[
             tuple[str, int], int
@@ -211,7 +216,9 @@ class FakeRunner:
         if self.keep_plans:
             self.plans.append(plan)
         slots = [row.state_slot for row in plan.scheduled]
-        if {*slots} - {*range(self.num_states)} if self.num_states else {*slots} - {-1}:
+        if self.num_windows:
+            self._check_units(plan)
+        elif {*slots} - {*range(self.num_states)} if self.num_states else {*slots} - {-1}:
             self.complaints.append(f"a step has rows in state slots {slots} of {self.num_states}")
         elif self.num_states and len({*slots}) < len(slots):
             self.complaints.append("a step has two slices in one state slot")
@@ -346,7 +353,10 @@ class FakeRunner:
         mark = self._mark(row)
         tenant = row.request.tenant_id
         value = self._values[self._place(row, row.start - 1)] if row.start else 0
-        state = self._states[row.state_slot] if self.num_states and row.start else 0
+        if self.num_windows:
+            state, targets = self._boundary(row), [*row.state_targets]
+        else:
+            state = self._states[row.state_slot] if self.num_states and row.start else 0
         for position, token in enumerate(tokens, row.start):
             if value != POISON:
                 value = GARBAGE if token == GARBAGE else attend(value, mark, token)
@@ -355,9 +365,43 @@ class FakeRunner:
                 self._values[place] = self._of_group(value, group)
                 self._noticed.pop(place, None)
                 self._tenants[place] = tenant
-            state = advance(state, value)
-        if self.num_states:
+            if not self.num_windows:
+                state = advance(state, value)
+                continue
+            window = self._windows[row.state_slot]
+            window[position % BLOCK_SIZE] = value
+            if position % BLOCK_SIZE == BLOCK_SIZE - 1:
+                state = self._states[targets.pop(0)] = reduce(advance, window, state)
+        if self.num_states and not self.num_windows:
             self._states[row.state_slot] = state
+
+    def _boundary(self, row: ScheduledSequence, end: int = 0) -> int:
+        """The state behind the last full window before `end`, or before the slice."""
+        position = max(row.start, end)
+        if position < BLOCK_SIZE:
+            return 0
+        return self._states[row.state_targets[-1] if end and row.state_targets else row.state]
+
+    def _check_units(self, plan: StepPlan) -> None:
+        """Sequences of a step have a window each, and nobody else uses a state that one writes."""
+        users: dict[int, set[str]] = {}
+        windows: dict[int, set[str]] = {}
+        for row in plan.scheduled:
+            windows.setdefault(row.state_slot, set()).add(row.request_id)
+            for state in (row.state, *row.state_targets):
+                users.setdefault(state, set()).add(row.request_id)
+            end = row.start + row.num_tokens
+            certain = end - len(row.drafted)
+            ends = end // BLOCK_SIZE - row.start // BLOCK_SIZE
+            if not len(row.state_targets) == ends == certain // BLOCK_SIZE - row.start // BLOCK_SIZE:
+                self.complaints.append(f"{row.request_id} has {len(row.state_targets)} targets, or drafts")
+        written = {state for row in plan.scheduled for state in row.state_targets}
+        if any(len(users[state]) > 1 for state in written) or any(len(each) > 1 for each in windows.values()):
+            self.complaints.append("two sequences of a step share what one of them writes")
+        if any(self.is_named(state) for state in written):
+            self.complaints.append("a step writes a state that others may find")
+        if {*users} - {*range(self.num_states)} or {*windows} - {*range(self.num_windows)}:
+            self.complaints.append("a step has a state or a window that is not there")
 
     def _mark(self, row: ScheduledSequence | MeasuredPart) -> int:
         return BASE if row.slot < 0 else self.mark_in_slot(row.slot)
@@ -391,8 +435,12 @@ class FakeRunner:
             ):
                 self.complaints.append(f"{row.request_id} reads other KV where it sees {window} positions")
         if self.num_states and self.is_live(row) and POISON not in values[:end]:
-            state = self._states[row.state_slot]
-            if row.drafted or state != reduce(advance, values[:end], 0):
+            if self.num_windows:
+                window = self._windows[row.state_slot]
+                state = reduce(advance, window[: end % BLOCK_SIZE], self._boundary(row, end))
+            else:
+                state = GARBAGE if row.drafted else self._states[row.state_slot]
+            if state != reduce(advance, values[:end], 0):
                 self.complaints.append(f"{row.request_id} has another state than its own, or drafts")
         return tuple(values[:end])
 

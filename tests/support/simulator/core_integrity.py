@@ -43,7 +43,16 @@ def check_scheduler(scheduler: Scheduler, live: Iterable[Sequence]) -> None:
     check_tables(blocks, begun)
     held = [blocks.held(seq.block_ids) for seq in begun]
     check_blocks(blocks, held, scheduler._cache.residency().__contains__)
-    check_states(blocks.states, (seq.state_slot for seq in begun if seq.state_slot >= 0))
+    check_states(blocks.places, (seq.state_slot for seq in begun if seq.state_slot >= 0))
+    if blocks.states is not None:
+        held_states = [[state for _, state in seq.states] for seq in begun]
+        check_blocks(blocks.states, held_states, scheduler._cache.residency().__contains__)
+
+
+def is_named(core: EngineCore, state: int) -> bool:
+    """Whether the prefix cache knows a state of a model with windows."""
+    states = core._scheduler.blocks.states
+    return states is not None and states._key_of[state] is not None
 
 
 def check_queue(queue: FairQueue, alive: dict[str, int]) -> None:

@@ -41,7 +41,7 @@ from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, StepPlan
 from support.engine.fake_runner import FakeRunner, Fault
 from support.engine.fake_transport import Fate
-from support.simulator.core_integrity import check_core
+from support.simulator.core_integrity import check_core, is_named
 from support.simulator.drafters import FREE, DrafterKind, PlantedDrafter
 from support.simulator.fairness import Shares
 from support.simulator.grammars import FakeGrammars
@@ -59,7 +59,8 @@ FAIR_EVERY = 8
 
 class History:
     """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`). With
-    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state."""
+    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state, with
+    `windows` one with a window behind it."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class History:
         fair: bool | None = None,
         drafts: DrafterKind | None = None,
         states: bool = False,
+        windows: bool = False,
     ) -> None:
         self.seed = seed
         self.now = 100.0
@@ -84,6 +86,10 @@ class History:
         if states:
             num_states = self._guessing.randint(1, world.config.max_num_seqs + 1)
             world.config = replace(world.config, num_states=num_states)
+        if windows:
+            places = self._guessing.randint(1, world.config.max_num_seqs + 1)
+            num_states = places + self._guessing.randint(1, 3 * places)
+            world.config = replace(world.config, num_states=num_states, num_windows=places)
         self.disk = Disk([*world.sizes], world.storing)
         self._num_slots, self._host_pages = world.rng.randint(2, 4), world.rng.randint(2, 10)
         if world.p_tier and world.storing.random() < 0.5:
@@ -115,6 +121,8 @@ class History:
             is_live=lambda row: self.core._tracker.sequence(row) is not None,
             windows=world.config.windows,
             num_states=world.config.num_states,
+            num_windows=world.config.num_windows,
+            is_named=lambda state: is_named(self.core, state),
         )
         self.grammars = FakeGrammars(lambda: self.now, world.constraining)
         self.drafter: PlantedDrafter | None = None
@@ -411,14 +419,19 @@ class History:
 
 
 def play(
-    seed: int, *, fair: bool | None = None, drafts: DrafterKind | None = None, states: bool = False
+    seed: int,
+    *,
+    fair: bool | None = None,
+    drafts: DrafterKind | None = None,
+    states: bool = False,
+    windows: bool = False,
 ) -> Summary:
     """One history. Raises Violation."""
     log = logging.getLogger("loraplex")
     level = log.level
     log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
     try:
-        return History(seed, fair=fair, drafts=drafts, states=states).play()
+        return History(seed, fair=fair, drafts=drafts, states=states, windows=windows).play()
     finally:
         log.setLevel(level)
 

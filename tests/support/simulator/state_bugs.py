@@ -44,11 +44,11 @@ def prefix_found_without_its_state(patch: pytest.MonkeyPatch) -> None:
 
     def without_states(call: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(self: SequenceBlocks, *given: Any) -> Any:
-            kept, self.states.num_slots = self.states.num_slots, 0
+            kept, self.places.num_slots = self.places.num_slots, 0
             try:
                 return call(self, *given)
             finally:
-                self.states.num_slots = kept
+                self.places.num_slots = kept
 
         return wrong
 

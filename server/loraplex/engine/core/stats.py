@@ -47,7 +47,7 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         num_waiting_for_grammar=len(scheduler.held),
         num_kv_blocks=scheduler.blocks.num_blocks,
         num_kv_blocks_used=scheduler.blocks.num_used - scheduler.background.num_blocks - lines.num_blocks,
-        num_states_used=scheduler.blocks.states.num_used,
+        num_states_used=scheduler.blocks.num_states_used,
         num_preemptions=scheduler.num_preemptions,
         prefix_cache_queries=scheduler.prefix_queries,
         prefix_cache_hits=scheduler.prefix_hits,

@@ -27,7 +27,6 @@ from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
 from loraplex.engine.model.base import StateRows
 from loraplex.engine.types import ScheduledSequence, StepPlan
-from loraplex.kernels.recurrent import WINDOW
 from loraplex.kernels.recurrent.types import RecurrentRows, RecurrentUnit, lay_out_units
 
 
@@ -185,8 +184,8 @@ class StepRows:
             fresh_blocks=inputs.ints(self._fresh),
             logits_rows=logits_rows,
             hidden_rows=None if self._pooled is None else self._pooled.rows,
-            states=self._send_states(inputs) if self._keeps_states else None,
-            recurrent=self._lay_out_units(token_ids.device) if self._keeps_states else None,
+            states=self._send_states(inputs) if self._keeps_states and self._items[0].state < 0 else None,
+            recurrent=self._send_recurrent(inputs) if self._items[0].state >= 0 else None,
             adapters=begin_adapters(
                 inputs,
                 self.segments,
@@ -206,15 +205,24 @@ class StepRows:
             fresh=inputs.ints([item.state_slot for item in items if item.start == 0]),
         )
 
-    def _lay_out_units(self, device: torch.device) -> RecurrentRows:
-        """A slot holds a sequence's window and its state, which each end of a window writes."""
-        units, first = [], 0
+    def _send_recurrent(self, inputs: StepInputs) -> RecurrentRows:
+        """A sequence with two slices, first of the base and then of its adapter, is one unit."""
+        units: list[RecurrentUnit] = []
+        going_on: dict[tuple[str, int], int] = {}  # by request and next position
+        first = 0
         for item in self._items:
-            last, slot = first + item.num_tokens, item.state_slot
-            ends = (item.start + item.num_tokens) // WINDOW - item.start // WINDOW
-            units.append(RecurrentUnit(range(first, last), item.start, slot, slot, (slot,) * ends))
-            first = last
-        return lay_out_units(units, device)
+            rows = [*range(first, first + item.num_tokens)]
+            first += item.num_tokens
+            unit = RecurrentUnit(rows, item.start, item.state_slot, item.state, item.state_targets)
+            if (index := going_on.get((item.request_id, item.start))) is not None:
+                before = units[index]
+                targets = (*before.targets, *item.state_targets)
+                units[index] = before._replace(rows=(*before.rows, *rows), targets=targets)
+                continue
+            going_on[item.request_id, item.start + item.num_tokens] = len(units)
+            units.append(unit)
+        laid_out = lay_out_units(units)
+        return RecurrentRows(laid_out.units, inputs.ints(laid_out.table.numpy()))
 
 
 def _segments_among(segments: Segments, rows: Sequence[int]) -> Segments:

@@ -15,7 +15,7 @@ from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs
-from loraplex.engine.kv.states import most_slots, slot_bytes
+from loraplex.engine.kv.states import most_slots, num_snapshots, slot_bytes, state_bytes
 from loraplex.engine.model.base import ModelShape
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -43,8 +43,10 @@ class KVSize:
     max_model_len: int
     needs: BlockNeeds
     num_states: int
+    num_windows: int
+    """0: no layer has one."""
     num_bytes: int
-    """Blocks and state slots together."""
+    """Blocks, states and windows together."""
 
 
 class WatchedKVCache(KVCache):
@@ -61,9 +63,10 @@ class WatchedKVCache(KVCache):
         *,
         blocks_ahead: int,
         num_states: int = 0,
+        num_windows: int = 0,
     ) -> None:
         """`blocks_ahead`: of each group of layers; see `FirstTouch`."""
-        super().__init__(caches, num_blocks, dtype, device, num_states)
+        super().__init__(caches, num_blocks, dtype, device, num_states, num_windows)
         self._heartbeat = heartbeat
         memory = tuple(chain.from_iterable(self.pools))
         self._first_touch = (
@@ -113,7 +116,10 @@ def size_kv_cache(
     wanted = max_model_len or shape.max_positions
     needs = block_needs(shape.caches, most_ahead)
     num_states = most_slots(max_num_seqs, slot, budget, needs.of(max_model_len or 1) * one)
-    num_blocks = max(0, budget - num_states * slot) // one
+    rest, state, snapshots = budget - num_states * slot, state_bytes(shape.caches), 0
+    if any(layer.window_bytes for layer in shape.caches):
+        snapshots = num_snapshots(state, rest, needs.of(max_model_len or 1) * one)
+    num_blocks = max(0, rest - snapshots * state) // one
     per_sequence = needs.of(wanted)
     longest = wanted if per_sequence <= num_blocks else needs.longest(num_blocks)
     if longest < (wanted if max_model_len else 1):
@@ -126,7 +132,9 @@ def size_kv_cache(
             + (" or lower max_model_len" if max_model_len else "")
         )
     num_blocks = min(num_blocks, (num_states or max_num_seqs) * per_sequence)
-    return KVSize(num_blocks, longest, needs, num_states, num_blocks * one + num_states * slot)
+    num_bytes = num_blocks * one + num_states * slot + snapshots * state
+    num_windows = num_states if snapshots else 0
+    return KVSize(num_blocks, longest, needs, num_states + snapshots, num_windows, num_bytes)
 
 
 def available_memory(device: torch.device) -> int:

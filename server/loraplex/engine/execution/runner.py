@@ -66,6 +66,7 @@ class ModelRunner:
         self._kv = kv
         self.num_groups = kv.num_groups
         self.state_slot = 0 if kv.states.numel() else -1  # for slices of made-up tokens
+        self.state = 0 if kv.state_windows.numel() else -1
         self._executor = executor
         self._eos_ids = eos_ids
         self._lora = lora

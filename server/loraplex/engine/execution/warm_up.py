@@ -114,4 +114,7 @@ def made_up_slice(
         pool_start=None if pooling is None else 0,
         drafted=tokens[:drafted],
         state_slot=runner.state_slot,
+        state=runner.state,
+        state_targets=(0,)
+        * ((start + count) // BLOCK_SIZE - start // BLOCK_SIZE if runner.state == 0 else 0),
     )

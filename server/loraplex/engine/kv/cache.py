@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from loraplex.engine.kv.layers import CacheKind, LayerGroup, groups_by_layer, layer_groups
-from loraplex.engine.kv.states import state_offsets
+from loraplex.engine.kv.states import offsets
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.host_memory import untouched_zeros
@@ -38,7 +38,7 @@ class KVCache:
     """The preallocated blocks of all layers. A block id names 16 positions of each layer of one group
     (`loraplex.engine.kv.layers`). The n-th places of all groups are the same memory, for a block belongs to one group
     at a time. All is one piece, `tensor`; a layer that shares another's has its view. `states` [num_states, bytes] has
-    the state slots.
+    the states, and `state_windows` [num_windows, bytes] the windows behind them.
 
     Invariant, for kernels that read what is not written yet (`AttentionKernel.reads_unwritten`): where a block belongs
     to a sequence, its positions beyond the sequence's end hold zeros. A block's last owner may have left anything
@@ -52,19 +52,23 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_states: int = 0,
+        num_windows: int = 0,
     ) -> None:
         groups = layer_groups(caches)
         self.num_blocks = num_blocks
         self.num_groups = len(groups)
         sizes = _place_sizes(caches, groups, dtype)
-        self._state_offsets = state_offsets(caches)
-        state_sizes = num_states, self._state_offsets[-1]
+        self._state_offsets = offsets(layer.state_bytes for layer in caches)
+        self._window_offsets = offsets(layer.window_bytes for layer in caches)
+        sizes_of = (num_states, self._state_offsets[-1]), (num_windows, self._window_offsets[-1])
         if device.type == "cpu":
             self.tensor = untouched_zeros((num_blocks * sum(sizes),), dtype)
-            self.states = untouched_zeros(state_sizes, torch.uint8)
+            self.states, self.state_windows = (untouched_zeros(size, torch.uint8) for size in sizes_of)
         else:
             self.tensor = torch.zeros(num_blocks * sum(sizes), dtype=dtype, device=device)
-            self.states = torch.zeros(state_sizes, dtype=torch.uint8, device=device)
+            self.states, self.state_windows = (
+                torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes_of
+            )
         pools, begin = [], 0
         for size, same in groupby(sizes):
             count = sum(1 for _ in same)
@@ -91,7 +95,7 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return self.tensor.nbytes + self.states.nbytes
+        return self.tensor.nbytes + self.states.nbytes + self.state_windows.nbytes
 
     def layer(self, index: int) -> torch.Tensor:
         """[N, 16, 2, Hkv, D] of the layer's own sizes, K before V; of codes, in int8, [N, 16, 2, Hkv, D + 2]
@@ -102,6 +106,11 @@ class KVCache:
         """[num_states, bytes] uint8: the layer's part of each state slot, from a multiple of 64 bytes on. A view."""
         start, end = self._state_offsets[index : index + 2]
         return self.states[:, start:end]
+
+    def window(self, index: int) -> torch.Tensor:
+        """[num_windows, bytes] uint8: the layer's part of each window, likewise. A view."""
+        start, end = self._window_offsets[index : index + 2]
+        return self.state_windows[:, start:end]
 
     def clear_states(self, slots: torch.Tensor) -> None:
         """Clear the slots of sequences whose position 0 is computed in this step. slots: [n] int64."""

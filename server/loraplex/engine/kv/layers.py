@@ -37,6 +37,8 @@ class CacheKind:
     """The index of the layer whose keys and values this layer reads; None: it has its own."""
     state_bytes: int = 0
     """The size of its state (`loraplex.engine.kv.states`); a layer that has nothing else has no heads."""
+    window_bytes: int = 0
+    """The size of its window, where its state is one of `loraplex.kernels.recurrent`."""
 
 
 @dataclass(frozen=True, slots=True)

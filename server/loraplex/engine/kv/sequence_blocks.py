@@ -19,8 +19,9 @@ from itertools import compress
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.kv.layers import BlockNeeds, blocks_for, blocks_unseen
+from loraplex.engine.kv.sequence_states import SequenceStates
 from loraplex.engine.kv.states import StateSlots
-from loraplex.engine.types import ScheduledSequence, Sequence
+from loraplex.engine.types import BlockKey, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
 GIVEN_BACK = -1
@@ -36,14 +37,21 @@ def holds_blocks(seq: Sequence) -> bool:
 
 
 class SequenceBlocks(BlockManager):
-    """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their state slots."""
+    """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states."""
 
-    def __init__(self, num_blocks: int, needs: BlockNeeds, num_states: int = 0) -> None:
+    def __init__(self, num_blocks: int, needs: BlockNeeds, num_states: int = 0, num_windows: int = 0) -> None:
         super().__init__(num_blocks)
         self.needs = needs
-        self.states = StateSlots(num_states)
+        self.places = StateSlots(num_windows or num_states)
+        """Of windows; without windows, of states that each position writes."""
+        self.states = SequenceStates(num_states, num_windows) if num_windows else None
         self._num_groups = len(needs.windows)
         self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
+
+    @property
+    def num_states_used(self) -> int:
+        """States that sequences hold."""
+        return (self.places if self.states is None else self.states).num_used
 
     def missing_to(self, seq: Sequence, end: int) -> int:
         """Blocks that a sequence lacks to hold its positions below `end`."""
@@ -91,9 +99,20 @@ class SequenceBlocks(BlockManager):
 
     def find(self, seq: Sequence) -> list[int]:
         """The table of the beginning of a waiting sequence, as far as the prefix cache has it."""
-        if self.states.num_slots:
+        if self.places.num_slots and self.states is None:
             return []  # blocks alone do not hold what the positions left in a state
         keys = prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]
+        found = self._find(keys)
+        if self.states is not None:
+            while count := len(found) // self._num_groups:
+                known = self.states.longest(keys[:count])
+                if known == count:
+                    return found
+                found = self._find(keys[:known])
+        return found
+
+    def _find(self, keys: list[BlockKey]) -> list[int]:
+        """The table of the longest run of these keys, from the first."""
         if self._num_groups == 1 and not self._windows:
             return self.lookup(keys)
         tables: list[list[int]] = []  # of each group, GIVEN_BACK where nothing is found
@@ -125,14 +144,25 @@ class SequenceBlocks(BlockManager):
         seq.num_given_back = len(found) - len(held)
         seq.blocks_done = len(found) // self._num_groups
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
-        if self.states.num_slots and seq.measured is None:
-            seq.state_slot = self.states.take()
+        if not self.places.num_slots or seq.measured is not None:
+            return
+        seq.state_slot = self.places.take()
+        if self.states is not None:
+            keys = [] if seq.request.is_shadow else prefix_keys.extend_keys(seq)
+            keys = keys[: prefix_keys.findable_blocks(seq)]
+            self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
 
     def begin_again(self, seq: Sequence, start: int) -> None:
         """The positions of a running sequence from `start` on are computed again, and those before too where a state
         may have been written over."""
-        if seq.state_slot < 0:
-            seq.num_computed = min(seq.num_computed, start)
+        start = min(seq.num_computed, start)
+        known: int | None = start
+        if seq.state_slot >= 0:
+            known = None if self.states is None else self.states.go_back(seq, start)
+        if known is not None:
+            if known < start:
+                seq.lost_until = max(seq.lost_until, seq.num_computed)
+            seq.num_computed = known
             return
         seq.lost_until = max(seq.lost_until, seq.num_computed)
         self.drop(seq)
@@ -146,11 +176,17 @@ class SequenceBlocks(BlockManager):
         """Positions start … end-1 of a slice were computed and collected, and no row before `end` will be computed
         again: the blocks that they filled can be found by their keys, and those that no later row sees are given
         back."""
-        if not seq.request.is_shadow and not self.states.num_slots:
+        has_names = self.states is not None or not self.places.num_slots
+        if not seq.request.is_shadow and has_names:
             named = prefix_keys.filled(seq, scheduled, start, end, self._num_groups)
             self.register_all(named, is_spare=seq.request.batch)
         done = end // BLOCK_SIZE
-        if not self._windows or done <= seq.blocks_done:
+        if done <= seq.blocks_done:
+            return
+        if self.states is not None:
+            self.states.computed(seq, done)
+        if not self._windows:
+            seq.blocks_done = done
             return
         table, given = list(seq.block_ids), [False] * len(seq.block_ids)
         for group, window in self._windows:
@@ -163,11 +199,13 @@ class SequenceBlocks(BlockManager):
         seq.block_ids = tuple(GIVEN_BACK if gone else block for block, gone in zip(table, given, strict=True))
 
     def drop(self, seq: Sequence) -> None:
-        """A sequence gives up all of its blocks, and its state slot."""
+        """A sequence gives up all of its blocks, and its window and states."""
         self.release(self.held(seq.block_ids))
+        if self.states is not None:
+            self.states.drop(seq)
         seq.block_ids, seq.num_given_back, seq.blocks_done = (), 0, 0
         if seq.state_slot >= 0:
-            self.states.release(seq.state_slot)
+            self.places.release(seq.state_slot)
             seq.state_slot = -1
 
     def spoil(self, seq: Sequence) -> None:
@@ -175,3 +213,11 @@ class SequenceBlocks(BlockManager):
         self.disown(
             prefix_keys.of_group(key, group) for key in seq.block_keys for group in range(self._num_groups)
         )
+        if self.states is not None:
+            self.states.disown(seq.block_keys)
+            self.states.drop(seq, keeps=False)
+
+    def set_resident(self, digest: str, is_resident: bool) -> None:
+        super().set_resident(digest, is_resident)
+        if self.states is not None:
+            self.states.set_resident(digest, is_resident)

@@ -13,25 +13,35 @@ and one that was preempted. Tokens are not drafted, for a rejected one could not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from loraplex.engine.kv.layers import CacheKind
 
 _ALIGN = 64
+_SNAPSHOTS_OF_REST = 4
 _MOST_OF_BUDGET = 2
 """Slots take at most one part in this number of the memory that they share with the blocks."""
 
 
-def state_offsets(caches: Sequence[CacheKind]) -> tuple[int, ...]:
-    """Where the state of each layer begins in a slot, in bytes, and last the size of a slot; 0 where no layer has
-    one."""
-    sizes = (-(-layer.state_bytes // _ALIGN) * _ALIGN for layer in caches)
-    return tuple(accumulate(sizes, initial=0))
+def offsets(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Where the part of each layer begins in memory for parts of these sizes, in bytes, and last the size of all."""
+    return tuple(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
 
 
 def slot_bytes(caches: Sequence[CacheKind]) -> int:
-    return state_offsets(caches)[-1]
+    """Bytes of a sequence's state and window."""
+    return state_bytes(caches) + offsets(layer.window_bytes for layer in caches)[-1]
+
+
+def state_bytes(caches: Sequence[CacheKind]) -> int:
+    return offsets(layer.state_bytes for layer in caches)[-1]
+
+
+def num_snapshots(state: int, rest: int, for_blocks: int) -> int:
+    """States for the prefix cache, of `state` bytes each: a quarter of the `rest` bytes behind those of the running
+    sequences, as far as blocks keep `for_blocks`, and one at least."""
+    return max(1, min(rest // _SNAPSHOTS_OF_REST, rest - for_blocks) // state)
 
 
 def most_slots(max_num_seqs: int, num_bytes: int, budget: int, for_blocks: int) -> int:

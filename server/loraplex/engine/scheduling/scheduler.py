@@ -61,12 +61,13 @@ class Scheduler:
         self._bound = bound
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
-        # A place takes a state slot, where there are any.
-        self._max_running = min(
-            config.max_num_seqs, config.max_num_batched_tokens, config.num_states or config.max_num_seqs
-        )
+        # A place takes a window or a state, where there are any.
+        places = config.num_windows or config.num_states or config.max_num_seqs
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens, places)
         self._max_scored = config.max_scored_tokens
-        self.blocks = SequenceBlocks(config.num_blocks, config.block_needs, config.num_states)
+        self.blocks = SequenceBlocks(
+            config.num_blocks, config.block_needs, config.num_states, config.num_windows
+        )
         cache.watch_residency(self.blocks.set_resident)
         self.queue = FairQueue()
         self.background = BackgroundSequences(self.blocks, cache, BackgroundTurns(self.queue.weight))
@@ -182,7 +183,7 @@ class Scheduler:
 
     def roll_back(self, rows: Iterable[tuple[Sequence, ScheduledSequence | MeasuredPart]]) -> None:
         """These slices, the newest of their sequences, were not computed. They are planned again, in the same blocks
-        unless a layer keeps a state, and sample the same tokens."""
+        unless a state was written over, and sample the same tokens."""
         for seq, row in rows:
             seq.num_pending = 0
             if seq.state is SequenceState.RUNNING and seq.epoch == row.epoch:
@@ -304,7 +305,12 @@ class Scheduler:
             if missing > self.blocks.num_free and not self._preempter.free_blocks(draft, seq, missing):
                 return
             self.blocks.extend(seq, missing)
-        part = step_draft.make_slice(seq, start, count, slot, scores)
+        states = self.blocks.states
+        source = -1 if states is None else seq.states[-1][1]
+        targets = () if states is None else states.advance(seq, end)
+        if targets is None:
+            return
+        part = step_draft.make_slice(seq, start, count, slot, scores, source, targets)
         draft.budget -= count
         draft.score_budget -= len(part.targets)
         draft.scheduled[seq] = part
@@ -314,7 +320,7 @@ class Scheduler:
             seq.first_scheduled = draft.now
         if seq.num_charged < len(request.prompt_ids):
             self._charge.prompt(seq, end, self._charge.prices.prefill)
-        if slot != seq.slot and end == request.adapter_from and seq.state_slot < 0:
+        if slot != seq.slot and end == request.adapter_from and (seq.state_slot < 0 or seq.states):
             draft.activated.append(seq)
         seq.num_computed = end
         seq.num_pending += part.samples
@@ -325,6 +331,7 @@ class Scheduler:
         the KV of all rows before it reads any. A state has one slice a step."""
         for seq in draft.activated:
             has_room = draft.has_room and draft.score_budget > 0 and draft.num_slices < draft.max_running
+            has_room &= self.blocks.states is None or self.blocks.states.can_advance(seq)
             if has_room and self.blocks.missing(seq) <= self.blocks.num_free:
                 draft.of_base.append(draft.scheduled.pop(seq))
                 self._schedule(draft, seq)

@@ -23,6 +23,7 @@ from loraplex.engine.scheduling.drafting import MAX_DRAFT, Draft, Drafter, Draft
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
 from loraplex.engine.scheduling.timing.step_costs import StepCosts
 from loraplex.engine.types import ScheduledSequence, Sequence
+from loraplex.kernels.attention import BLOCK_SIZE
 
 _log = logging.getLogger(__name__)
 _Given = ParamSpec("_Given")
@@ -56,6 +57,8 @@ class Speculation:
         drafts: dict[Sequence, Draft] = {}
         for seq, part in draft.scheduled.items():
             most = min(MAX_DRAFT, room, seq.request.sampling.max_tokens - part.output_index - 1)
+            if part.state >= 0:
+                most = min(most, _most_in_window(part.start))
             if (
                 most > 0
                 and _may_draft(part)
@@ -153,6 +156,12 @@ class Speculation:
             self.drafter.drop_all()
             _log.exception("the drafter failed: no token is drafted any more")
             return None
+
+
+def _most_in_window(start: int) -> int:
+    """Drafts behind the certain row at `start` of a model with windows: none is a window's last row, which writes a
+    state."""
+    return (BLOCK_SIZE - 2 - start) % BLOCK_SIZE
 
 
 def _may_draft(part: ScheduledSequence) -> bool:

@@ -87,7 +87,15 @@ def sort_running(
     return decoding, forced, prefilling, measuring
 
 
-def make_slice(seq: Sequence, start: int, count: int, slot: int, scores: bool) -> ScheduledSequence:
+def make_slice(
+    seq: Sequence,
+    start: int,
+    count: int,
+    slot: int,
+    scores: bool,
+    state: int,
+    state_targets: tuple[int, ...],
+) -> ScheduledSequence:
     """The slice of `count` positions from `start` on. The last of them is pending where the host does not know its
     token yet. `scores`: log probabilities of the prompt are wanted."""
     # Runs for every sequence of every step: work that decoding does not need is skipped.
@@ -120,6 +128,8 @@ def make_slice(seq: Sequence, start: int, count: int, slot: int, scores: bool) -
         None if seq.pooled is None else pool_start(seq, start, end),
         tuple(token_ids[num_prompt:]) if samples and seq.tells_outputs else (),
         state_slot=seq.state_slot,
+        state=state,
+        state_targets=state_targets,
     )
 
 

@@ -16,7 +16,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.execution.batch import StepRows
 from loraplex.engine.execution.executor import Executor
+from loraplex.engine.execution.inputs import PlainInputs
 from loraplex.engine.execution.kv_cache import KVMemoryTooSmall, size_kv_cache
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.kv.cache import KVCache, block_bytes
@@ -30,7 +32,7 @@ from loraplex.engine.model.layers import mixers
 from loraplex.engine.model.layers.adapted_linears import Linear
 from loraplex.engine.model.layers.mixers import Mixer
 from loraplex.engine.model.layers.tensors import LayerTensors
-from loraplex.engine.types import EngineRequest, SamplingParams
+from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention.torch_attention import TorchAttention
 from loraplex.kernels.lora.site_groups import SiteGroup
 from support.engine.fake_transport import FakeTransport, make_cache
@@ -171,6 +173,54 @@ def test_slots_are_sized_beside_the_blocks() -> None:
         size(need - 1, max_model_len=1024)
     with pytest.raises(KVMemoryTooSmall, match="room for 0 tokens"):
         size(slot - 1)
+
+
+def test_windows_and_snapshots_are_sized_beside_the_blocks() -> None:
+    shape = ModelShape(
+        (CacheKind(2, 8), CacheKind(0, 0, state_bytes=1 << 20, window_bytes=64)), VOCAB, 1 << 10
+    )
+    found = size_kv_cache(
+        shape, torch.float32, CPU, kv_cache_memory=40 << 20, max_num_seqs=8, max_model_len=1024, most_ahead=64
+    )
+    block = block_bytes(shape.caches, torch.float32)
+    assert (found.num_windows, found.num_states) == (8, 8 + 7)  # a quarter of what is left
+    assert found.num_bytes == found.num_blocks * block + 15 * (1 << 20) + 8 * 64 <= 40 << 20
+    kv = KVCache(shape.caches, 3, torch.float32, CPU, found.num_states, found.num_windows)
+    assert (kv.state(1).shape, kv.window(1).shape) == ((15, 1 << 20), (8, 64))
+    assert kv.num_bytes == 3 * block + 15 * (1 << 20) + 8 * 64
+
+
+def test_two_slices_of_a_sequence_are_one_unit() -> None:
+    def part(
+        name: str, start: int, count: int, slot: int, state: int, targets: tuple[int, ...]
+    ) -> ScheduledSequence:
+        request = EngineRequest(name, "t", (1,) * 40, SamplingParams(4))
+        return ScheduledSequence(
+            request, 0, 0, start, count, (1,) * count, (0, 1, 2), slot, False, False, 0,
+            state_slot=ord(name) - ord("a"), state=state, state_targets=targets,
+        )  # fmt: skip
+
+    plan = StepPlan(
+        1, (part("a", 0, 18, -1, 4, (5,)), part("b", 20, 1, -1, 2, ()), part("a", 18, 15, 0, 5, (6,)))
+    )
+    inputs = PlainInputs(CPU, TorchAttention(1, 8, torch.float32, CPU), NoAdapters())
+    recurrent = StepRows(plan, VOCAB).send(inputs).recurrent
+    assert recurrent is not None
+    first, second = recurrent.units
+    assert (first.rows, first.start, first.window, first.state) == ((*range(18), *range(19, 34)), 0, 0, 4)
+    assert (tuple(first.targets), list(second.rows), second.start) == ((5, 6), [18], 20)
+
+
+class NoAdapters:
+    """An arena without an adapter."""
+
+    def lora_pass(self, segments: Any, num_rows: int) -> None:
+        return None
+
+    head_pass = lora_pass
+
+    def token_pass(self, *given: Any) -> None:
+        return None
 
 
 class Decay(MixerKind, frozen=True):

@@ -46,7 +46,8 @@ def delta_groups(kind: DeltaKind, hidden: int) -> tuple[SiteGroup, SiteGroup, Si
 
 def delta_cache(kind: DeltaKind, dtype: torch.dtype) -> CacheKind:
     """The state, and behind it the window."""
-    return replace(kind.cache, state_bytes=sum(recurrent_bytes(_heads(kind), dtype)))
+    state, window = recurrent_bytes(_heads(kind), dtype)
+    return replace(kind.cache, state_bytes=state, window_bytes=window)
 
 
 def read_delta(
@@ -86,8 +87,7 @@ def run_delta(
     Nothing is rotated."""
     assert batch.recurrent is not None
     heads, layer, ops = _heads(kind), weights.given.layer, linears.recurrent
-    slots, (state, _) = batch.kv.state(layer), recurrent_bytes(heads, x.dtype)
-    memory = recurrent_memory(heads, x.dtype, slots[:, :state], slots[:, state:])
+    memory = recurrent_memory(heads, x.dtype, batch.kv.state(layer), batch.kv.window(layer))
     y = linears.apply(weights.given, x, batch)
     gates = linears.apply(weights.gates, x, batch)
     mixed = ops.convolve(y[:, : heads.channels], weights.conv, batch.recurrent, memory)

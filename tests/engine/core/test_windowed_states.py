@@ -1,0 +1,153 @@
+"""States with windows behind them: which are kept and found, and that no state which others may find is written."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from loraplex.engine.kv.sequence_states import SequenceStates
+from loraplex.engine.scheduling import speculation
+from loraplex.engine.types import Sequence
+from support.engine.core_engine import CoreEngine, adapter, expected
+from support.engine.fake_runner import Fault
+from support.simulator.histories import Summary, Violation, play
+
+
+@functools.cache
+def played() -> Summary:
+    total = Summary()
+    for seed in range(30):
+        total.add(play(seed, windows=True))
+    return total
+
+
+def test_histories_with_windows_keep_every_promise() -> None:
+    total = played()
+    assert min(total.preemptions, total.out_of_memory, total.poisoned, total.prefix_hits) > 0
+
+
+def test_drafts_leave_no_trace_in_states() -> None:
+    total = Summary()
+    for seed in range(12):
+        total.add(play(seed, windows=True, drafts="right"))
+    assert 0 < total.accepted <= total.drafted
+
+
+def a_named_state_is_written(patch: pytest.MonkeyPatch) -> None:
+    advance = SequenceStates.advance
+
+    def write(self: SequenceStates, seq: Sequence, end: int) -> tuple[int, ...] | None:
+        targets = advance(self, seq, end)
+        return None if targets is None else tuple(seq.states[0][1] for _ in targets)
+
+    patch.setattr(SequenceStates, "advance", write)
+
+
+def a_prefix_is_found_without_its_state(patch: pytest.MonkeyPatch) -> None:
+    def begin(self: SequenceStates, seq: Sequence, num_found: int, num_cached: int) -> None:
+        seq.states = ((num_found, self.allocate(1)[0]),)
+
+    patch.setattr(SequenceStates, "longest", lambda self, keys: len(keys))
+    patch.setattr(SequenceStates, "begin", begin)
+
+
+def what_is_in_flight_gets_a_name(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: SequenceStates, seq: Sequence, *, keeps: bool = True) -> None:
+        for number, state in seq.states[-1:]:
+            if number:
+                self._name(seq, number, state)
+        self.release([state for _, state in seq.states])
+        seq.states = ()
+
+    patch.setattr(SequenceStates, "drop", drop)
+
+
+def a_draft_ends_a_window(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(speculation, "_most_in_window", lambda start: 100)
+
+
+BUGS = {
+    bug.__name__: bug
+    for bug in (a_named_state_is_written, a_prefix_is_found_without_its_state, what_is_in_flight_gets_a_name)
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    with pytest.raises(Violation):
+        for seed in range(150):
+            play(seed, windows=True)
+
+
+def test_a_draft_that_ends_a_window_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_draft_ends_a_window(monkeypatch)
+    with pytest.raises(Violation):
+        for seed in range(150):
+            play(seed, windows=True, drafts="right")
+
+
+def engine_of(**config: Any) -> CoreEngine:
+    engine = CoreEngine(num_states=24, num_windows=8, **config)
+    engine.runner.keep_plans = True
+    return engine
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("num_outputs", range(8, 26))
+def test_a_second_turn_computes_at_most_16_rows_more(lookahead: int, num_outputs: int) -> None:
+    engine = engine_of(lookahead=lookahead)
+    first = engine.add("first", prompt_ids=tuple(range(1, 41)), max_tokens=num_outputs)
+    engine.run()
+    said = (*first.prompt_ids, *engine.tokens("first"))
+    second = engine.add("second", prompt_ids=(*said, *range(50, 60)))
+    engine.run()
+    usage = engine.end("second").usage
+    assert usage is not None
+    assert len(second.prompt_ids) - usage.cached_tokens <= 10 + 16
+    assert engine.tokens("second") == expected(second, 5)
+
+
+def test_activated_adapters_share_the_states_before_them() -> None:
+    engine = engine_of()
+    talk = tuple(range(1, 53))
+    engine.add("base", prompt_ids=talk)
+    engine.run()
+    judges = [
+        engine.add(f"judge {n}", adapter(n), prompt_ids=(*talk, 90, 91), adapter_from=52, max_tokens=20)
+        for n in range(1, 4)
+    ]
+    engine.runner.plans.clear()
+    engine.run()
+    rows = [row for plan in engine.runner.plans for row in plan.scheduled]
+    firsts = {row.request_id: row for row in reversed(rows)}
+    assert {row.start for row in firsts.values()} == {48}
+    assert len({row.state for row in firsts.values()}) == 1
+    for judge in judges:
+        assert engine.tokens(judge.request_id) == expected(judge, 20)
+
+
+def test_base_rows_and_adapter_rows_are_in_one_step() -> None:
+    engine = engine_of()
+    request = engine.add("r", adapter(1), prompt_ids=tuple(range(1, 41)), adapter_from=30)
+    engine.run()
+    assert engine.tokens("r") == expected(request, 5)
+    starts = [[row.start for row in plan.scheduled] for plan in engine.runner.plans]
+    assert starts[0] == [0, 30]
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_step_without_memory_goes_on_at_its_window(lookahead: int) -> None:
+    engine = engine_of(lookahead=lookahead)
+    request = engine.add("r", prompt_ids=tuple(range(1, 41)), max_tokens=24)
+    while len(engine.tokens("r")) < 10:
+        engine.step(0.01)
+    engine.runner.fault = lambda plan: Fault("collect", memory=True)
+    engine.runner.plans.clear()
+    engine.step(0.01)
+    engine.runner.fault = lambda plan: Fault()
+    engine.run()
+    assert engine.tokens("r") == expected(request, 24)
+    assert min(row.start for plan in engine.runner.plans for row in plan.scheduled) >= 32
