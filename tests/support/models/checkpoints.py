@@ -268,6 +268,7 @@ class PagedRun:
             kv_dtype or model.dtype,
             model.device,
             num_states=len(prompts),
+            num_windows=len(prompts),
         )
         self.kv.states.fill_(0xFF)  # NaN too
         # Scales of codes are NaN then too.
