@@ -25,6 +25,7 @@ from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
 from loraplex.engine.types import MEASURE_STEPS, MeasuredPart, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.logprobs import Row, pack_logprobs
+from support.engine.recurrent_units import wrong_units
 from support.simulator.grammars import grammar_of
 
 BASE = 0
@@ -217,7 +218,7 @@ class FakeRunner:
             self.plans.append(plan)
         slots = [row.state_slot for row in plan.scheduled]
         if self.num_windows:
-            self._check_units(plan)
+            self.complaints += wrong_units(plan, self.num_states, self.num_windows, self.is_named)
         elif {*slots} - {*range(self.num_states)} if self.num_states else {*slots} - {-1}:
             self.complaints.append(f"a step has rows in state slots {slots} of {self.num_states}")
         elif self.num_states and len({*slots}) < len(slots):
@@ -381,27 +382,6 @@ class FakeRunner:
         if position < BLOCK_SIZE:
             return 0
         return self._states[row.state_targets[-1] if end and row.state_targets else row.state]
-
-    def _check_units(self, plan: StepPlan) -> None:
-        """Sequences of a step have a window each, and nobody else uses a state that one writes."""
-        users: dict[int, set[str]] = {}
-        windows: dict[int, set[str]] = {}
-        for row in plan.scheduled:
-            windows.setdefault(row.state_slot, set()).add(row.request_id)
-            for state in (row.state, *row.state_targets):
-                users.setdefault(state, set()).add(row.request_id)
-            end = row.start + row.num_tokens
-            certain = end - len(row.drafted)
-            ends = end // BLOCK_SIZE - row.start // BLOCK_SIZE
-            if not len(row.state_targets) == ends == certain // BLOCK_SIZE - row.start // BLOCK_SIZE:
-                self.complaints.append(f"{row.request_id} has {len(row.state_targets)} targets, or drafts")
-        written = {state for row in plan.scheduled for state in row.state_targets}
-        if any(len(users[state]) > 1 for state in written) or any(len(each) > 1 for each in windows.values()):
-            self.complaints.append("two sequences of a step share what one of them writes")
-        if any(self.is_named(state) for state in written):
-            self.complaints.append("a step writes a state that others may find")
-        if {*users} - {*range(self.num_states)} or {*windows} - {*range(self.num_windows)}:
-            self.complaints.append("a step has a state or a window that is not there")
 
     def _mark(self, row: ScheduledSequence | MeasuredPart) -> int:
         return BASE if row.slot < 0 else self.mark_in_slot(row.slot)
