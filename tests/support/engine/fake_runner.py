@@ -25,8 +25,8 @@ from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
 from loraplex.engine.types import MEASURE_STEPS, MeasuredPart, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.logprobs import Row, pack_logprobs
-from support.engine.recurrent_units import wrong_units
 from support.simulator.grammars import grammar_of
+from support.simulator.recurrent_units import wrong_units
 
 BASE = 0
 """What a base row leaves in place of a digest."""
