@@ -108,7 +108,7 @@ class KVCache:
         return self.states[:, start:end]
 
     def window(self, index: int) -> torch.Tensor:
-        """[num_windows, bytes] uint8: the layer's part of each window, likewise. A view."""
+        """[num_windows, bytes] uint8: the layer's part of each window, from a multiple of 64 bytes on. A view."""
         start, end = self._window_offsets[index : index + 2]
         return self.state_windows[:, start:end]
 

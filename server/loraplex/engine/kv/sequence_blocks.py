@@ -43,7 +43,7 @@ class SequenceBlocks(BlockManager):
         super().__init__(num_blocks)
         self.needs = needs
         self.places = StateSlots(num_windows or num_states)
-        """Of windows; without windows, of states that each position writes."""
+        """The places of windows; without windows, those of states that each position writes."""
         self.states = SequenceStates(num_states, num_windows) if num_windows else None
         self._num_groups = len(needs.windows)
         self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
