@@ -22,6 +22,7 @@ import torch
 
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind, block_needs, blocks_for
+from loraplex.engine.kv.states import slot_bytes
 from loraplex.kernels import numba_backend
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.numba_attention import SPAN
@@ -66,6 +67,8 @@ OTHER_PLANS = {
     "gemma4-e2b": FAMILIES["gemma4-e2b"] | {"sliding_window": 70},
     # Short convolutions, whose last rows lie in blocks.
     "lfm2": FAMILIES["lfm2"],
+    # Delta nets, whose states are shared and kept as blocks are, and attention's heads that take more room.
+    "qwen3_5": FAMILIES["qwen3_5-2"] | {"head_dim": 128},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "wide steps": {"max_num_batched_tokens": 700},
@@ -141,14 +144,16 @@ def make_asked(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
             caches = (CacheKind(heads, dim),) * 3
             if "sliding_window" in subject.family:
                 kv_blocks = kv_blocks * 3 // 4  # some layers keep the window alone
-        size = block_bytes(caches, served)
+        memory = kv_blocks * block_bytes(caches, served)
+        if slot := slot_bytes(caches):
+            memory += memory // 3 + settings.get("max_num_seqs", 12) * slot  # a quarter is for snapshots
         asked = Asked(
             subject.base,
             tmp_path / str(len(made)),
             subject.adapters,
             kernels="numba",
             dtype=dtype,
-            kv_cache_memory=kv_blocks * size,
+            kv_cache_memory=memory,
             **{
                 "max_model_len": LONGEST,
                 "adapter_memory": 8 << 20,
@@ -236,6 +241,7 @@ def test_bits_do_not_depend_on_neighbours(
     [
         ("gemma4-e2b", "none", "auto", "bfloat16", 20),
         ("lfm2", "none", "auto", "float32", 20),
+        ("qwen3_5", "none", "auto", "float32", 20),
         *(
             pytest.param(plan, *kept, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
             for plan in OTHER_PLANS

@@ -111,6 +111,8 @@ class Recorder:
             number, place = position // BLOCK_SIZE * kv.num_groups, position % BLOCK_SIZE
             digest = hashlib.sha256()
             for layer, group in enumerate(kv.group_of):
+                if not kv.layer(layer).numel():
+                    continue  # a delta net's: logits show its state
                 block = kv.layer(layer)[part.block_ids[number + group]]
                 own = (
                     block[place].view(torch.uint8)
