@@ -151,3 +151,34 @@ def test_a_step_without_memory_goes_on_at_its_window(lookahead: int) -> None:
     engine.run()
     assert engine.tokens("r") == expected(request, 24)
     assert min(row.start for plan in engine.runner.plans for row in plan.scheduled) >= 32
+
+
+def test_a_request_waits_for_a_state_while_others_write_new_ones() -> None:
+    engine = CoreEngine(num_states=6, num_windows=5)
+    talks = [tuple(range(first, first + 33)) for first in (1, 101)]
+    for number, talk in enumerate(talks):
+        engine.add(f"talk {number}", prompt_ids=talk, max_tokens=1)
+        engine.run()
+    asked = [
+        engine.add(f"{number} {place}", prompt_ids=(*talk, *range(200, 213), 300 + place), max_tokens=4)
+        for number, talk in enumerate(talks)
+        for place in range(2)
+    ]
+    engine.step(0.01)
+    asked.append(engine.add("last", prompt_ids=(7,) * 20, max_tokens=4))  # as four sequences leave two shared states
+    engine.run()
+    assert [engine.tokens(request.request_id) for request in asked] == [expected(each, 4) for each in asked]
+
+
+def test_lines_of_batches_evict_nobody_elses_state() -> None:
+    engine = engine_of(num_blocks=256)
+    shared = tuple(range(1, 65))
+    engine.add("chat", prompt_ids=shared, max_tokens=1)
+    engine.run()
+    for n in range(30):  # each leaves states of its own
+        line = {"background": True, "batch": True, "ignore_eos": True, "max_tokens": 1}
+        engine.add(f"line-{n}", prompt_ids=(900 + n, *range(200, 280)), **line)
+        engine.run()
+    engine.add("again", prompt_ids=shared, max_tokens=1)
+    engine.run()
+    assert getattr(engine.end("again").usage, "cached_tokens", None) == 48

@@ -53,6 +53,10 @@ class SequenceBlocks(BlockManager):
         """States that sequences hold."""
         return (self.places if self.states is None else self.states).num_used
 
+    def lacks_place(self) -> bool:
+        """Whether one sequence more finds no place, or, until a step in flight is collected, no state."""
+        return self.places.lacks(1) or (self.states is not None and not self.states.num_free)
+
     def missing_to(self, seq: Sequence, end: int) -> int:
         """Blocks that a sequence lacks to hold its positions below `end`."""
         return max(0, blocks_for(end) * self._num_groups - len(seq.block_ids))

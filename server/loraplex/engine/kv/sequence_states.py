@@ -48,7 +48,7 @@ class SequenceStates(BlockManager):
         """A sequence starts behind `num_found` blocks; `num_cached` are there of its beginning."""
         if num_found:
             taken = self.lookup_all(seq.block_keys[num_found - 1 : num_found])
-            self.share(taken)
+            self.share(taken, is_spare=seq.request.batch)
         else:
             taken = self.allocate(1)
         seq.states = ((num_found, taken[0]),)
@@ -112,4 +112,4 @@ class SequenceStates(BlockManager):
         seq.states, seq.kept_states = (), ()
 
     def _name(self, seq: Sequence, number: int, state: int) -> None:
-        self.register(state, prefix_keys.extend_keys(seq)[number - 1])
+        self.register(state, prefix_keys.extend_keys(seq)[number - 1], is_spare=seq.request.batch)

@@ -184,7 +184,7 @@ class BackgroundSequences:
         counts = Counter(other.request.tenant_id for other in self.begun if other.request.batch)
         if counts[seq.request.tenant_id]:
             return self._may_begin(seq)
-        while self._blocks.wanted(seq) > self._blocks.num_free or self._blocks.places.lacks(1):
+        while self._blocks.wanted(seq) > self._blocks.num_free or self._blocks.lacks_place():
             most = max(counts.values(), default=0)
             victims = [
                 other
@@ -226,7 +226,7 @@ class BackgroundSequences:
 
     def _may_begin(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may hold blocks beside those that have begun."""
-        if seq.num_pending or not self._has_adapter(seq) or self._blocks.places.lacks(1):
+        if seq.num_pending or not self._has_adapter(seq) or self._blocks.lacks_place():
             return False  # its tokens in flight are collected before it resumes
         if not self.begun:
             return True

@@ -416,7 +416,7 @@ class Scheduler:
         positions. False if its tokens do not all fit beside the `reserved` blocks of running sequences."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
         found = self._cached_prefix(seq)
-        if self.blocks.short(seq, reserved, found) > 0:
+        if self.blocks.short(seq, reserved, found) > 0 or self.blocks.lacks_place():
             return False
         lane = self.queue.remove(seq)
         self.adapters.request_left(lane, started=True)
