@@ -43,14 +43,6 @@ def patient(tmp_path: Path) -> Iterator[AdminPlane]:
 
 
 @pytest.fixture
-def unmeasured(tmp_path: Path) -> Iterator[AdminPlane]:
-    """A plane whose operator has the measurement turned off."""
-    made = AdminPlane(tmp_path, measures_base=False)
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def bounded(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[AdminPlane]:
     """A plane that warns from the divergence on that is the fixture's parameter."""
     made = AdminPlane(tmp_path, warn_above=request.param)
@@ -175,16 +167,6 @@ def _version(plane: AdminPlane, name: str = "support", tenant: str = "acme") -> 
 async def test_what_cannot_be_computed_is_not_begun(plane: AdminPlane, tmp_path: Path, form: str) -> None:
     plane.make_tenant()
     assert (await push(plane, tmp_path, form=form)).json()["state"] == "ready"
-    assert plane.base_measure.tasks == []
-
-
-async def test_nothing_is_measured_where_the_operator_says_so(unmeasured: AdminPlane, tmp_path: Path) -> None:
-    plane = unmeasured
-    plane.make_tenant()
-    report = (await push(plane, tmp_path)).json()["report"]
-    await plane.base_errors.start_unmeasured()
-    assert report["base_error"]["reason"] == NOT_YET
-    assert (await show(plane))["report"] == report
     assert plane.base_measure.tasks == []
 
 

@@ -210,7 +210,6 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         validation=installation.validation,
         store=installation.store,
         served=_served_base(settings, shared.text),
-        measures=settings.adapter_base_error,
     )
     checks = VersionChecks(
         database=installation.database,

@@ -19,6 +19,7 @@ _REMOVED = {
     "trace_follow_caller": "use --trace-sample-ratio caller",
     "otlp_headers": "use the variable OTEL_EXPORTER_OTLP_HEADERS",
     "otlp_service_name": "use the variable OTEL_SERVICE_NAME",
+    "adapter_base_error": f"{_LEAVE_OUT}measures one version at a time, at the lowest priority",
     "adapter_base_error_warning": f"{_LEAVE_OUT}warns from 0.1 nats a token; reports have the figure",
     "adapter_image_cache": f"{_LEAVE_OUT}keeps 2 GiB at most, and 1 GiB of the disk free",
     "adapter_load_timeout": f"{_LEAVE_OUT}ends a load after 60 s",
@@ -30,7 +31,7 @@ _REMOVED = {
     "scale_down_delay": f"{_LEAVE_OUT}waits 300 s",
     "stream_stall_timeout": f"{_LEAVE_OUT}cuts a client that reads nothing after 30 s",
 }  # fmt: skip
-REMOVED_SWITCHES = frozenset({"trace_follow_caller"})
+REMOVED_SWITCHES = frozenset({"trace_follow_caller", "adapter_base_error"})
 """Those of them that were `--NAME` and `--no-NAME`."""
 
 

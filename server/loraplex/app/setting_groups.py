@@ -8,12 +8,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "dtype", "max_model_len", "max_num_seqs", "kv_cache_memory", "adapter_memory", "max_adapter_rank", "log_level",
     ),
     "Model": (
-        "quantise", "kv_cache_dtype", "batch_invariant", "speculation", "kernels", "attention", "threads", "tokenizer",
-        "tool_format", "reasoning_format", "default_max_tokens", "max_num_batched_tokens", "max_step_ms", "max_waiting",
+        "quantise", "kv_cache_dtype", "state_cache", "batch_invariant", "speculation", "kernels", "attention",
+        "threads", "tokenizer", "tool_format", "reasoning_format", "default_max_tokens", "max_num_batched_tokens",
+        "max_step_ms", "max_waiting",
     ),
     "Adapters": (
         "adapter_cpu_memory", "max_adapter_upload", "adapter_sources", "adapter_templates", "adapter_towers",
-        "keep_versions", "adapter_base_error", "artifact_url", "artifact_cache_size",
+        "keep_versions", "artifact_url", "artifact_cache_size",
     ),
     "Limits": ("server_limit", "redis_url", "limits_when_apart", "max_body"),
     "Storage": ("database_url", "database_staleness", "key_pepper", "usage_keep_days", "usage_journal_size"),
@@ -30,14 +31,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
 """Names of settings in the order of `--help`, by its panels: those that operators touch first come first."""
 ENGINE_SETTINGS = (
     "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
-    "batch_invariant", "speculation", "threads", "engine_spare", "kv_cache_memory", "kv_cache_dtype", "adapter_memory",
-    "adapter_cpu_memory", "max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_waiting", "max_adapter_rank",
-    "data_dir", "artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls", "drain_timeout", "log_level",
+    "batch_invariant", "speculation", "threads", "engine_spare", "kv_cache_memory", "kv_cache_dtype", "state_cache",
+    "adapter_memory", "adapter_cpu_memory", "max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_waiting",
+    "max_adapter_rank", "data_dir", "artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls",
+    "drain_timeout", "log_level",
 )  # fmt: skip
 """Settings of an engine, which `loraplex engine` takes too."""
 EXPERT = frozenset(
     {
-        "adapter_base_error", "artifact_cache_size", "attention", "database_staleness", "drain_grace", "engine_spare",
+        "artifact_cache_size", "attention", "database_staleness", "drain_grace", "engine_spare",
         "max_num_batched_tokens", "max_waiting", "threads", "usage_journal_size",
     }
 )  # fmt: skip

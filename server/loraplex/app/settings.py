@@ -140,6 +140,12 @@ class Settings(BaseSettings):
     )
     max_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more get 503")
     kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, for example 2GiB")
+    state_cache: Bytes = Field(
+        0,
+        ge=0,
+        description="Bytes of the KV cache for states of delta nets that prefixes are found by (0: a quarter of what "
+        "the running sequences' states leave)",
+    )
     adapter_memory: Bytes = Field(0, ge=0, description="Device bytes for adapters")
     adapter_cpu_memory: Bytes = Field(0, ge=0, description="Host bytes for adapters")
     max_adapter_rank: int = Field(64, ge=1, le=512, description="Largest rank of an adapter")
@@ -155,11 +161,6 @@ class Settings(BaseSettings):
         "drop",
         description="What becomes of an adapter's tensors for parts of a multimodal base that no text goes through: "
         "they are left out (drop), or the adapter is refused (refuse)",
-    )
-    adapter_base_error: bool = Field(
-        True,
-        description="Measure how the form of the base that an adapter was trained on changes its answers, in a process "
-        "beside the engine",
     )
     default_max_tokens: int = Field(
         256, ge=1, le=1 << 20, description="Answer length where a request asks for none"

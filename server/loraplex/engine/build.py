@@ -50,6 +50,7 @@ from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.layers import blocks_for
+from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.numerics import numerical_build
@@ -331,6 +332,9 @@ def _info(
         num_kv_blocks=kv_size.num_blocks,
         kv_groups=len(kv_size.needs.windows),
         num_states=kv_size.num_states,
+        num_windows=kv_size.num_windows,
+        state_bytes=state_bytes(model.shape.caches),
+        window_bytes=window_bytes(model.shape.caches),
         kv_bytes=kv_size.num_bytes,
         arena_page_bytes=arena.layout.page_bytes,
         arena_pages=loaded.num_pages,

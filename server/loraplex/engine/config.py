@@ -26,7 +26,8 @@ class EngineConfig:
     to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is costly to find out about a base model's
     weights, `plan_dir` the plan made of its config, `image_dir` up to `adapter_image_cache` bytes of laid-out adapters.
     `artifact_dir` is a store's folder, or the cache of the bucket that `artifact_url` names. `num_sharing` engines
-    start together on this machine: each takes an equal part of what is chosen from it."""
+    start together on this machine: each takes an equal part of what is chosen from it. `state_cache`: of the memory for
+    the KV cache."""
 
     model_path: str
     artifact_dir: str
@@ -39,6 +40,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 0
     max_waiting: int = 1024
     kv_cache_memory: int = 0
+    state_cache: int = 0
     adapter_memory: int = 0
     adapter_cpu_memory: int = 0
     max_adapter_rank: int = 64

@@ -211,6 +211,7 @@ class _KVMaker:
             self.loaded.plan.kv_dtype,
             self.device.kernels.device,
             kv_cache_memory=self.config.kv_cache_memory,
+            state_cache=self.config.state_cache,
             max_model_len=self.config.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             budget=budget,

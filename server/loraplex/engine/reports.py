@@ -70,7 +70,7 @@ class EngineInfo(ModelSummary):
     num_kv_blocks: int
     """Blocks of `block_size` tokens in one of `kv_groups` groups of layers."""
     kv_bytes: int
-    """The KV blocks and the state slots."""
+    """The KV blocks, the states and their windows."""
     arena_page_bytes: int
     arena_pages: int
     adapter_cpu_bytes: int
@@ -80,7 +80,11 @@ class EngineInfo(ModelSummary):
     kv_groups: int = 1
     max_num_batched_tokens: int = 0
     num_states: int = 0
-    """State slots, of a model with layers that keep a state; each running sequence has one."""
+    """States of `state_bytes` each, of a model with layers that keep one; each running sequence has one at least."""
+    num_windows: int = 0
+    """Windows of `window_bytes` each behind states that are found again: one for each running sequence."""
+    state_bytes: int = 0
+    window_bytes: int = 0
     base_fingerprint: str = ""
     four_bit_library: str = ""
     """The library, with its version, that multiplies with those of its form; empty for the engine's own kernels."""
@@ -133,7 +137,9 @@ class EngineStats(CacheUsage):
     num_kv_blocks: int = 0
     num_kv_blocks_used: int = 0
     num_states_used: int = 0
-    """State slots in use."""
+    """States that sequences hold."""
+    num_snapshots: int = 0
+    """States that no sequence holds, by which prefixes are found."""
     num_preemptions: int = 0
     num_out_of_memory: int = 0
     """Steps that did not fit into the device's memory."""

@@ -101,8 +101,7 @@ class ServedBase:
 
 
 class BaseErrors:
-    """Measurements of one event loop. `warn_above`: the least divergence that makes a warning, in nats a token.
-    `measures`: False where an operator keeps the machine for the engine; then no version is measured."""
+    """Measurements of one event loop. `warn_above`: the least divergence that makes a warning, in nats a token."""
 
     def __init__(
         self,
@@ -112,7 +111,6 @@ class BaseErrors:
         store: Store,
         served: ServedBase,
         warn_above: float = WARN_ABOVE,
-        measures: bool = True,
         measure: Callable[[BaseErrorTask], Awaitable[BaseErrorFigures]] = measure_in_process,
     ) -> None:
         self._database = database
@@ -120,7 +118,6 @@ class BaseErrors:
         self._store = store
         self._served = served
         self._warn_above = warn_above
-        self._measures = measures
         self._measure = measure
         self._running: dict[_Key, asyncio.Task[VersionInfo]] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -132,7 +129,7 @@ class BaseErrors:
         """Begin to measure a version that is ready, if its report lacks figures and no measurement is on its way. A
         tenant's beyond `MOST_WAITING` begin when the tenant has none of those left."""
         key = (info.tenant_id, info.name, info.number)
-        if not self._measures or key in self._running or not is_to_be_measured(info.report):
+        if key in self._running or not is_to_be_measured(info.report):
             return
         if self._waiting_of(info.tenant_id) >= MOST_WAITING:
             self._left_out.add(info.tenant_id)
@@ -142,8 +139,6 @@ class BaseErrors:
 
     async def start_unmeasured(self) -> None:
         """Begin to measure versions that an earlier server left unmeasured. Raises what the database raises."""
-        if not self._measures:
-            return
         for info in await self._database.run(self._validation.unmeasured):
             self.start(info)
 

@@ -22,7 +22,8 @@ from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import adapter_pages
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.linear.packed import PackedLinear
-from support.models.loading import load_model, outline_model
+from support.models.checkpoints import FAMILIES, save_tiny
+from support.models.loading import load_model, outline_model, plan_model
 from support.servers.live_server import (
     LiveServer,
     checked,
@@ -90,6 +91,42 @@ def test_an_engine_allocates_what_was_planned(
     assert info.kv_cache_dtype == {"auto": "float32", "int8": "int8"}[kv_cache_dtype]
     assert info.max_model_len == found["max_model_len"]
     assert found["resident"] >= 5
+
+
+def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) -> None:
+    """With heads as large as a 0.8B's, in one layer of three."""
+    sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    model = save_tiny(tmp_path / "base", FAMILIES["qwen3_5-2"] | sizes)
+    asked = (
+        "--gpu",
+        "cpu",
+        "--gpu-memory",
+        "1100MiB",
+        "--adapters",
+        "1",
+        "--context",
+        "128",
+        "--max-num-seqs",
+        "4",
+    )
+    found = plan("--model", str(model), *asked, "--dtype", "float32")
+    engine = build_engine(
+        EngineConfig(
+            str(model), str(tmp_path / "artifacts"), device="cpu", dtype="float32", kernels="torch", max_num_seqs=4,
+            kv_cache_memory=mib(found["settings"]["kv_cache_memory"]), adapter_memory=1 << 20,
+            adapter_cpu_memory=1 << 20,
+        ),
+        wake=lambda: None,
+    )  # fmt: skip
+    info = engine.info
+    engine.close()
+    assert (info.num_states, info.num_windows) == (found["states"], found["windows"])
+    assert (info.state_bytes, info.window_bytes) == (found["state"], found["window"])
+    assert found["states"] > found["windows"] == 4
+    told = run_here("plan", "--model", str(model), *asked, "--dtype", "float32").stdout
+    assert f"{found['states']} states, " in told
+    assert f"{found['states'] - 4} of them for prefixes; 4 windows, " in told
+    assert "states of 0.3 MiB and windows of 0.1 MiB" in plan_model(model).explain()
 
 
 def mib(setting: str) -> int:

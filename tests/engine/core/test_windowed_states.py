@@ -108,6 +108,8 @@ def test_a_second_turn_computes_at_most_16_rows_more(lookahead: int, num_outputs
     assert usage is not None
     assert len(second.prompt_ids) - usage.cached_tokens <= 10 + 16
     assert engine.tokens("second") == expected(second, 5)
+    stats = engine.core.stats()
+    assert (stats.num_states_used, stats.num_snapshots > 1) == (0, True)
 
 
 def test_activated_adapters_share_the_states_before_them() -> None:
@@ -165,7 +167,9 @@ def test_a_request_waits_for_a_state_while_others_write_new_ones() -> None:
         for place in range(2)
     ]
     engine.step(0.01)
-    asked.append(engine.add("last", prompt_ids=(7,) * 20, max_tokens=4))  # as four sequences leave two shared states
+    asked.append(
+        engine.add("last", prompt_ids=(7,) * 20, max_tokens=4)
+    )  # as four sequences leave two shared states
     engine.run()
     assert [engine.tokens(request.request_id) for request in asked] == [expected(each, 4) for each in asked]
 

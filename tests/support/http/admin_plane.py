@@ -78,7 +78,6 @@ class AdminPlane:
     measure_base: MeasureBase | None = None
     """In place of `base_measure`, a fake."""
     warn_above: float = 0.1
-    measures_base: bool = True
 
     def __post_init__(self) -> None:
         template = Path(_template().name)
@@ -103,7 +102,6 @@ class AdminPlane:
             store=store,
             served=ServedBase(lambda text: [byte % ARCH.vocab for byte in text.encode()]),
             warn_above=self.warn_above,
-            measures=self.measures_base,
             measure=self.measure_base or self.base_measure,
         )
         self.checks = VersionChecks(

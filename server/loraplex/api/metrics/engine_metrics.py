@@ -167,8 +167,13 @@ def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> I
     )
     yield GaugeMetricFamily(
         "loraplex_engine_state_slots_used",
-        "State slots in use, of a model with layers that keep a state.",
+        "States that sequences hold, of a model with layers that keep one.",
         value=stats.num_states_used,
+    )
+    yield GaugeMetricFamily(
+        "loraplex_engine_state_snapshots",
+        "States that no sequence holds, by which prefixes are found.",
+        value=stats.num_snapshots,
     )
     yield GaugeMetricFamily("loraplex_adapter_leases", "Leases on device pages.", value=stats.num_leases)
     running = GaugeMetricFamily("loraplex_tenant_running", "Running sequences by tenant.", labels=["tenant"])
@@ -292,13 +297,14 @@ def _tenant_bytes(stats: EngineStats, labels: LabelSets) -> Metric:
 def _capacity(info: EngineInfo) -> Metric:
     capacity = GaugeMetricFamily(
         "loraplex_engine_capacity",
-        "Sequences that may run and that may wait, KV blocks, and state slots.",
+        "Sequences that may run and that may wait, KV blocks, states and their windows.",
         labels=["kind"],
     )
     capacity.add_metric(["running"], info.max_num_seqs)
     capacity.add_metric(["waiting"], info.max_waiting)
     capacity.add_metric(["kv_blocks"], info.num_kv_blocks)
     capacity.add_metric(["state_slots"], info.num_states)
+    capacity.add_metric(["state_windows"], info.num_windows)
     return capacity
 
 

@@ -14,7 +14,7 @@ from loraplex.engine.execution.device_memory import headroom
 from loraplex.engine.execution.kv_cache import KVSize, size_kv_cache
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import BlockNeeds, block_needs
-from loraplex.engine.kv.states import slot_bytes
+from loraplex.engine.kv.states import slot_bytes, state_bytes, window_bytes
 from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import (
     MAX_SLOTS,
@@ -81,12 +81,15 @@ class MemoryPlan:
     waiting: int
     """Wanted adapters that are in host memory alone."""
     kv: int
-    """Blocks, and state slots where layers keep states."""
+    """Blocks, and states and windows where layers keep them."""
     kv_blocks: int
     block: int
     states: int
+    """Those of running sequences, and those that prefixes are found by."""
     state: int
-    """One slot."""
+    windows: int
+    """One for each running sequence."""
+    window: int
     needs: BlockNeeds
     max_model_len: int
     total: int
@@ -102,7 +105,7 @@ def divide_memory(
     """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
     and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
     target = torch.device(device.kind)
-    block, state = block_bytes(model.shape.caches, model.kv_dtype), slot_bytes(model.shape.caches)
+    block, slot = block_bytes(model.shape.caches, model.kv_dtype), slot_bytes(model.shape.caches)
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
     layout = adapter_layout(model, _max_rank(wanted))
     sites = _sites(model, layout, wanted)
@@ -116,11 +119,11 @@ def divide_memory(
         raise PlanDoesNotFit(
             f"the weights take {_gib(weights)}, and {device.name} has {_gib(device.memory)}, of them "
             f"{_gib(reserve + activations)} for the rest of a server: a device of at least "
-            f"{_gib(weights + reserve + activations + adapter + block + state)} is needed."
+            f"{_gib(weights + reserve + activations + adapter + block + slot)} is needed."
         )
     most_ahead = tokens * (1 + choose_lookahead(-1, target))
     needs = block_needs(model.shape.caches, most_ahead)
-    needed = needs.of(max(wanted.context, wanted.max_model_len)) * block + state
+    needed = needs.of(max(wanted.context, wanted.max_model_len)) * block + slot
     on_device, host = _share(device, wanted, layout, adapter, free - activations, needed, host_free)
     budget = _whole_mib(max(on_device * adapter, layout.smallest_full_bytes), layout.page_bytes)
     pages, slots = arena_size(budget, layout)
@@ -160,7 +163,9 @@ def divide_memory(
         kv_blocks=size.num_blocks,
         block=block,
         states=size.num_states,
-        state=state,
+        state=state_bytes(model.shape.caches),
+        windows=size.num_windows,
+        window=window_bytes(model.shape.caches),
         needs=size.needs,
         max_model_len=size.max_model_len,
         total=device.memory,

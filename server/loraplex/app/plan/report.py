@@ -27,7 +27,10 @@ def print_plan(
     reserve = "processes and libraries" if device.kind == "cpu" else "CUDA context, libraries, CUDA graphs"
     groups = len(plan.needs.windows)
     of_groups = f" in one of {groups} groups of layers" if groups > 1 else ""
-    states = f"; {plan.states} state slots, {_size(plan.state)} each" if plan.states else ""
+    states = f"; {plan.states} states, {_size(plan.state)} each" if plan.states else ""
+    if plan.windows:
+        states += f", {plan.states - plan.windows} of them for prefixes; "
+        states += f"{plan.windows} windows, {_size(plan.window)} each"
     rows = [
         ("weights", plan.weights, ""),
         ("adapters", plan.arena, f"{plan.arena_pages} pages of {_size(plan.page)}"),

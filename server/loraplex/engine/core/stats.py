@@ -48,6 +48,7 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         num_kv_blocks=scheduler.blocks.num_blocks,
         num_kv_blocks_used=scheduler.blocks.num_used - scheduler.background.num_blocks - lines.num_blocks,
         num_states_used=scheduler.blocks.num_states_used,
+        num_snapshots=0 if (states := scheduler.blocks.states) is None else states.num_cached,
         num_preemptions=scheduler.num_preemptions,
         prefix_cache_queries=scheduler.prefix_queries,
         prefix_cache_hits=scheduler.prefix_hits,

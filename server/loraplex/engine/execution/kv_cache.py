@@ -90,6 +90,7 @@ def size_kv_cache(
     device: torch.device,
     *,
     kv_cache_memory: int = 0,
+    state_cache: int = 0,
     max_model_len: int = 0,
     max_num_seqs: int = 64,
     budget: int | None = None,
@@ -100,7 +101,8 @@ def size_kv_cache(
     """The number of blocks of a KV cache in `dtype` for `kv_cache_memory` bytes (0: for `budget` bytes; None: a
     share of the `available` bytes; None: of what is free now, for one of `num_sharing` engines), never more than
     `max_num_seqs` sequences can use. Where layers keep states, their slots come first, one for each of these sequences,
-    fewer where they would take more than half.
+    fewer where they would take more than half. Where they have windows, states for the prefix cache come next, in
+    `state_cache` bytes (0: chosen).
 
     `most_ahead`: positions of one sequence that steps in flight compute. `max_model_len` 0 means what the model's
     positions and the memory allow. Raises KVMemoryTooSmall where one sequence of an asked `max_model_len` does not fit,
@@ -118,7 +120,7 @@ def size_kv_cache(
     num_states = most_slots(max_num_seqs, slot, budget, needs.of(max_model_len or 1) * one)
     rest, state, snapshots = budget - num_states * slot, state_bytes(shape.caches), 0
     if any(layer.window_bytes for layer in shape.caches):
-        snapshots = num_snapshots(state, rest, needs.of(max_model_len or 1) * one)
+        snapshots = num_snapshots(state, rest, needs.of(max_model_len or 1) * one, state_cache)
     num_blocks = max(0, rest - snapshots * state) // one
     per_sequence = needs.of(wanted)
     longest = wanted if per_sequence <= num_blocks else needs.longest(num_blocks)

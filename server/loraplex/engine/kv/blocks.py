@@ -54,6 +54,11 @@ class BlockManager:
         """Referenced blocks."""
         return self.num_blocks - self.num_free
 
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose content can be found."""
+        return self.num_free - len(self._empty)
+
     def lookup(self, keys: Row[BlockKey]) -> list[int]:
         """The blocks of the longest run of `keys`, from the first, whose content is in the pool. Takes nothing."""
         found: list[int] = []

@@ -31,17 +31,21 @@ def offsets(sizes: Iterable[int]) -> tuple[int, ...]:
 
 def slot_bytes(caches: Sequence[CacheKind]) -> int:
     """Bytes of a sequence's state and window."""
-    return state_bytes(caches) + offsets(layer.window_bytes for layer in caches)[-1]
+    return state_bytes(caches) + window_bytes(caches)
 
 
 def state_bytes(caches: Sequence[CacheKind]) -> int:
     return offsets(layer.state_bytes for layer in caches)[-1]
 
 
-def num_snapshots(state: int, rest: int, for_blocks: int) -> int:
-    """States for the prefix cache, of `state` bytes each: a quarter of the `rest` bytes behind those of the running
-    sequences, as far as blocks keep `for_blocks`, and one at least."""
-    return max(1, min(rest // _SNAPSHOTS_OF_REST, rest - for_blocks) // state)
+def window_bytes(caches: Sequence[CacheKind]) -> int:
+    return offsets(layer.window_bytes for layer in caches)[-1]
+
+
+def num_snapshots(state: int, rest: int, for_blocks: int, wanted: int = 0) -> int:
+    """States for the prefix cache, of `state` bytes each: in `wanted` bytes, else in a quarter of the `rest` bytes
+    behind those of the running sequences, as far as blocks keep `for_blocks`; and one at least."""
+    return max(1, min(wanted or rest // _SNAPSHOTS_OF_REST, rest - for_blocks) // state)
 
 
 def most_slots(max_num_seqs: int, num_bytes: int, budget: int, for_blocks: int) -> int:

@@ -20,6 +20,7 @@ from loraplex.adapters.base_weights.schemes import read_scheme, stores_head
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.spec import TensorSlice
 from loraplex.engine.devices import refuse_bits
+from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.families.table import is_fused
@@ -152,8 +153,24 @@ class ModelPlan:
         if self.obstacle is not None:
             bits = f"bits that may depend on the batch ({self.obstacle})"
         return ", ".join(
-            filter(None, (kind, attention, bits, self._explain_dtype(), self._explain_linears()))
+            filter(
+                None,
+                (
+                    kind,
+                    attention,
+                    bits,
+                    self._explain_dtype(),
+                    self._explain_linears(),
+                    self._explain_states(),
+                ),
+            )
         )
+
+    def _explain_states(self) -> str:
+        state, window = state_bytes(self.shape.caches), window_bytes(self.shape.caches)
+        if not state:
+            return ""
+        return f"states of {state / (1 << 20):.1f} MiB and windows of {window / (1 << 20):.1f} MiB"
 
     def _explain_dtype(self) -> str:
         name = _name(self.dtype)

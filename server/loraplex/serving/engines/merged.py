@@ -18,7 +18,8 @@ T = TypeVar("T")
 SLOW_S = 1.0
 """Time after the first answer in which the others have to come: half of what a scrape may take."""
 _SUMMED = (
-    "num_kv_blocks", "num_states", "kv_bytes", "arena_pages", "adapter_cpu_bytes", "max_num_seqs", "max_waiting",
+    "num_kv_blocks", "num_states", "num_windows", "kv_bytes", "arena_pages", "adapter_cpu_bytes", "max_num_seqs",
+    "max_waiting",
 )  # fmt: skip
 COUNTERS = (
     "num_preemptions", "num_out_of_memory", "num_steps", "steps_by_tokens", "num_step_tokens", "prompt_tokens",

@@ -19,7 +19,7 @@ from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.execution.batch import StepRows
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import PlainInputs
-from loraplex.engine.execution.kv_cache import KVMemoryTooSmall, size_kv_cache
+from loraplex.engine.execution.kv_cache import KVMemoryTooSmall, KVSize, size_kv_cache
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.layers import CacheKind, layer_groups
@@ -179,9 +179,16 @@ def test_windows_and_snapshots_are_sized_beside_the_blocks() -> None:
     shape = ModelShape(
         (CacheKind(2, 8), CacheKind(0, 0, state_bytes=1 << 20, window_bytes=64)), VOCAB, 1 << 10
     )
-    found = size_kv_cache(
-        shape, torch.float32, CPU, kv_cache_memory=40 << 20, max_num_seqs=8, max_model_len=1024, most_ahead=64
-    )
+
+    def size(state_cache: int) -> KVSize:
+        return size_kv_cache(
+            shape, torch.float32, CPU, kv_cache_memory=40 << 20, state_cache=state_cache, max_num_seqs=8,
+            max_model_len=1024, most_ahead=64,
+        )  # fmt: skip
+
+    for asked, snapshots in ((1, 1), (5 << 20, 5), (1 << 40, 31)):
+        assert size(asked).num_states == 8 + snapshots, asked
+    found = size(0)
     block = block_bytes(shape.caches, torch.float32)
     assert (found.num_windows, found.num_states) == (8, 8 + 7)  # a quarter of what is left
     assert found.num_bytes == found.num_blocks * block + 15 * (1 << 20) + 8 * 64 <= 40 << 20
