@@ -65,8 +65,9 @@ class ModelRunner:
         self._model = model
         self._kv = kv
         self.num_groups = kv.num_groups
-        self.state_slot = 0 if kv.states.numel() else -1  # for slices of made-up tokens
-        self.state = 0 if kv.state_windows.numel() else -1
+        # For slices of made-up tokens.
+        self.num_windows = len(kv.state_windows) if kv.state_windows.numel() else 0
+        self.num_places = self.num_windows or (len(kv.states) if kv.states.numel() else 0)
         self._executor = executor
         self._eos_ids = eos_ids
         self._lora = lora

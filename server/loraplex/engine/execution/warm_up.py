@@ -39,8 +39,8 @@ def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
     first = [made_up_slice(runner, longest, _EVERY_OPTION, num_scored=longest - 1)]
     pooled = [made_up_slice(runner, longest, _NOTHING, pooling="mean")]
     if beside:
-        first.append(made_up_slice(runner, 1, _GREEDY))
-        pooled.append(made_up_slice(runner, 1, _NOTHING, pooling="last"))
+        first.append(made_up_slice(runner, 1, _GREEDY, place=1))
+        pooled.append(made_up_slice(runner, 1, _NOTHING, pooling="last", place=1))
     steps = [first]
     if longest >= BLOCK_SIZE:
         steps.append([made_up_slice(runner, BLOCK_SIZE, _RANDOM)])
@@ -72,6 +72,7 @@ def run_largest_step(runner: ModelRunner, limits: StepLimits, *, max_scored: int
                 1 + more,
                 _EVERY_OPTION,
                 name=f"largest {number}",
+                place=number,
                 slot=slot,
                 start=0 if number else longest - 1 - more,
                 num_scored=scored,
@@ -88,13 +89,16 @@ def made_up_slice(
     samples: bool = True,
     pooling: Pooling | None = None,
     name: str = "made up",
+    place: int = 0,
     slot: int = -1,
     start: int = 0,
     num_scored: int = 0,
     drafted: int = 0,
 ) -> ScheduledSequence:
     """A prompt of `count` tokens 0, behind `start` others. `num_scored` positions of it are scored; its last `drafted`
-    tokens are drafts."""
+    tokens are drafts. `place`: its own in the batch, where layers keep states."""
+    ends = (start + count) // BLOCK_SIZE - start // BLOCK_SIZE
+    place = place % runner.num_places if runner.num_places else -1
     tokens = (0,) * count
     return ScheduledSequence(
         request=EngineRequest(name, "", tokens, sampling, pooling=pooling),
@@ -113,8 +117,7 @@ def made_up_slice(
         targets=tokens[:num_scored],
         pool_start=None if pooling is None else 0,
         drafted=tokens[:drafted],
-        state_slot=runner.state_slot,
-        state=runner.state,
-        state_targets=(0,)
-        * ((start + count) // BLOCK_SIZE - start // BLOCK_SIZE if runner.state == 0 else 0),
+        state_slot=place,
+        state=place if runner.num_windows else -1,
+        state_targets=(place,) * ends if runner.num_windows else (),
     )

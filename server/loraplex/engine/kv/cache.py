@@ -13,6 +13,7 @@ from loraplex.engine.kv.states import offsets
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.host_memory import untouched_zeros
+from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentMemory, recurrent_memory
 
 
 def block_bytes(caches: Sequence[CacheKind], dtype: torch.dtype) -> int:
@@ -69,6 +70,7 @@ class KVCache:
             self.states, self.state_windows = (
                 torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes_of
             )
+        self._recurrent: dict[int, RecurrentMemory] = {}
         pools, begin = [], 0
         for size, same in groupby(sizes):
             count = sum(1 for _ in same)
@@ -111,6 +113,14 @@ class KVCache:
         """[num_windows, bytes] uint8: the layer's part of each window, from a multiple of 64 bytes on. A view."""
         start, end = self._window_offsets[index : index + 2]
         return self.state_windows[:, start:end]
+
+    def recurrent(self, index: int, heads: RecurrentHeads, dtype: torch.dtype) -> RecurrentMemory:
+        """Both for the kernels of a layer of these sizes that computes in `dtype`: views, made once."""
+        found = self._recurrent.get(index)
+        if found is None:
+            found = recurrent_memory(heads, dtype, self.state(index), self.window(index))
+            self._recurrent[index] = found
+        return found
 
     def clear_states(self, slots: torch.Tensor) -> None:
         """Clear the slots of sequences whose position 0 is computed in this step. slots: [n] int64."""

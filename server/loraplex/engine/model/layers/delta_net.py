@@ -15,7 +15,7 @@ from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.recorded_layers import CosSin
-from loraplex.kernels.recurrent.types import RecurrentHeads, recurrent_bytes, recurrent_memory
+from loraplex.kernels.recurrent.types import RecurrentHeads, recurrent_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def run_delta(
     Nothing is rotated."""
     assert batch.recurrent is not None
     heads, layer, ops = _heads(kind), weights.given.layer, linears.recurrent
-    memory = recurrent_memory(heads, x.dtype, batch.kv.state(layer), batch.kv.window(layer))
+    memory = batch.kv.recurrent(layer, heads, x.dtype)
     y = linears.apply(weights.given, x, batch)
     gates = linears.apply(weights.gates, x, batch)
     mixed = ops.convolve(y[:, : heads.channels], weights.conv, batch.recurrent, memory)
