@@ -340,7 +340,7 @@ def _info(
         arena_pages=loaded.num_pages,
         adapter_cpu_bytes=host.num_bytes,
         max_adapter_rank=config.max_adapter_rank,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=kv_size.num_places or config.max_num_seqs,
         max_waiting=config.max_waiting,
         max_num_batched_tokens=parts.max_step_tokens,
         base_fingerprint=opened.base.fingerprint,

@@ -48,6 +48,11 @@ class KVSize:
     num_bytes: int
     """Blocks, states and windows together."""
 
+    @property
+    def num_places(self) -> int:
+        """Sequences that may run at once by their states; 0: as many as one likes."""
+        return self.num_windows or self.num_states
+
 
 class WatchedKVCache(KVCache):
     """A KV cache that leaves a sign of life for each layer: whatever decoder runs, it turns to every layer's KV once a

@@ -57,9 +57,12 @@ class SequenceStates(BlockManager):
 
     def advance(self, seq: Sequence, end: int) -> tuple[int, ...] | None:
         """The targets of the slice up to `end`; None where a state is lacking for now. The sequence holds them."""
+        ends = range(seq.num_computed // BLOCK_SIZE + 1, end // BLOCK_SIZE + 1)
+        if not ends:
+            return ()
         held, targets = [*seq.states], list[int]()
         num_before = len(held)
-        for number in range(seq.num_computed // BLOCK_SIZE + 1, end // BLOCK_SIZE + 1):
+        for number in ends:
             before, state = held[-1]
             is_new = len(held) > num_before and before not in seq.kept_states
             if is_new:

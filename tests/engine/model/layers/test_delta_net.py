@@ -165,6 +165,7 @@ def test_adapters_and_the_base_in_one_engine(shape: str, count: int, tmp_path: P
         base, tmp_path / "work", dtype="float32", max_model_len=100, max_num_batched_tokens=40, max_num_seqs=8,
         kv_cache_memory=8 * slot_bytes(caches), adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, num_threads=1,
     )  # fmt: skip
+    assert engine.built.info.max_num_seqs == 4  # states take half of the memory
     rng = random.Random(shape)
     asked: dict[str, tuple[str | None, list[int]]] = {}
     for name in (*adapters, None, None, None):
