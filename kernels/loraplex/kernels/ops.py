@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from loraplex.kernels.layers.short_conv import short_conv
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.recurrent.kernel import RecurrentOps
 from loraplex.kernels.weight_form import WeightForm
@@ -26,6 +27,20 @@ class AddNorm(Protocol):
 
 class ActAndMul(Protocol):
     def __call__(self, gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+class ShortConv(Protocol):
+    def __call__(
+        self,
+        gates: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        previous: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `loraplex.kernels.layers.short_conv`. `previous` is that of the backend's `AttentionKernel`."""
+        ...
 
 
 class RotateAndWrite(Protocol):
@@ -70,5 +85,6 @@ class Ops:
     in that dtype on its device, or a `GroupedWeight` or a `FloatWeight` on the CPU."""
     to_float32: Callable[[torch.Tensor], torch.Tensor]
     recurrent: RecurrentOps
+    short_conv: ShortConv = short_conv
     record_layers: Callable[[], NumbaRecordedLayers] | None = None
     """Begins with a decoder whose layers call these functions; None: steps are not recorded."""

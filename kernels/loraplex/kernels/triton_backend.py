@@ -12,7 +12,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.torch_prompts import TorchPrompts, obstacle_to_torch
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.bundle import FourBits, Kernels
-from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope
+from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope, triton_short_conv
 from loraplex.kernels.linear import (
     dense,
     humming,
@@ -76,6 +76,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         pack=pack,
         to_float32=torch.Tensor.float,
         recurrent=torch_recurrent.recurrent_ops(),
+        short_conv=triton_short_conv.short_conv,
     )
 
 

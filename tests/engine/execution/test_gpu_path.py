@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 SHORT: dict[str, dict[str, Any]] = {
     "llama-biases": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 2},
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "gemma4-e2b": {
         "num_hidden_layers": 3, "num_kv_shared_layers": 1,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -39,6 +40,7 @@ def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
         pytest.param("llama-biases", "triton", 1, 80, 4, 3, marks=pytest.mark.slow),
         pytest.param("gemma4-e2b", "triton", 1, 40, 3, 3, marks=pytest.mark.slow),
         pytest.param("qwen3", "torch", 0, 40, 5, 4, marks=pytest.mark.slow),
+        pytest.param("lfm2", "triton", 1, 80, 3, 4, marks=pytest.mark.slow),
         *(
             pytest.param(family, "torch", lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
             for family in ("llama-biases", "qwen3")
@@ -46,7 +48,16 @@ def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
         ),
         *(
             pytest.param(family, "triton", lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
-            for family in ("llama-biases", "gemma3", "qwen3", "phi3", "gemma2", "mistral-window")
+            for family in (
+                "llama-biases",
+                "gemma3",
+                "qwen3",
+                "phi3",
+                "gemma2",
+                "mistral-window",
+                "lfm3",
+                "lfm2-biases",
+            )
             for lookahead, prompt_rows in ((0, 80), (1, 0), (1, 40))
         ),
     ],
@@ -198,6 +209,7 @@ def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
     [
         pytest.param("llama-biases", 8, 5, 20, 1, marks=pytest.mark.slow),
         pytest.param("gemma3", 14, 6, 4, 0, marks=pytest.mark.soak),
+        pytest.param("lfm2", 14, 6, 4, 0, marks=pytest.mark.soak),
     ],
 )
 def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
@@ -226,7 +238,7 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
     # Prompts and their neighbours in recorded steps too, a few rows of logits in each.
     assert recorder.replays[40, 6]
     assert stats.num_preemptions == preemptions
-    assert stats.prefix_cache_hits or family == "gemma3"
+    assert stats.prefix_cache_hits or family in ("gemma3", "lfm2")
     alone = LocalEngine(
         base, tmp_path / "alone", dtype="float32", max_model_len=100, max_num_batched_tokens=100, num_threads=1,
         kv_cache_memory=1 << 20, adapter_memory=4 << 20, adapter_cpu_memory=4 << 20, **settings,

@@ -31,6 +31,8 @@ class AttentionNeeds:
     groups: tuple[tuple[tuple[AttentionShape, int | None], ...], ...] = ()
     """The sizes and windows of the layers of each group that has blocks of its own; none: one group, of `shape`, with
     `windows`."""
+    previous: tuple[int, ...] = ()
+    """The most positions before a row whose places the layers of each group ask for (`TellsPrevious`)."""
 
     def windows_of(self, group: int | None) -> dict[AttentionShape, tuple[int | None, ...]]:
         """The windows of the layers of each size, each once, in one group of layers (None: in all of them)."""
@@ -39,6 +41,10 @@ class AttentionNeeds:
         for shape, window in chain.from_iterable(groups) if group is None else groups[group]:
             found.setdefault(shape, {})[window] = None
         return {shape: tuple(windows) for shape, windows in found.items()}
+
+    def previous_of(self, group: int | None) -> int:
+        """`previous` of one group of layers (None: of all of them)."""
+        return max(self.previous, default=0) if group is None or not self.previous else self.previous[group]
 
 
 class AttentionKernel(Protocol):
@@ -86,7 +92,7 @@ class TellsPrevious(Protocol):
     """An `AttentionKernel` whose batches serve layers with short convolutions too."""
 
     def previous_slots(self, batch: Any, count: int) -> torch.Tensor:
-        """[T, count] int64: see `loraplex.kernels.attention.previous`."""
+        """[T, count]: see `loraplex.kernels.attention.previous`, with the rows of the step in Triton's."""
         ...
 
 

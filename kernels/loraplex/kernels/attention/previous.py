@@ -26,3 +26,12 @@ def previous_slots(
     before = positions[:, None] + np.arange(-count, 0)
     at = np.repeat(np.asarray(starts, np.int64), rows)[:, None] + np.maximum(before, 0) // BLOCK_SIZE
     return np.where(before < 0, -1, flat[at] * BLOCK_SIZE + before % BLOCK_SIZE)
+
+
+def rows_among(previous: NDArray[np.int64], slots: NDArray[np.int32]) -> NDArray[np.int64]:
+    """`previous_slots` with -2 - row for a place that row `row` of the step has, by the `slots` [T] of its rows: what
+    reads such a place need not wait until it is written."""
+    order = np.argsort(slots)
+    at = np.minimum(np.searchsorted(slots, previous, sorter=order), len(slots) - 1)
+    rows = order[at]
+    return np.where(slots[rows] == previous, -2 - rows, previous)

@@ -60,6 +60,11 @@ class TritonAttentionBatch:
         first = self.plan.slots_offset
         return self.array[first : first + self.num_rows]
 
+    def previous(self, count: int) -> torch.Tensor:
+        """[T, count] int32: `previous.previous_slots` with the step's own rows; -1 for padding."""
+        first, most = self.plan.previous_offset, self.plan.previous
+        return self.array[first : first + self.num_rows * most].view(-1, most)[:, most - count :]
+
 
 def graph_batch(plan: AttentionPlan, array: torch.Tensor, scratch: AttentionScratch) -> TritonAttentionBatch:
     """The batch to record a CUDA graph with: all rows of the capacity, whatever `array` holds at its replay, which is

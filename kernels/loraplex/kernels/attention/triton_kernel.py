@@ -32,6 +32,9 @@ class MixedBatch:
     def slots(self) -> torch.Tensor:
         return next(iter(self.parts.values())).slots
 
+    def previous(self, count: int) -> torch.Tensor:
+        return next(iter(self.parts.values())).previous(count)
+
     def part(self, q: torch.Tensor, cache: torch.Tensor) -> TritonAttentionBatch:
         _, block_size, _, kv_heads, _ = cache.shape
         return self.parts[AttentionShape(q.shape[1], kv_heads, q.shape[2], block_size)]
@@ -142,10 +145,7 @@ class TritonAttention:
         self, capacities: Sequence[AttentionCapacity], groups: Sequence[int] | None = None
     ) -> tuple[TritonLayout | MixedLayout, ...]:
         of_each = [
-            [
-                self._plan(shape, capacity, windows)
-                for shape, windows in self._needs.windows_of(None if groups is None else groups[i]).items()
-            ]
+            self._plans(capacity, None if groups is None else groups[i])
             for i, capacity in enumerate(capacities)
         ]
         largest: dict[AttentionShape, AttentionPlan] = {}
@@ -178,16 +178,25 @@ class TritonAttention:
             batch = batch.part(q, cache)
         return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
 
-    def _plan(
-        self, shape: AttentionShape, capacity: AttentionCapacity, windows: Sequence[int | None]
-    ) -> AttentionPlan:
-        return AttentionPlan(
-            shape,
-            capacity,
-            self._tilings[shape],
-            num_programs=self._programs,
-            windows=windows,
-        )
+    def previous_slots(self, batch: TritonAttentionBatch | MixedBatch, count: int) -> torch.Tensor:
+        return batch.previous(count)
+
+    def _plans(self, capacity: AttentionCapacity, group: int | None) -> list[AttentionPlan]:
+        """One for each size of layers in a group (None: of all). The first has the places before each row."""
+        previous = self._needs.previous_of(group)
+        # Layers of a group may all be convolutions.
+        windows_of = self._needs.windows_of(group) or {self._needs.shape: ()}
+        return [
+            AttentionPlan(
+                shape,
+                capacity,
+                self._tilings[shape],
+                num_programs=self._programs,
+                windows=windows,
+                previous=0 if number else previous,
+            )
+            for number, (shape, windows) in enumerate(windows_of.items())
+        ]
 
 
 def lay_out_alone(

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from loraplex.kernels.attention.previous import previous_slots, rows_among
 from loraplex.kernels.attention.triton_tiling import AttentionShape, Tiling, Tilings
 
 Int32 = NDArray[np.int32]
@@ -106,7 +107,8 @@ class AttentionPlan:
     """The layout of the array for a capacity, and what fills it.
 
     `num_programs`: programs that the GPU runs at the same time, about twice its multiprocessors. `windows`: those
-    of the model's layers, each once. An array takes `num_ints` int32s. `partial_rows`: rows of scratch memory for
+    of the model's layers, each once; none where layers only ask for the places of the `previous` positions before each
+    row. An array takes `num_ints` int32s. `partial_rows`: rows of scratch memory for
     parts, [partial_rows, Hq, D] and [partial_rows, Hq] float32, shared by all layers. With P = num_programs, u =
     shape.units and m queries a tile, a list of n tiles becomes at most n + ⌈2P/u⌉ items; at most ⌈4P/u⌉ of them are
     parts, ⌈4P/u⌉·m rows of scratch.
@@ -120,8 +122,9 @@ class AttentionPlan:
         *,
         num_programs: int,
         windows: Sequence[int | None] = (None,),
+        previous: int = 0,
     ) -> None:
-        if not windows or len(set(windows)) != len(windows):
+        if not (windows or previous) or len(set(windows)) != len(windows):
             raise ValueError("the windows of the layers must be named, each once")
         if any(window is not None and window < 1 for window in windows):
             raise ValueError("a window has at least one position")
@@ -163,6 +166,8 @@ class AttentionPlan:
         counts = 0
         offset = _aligned(3 * len(windows))
         self.slots_offset, offset = offset, offset + _aligned(rows)
+        self.previous = previous
+        self.previous_offset, offset = offset, offset + _aligned(rows * previous)
         self.places: dict[int | None, WindowPlaces] = {}
         for window in windows:
             lists: list[ListPlace] = []
@@ -209,6 +214,12 @@ class AttentionPlan:
         first_rows = np.cumsum(counts) - counts
         past = lens - counts
         self._write_slots(array, counts, past, starts, first_rows, tables, total)
+        if self.previous:
+            places = array[self.previous_offset :][: total * self.previous].reshape(total, self.previous)
+            places[real:] = -1
+            if real:
+                before = previous_slots(counts, lens, starts, tables, self.previous)
+                places[:real] = rows_among(before, array[self.slots_offset :][:real])
         sequences = _Tiles(first_rows, counts, past, starts, lens)
         if apart is not None:
             sequences = sequences.where(~np.array(apart, dtype=np.bool_))

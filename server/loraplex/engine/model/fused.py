@@ -13,7 +13,7 @@ from torch.nn.functional import embedding
 from loraplex.engine.kv.layers import groups_by_layer
 from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.layer_kinds import AttentionKind
+from loraplex.engine.model.layer_kinds import AttentionKind, ShortConvKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
 from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated
 from loraplex.engine.model.layers.mixers import MIXERS
@@ -206,16 +206,20 @@ def decoder_shape(spec: DecoderSpec, dtype: torch.dtype) -> ModelShape:
 def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
     mixers: list[AttentionKind] = []
     groups: dict[int, dict[tuple[AttentionShape, int | None], None]] = {}
+    previous: dict[int, int] = {}
     for layer, group in zip(spec.layers, groups_by_layer(spec.caches), strict=True):
         of_group, mixer = groups.setdefault(group, {}), layer.mixer
         if isinstance(mixer, AttentionKind):
             mixers.append(mixer)
             of_group[_shape(mixer), mixer.cache.window] = None
+        elif isinstance(mixer, ShortConvKind):
+            previous[group] = max(previous.get(group, 0), mixer.width - 1)
     return AttentionNeeds(
         max(map(_shape, mixers), key=lambda shape: shape.num_kv_heads * shape.head_dim),
         tuple(dict.fromkeys(mixer.cache.window for mixer in mixers)),
         any(mixer.softcap is not None for mixer in mixers),
         tuple(tuple(groups[group]) for group in sorted(groups)),
+        tuple(previous.get(group, 0) for group in sorted(groups)),
     )
 
 

@@ -349,11 +349,10 @@ def _attention(
     mixers = {type(kind.mixer) for kind in spec.layers}
     convolves = ShortConvKind in mixers
     # Kernels to plan with have torch's attention in place of Triton's.
-    if kernels.backend == "triton" and (convolves or DeltaKind in mixers):
-        what = "short convolutions" if convolves else "delta nets"
+    if kernels.backend == "triton" and DeltaKind in mixers:
         raise ModelUnsupported(
-            f"the {what} of {spec.model_type} do not run beside {kernels.backend}'s kernels; serve on a CPU, or with "
-            "--kernels torch"
+            f"the delta nets of {spec.model_type} do not run beside {kernels.backend}'s kernels; serve on a CPU, or "
+            "with --kernels torch"
         )
     if convolves:
         assert isinstance(choice.kernel, TellsPrevious)

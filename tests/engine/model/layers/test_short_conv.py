@@ -13,6 +13,7 @@ from torch.nn.functional import conv1d
 from loraplex.engine.devices import kernels_elsewhere
 from loraplex.engine.kv.layers import block_needs, layer_groups
 from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.fused import attention_needs
 from loraplex.engine.model.model_plan import ModelSettings, make_plan
 from loraplex.kernels.attention.previous import previous_slots
 from loraplex.kernels.layers.short_conv import short_conv
@@ -101,7 +102,9 @@ def test_what_short_convolutions_do_not_do_is_refused(tmp_path: Path) -> None:
     assert "none of the layers of this lfm2 has attention" in refusal(path)
 
 
-def test_a_plan_for_a_gpu_refuses_them_as_a_start_there_does(tmp_path: Path) -> None:
+def test_a_plan_for_a_gpu_has_room_for_the_places_before_rows(tmp_path: Path) -> None:
     path = save_tiny(tmp_path, FAMILIES["lfm2"])
-    with pytest.raises(ModelUnsupported, match="do not run beside triton's kernels; serve on a CPU"):
-        make_plan(path, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
+    plan = make_plan(path, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
+    assert plan.shape == plan_model(path).shape
+    assert plan.spec is not None
+    assert attention_needs(plan.spec).previous == (2, 2, 0)

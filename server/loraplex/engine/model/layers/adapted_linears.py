@@ -34,7 +34,7 @@ class AdaptedLinears:
         self._rotate_and_write = ops.rotate_and_write
         self._act_and_mul = ops.act_and_mul
         self.add = ops.add
-        self.recurrent = ops.recurrent
+        self.recurrent, self.short_conv = ops.recurrent, ops.short_conv
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[T, C]: see `loraplex.kernels.layers.norm`."""

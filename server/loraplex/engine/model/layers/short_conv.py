@@ -12,7 +12,6 @@ from loraplex.engine.model.layer_kinds import ShortConvKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.kernels.attention.kernel import AttentionKernel, TellsPrevious
-from loraplex.kernels.layers.short_conv import short_conv
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.recorded_layers import CosSin
 
@@ -64,4 +63,6 @@ def convolve(
     rows = batch.attention_of(layer)
     previous = kernel.previous_slots(rows, kind.width - 1)
     gates = linears.apply(weights.gates, x, batch)
-    return short_conv(gates, batch.kv.layer(layer), rows.slots, previous, weights.weight, weights.bias)
+    return linears.short_conv(
+        gates, batch.kv.layer(layer), rows.slots, previous, weights.weight, weights.bias
+    )
