@@ -84,6 +84,19 @@ def test_classes_as_vllm_writes_them(heads: DataPlane, path: str) -> None:
     jsonschema.validate(body, schema)
 
 
+def test_a_models_card_has_its_head(heads: DataPlane) -> None:
+    """For a page that shows labels by name: an answer names the likeliest alone. Lists have none."""
+    url = f"{heads.url}/v1/models"
+    cards = {
+        name: heads.http.get(f"{url}/{name}", headers=KEY).json() for name in ("pirate@v2", "json", BASE)
+    }
+    text = {"task": "classify", "labels": list(MOODS), "problem_type": "single_label_classification"}
+    assert cards["pirate@v2"]["head"] == text
+    assert cards["json"]["head"]["problem_type"] == "regression"
+    assert cards[BASE]["head"] is None
+    assert all("head" not in card for card in heads.http.get(url, headers=KEY).json()["data"])
+
+
 @pytest.mark.parametrize("given", ["sea", ["sea"], [5, 6, 7], [[5, 6], [7]]])
 def test_every_kind_of_input(heads: DataPlane, given: Any) -> None:
     answer = post(heads, "/classify", model="pirate", input=given, use_activation=False)

@@ -1,4 +1,4 @@
-"""`loraplex batch`: submit, status, wait and results, against routes of OpenAI's shapes."""
+"""`loraplex batch`: submit, status, wait, cancel and results, against routes of OpenAI's shapes."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class FakeBatches:
                 Route("/v1/files/{id}/content", self._content),
                 Route("/v1/batches", self._create, methods=["POST"]),
                 Route("/v1/batches/{id}", self._get),
+                Route("/v1/batches/{id}/cancel", self._cancel, methods=["POST"]),
             ]
         )
 
@@ -62,6 +63,9 @@ class FakeBatches:
         self.looks += 1
         done = self.looks >= 3
         return JSONResponse(self._batch(self.end if done else "in_progress", min(self.looks, 3)))
+
+    async def _cancel(self, request: Request) -> Response:
+        return JSONResponse(self._batch("cancelling", 1))
 
     def _batch(self, status: str, count: int) -> dict[str, Any]:
         return {
@@ -146,6 +150,13 @@ def test_status_shows_how_far_it_is(server: RunningServer) -> None:
     done = run(server, "status", "batch_1")
     assert "1 of 3 answered" in done.stdout
     assert "batch_not_found" in run(server, "status", "batch_2").output
+
+
+def test_cancelling_shows_what_is_kept(server: RunningServer) -> None:
+    done = run(server, "cancel", "batch_1")
+    assert done.exit_code == 0, done.output
+    assert "cancelling" in done.stdout
+    assert "1 of 3 answered" in done.stdout
 
 
 def test_what_is_wrong_is_said_in_a_line(server: RunningServer, lines: Path) -> None:

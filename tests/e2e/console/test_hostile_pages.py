@@ -107,7 +107,8 @@ def test_what_the_server_says_of_a_release_is_text(hostile: Screen) -> None:
 
 
 @pytest.mark.parametrize(
-    "rest", ["", "/adapters", "/adapters/{0}", "/adapters/{0}/release", "/upload", "/playground/{0}"]
+    "rest",
+    ["", "/adapters", "/adapters/{0}", "/adapters/{0}/release", "/upload", "/playground/{0}", "/batches"],
 )
 def test_what_an_address_names_is_text(server: WholeServer, screen: Screen, rest: str) -> None:
     """In headings, titles, links and the choice of a tenant: anyone can send a link."""
@@ -151,7 +152,7 @@ def test_where_the_data_plane_is_told_to_be_is_no_link_to_code(server: WholeServ
 
     screen.page.route("**/caller", told)
     screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "playground")
-    screen["play-elsewhere"].wait_for()
+    screen["elsewhere"].wait_for()
     assert is_harmless(screen)
 
 

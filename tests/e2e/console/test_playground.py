@@ -1,4 +1,4 @@
-"""The playground, in a real browser on the data port of a server with a scripted engine."""
+"""What the console has on the data port alone, in a real browser, over a scripted engine: playground and batches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
+from sqlalchemy import delete, update
 
+from loraplex.adapters.pooled import Head
+from loraplex.control.db.batch_tables import Batch
+from loraplex.control.db.tables import AdapterVersion
+from support.console.axe import check_axe, need_axe
 from support.console.browser import PATIENCE_MS, Screen
 from support.engine.fake_engine import Reply
 from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
-from support.http.whole_server import WholeServer, whole_server
+from support.http.whole_server import WholeServer, bearer, whole_server
 from support.servers.live_server import free_ports
 
 pytestmark = pytest.mark.slow
@@ -26,7 +31,8 @@ expect.set_options(timeout=PATIENCE_MS)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
     with whole_server(tmp_path_factory.mktemp("server")) as running:
-        running.plane.make_tenant("acme")
+        for tenant in ("acme", "quiet"):
+            running.plane.make_tenant(tenant)
         yield running
 
 
@@ -88,8 +94,8 @@ def test_stop_ends_the_stream_and_frees_what_it_held(server: WholeServer, screen
 
 def test_operators_are_told_where_the_playground_is(server: WholeServer, screen: Screen) -> None:
     screen.sign_in(server.admin_url, ADMIN_TOKEN, "playground")
-    assert "/console" in screen.text("play-elsewhere")
-    assert screen["play-elsewhere"].get_by_role("link").count() == 0, "nobody said where browsers reach it"
+    assert "/console" in screen.text("elsewhere")
+    assert screen["elsewhere"].get_by_role("link").count() == 0, "nobody said where browsers reach it"
     expect(screen.page.locator("main")).to_contain_text("--public-url")
 
 
@@ -105,6 +111,125 @@ def test_operators_get_a_link_to_the_playground(tmp_path: Path, screen: Screen, 
         made = whole_server(tmp_path, **settings)
         elsewhere.submit(made.__enter__).result()
         screen.sign_in(f"http://127.0.0.1:{admin_port}/", ADMIN_TOKEN, "playground")
-        link = screen["play-elsewhere"].get_by_role("link")
+        link = screen["elsewhere"].get_by_role("link")
         expect(link).to_have_attribute("href", f"{public}/console")
         elsewhere.submit(made.__exit__, None, None, None).result()
+
+
+def make_head(server: WholeServer, name: str, head: Head) -> str:
+    """A version with this head, as the database has it once it is admitted."""
+    version = server.plane.make_adapter(name, seed=len(name))
+    of = update(AdapterVersion).where(AdapterVersion.name == name)
+    with server.plane.database.write() as session:
+        session.execute(of.values(head=head.as_json()))
+    return version
+
+
+def test_a_version_that_classifies_shows_its_labels_and_their_probabilities(
+    server: WholeServer, screen: Screen
+) -> None:
+    need_axe()
+    labels = ("<b>glad</b>", "sad")
+    make_head(server, "mood", Head("classify", labels, "single_label_classification"))
+    make_head(server, "names", Head("token_classify", ("O", "NAME"), "multi_label_classification"))
+    secret = server.plane.make_key("acme", "inference", "adapters:read")
+    screen.sign_in(f"{server.data_url}/console", secret, "adapters/mood")
+    expect(screen["pooled"]).to_contain_text("each text")
+    expect(screen["pooled"]).to_contain_text("one label (single_label_classification)")
+    expect(screen["pooled"]).to_contain_text("<b>glad</b>")
+    screen.go("playground/mood")
+    screen["play-model"].first.fill("names@v1")
+    screen["play-prompt"].fill("sea")
+    screen["play-send"].click()
+    expect(screen["play-status"].nth(1)).to_contain_text("classified · mood@v1")
+    asked = {"model": "mood", "input": "sea"}
+    answer = server.http.post(f"{server.data_url}/classify", json=asked, headers=bearer(secret)).json()
+    probs = sorted(zip(answer["data"][0]["probs"], labels, strict=True), reverse=True)
+    expected = [[label, f"{100 * prob:.1f}%"] for prob, label in probs]
+    rows = screen["play-answer"].nth(1).get_by_test_id("class-row").all()
+    assert [row.inner_text().split() for row in rows] == expected
+    tokens = screen["play-answer"].first.get_by_test_id("class-row").all()
+    assert [row.inner_text().split()[0] for row in tokens] == ["s", "e", "a"]
+    assert "/v1/classify" in screen.text("play-curl")
+    assert json.loads(screen.text("play-curl").split("-d '")[1][:-1]) == asked
+    expect(screen["play-openai"]).to_have_count(0)
+    check_axe(screen, "playground")
+
+
+@pytest.fixture
+def batches(server: WholeServer) -> Iterator[list[str]]:
+    """Three of acme, the newest first: one runs, one waits, one has failed lines and has ended."""
+    client, sent = bearer(server.plane.make_key("acme", "inference")), []
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": SERVED_NAME}}
+    for _ in range(3):
+        files = {"file": ("night.jsonl", json.dumps(line).encode())}
+        form = {"purpose": "batch"}
+        file = server.http.post(f"{server.data_url}/v1/files", data=form, files=files, headers=client).json()
+        body = {"input_file_id": file["id"], "endpoint": line["url"], "completion_window": "24h"}
+        made = server.http.post(f"{server.data_url}/v1/batches", json=body, headers=client).json()
+        sent.append(made["id"])
+    ended = {"status": "completed", "completed": 4_000, "failed": 1_000, "output_file_id": file["id"]}
+    with server.plane.database.write() as session:
+        for batch, values in ((sent[0], ended), (sent[2], {"completed": 1_200, "failed": 34})):
+            session.execute(update(Batch).where(Batch.id == batch).values(total=5_000, **values))
+    yield sent[::-1]
+    with server.plane.database.write() as session:
+        session.execute(delete(Batch))
+
+
+def test_a_tenant_follows_cancels_and_downloads_its_batches(
+    server: WholeServer, screen: Screen, batches: list[str]
+) -> None:
+    need_axe()
+    screen.sign_in(f"{server.data_url}/console", server.plane.make_key("acme", "inference"))
+    screen["nav-batches"].click()
+    rows = screen["file-row"]
+    expect(rows).to_have_count(3)
+    expect(rows.nth(0)).to_contain_text("1,234 of 5,000, 34 failed")
+    expect(rows.nth(2)).to_contain_text("completed")
+    bar = rows.nth(0).get_by_role("progressbar", name=f"Lines of {batches[0]}")
+    assert bar.evaluate("bar => bar.position") == 1234 / 5000
+    check_axe(screen, "batches")
+    with screen.page.expect_download() as saved:
+        rows.nth(2).get_by_test_id("batch-answers").click()
+    assert b'"custom_id"' in Path(saved.value.path()).read_bytes()
+    expect(screen["batch-failures"]).to_have_count(0)
+    # The keyboard alone: a question that Escape takes back.
+    cancel = rows.nth(0).get_by_role("button", name=f"Cancel {batches[0]}")
+    cancel.press("Enter")
+    expect(screen.page.get_by_role("dialog")).to_contain_text(f"Cancel the batch {batches[0]} of acme?")
+    expect(screen["batch-keep"].first).to_be_focused()
+    check_axe(screen, "dialog")
+    screen.page.keyboard.press("Escape")
+    expect(cancel).to_be_focused()
+    expect(rows.nth(0)).to_contain_text("in progress")
+    cancel.press("Enter")
+    screen.page.keyboard.press("Tab")
+    screen.page.keyboard.press("Enter")
+    expect(rows.nth(0)).to_contain_text("cancelling")
+    expect(rows.nth(1)).to_contain_text("in progress")
+    expect(cancel).to_have_count(0)
+
+
+def test_operators_see_and_cancel_the_batches_of_all_tenants(
+    server: WholeServer, screen: Screen, batches: list[str]
+) -> None:
+    screen.sign_in(server.admin_url, ADMIN_TOKEN)
+    screen["nav-batches"].click()
+    expect(screen["file-row"]).to_have_count(3)
+    expect(screen["batch-answers"]).to_have_count(0)
+    screen["file-row"].nth(1).get_by_role("link", name="acme").click()
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Batches of acme")
+    screen["file-row"].nth(1).get_by_test_id("batch-cancel").click()
+    screen["batch-cancel-confirm"].and_(screen.page.locator(":visible")).click()
+    expect(screen["file-row"].nth(1)).to_contain_text("cancelling")
+    screen["tenant"].fill("quiet")
+    screen["tenant"].press("Enter")
+    expect(screen["empty"]).to_contain_text("loraplex batch submit FILE")
+    screen["all-batches"].click()
+    expect(screen["file-row"].nth(1)).to_contain_text("cancelling")
+
+
+def test_a_key_on_the_operators_port_is_told_where_batches_are(server: WholeServer, screen: Screen) -> None:
+    screen.sign_in(server.admin_url, server.plane.make_key("acme", "inference"), "batches")
+    assert "Batches are made on the data port" in screen.text("elsewhere")

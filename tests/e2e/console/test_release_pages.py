@@ -320,7 +320,7 @@ PLACES = (
     ("adapters/none", "all-adapters"),
     ("tenants/canary", "own-page"),
     ("upload", "upload"),
-    ("playground", "play-elsewhere"),
+    ("playground", "elsewhere"),
 )
 
 

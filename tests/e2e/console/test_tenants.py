@@ -146,6 +146,7 @@ PLACES = {
     "/adapters/support/upload": "Upload a version of rival/support",
     "/upload": "Upload an adapter for rival",
     "/playground/support@v1": "Playground of rival",
+    "/batches": "Batches of rival",
 }
 """What each address below a tenant's is headed by."""
 
@@ -272,6 +273,7 @@ LACKED = {
         "upload": "This key lacks the scope adapters:write",
         "adapters/support/release": "This key lacks the scope adapters:write",
         "playground": "This key lacks the scope inference",
+        "batches": "This key lacks the scope inference",
         "now": "This page needs the admin token",
         "audit": "This page needs the admin token",
     },

@@ -7,10 +7,12 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, Field
 
+from loraplex.adapters.pooled import HeadTask, ProblemType
 from loraplex.api.context import context_of
 from loraplex.api.deps import ApiServices
 from loraplex.api.documents import refused
 from loraplex.api.errors import ApiError
+from loraplex.api.pooling.heads import head_of
 from loraplex.api.route import Caller, DataRoute, Services
 from loraplex.control.types import ModelCard
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
@@ -29,6 +31,20 @@ class Model(BaseModel):
     max_model_len: Annotated[int, Field(ge=1)]
     tool_format: ToolFormatName
     reasoning_format: ReasoningFormatName
+
+
+class ModelHead(BaseModel):
+    """The head of a model that classifies: a logit for each of `labels`, of each text or of each token."""
+
+    task: HeadTask
+    labels: list[str]
+    problem_type: ProblemType
+
+
+class ModelDetail(Model):
+    """A model with its `head`, null where it writes text. Lists are without: a head may have many labels."""
+
+    head: ModelHead | None
 
 
 class ModelList(BaseModel):
@@ -51,7 +67,7 @@ async def list_models(caller: Caller, services: Services) -> ModelList:
 @router.get("/v1/models/{id:path}", operation_id="getModel", responses=refused(404))
 async def get_model(
     name: Annotated[str, Path(alias="id")], caller: Caller, services: Services, request: Request
-) -> Model:
+) -> ModelDetail:
     """One of them, by any of its names."""
     context_of(request.scope).model = name
     if not 0 < len(name) <= MAX_NAME:
@@ -67,7 +83,9 @@ async def get_model(
         created = released.created if released is not None else 0
         root, parent = (adapter.digest, base) if adapter is not None else (base, None)
         card = ModelCard(name, created, root, parent, model.serving)
-    return _model(card, services)
+    head = head_of(model, services.engine.info)
+    shown = None if head is None else ModelHead.model_validate(head.as_json())
+    return ModelDetail(**_model(card, services).model_dump(), head=shown)
 
 
 def _model(card: ModelCard, services: ApiServices) -> Model:

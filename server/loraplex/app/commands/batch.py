@@ -34,6 +34,7 @@ def create_batch_commands() -> typer.Typer:
     app.command("submit", help="Upload a file of JSON lines, and have its requests answered.")(submit)
     app.command("status", help="Show a batch.")(status)
     app.command("wait", help="Wait until a batch has ended.")(wait)
+    app.command("cancel", help="End a batch early; what is answered is kept.")(cancel)
     app.command("results", help="Write a batch's answers, a JSON line each.")(results)
     return app
 
@@ -80,6 +81,13 @@ def wait(
         _tell(out, batch := _until_ended(plane, out, batch_id))
         if batch["status"] != "completed":
             raise typer.Exit(1)
+
+
+def cancel(
+    batch_id: BatchId, api_key: ApiKeyOption, url: UrlOption = DEFAULT_URL, as_json: JsonOption = False
+) -> None:
+    with _batches(url, api_key, as_json) as (plane, out):
+        _tell(out, plane.call("POST", f"/v1/batches/{segment(batch_id)}/cancel"))
 
 
 def results(

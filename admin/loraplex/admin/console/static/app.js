@@ -9,10 +9,8 @@ import { forTenant, menuPart, ofTenant, pageAt, pages } from "./pages/index.js";
 
 const NOT_LOADED = "The page could not be loaded. If the server was upgraded meanwhile, reload the console and sign in.";
 
-/** @param {import("./pages/index.js").PageEntry} page */
-function isFor(page) {
-  return page.who !== "operator" || isOperator.value;
-}
+/** The menu of the caller. */
+const menu = () => pages.filter((page) => page.nav && (!page.who || (page.who === "operator") === isOperator.value));
 
 function SignIn() {
   const [secret, setSecret] = useState("");
@@ -55,7 +53,7 @@ function Menu() {
   const found = pageAt(place.value)?.page;
   const part = found ? menuPart(found) : place.value.split("/")[0];
   return html`<nav class="menu" aria-label="Pages">
-    ${pages.filter((page) => page.nav && isFor(page)).map(
+    ${menu().map(
       (page) => html`<a href=${`#/${addressOf(page)}`} data-testid=${page.testid}
         aria-current=${menuPart(page) === part ? "page" : undefined}>${page.nav}</a>`,
     )}
@@ -79,6 +77,7 @@ function Account() {
 
 /** The place of a page of the menu. @param {import("./pages/index.js").PageEntry} page */
 function addressOf(page) {
+  if (page.at === "all-batches") return page.at;
   return (tenant.value && ofTenant(menuPart(page), tenant.value)) || menuPart(page);
 }
 
@@ -104,7 +103,7 @@ function CurrentPage() {
 
 function App() {
   const signedIn = caller.value !== null;
-  const inMenu = pages.filter((page) => page.nav && isFor(page));
+  const inMenu = menu();
   const first = inMenu.find((page) => !page.scope || mayCall(page.scope)) ?? inMenu[0];
   const at = place.value;
   const found = pageAt(at);
@@ -136,7 +135,7 @@ function App() {
 
 /** @param {{ page: import("./pages/index.js").PageEntry, params: Record<string, string> }} found */
 function content({ page, params }) {
-  if (!isFor(page)) {
+  if (page.who === "operator" && !isOperator.value) {
     return html`<p class="error" role="alert" data-testid="error">This page needs the admin token, on the admin port.</p>`;
   }
   if (params.tenant && !isOperator.value && params.tenant !== caller.value?.tenant) return html`<${OfAnother} tenant=${params.tenant} />`;

@@ -1,17 +1,16 @@
 /** One adapter: its versions, where they are, their pins and reports. */
-import { api, ApiError, path, urlOf } from "../lib/api.js";
+import { api, path } from "../lib/api.js";
+import { download } from "../lib/download.js";
 import { html, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import { isOperator, mayCall } from "../lib/store.js";
 import { Badge, bytes, Empty, ErrorBox, Loaded, Page, seconds, Section, Table, Time } from "../lib/ui.js";
 import { Released, adapterHref } from "./adapters.js";
+import { Pooled } from "./classes.js";
 import { Report } from "./report.js";
 
 const EVERY_MS = 5000;
 const MAX_VERSIONS = 500;
-const MAX_DOWNLOAD_BYTES = 1 << 30;
-/** How long a browser may take to begin to save what it has read. */
-const REVOKE_MS = 60_000;
 
 /** @type {Record<string, "good" | "busy" | "bad" | "off">} */
 const KINDS = { ready: "good", validating: "busy", rejected: "bad", corrupt: "bad", incompatible: "off", deleted: "off" };
@@ -157,42 +156,12 @@ function Actions({ tenant, name, version, run }) {
   </span>`;
 }
 
-/**
- * Saves an archive. A link would send no secret, so the browser reads the whole of it first, and keeps it on its disk if it is large.
- * Throws ApiError.
- * @param {string} where @param {string} file @param {number} size Of the version, in bytes.
- */
-async function download(where, file, size) {
-  if (size > MAX_DOWNLOAD_BYTES) {
-    const most = `${bytes(size)} are more than the ${bytes(MAX_DOWNLOAD_BYTES)} that the page reads.`;
-    throw new ApiError(0, "too_large", `${most} Use curl: ${curlOf(where, file)}`);
-  }
-  const answer = await api.request("GET", where);
-  let archive;
-  try {
-    archive = await answer.blob();
-  } catch {
-    throw new ApiError(0, "cut_off", "The download broke off: the server or the connection ended, or the disk is full.");
-  }
-  const url = URL.createObjectURL(archive);
-  const link = document.createElement("a");
-  link.href = url;
-  link.download = file;
-  link.click();
-  window.setTimeout(() => URL.revokeObjectURL(url), REVOKE_MS);
-}
-
-/** @param {string} where @param {string} file */
-function curlOf(where, file) {
-  const secret = isOperator.value ? "LORAPLEX_ADMIN_TOKEN" : "LORAPLEX_API_KEY";
-  return `curl -f -H "Authorization: Bearer $${secret}" -o ${file} ${urlOf(where)}`;
-}
-
 /** @param {{ version: any }} props */
 function Reported({ version }) {
   if (!version) return html`<${Empty}>No version has a report.<//>`;
   return html`<${Section} title="Report of ${version.version}" note=${`SHA-256 ${version.digest}`}>
     <p>On ${version.targets.join(", ")}, for the base <code>${version.base_fingerprint.slice(0, 12)}</code>.</p>
+    <${Pooled} head=${version.head} embedding=${version.embedding} />
     <${Report} report=${version.report} />
   <//>`;
 }

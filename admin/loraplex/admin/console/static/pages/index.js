@@ -2,8 +2,8 @@
  * The pages by their place after `#/`. A part that begins with `:` is a parameter, which the page gets by its name.
  *
  * @typedef {{ at: string, load: () => Promise<{ default: (params: any) => any }>, nav?: string, testid?: string,
- *   who?: "operator", scope?: string, under?: string, keeps?: boolean }} PageEntry
- * `nav`: its name in the menu; `who`: whose menu has it (all by default); `scope`: what a key needs for it; `under`: the page of
+ *   who?: "operator" | "key", scope?: string, under?: string, keeps?: boolean }} PageEntry
+ * `nav`: its name in the menu; `who`: whose menu has it (all by default; what is "operator" is a key's not at all); `scope`: what a key needs for it; `under`: the page of
  * the menu that it belongs to, if that is not the part after the tenant; `keeps`: what was entered stays for another tenant.
  */
 import { path } from "../lib/api.js";
@@ -21,6 +21,8 @@ export const pages = [
   { at: "tenants/:tenant/playground", nav: "Playground", testid: "nav-playground", scope: "inference", load: () => import("./playground.js") },
   { at: "tenants/:tenant/playground/:adapter", load: () => import("./playground.js") },
   { at: "playground", load: () => import("./playground.js") },
+  { at: "tenants/:tenant/batches", nav: "Batches", testid: "nav-batches", who: "key", scope: "inference", load: () => import("./batches.js") },
+  { at: "all-batches", nav: "Batches", testid: "nav-batches", who: "operator", under: "batches", load: () => import("./batches.js") },
   { at: "audit", nav: "Audit", testid: "nav-audit", who: "operator", load: () => import("./audit.js") },
 ];
 

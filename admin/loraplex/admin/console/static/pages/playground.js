@@ -1,22 +1,26 @@
 /** Playground: the base and versions of an adapter side by side, with one seed. Only on the data port. */
-import { api, urlOf } from "../lib/api.js";
+import { api, path, urlOf } from "../lib/api.js";
+import { canAsk, Elsewhere } from "../lib/elsewhere.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { place } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
-import { caller, isOperator, mayCall, onDataPort } from "../lib/store.js";
+import { caller } from "../lib/store.js";
 import { ErrorBox, Field, NumberInput, Page, Section } from "../lib/ui.js";
 import { events, piece } from "../lib/stream.js";
+import { Classes } from "./classes.js";
 
 const MAX_COLUMNS = 4;
 const MODELS_LISTED = 200;
+const WHY = "Prompts go to the data port, so the playground is";
 
 /**
  * @typedef {{ prompt: string, system: string, seed: number, temperature: number, maxTokens: number }} Ask
- * @typedef {{ text: string, status: string, error: any, adapter: string, state: string, firstMs: number | null, usage: any }} Answer
+ * @typedef {{ text: string, status: string, error: any, adapter: string, state: string, firstMs: number | null, usage: any,
+ *   classes: any }} Answer `classes`: what `Classes` shows, of a version that classifies.
  */
 
 /** @type {Answer} */
-const NOTHING = { text: "", status: "", error: null, adapter: "", state: "", firstMs: null, usage: null };
+const NOTHING = { text: "", status: "", error: null, adapter: "", state: "", firstMs: null, usage: null, classes: null };
 
 /** @param {{ tenant?: string, adapter?: string }} props `adapter`: compared with the base; without it, the base alone. */
 export default function Playground({ tenant = "", adapter = "" }) {
@@ -31,7 +35,7 @@ export default function Playground({ tenant = "", adapter = "" }) {
   const stop = useRef(/** @type {AbortController | null} */ (null));
   const known = usePoll((signal) => (canAsk() ? api.get("/v1/models", {}, { signal }) : Promise.resolve(null)), []);
   useEffect(() => () => stop.current?.abort(), []);
-  if (!canAsk()) return html`<${Elsewhere} title=${title} at=${tenant && `#/${place.value}`} />`;
+  if (!canAsk()) return html`<${Elsewhere} title=${title} why=${WHY} at=${tenant && `#/${place.value}`} />`;
 
   /** @param {number} place @param {Partial<Answer>} changed */
   const change = (place, changed) =>
@@ -79,44 +83,63 @@ export default function Playground({ tenant = "", adapter = "" }) {
         />`,
       )}
     </div>
-    <${Code} model=${models[models.length - 1]} ask=${ask} />
+    <${Code} model=${models[models.length - 1]} ask=${ask} classifies=${Boolean(answers[models.length - 1]?.classes)} />
   <//>`;
 }
 
-/** Prompts go to this page's own port, with a key that may infer. */
-function canAsk() {
-  return onDataPort && !isOperator.value && mayCall("inference");
-}
-
 /**
- * Streams one answer into `change`, whatever becomes of it.
+ * One answer into `change`, whatever becomes of it: streamed, or the classes of a version that writes no text.
  * @param {string} model
  * @param {Ask} ask
  * @param {AbortSignal} signal
  * @param {(changed: Partial<Answer>) => void} change
  */
 async function answer(model, ask, signal, change) {
-  const began = performance.now();
-  let text = "";
   try {
-    const json = { ...bodyOf(model, ask), stream: true, stream_options: { include_usage: true } };
-    const got = await api.request("POST", "/v1/chat/completions", { json, signal });
-    change({
-      status: "streaming",
-      adapter: got.headers.get("x-loraplex-adapter") ?? "base",
-      state: got.headers.get("x-loraplex-adapter-state") ?? "",
-    });
-    for await (const document of events(/** @type {ReadableStream<Uint8Array>} */ (got.body))) {
-      const found = piece(document);
-      if (found.error) throw found.error;
-      if (found.text && !text) change({ firstMs: performance.now() - began });
-      text += found.text;
-      if (found.text) change({ text });
-      if (found.usage) change({ usage: found.usage });
-      if (found.finish) change({ status: found.finish });
-    }
+    const { head } = await api.get(path`/v1/models/${model}`, {}, { signal });
+    await (head ? classify(model, head, ask, signal, change) : stream(model, ask, signal, change));
   } catch (error) {
     change(signal.aborted ? { status: "stopped" } : { status: "failed", error });
+  }
+}
+
+/**
+ * Throws ApiError.
+ * @param {string} model @param {import("./classes.js").Head} head @param {Ask} ask @param {AbortSignal} signal
+ * @param {(changed: Partial<Answer>) => void} change
+ */
+async function classify(model, head, ask, signal, change) {
+  const got = await api.request("POST", "/v1/classify", { json: { model, input: ask.prompt }, signal });
+  const { data, usage } = await got.json();
+  const text = { model, prompt: ask.prompt, return_token_strs: true };
+  const names = data[0].tokens ? (await api.send("POST", "/tokenize", text, { signal })).body.token_strs : [];
+  change({ ...servedBy(got), status: "classified", usage, classes: { head, item: data[0], tokens: names } });
+}
+
+/** @param {Response} got */
+const servedBy = (got) => ({
+  adapter: got.headers.get("x-loraplex-adapter") ?? "base",
+  state: got.headers.get("x-loraplex-adapter-state") ?? "",
+});
+
+/**
+ * Throws ApiError.
+ * @param {string} model @param {Ask} ask @param {AbortSignal} signal @param {(changed: Partial<Answer>) => void} change
+ */
+async function stream(model, ask, signal, change) {
+  const began = performance.now();
+  let text = "";
+  const json = { ...bodyOf(model, ask), stream: true, stream_options: { include_usage: true } };
+  const got = await api.request("POST", "/v1/chat/completions", { json, signal });
+  change({ ...servedBy(got), status: "streaming" });
+  for await (const document of events(/** @type {ReadableStream<Uint8Array>} */ (got.body))) {
+    const found = piece(document);
+    if (found.error) throw found.error;
+    if (found.text && !text) change({ firstMs: performance.now() - began });
+    text += found.text;
+    if (found.text) change({ text });
+    if (found.usage) change({ usage: found.usage });
+    if (found.finish) change({ status: found.finish });
   }
 }
 
@@ -164,7 +187,8 @@ function Column({ model, answer: shown, isRunning, onModel, onRemove }) {
         ? html`<button type="button" disabled=${isRunning} aria-label="Remove ${model}" onClick=${onRemove}>×</button>`
         : null}
     </p>
-    <div class="answer" data-testid="play-answer" aria-live="polite" aria-busy=${shown.status === "streaming"}>${shown.text}</div>
+    <div class="answer" data-testid="play-answer" aria-live="polite" aria-busy=${shown.status === "streaming"}>
+      ${shown.classes ? html`<${Classes} ...${shown.classes} />` : shown.text}</div>
     ${shown.error ? html`<${ErrorBox} error=${shown.error} />` : null}
     <p class="note" data-testid="play-status">${facts(shown).join(" · ")}</p>
   </section>`;
@@ -181,19 +205,29 @@ function facts(shown) {
   ].filter(Boolean);
 }
 
-/** The same request for a terminal and for Python. @param {{ model: string, ask: Ask }} props */
-function Code({ model, ask }) {
-  const body = bodyOf(model, { ...ask, prompt: ask.prompt || "…" });
+/** The same request for a terminal and for Python. @param {{ model: string, ask: Ask, classifies: boolean }} props */
+function Code({ model, ask, classifies }) {
+  const prompt = ask.prompt || "…";
+  const body = classifies ? { model, input: prompt } : bodyOf(model, { ...ask, prompt });
   const root = urlOf("/v1").href;
   const curl = [
-    `curl ${root}/chat/completions \\`,
+    `curl ${root}/${classifies ? "classify" : "chat/completions"} \\`,
     "  -H 'Authorization: Bearer '\"$LORAPLEX_API_KEY\" \\",
     "  -H 'Content-Type: application/json' \\",
     `  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`,
   ].join("\n");
-  const { messages, ...rest } = body;
+  return html`<${Section} title="The same request elsewhere" note="The request of the last column, to ${model}. LORAPLEX_API_KEY holds your key.">
+    <h3>curl</h3>
+    <pre data-testid="play-curl" tabindex="0">${curl}</pre>
+    ${"messages" in body && html`<h3>openai for Python</h3>
+      <pre data-testid="play-openai" tabindex="0">${pythonOf(root, body)}</pre>`}
+  <//>`;
+}
+
+/** @param {string} root @param {Record<string, any>} body */
+function pythonOf(root, { messages, ...rest }) {
   const fields = Object.entries(rest).map(([name, value]) => `    ${name}=${JSON.stringify(value)},`);
-  const python = [
+  return [
     "import os",
     "",
     "from openai import OpenAI",
@@ -205,27 +239,4 @@ function Code({ model, ask }) {
     ")",
     "print(answer.choices[0].message.content)",
   ].join("\n");
-  return html`<${Section} title="The same request elsewhere" note="The request of the last column, to ${model}. LORAPLEX_API_KEY holds your key.">
-    <h3>curl</h3>
-    <pre data-testid="play-curl" tabindex="0">${curl}</pre>
-    <h3>openai for Python</h3>
-    <pre data-testid="play-openai" tabindex="0">${python}</pre>
-  <//>`;
-}
-
-/** What to do where no prompt can be sent. @param {{ title: string, at: string }} props */
-function Elsewhere({ title, at }) {
-  const told = caller.value?.data_url ?? "";
-  const there = /^https?:/.test(told) ? `${told}/console${at}` : "";
-  if (onDataPort) {
-    return html`<${Page} title=${title}>
-      <p class="error" data-testid="play-elsewhere">This key lacks the scope inference. Sign in with one that has it.</p>
-    <//>`;
-  }
-  return html`<${Page} title=${title}>
-    <p data-testid="play-elsewhere">Prompts go to the data port, so the playground is in the console there${there ? ":" : ", at /console."}
-      ${there && html` <a href=${there} target="_blank" rel="noreferrer">${there}</a>.`}</p>
-    <p>Sign in there with a tenant's key that has the scope inference. The admin token sends no prompts.</p>
-    ${isOperator.value && !there && html`<p class="note">The start option <code>--public-url</code> puts a link here.</p>`}
-  <//>`;
 }
