@@ -33,6 +33,7 @@ BUSY: Sequence[tuple[str, str, str]] = (
     ("adapters", "tenants/acme/adapters", "[data-testid=adapter-row]"),
     ("release", "tenants/acme/adapters/support/release", "[data-testid=guard-verdict]"),
     ("tenant", "tenants/acme", "[data-testid=key-row]"),
+    ("batches", "all-batches", "[data-testid=file-row]"),
     ("audit", "audit", "[data-testid=audit-row]"),
     ("now", "now", "[data-testid=batch-row]"),
 )
@@ -113,6 +114,7 @@ def main() -> None:
         with busy_server() as seeded:
             seeded.wait_answers(ANSWERS_BEFORE_RELEASE)
             seeded.begin_release()
+            seeded.begin_batch()
             seeded.wait_answers(ANSWERS_BEFORE_PICTURES)
             seeded.wait_last_use()
             take_busy(page, seeded)

@@ -6,6 +6,7 @@ Tenants, adapters and requests are made up, the servers and what they tell are r
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import tempfile
 import threading
@@ -62,6 +63,7 @@ PROMPTS = (
     "Name three things to see in Lisbon.",
 )
 USERS = 40
+BATCH_LINES = 20_000
 CLIENTS = {"acme": 5, "globex": 3, "initech": 2, "hooli": 2}
 ENDS = ["e", "a", "n", "t"]
 """What ends an answer of the tiny model, which hardly ever ends one by itself."""
@@ -101,6 +103,20 @@ class Seeded:
             "schedule": [{"weight": 40, "for_seconds": 1800}, {"weight": 60, "for_seconds": 1800}],
         }
         checked(self.server.admin.put(RELEASE, json=body))
+
+    def begin_batch(self) -> None:
+        """A file of many requests, which take their time beside all others."""
+        asked = {
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "support", "prompt": PROMPTS[0]},
+        }
+        lines = [json.dumps(asked | {"custom_id": str(number)}) for number in range(BATCH_LINES)]
+        with self.server.client(self.keys["acme"]) as http:
+            files = {"file": ("night.jsonl", "\n".join(lines).encode())}
+            file = checked(http.post("/v1/files", data={"purpose": "batch"}, files=files))
+            batch = {"input_file_id": file["id"], "endpoint": asked["url"], "completion_window": "24h"}
+            checked(http.post("/v1/batches", json=batch))
 
     def begin_requests(self) -> None:
         for tenant, clients in CLIENTS.items():

@@ -138,7 +138,7 @@ def test_a_batch_that_failed_says_why_and_is_a_failure(server: RunningServer, pl
 def test_results_are_the_file_of_answers(server: RunningServer, plane: FakeBatches, tmp_path: Path) -> None:
     early = run(server, "results", "batch_1")
     assert early.exit_code == 1
-    assert "no line has an answer in batch batch_1, which is in_progress" in early.output
+    assert "batch batch_1 is in_progress: its files come when it has ended" in early.output
     plane.looks = 3
     assert run(server, "results", "batch_1").stdout == '{"custom_id": "a"}\n' * 3
     assert run(server, "results", "batch_1", "-o", str(tmp_path / "out")).exit_code == 0

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 """Between two looks at a batch that is waited for."""
-MAX_FIRST_LINE = 1 << 20
+MAX_FIRST_LINE = 4 << 20
+"""Bytes of a line that a server takes."""
 _ENDED = ("completed", "failed", "expired", "cancelled")
 
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="As submit printed it")]
@@ -101,6 +102,11 @@ def results(
         batch = plane.batch(batch_id)
         file_id = batch.get("error_file_id" if errors else "output_file_id")
         if file_id is None:
+            if batch["status"] not in _ENDED:
+                raise CommandFailed(
+                    f"batch {batch_id} is {batch['status']}: its files come when it has ended. "
+                    f"'loraplex batch wait {batch_id}' waits for that."
+                )
             what = "no line has failed" if errors else "no line has an answer"
             raise CommandFailed(f"{what} in batch {batch_id}, which is {batch['status']}.")
         if output is None:
