@@ -116,33 +116,32 @@ def test_operators_get_a_link_to_the_playground(tmp_path: Path, screen: Screen, 
         elsewhere.submit(made.__exit__, None, None, None).result()
 
 
-def make_head(server: WholeServer, name: str, head: Head) -> str:
+def make_head(server: WholeServer, name: str, head: Head) -> None:
     """A version with this head, as the database has it once it is admitted."""
-    version = server.plane.make_adapter(name, seed=len(name))
+    server.plane.make_adapter(name, seed=len(name))
     of = update(AdapterVersion).where(AdapterVersion.name == name)
     with server.plane.database.write() as session:
         session.execute(of.values(head=head.as_json()))
-    return version
 
 
 def test_a_version_that_classifies_shows_its_labels_and_their_probabilities(
     server: WholeServer, screen: Screen
 ) -> None:
     need_axe()
-    labels = ("<b>glad</b>", "sad")
-    make_head(server, "mood", Head("classify", labels, "single_label_classification"))
+    labels = ("sad", "<b>glad</b>", "calm")
+    make_head(server, "pirate", Head("classify", labels, "single_label_classification"))
     make_head(server, "names", Head("token_classify", ("O", "NAME"), "multi_label_classification"))
     secret = server.plane.make_key("acme", "inference", "adapters:read")
-    screen.sign_in(f"{server.data_url}/console", secret, "adapters/mood")
+    screen.sign_in(f"{server.data_url}/console", secret, "adapters/pirate")
     expect(screen["pooled"]).to_contain_text("each text")
     expect(screen["pooled"]).to_contain_text("one label (single_label_classification)")
     expect(screen["pooled"]).to_contain_text("<b>glad</b>")
-    screen.go("playground/mood")
+    screen.go("playground/pirate")
     screen["play-model"].first.fill("names@v1")
     screen["play-prompt"].fill("sea")
     screen["play-send"].click()
-    expect(screen["play-status"].nth(1)).to_contain_text("classified · mood@v1")
-    asked = {"model": "mood", "input": "sea"}
+    expect(screen["play-status"].nth(1)).to_contain_text("classified · pirate@v1")
+    asked = {"model": "pirate", "input": "sea"}
     answer = server.http.post(f"{server.data_url}/classify", json=asked, headers=bearer(secret)).json()
     probs = sorted(zip(answer["data"][0]["probs"], labels, strict=True), reverse=True)
     expected = [[label, f"{100 * prob:.1f}%"] for prob, label in probs]

@@ -77,7 +77,7 @@ function Account() {
 
 /** The place of a page of the menu. @param {import("./pages/index.js").PageEntry} page */
 function addressOf(page) {
-  if (page.at === "all-batches") return page.at;
+  if (!page.at.includes(":")) return page.at;
   return (tenant.value && ofTenant(menuPart(page), tenant.value)) || menuPart(page);
 }
 
