@@ -28,6 +28,7 @@ class FakeBatches:
     def __init__(self) -> None:
         self.uploaded: list[tuple[str, str, bytes]] = []
         self.created: list[dict[str, Any]] = []
+        self.deleted: list[str] = []
         self.end = "completed"
         self.looks = 0
 
@@ -35,6 +36,7 @@ class FakeBatches:
         return Starlette(
             routes=[
                 Route("/v1/files", self._upload, methods=["POST"]),
+                Route("/v1/files/{id}", self._delete, methods=["DELETE"]),
                 Route("/v1/files/{id}/content", self._content),
                 Route("/v1/batches", self._create, methods=["POST"]),
                 Route("/v1/batches/{id}", self._get),
@@ -54,6 +56,9 @@ class FakeBatches:
 
     async def _create(self, request: Request) -> Response:
         self.created.append(await request.json())
+        if self.created[-1]["endpoint"] == "/v1/nothing":
+            error = {"message": "No such route.", "code": "invalid_value", "type": "x", "param": None}
+            return JSONResponse({"error": error}, 400)
         return JSONResponse(self._batch("validating", 0))
 
     async def _get(self, request: Request) -> Response:
@@ -63,6 +68,10 @@ class FakeBatches:
         self.looks += 1
         done = self.looks >= 3
         return JSONResponse(self._batch(self.end if done else "in_progress", min(self.looks, 3)))
+
+    async def _delete(self, request: Request) -> Response:
+        self.deleted.append(request.path_params["id"])
+        return JSONResponse({})
 
     async def _cancel(self, request: Request) -> Response:
         return JSONResponse(self._batch("cancelling", 1))
@@ -74,7 +83,7 @@ class FakeBatches:
             "endpoint": "/v1/chat/completions",
             "request_counts": {"total": 3, "completed": count, "failed": 0},
             "output_file_id": "file-2" if status == "completed" else None,
-            "error_file_id": None,
+            "error_file_id": "file-3" if status == "failed" else None,
             "errors": {"data": [{"message": "line 2 is no JSON", "line": 2}]} if status == "failed" else None,
         }
 
@@ -128,11 +137,15 @@ def test_waiting_ends_with_the_batch(server: RunningServer, plane: FakeBatches, 
     assert json.loads(run(server, "wait", "batch_1", "--json").stdout)["status"] == "completed"
 
 
-def test_a_batch_that_failed_says_why_and_is_a_failure(server: RunningServer, plane: FakeBatches) -> None:
+def test_a_batch_that_failed_says_why_and_is_a_failure(
+    server: RunningServer, plane: FakeBatches, lines: Path
+) -> None:
     plane.end = "failed"
     done = run(server, "wait", "batch_1")
     assert done.exit_code == 1
     assert "line 2 is no JSON" in done.stdout
+    assert "batch results batch_1 --errors" in done.stderr
+    assert run(server, "submit", str(lines), "--wait").exit_code == 1
 
 
 def test_results_are_the_file_of_answers(server: RunningServer, plane: FakeBatches, tmp_path: Path) -> None:
@@ -159,6 +172,14 @@ def test_cancelling_shows_what_is_kept(server: RunningServer) -> None:
     assert "1 of 3 answered" in done.stdout
 
 
+def test_a_file_whose_batch_is_refused_is_deleted(
+    server: RunningServer, plane: FakeBatches, lines: Path
+) -> None:
+    done = run(server, "submit", str(lines), "--endpoint", "/v1/nothing")
+    assert (done.exit_code, plane.deleted) == (1, ["file-1"])
+    assert "No such route." in done.output
+
+
 def test_what_is_wrong_is_said_in_a_line(server: RunningServer, lines: Path) -> None:
     assert (
         "[invalid_api_key] Give one that is valid with --api-key"
@@ -166,5 +187,7 @@ def test_what_is_wrong_is_said_in_a_line(server: RunningServer, lines: Path) -> 
     )
     lines.write_text("oh\n")
     assert "is no JSON" in run(server, "submit", str(lines)).output
+    lines.write_text("\n")
+    assert "is empty: each line is a request" in run(server, "submit", str(lines)).output
     lines.write_text('{"custom_id": "a"}\n')
     assert "has no 'url'" in run(server, "submit", str(lines)).output

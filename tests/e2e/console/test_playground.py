@@ -144,7 +144,7 @@ def test_a_version_that_classifies_shows_its_labels_and_their_probabilities(
     asked = {"model": "pirate", "input": "sea"}
     answer = server.http.post(f"{server.data_url}/classify", json=asked, headers=bearer(secret)).json()
     probs = sorted(zip(answer["data"][0]["probs"], labels, strict=True), reverse=True)
-    expected = [[label, f"{100 * prob:.1f}%"] for prob, label in probs]
+    expected = [[label, f"{round(100 * prob, 1):g}%"] for prob, label in probs]
     rows = screen["play-answer"].nth(1).get_by_test_id("class-row").all()
     assert [row.inner_text().split() for row in rows] == expected
     tokens = screen["play-answer"].first.get_by_test_id("class-row").all()

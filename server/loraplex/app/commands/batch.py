@@ -57,11 +57,14 @@ def submit(
                 "POST", "/v1/files", data={"purpose": "batch"}, files={"file": (file.name, content)}
             )
         asked = {"input_file_id": sent["id"], "endpoint": endpoint, "completion_window": "24h"}
-        batch = plane.call("POST", "/v1/batches", json=asked)
+        try:
+            batch = plane.call("POST", "/v1/batches", json=asked)
+        except CommandFailed:
+            plane.call("DELETE", f"/v1/files/{segment(sent['id'])}")
+            raise
         if waits:
             out.note(f"batch {batch['id']}")
-            batch = _until_ended(plane, out, batch["id"])
-            _tell(out, batch)
+            _wait(plane, out, batch["id"])
         else:
             out.done(batch, batch["id"])
             out.note(f"See 'loraplex batch wait {batch['id']}'.")
@@ -79,9 +82,7 @@ def wait(
 ) -> None:
     """Exit code 1 where it did not complete."""
     with _batches(url, api_key, as_json) as (plane, out):
-        _tell(out, batch := _until_ended(plane, out, batch_id))
-        if batch["status"] != "completed":
-            raise typer.Exit(1)
+        _wait(plane, out, batch_id)
 
 
 def cancel(
@@ -167,6 +168,8 @@ def _batches(url: str, api_key: str, as_json: bool) -> Iterator[tuple[_Plane, Ou
 def _first_url(file: Path) -> str:
     with file.open("rb") as lines:
         first = lines.readline(MAX_FIRST_LINE)
+    if not first.strip():
+        raise CommandFailed(f"the first line of {file} is empty: each line is a request as JSON.")
     try:
         asked = json.loads(first)
     except ValueError as error:
@@ -198,6 +201,14 @@ def _until_ended(plane: _Plane, out: Output, batch_id: str) -> Any:
             if batch["status"] in _ENDED:
                 return batch
             time.sleep(LOOK_S)
+
+
+def _wait(plane: _Plane, out: Output, batch_id: str) -> None:
+    _tell(out, batch := _until_ended(plane, out, batch_id))
+    if batch.get("error_file_id") and not out.as_json:
+        out.note(f"See 'loraplex batch results {batch_id} --errors'.")
+    if batch["status"] != "completed":
+        raise typer.Exit(1)
 
 
 def _tell(out: Output, batch: Any) -> None:
