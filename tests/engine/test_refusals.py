@@ -82,6 +82,7 @@ def said_by_all(path: Path, readers: tuple[Callable[[Path], Any], ...] = READERS
         ({"model_type": "mimo_v2_flash"}, "sinks"),
         ({"model_type": "dbrx", "n_layers": 4}, "counts layers"),
         ({"model_type": "xglm", "num_layers": 4}, "own code"),
+        ({"model_type": "xlm", "n_layers": 4, "emb_dim": 64}, "XLM is not served: it is an encoder"),
         ({"model_type": "kosmos-2", "text_config": {"layers": 2}, "vision_config": {}}, "kosmos-2 is multimodal"),
         ({"model_type": "blip", "vision_config": {}}, "blip is multimodal, and its text part is not served"),
         ({"model_type": "of_tomorrow", "layer_types": ["chunked_attention"]}, r"\(layer_types: chunked_attention\)"),

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.model_parts import DECODERS, MULTIMODAL, parts_of
 from loraplex.engine.model.base import ModelUnsupported
+from loraplex.kernels.lora.site_groups import HEAD
 from support.adapters.peft_zoo import ALL_SITES
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import edit_config
@@ -93,7 +94,11 @@ def test_base_and_adapters_equal_transformers_and_peft(family: str, tmp_path: Pa
     parts = parts_of(family.partition(":")[0])
     own = f"model.{parts.decoder}."
     folders = {recipe: tmp_path / recipe for recipe in models}
-    for number, (decoder, _) in enumerate(DECODERS if "seven" in models and parts.others else ()):
+    decoders = [
+        *(decoder for decoder, _ in DECODERS),
+        *(f"{old}model." for old, new in parts.renamed if not new),
+    ]
+    for number, decoder in enumerate(decoders if "seven" in models and parts.others else ()):
         folders[f"named-{number}"] = shutil.copytree(tmp_path / "seven", tmp_path / f"named-{number}")
         path = folders[f"named-{number}"] / "adapter_model.safetensors"
         tensors = {old_names(name, decoder, own): tensor for name, tensor in load_file(path).items()}
@@ -164,6 +169,19 @@ def test_the_whole_model_says_whether_its_head_is_tied(tied: bool, tmp_path: Pat
         edit_config(base, text_config=text | ({} if said is None else {"tie_word_embeddings": said}))
         assert plan_model(base, kernels="torch").spec.tied is tied
         assert load_base_spec(base).tied_head is tied
+
+
+def test_a_head_that_a_default_ties_is_the_embedding(tmp_path: Path) -> None:
+    """Of the whole, whose config.json leaves it out, whatever the text part says for itself."""
+    base = save_multimodal("internvl", tmp_path)
+    config = json.loads((base / "config.json").read_text())
+    text = config["text_config"] | {"tie_word_embeddings": False}
+    assert config.pop("tie_word_embeddings", True) is True
+    (base / "config.json").write_text(json.dumps(config | {"text_config": text}))
+    assert plan_model(base, kernels="torch").spec.tied is True
+    spec = load_base_spec(base)
+    assert spec.tied_head is True
+    assert (0, HEAD) in spec.sites
 
 
 def test_a_flat_config_of_older_files_is_the_same_model(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from loraplex.adapters.admission.model_parts import MULTIMODAL
 
 VOCAB = 512
+_THINKER = "thinker"
 _SMALL: dict[str, Any] = {
     **dict.fromkeys(
         ("hidden_size", "d_model", "embed_dim", "dim", "projection_dim", "out_hidden_size", "output_dim"), 64
@@ -33,6 +34,10 @@ _SMALL: dict[str, Any] = {
     "pad_token_id": 0, "eos_token_id": 2, "image_seq_length": 16,
 }  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "patch_size": 4, "image_size": 16, "model_args": {"embed_dim": 64},
+}  # fmt: skip
 _CHANGES: Mapping[str, dict[str, Any]] = {
     **{
         name: {"rope_parameters": _MROPE}
@@ -46,6 +51,9 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": _MROPE, "full_attention": None},
     },
+    # Their own towers are timm's.
+    "fast_vlm": {"vision_config": _SIGLIP},
+    "perception_lm": {"vision_config": _SIGLIP},
     "granite4_vision": {
         "deepstack_layer_map": [[-1, 1]], "downsample_rate": "1/2", "spatial_target_layers": [1],
     },
@@ -105,6 +113,8 @@ def save_multimodal(model_type: str, out: Path, *, text: str = "", **whole: Any)
     top. Weights are larger than usual, so that an error anywhere shows."""
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
+    if model_type == "qwen2_5_omni":
+        return _save_speaking(model_type, out)
     values = _shrunk(CONFIG_MAPPING[model_type])
     if text:
         values["text_config"] = {"model_type": text, **_shrunk(CONFIG_MAPPING[text])}
@@ -119,10 +129,25 @@ def save_multimodal(model_type: str, out: Path, *, text: str = "", **whole: Any)
     return out
 
 
+def _save_speaking(model_type: str, out: Path) -> Path:
+    """The part that writes text is saved by itself too, as transformers loads it alone."""
+    from safetensors.torch import load_file, save_file
+
+    thinker = save_multimodal(f"{model_type}_thinker", out / _THINKER)
+    tensors = {f"thinker.{name}": tensor for name, tensor in load_file(thinker / "model.safetensors").items()}
+    tensors["talker.model.layers.0.self_attn.q_proj.weight"] = torch.zeros(8, 8)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((thinker / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({"model_type": model_type, "thinker_config": config}))
+    return out
+
+
 def load_plain(base: Path) -> Any:
     """transformers' model of a checkpoint, multimodal or of text."""
     import transformers
 
+    if (base / _THINKER).is_dir():
+        base /= _THINKER
     is_multimodal = json.loads((base / "config.json").read_text())["model_type"] in MULTIMODAL
     name = "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
     return getattr(transformers, name).from_pretrained(base, attn_implementation="eager").eval()

@@ -73,7 +73,7 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
         {
             "albert": "ALBERT", "bert": "BERT", "deberta": "DeBERTa", "deberta-v2": "DeBERTa-v2",
             "distilbert": "DistilBERT", "electra": "ELECTRA", "modernbert": "ModernBERT", "mpnet": "MPNet",
-            "nomic_bert": "Nomic BERT", "roberta": "RoBERTa", "xlm-roberta": "XLM-RoBERTa",
+            "nomic_bert": "Nomic BERT", "roberta": "RoBERTa", "xlm": "XLM", "xlm-roberta": "XLM-RoBERTa",
         },
     ),
     (
@@ -120,16 +120,26 @@ _MULTIMODAL = ("phi4_multimodal",)
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "Model")
 
 
+def whole_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json without what stands around the model that writes text: of Qwen2.5-Omni, which speaks too, that is
+    one of its parts."""
+    thinker = config.get("thinker_config")
+    return {"model_type": "qwen2_5_omni_thinker", **thinker} if isinstance(thinker, dict) else config
+
+
 def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json with the fields of its text part, where the model also sees or hears, in place of its own. The head
     is the whole's: so is whether it is tied. None: where there is no tensor of it, as in files from before transformers
-    5, which said so in the text part."""
+    5, which said so in the text part, and in those that leave it to the whole's default."""
+    config = whole_fields(config)
     text = config.get("text_config")
     if not isinstance(text, dict):
         return dict(config)
     fields, tied = {**config, **text}, "tie_word_embeddings"
-    if tied in config:
-        fields[tied] = None if text.get(tied) is True and config[tied] is False else config[tied]
+    whole, part = config.get(tied), text.get(tied)
+    if tied in fields:
+        says_nothing = part is True if whole is False else whole is None and part is False
+        fields[tied] = None if says_nothing else part if whole is None else whole
     return fields
 
 
@@ -142,7 +152,8 @@ def obstacle_of(config: Mapping[str, Any]) -> str | None:
     name = shown(model_type).strip("'")
     if config.get("is_encoder_decoder") is True:
         return f"{name} is an encoder with a decoder; only decoders are served"
-    sees = model_type in _MULTIMODAL or any(config.get(part) is not None for part in _OTHER_INPUTS)
+    whole = whole_fields(config)
+    sees = model_type in _MULTIMODAL or any(whole.get(part) is not None for part in _OTHER_INPUTS)
     if sees and not parts_of(model_type).others:
         return f"{name} is multimodal, and its text part is not served; docs/models.md lists those that are"
     return None

@@ -91,14 +91,28 @@ _TEXT = ModelParts()
 _PREDICTS = ("mtp.",)
 _LLAVA = ModelParts(("vision_tower", "multi_modal_projector", "image_newline", "vision_resampler"))
 _LFM3_INSIDE = ((".self_attn.gate_proj.", ".self_attn.g_proj."),)
+_COSMOS_INSIDE = (
+    *((f".self_attn.to_{letter}.", f".self_attn.{letter}_proj.") for letter in "qkv"),
+    (".self_attn.to_out.", ".self_attn.o_proj."),
+    *((f".self_attn.norm_{letter}.", f".self_attn.{letter}_norm.") for letter in "qk"),
+)
 _IDEFICS = ModelParts(("vision_model", "connector"), "text_model")
 _QWEN_VL = ModelParts(("visual",))
+_MINICPM = ModelParts(("vision_tower", "merger"), unread=_PREDICTS)
 _QWEN_OMNI = ModelParts(("visual", "audio_tower"), renamed=(("thinker.", ""),))
 _GEMMA4 = ModelParts(
     ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder"), is_converted=True
 )
 MULTIMODAL: Mapping[str, ModelParts] = {
     # Types whose language model is of a family of the fused decoder.
+    "cosmos3_omni": replace(
+        _QWEN_VL,
+        renamed=tuple(
+            (f"{part}.", f"model.visual.{part}.")
+            for part in ("blocks", "merger", "patch_embed", "pos_embed", "deepstack_merger_list")
+        ),
+        inside=_COSMOS_INSIDE,
+    ),
     "deepseek_vl": ModelParts(("vision_model", "aligner")),
     "deepseek_vl_hybrid": ModelParts(
         (
@@ -106,6 +120,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
             "high_res_vision_alpha",
         )
     ),
+    "fast_vlm": _LLAVA,
     "gemma3": _LLAVA,
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,
@@ -123,9 +138,13 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "llava_next": _LLAVA,
     "llava_next_video": _LLAVA,
     "llava_onevision": _LLAVA,
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM,
     "mistral3": _LLAVA,
     "ovis2": ModelParts(("vision_tower", "visual_embeddings_table")),
     "paddleocr_vl": ModelParts(("visual", "projector"), renamed=(("mlp_AR.", "projector."),)),
+    "perception_lm": _LLAVA,
     "pp_chart2table": _LLAVA,
     "qianfan_ocr": ModelParts(
         _LLAVA.others,
@@ -139,6 +158,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     ),
     "qwen2_vl": _QWEN_VL,
     "qwen2_5_vl": _QWEN_VL,
+    "qwen2_5_omni": replace(_QWEN_OMNI, unread=("talker.", "token2wav.")),
     "qwen2_5_omni_thinker": _QWEN_OMNI,
     "qwen3_5": replace(_QWEN_VL, unread=_PREDICTS),
     "qwen3_vl": _QWEN_VL,
@@ -151,6 +171,11 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "aya_vision": _LLAVA,
     "cohere2_vision": _LLAVA,
     "cohere_compass": _QWEN_VL,
+    "cosmos3_edge": ModelParts(
+        ("visual", "projector"),
+        inside=(*_COSMOS_INSIDE, (".mlp.up_proj.", ".mlp.fc1."), (".mlp.down_proj.", ".mlp.fc2.")),
+        is_converted=True,
+    ),
     "ernie4_5_vl_moe": ModelParts(
         ("vision_tower", "resampler_model"),
         renamed=(("model.vision_model.", "model.vision_tower."),),
@@ -177,6 +202,12 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "paligemma": _LLAVA,
     "qwen3_omni_moe_thinker": _QWEN_OMNI,
     "qwen3_vl_moe": _QWEN_VL,
+    "step3p7": ModelParts(
+        ("vision_model", "multi_modal_projector"),
+        renamed=(("vit_large_projector.", "model.multi_modal_projector."),),
+        inside=((".share_expert.", ".mlp.shared_experts."),),
+        is_converted=True,
+    ),
 }  # fmt: skip
 """The parts of a multimodal model by its `model_type`."""
 

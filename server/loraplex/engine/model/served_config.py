@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loraplex.adapters.admission.base_families import obstacle_of, text_fields
+from loraplex.adapters.admission.base_families import obstacle_of, text_fields, whole_fields
 from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.adapters.base_weights.schemes import read_scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
@@ -39,6 +39,7 @@ def read_served_config(model_dir: Path, raw: Mapping[str, Any]) -> ServedConfig:
     parts = parts_of(config.model_type)
     if not parts.others:
         return ServedConfig(config, config, raw, parts.unread)
+    config, raw = getattr(config, "thinker_config", config), whole_fields(raw)
     text, text_raw = copy.copy(config.get_text_config(decoder=True)), raw.get("text_config")
     # The head is the whole's.
     text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
