@@ -20,6 +20,8 @@ DECODERS: tuple[tuple[str, str], ...] = (
     ("language_model.model.", "a multimodal model before transformers 4.52"),
     ("model.text_model.", "Idefics and SmolVLM, with their head"),
     ("text_model.", "Idefics and SmolVLM, without their head"),
+    ("thinker.model.", "Qwen2.5-Omni and Qwen3-Omni with their speech, in transformers 4"),
+    ("thinker.model.language_model.", "Qwen2.5-Omni and Qwen3-Omni with their speech, in transformers 5"),
 )
 """Prefixes before "layers" in the path of a decoder's module, and the model that each belongs to."""
 _OF_DECODERS = frozenset(

@@ -19,6 +19,7 @@ from loraplex.kernels.lora.site_groups import HEAD
 HEADS: tuple[tuple[str, str], ...] = (
     (HEAD, "a model of transformers"),
     ("language_model.lm_head", "a multimodal model before transformers 4.52"),
+    ("thinker.lm_head", "Qwen2.5-Omni and Qwen3-Omni with their speech"),
     ("output", "a model of torchtune, of Llama's own code, or InternLM2"),
     ("embed_out", "GPT-NeoX before transformers 5"),
 )
