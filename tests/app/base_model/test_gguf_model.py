@@ -83,7 +83,7 @@ def test_a_file_without_codes_is_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "words"),
     [
-        (Q8 | {"ffn_up": "Q5_0"}, "the tensor 'blk.0.ffn_up.weight' is Q5_0: Q4_0, Q4_1, Q8_0"),
+        (Q8 | {"ffn_up": "MXFP4"}, "the tensor 'blk.0.ffn_up.weight' is MXFP4: Q4_0, Q4_1, Q5_0"),
         (Q8 | {"attn_q": "F16"}, "the tensor 'blk.0.attn_q.weight' is F16 in a quantised file"),
     ],
 )

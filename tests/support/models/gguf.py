@@ -26,6 +26,8 @@ MIXES = {
     "Q4_K_M": dict.fromkeys(OF_QUICKSTART, "Q4_K") | dict.fromkeys(("output", "attn_v", "ffn_down"), "Q6_K"),
     "Q5_K": dict.fromkeys(OF_QUICKSTART, "Q5_K") | {"token_embd": "Q6_K"},
     "Q8_0": dict.fromkeys(OF_QUICKSTART, "Q8_0"),
+    # What it takes in place of Q4_K where rows are no whole blocks of 256.
+    "Q5_0": dict.fromkeys(OF_QUICKSTART, "Q5_0") | {"attn_v": "Q8_0", "ffn_down": "Q5_1"},
     "Q4_0": dict.fromkeys(OF_QUICKSTART, "Q4_0")
     | {"token_embd": "F16", "output": "Q6_K", "ffn_down": "Q4_1"},
 }

@@ -52,6 +52,20 @@ def _q4_1(blocks: Bytes) -> Parts:
     return _low_then_high(blocks[:, 4:], 16), _half(blocks, 0), _half(blocks, 2)
 
 
+def _fifth(blocks: Bytes, first: int) -> Bytes:
+    """[B, 32]: a bit for each code, of the four bytes at a place of each block, where it counts 16."""
+    return np.unpackbits(blocks[:, first : first + 4], axis=1, bitorder="little") << 4
+
+
+def _q5_0(blocks: Bytes) -> Parts:
+    codes = _low_then_high(blocks[:, 6:], 16) | _fifth(blocks, 2)
+    return codes.view(np.int8) - np.int8(16), _half(blocks, 0), None
+
+
+def _q5_1(blocks: Bytes) -> Parts:
+    return _low_then_high(blocks[:, 8:], 16) | _fifth(blocks, 4), _half(blocks, 0), _half(blocks, 2)
+
+
 def _scales_and_offsets(blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """[B, 8] each, of two float16 and twelve bytes: eight scales and eight minima of six bits. Four of each lie in the
     low bits of the first eight bytes; the others have their low four bits in the last four bytes, their high two
@@ -87,6 +101,8 @@ def _q6_k(blocks: Bytes) -> Parts:
 KINDS = {
     "Q4_0": BlockKind(32, 18, 32, False, _q4_0),
     "Q4_1": BlockKind(32, 20, 32, True, _q4_1),
+    "Q5_0": BlockKind(32, 22, 32, False, _q5_0),
+    "Q5_1": BlockKind(32, 24, 32, True, _q5_1),
     "Q8_0": BlockKind(32, 34, 32, False, _q8_0),
     "Q4_K": BlockKind(256, 144, 32, True, _q4_k),
     "Q5_K": BlockKind(256, 176, 32, True, _q5_k),
