@@ -20,13 +20,17 @@ PROMPTS = [[7, 3, 9, 1, 4, 4, 2, 8] * 5, [5, 1], list(range(3, 40))]
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "gemma2", "granite"])
-def test_answers_are_near_those_without_codes(family: str, tmp_path: Path) -> None:
-    """On the fused decoder, and through transformers."""
+@pytest.mark.parametrize(
+    ("family", "quantise"),
+    [("llama-biases", False), ("gemma2", False), ("granite", False), ("gemma4", True)],
+)
+def test_answers_are_near_those_without_codes(family: str, quantise: bool, tmp_path: Path) -> None:
+    """On the fused decoder, and through transformers. `quantise`: linears in 8 bits too."""
     base = save_tiny(tmp_path / "base", (FAMILIES | OTHERS)[family])
-    model = load_model(base, CPU, "float32", kernels="torch")
     found = []
     for kv_dtype in (torch.float32, torch.int8):
+        codes = quantise and kv_dtype is torch.int8
+        model = load_model(base, CPU, "float32", kernels="torch", quantise=codes, kv_codes=codes)
         run = PagedRun(model, PROMPTS, kv_dtype=kv_dtype)
         run.step({0: 13, 2: 20})
         run.step({2: 17, 1: 2, 0: 1})

@@ -239,7 +239,7 @@ def test_bits_do_not_depend_on_neighbours(
 @pytest.mark.parametrize(
     ("plan", "quantise", "kv_cache_dtype", "dtype", "count"),
     [
-        ("gemma4-e2b", "none", "auto", "bfloat16", 20),
+        ("gemma4-e2b", "int8", "int8", "bfloat16", 20),
         ("lfm2", "none", "auto", "float32", 20),
         ("qwen3_5", "none", "auto", "float32", 20),
         *(
@@ -248,6 +248,7 @@ def test_bits_do_not_depend_on_neighbours(
             # Rows of short convolutions are kept in the model's dtype alone.
             for kept in (
                 ("none", "auto", "float32"),
+                ("none", "auto", "bfloat16"),
                 ("int8", "auto" if plan == "lfm2" else "int8", "bfloat16"),
             )
         ),
