@@ -14,16 +14,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.admission.model_parts import MULTIMODAL, parts_of
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.tensors import read_tensor
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 from support.adapters.peft_zoo import train
 from support.models.tiny_families import save_family
+from support.models.tiny_multimodal import load_plain, save_multimodal
 
 Tensors = dict[str, torch.Tensor]
 SERVED = (
@@ -34,17 +35,18 @@ SERVED = (
     "jais2", "kolibri1", "mellum", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mixtral",
     "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
     "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "afmoe",
-    "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "qwen3_5_text",
+    "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "qwen3_5_text", "beam", "gemma4_text",
+    "gemma4_unified_text", "laguna", "lfm2", "lfm3", "moshi", "phimoe",
 )  # fmt: skip
-OFTEN = ("llama", "phi3", "granitemoehybrid", "glm4_moe", "gpt_neox", "hy_v3", "qwen3_5_text")
+OFTEN = ("llama", "phi3", "granitemoehybrid", "glm4_moe", "gpt_neox", "hy_v3", "qwen3_5_text", "qwen2_5_vl")
 """Separate and packed linears, a mixture with a dense layer and a shared expert, names of their own, a file whose
-names are not the modules', and delta nets; the long version has all."""
+names are not the modules', delta nets, and a multimodal type; the long version has all."""
 
 
 def make_adapter(base_dir: Path, targets: Any, out: Path) -> Path:
     """Trained by noise, saved by PEFT."""
     config = LoraConfig(r=4, lora_alpha=6, target_modules=targets, task_type="CAUSAL_LM")
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base_dir), config)
+    model = get_peft_model(load_plain(base_dir), config)
     train(model, 0, 0.1)
     model.save_pretrained(out)
     return out
@@ -82,12 +84,13 @@ def changes_of(folder: Path, spec: AdapterSpec, base: BaseSpec) -> dict[str, tor
 
 
 def changes_in_peft(folder: Path, base_dir: Path) -> dict[str, torch.Tensor]:
-    """The same, as PEFT loads the files."""
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_dir), folder)
+    """The same, as PEFT loads the files, without parts that no text goes through."""
+    model = PeftModel.from_pretrained(load_plain(base_dir), folder)
+    parts = parts_of(model.config.model_type)
     layers = {
         name.removeprefix("base_model.model."): layer
         for name, layer in model.named_modules()
-        if isinstance(layer, LoraLayer)
+        if isinstance(layer, LoraLayer) and parts.part_of(name.removeprefix("base_model.model.")) is None
     }
     with torch.no_grad():
         changes = {name: layer.get_delta_weight("default") for name, layer in layers.items()}
@@ -101,9 +104,11 @@ def check_equal(folder: Path, spec: AdapterSpec, base: BaseSpec, base_dir: Path)
         torch.testing.assert_close(change, theirs[module], atol=1e-6, rtol=1e-5)
 
 
-def lacking(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
+def lacking(tensors: Tensors, model_type: str) -> Iterator[tuple[str, Tensors]]:
     """Names of what is dropped of an adapter, or renamed, each with what is left."""
+    prefix, parts = "base_model.model.", parts_of(model_type)
     modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
+    modules = [module for module in modules if parts.part_of(module.removeprefix(prefix)) is None]
     for matrix in "AB":
         name = f"{modules[-1]}.lora_{matrix}.weight"
         yield f"one lora_{matrix}", {other: t for other, t in tensors.items() if other != name}
@@ -113,16 +118,16 @@ def lacking(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
         if left:
             yield f"all of {leaf}", left
     yield "everything", {}
-    prefix = "base_model.model."
     for decoder in ("model.language_model.model.", "transformer.", "model.visual."):
         yield decoder, {prefix + decoder + name.removeprefix(prefix): t for name, t in tensors.items()}
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in OFTEN else pytest.mark.soak) for f in SERVED]
+    "family",
+    [pytest.param(f, marks=() if f in OFTEN else pytest.mark.soak) for f in (*SERVED, *MULTIMODAL)],
 )
 def test_an_adapter_that_lacks_tensors_is_refused_or_equal_to_peft(family: str, tmp_path: Path) -> None:
-    base_dir = save_family(family, tmp_path / "base")
+    base_dir = (save_multimodal if family in MULTIMODAL else save_family)(family, tmp_path / "base")
     base = load_base_spec(base_dir)
     folder = make_ordinary(base_dir, base, tmp_path)
     check_equal(folder, admit(folder, base), base, base_dir)
@@ -133,7 +138,7 @@ def test_an_adapter_that_lacks_tensors_is_refused_or_equal_to_peft(family: str, 
     for targets in (config["target_modules"], expression):
         config_path.write_text(json.dumps(config | {"target_modules": targets}))
         accepted = []
-        for what, tensors in lacking(whole):
+        for what, tensors in lacking(whole, family):
             save_file(tensors, tensors_path, metadata={"format": "pt"})
             try:
                 spec = admit(folder, base)
