@@ -44,7 +44,7 @@ NO_ADAPTERS = {
     ("fuyu", "seven"),
     *(
         (family, recipe)
-        for family in ("qwen3_omni_moe_thinker", "glm4v_moe", "muse_glimmer")
+        for family in ("qwen3_omni_moe", "qwen3_omni_moe_thinker", "glm4v_moe", "muse_glimmer")
         for recipe in RECIPES
     ),
 }

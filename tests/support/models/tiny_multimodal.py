@@ -113,7 +113,7 @@ def save_multimodal(model_type: str, out: Path, *, text: str = "", **whole: Any)
     top. Weights are larger than usual, so that an error anywhere shows."""
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-    if model_type == "qwen2_5_omni":
+    if model_type in ("qwen2_5_omni", "qwen3_omni_moe"):
         return _save_speaking(model_type, out)
     values = _shrunk(CONFIG_MAPPING[model_type])
     if text:

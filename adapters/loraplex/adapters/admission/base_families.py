@@ -121,10 +121,14 @@ _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration"
 
 
 def whole_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config.json without what stands around the model that writes text: of Qwen2.5-Omni, which speaks too, that is
-    one of its parts."""
+    """A config.json without what stands around the model that writes text: of Qwen's Omni models, which speak too, that
+    is one of their parts."""
     thinker = config.get("thinker_config")
-    return {"model_type": "qwen2_5_omni_thinker", **thinker} if isinstance(thinker, dict) else config
+    return (
+        {"model_type": f"{config.get('model_type')}_thinker", **thinker}
+        if isinstance(thinker, dict)
+        else config
+    )
 
 
 def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -202,6 +202,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     ),
     "muse_glimmer": ModelParts(("vision_tower", "vision_adapter", "vision_projection", "perception_emb_norm")),
     "paligemma": _LLAVA,
+    "qwen3_omni_moe": replace(_QWEN_OMNI, unread=("talker.", "code2wav.")),
     "qwen3_omni_moe_thinker": _QWEN_OMNI,
     "qwen3_vl_moe": _QWEN_VL,
     "step3p7": ModelParts(
