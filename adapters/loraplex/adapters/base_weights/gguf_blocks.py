@@ -54,7 +54,7 @@ def _q4_1(blocks: Bytes) -> Parts:
 
 def _fifth(blocks: Bytes, first: int) -> Bytes:
     """[B, 32]: a bit for each code, of the four bytes at a place of each block, where it counts 16."""
-    return np.unpackbits(blocks[:, first : first + 4], axis=1, bitorder="little") << 4
+    return np.unpackbits(blocks[:, first : first + 4], axis=1, bitorder="little") * np.uint8(16)
 
 
 def _q5_0(blocks: Bytes) -> Parts:
