@@ -11,6 +11,8 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 VectorPooling = Literal["mean", "last", "cls"]
 """How the hidden states of a prompt become one vector: their mean, the last token's, the first token's."""
 
+_SHOWN_LABELS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -21,6 +23,14 @@ class Head:
     task: HeadTask
     labels: tuple[str, ...]
     problem_type: ProblemType
+
+    @property
+    def described(self) -> str:
+        """What a model with this head does, and its first labels. Those are printable: admission checks it."""
+        what = "classifies each token" if self.task == "token_classify" else "classifies texts"
+        rest = len(self.labels) - _SHOWN_LABELS
+        shown = ", ".join(self.labels[:_SHOWN_LABELS])
+        return f"{what} ({shown}{f' and {rest} more' if rest > 0 else ''})"
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any] | None) -> Head | None:

@@ -30,6 +30,7 @@ from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.model.base import Model
+from loraplex.engine.model.base_head import read_base_head
 from loraplex.engine.model.loading import library_of, load_model
 from loraplex.engine.model.model_plan import ModelPlan, ModelSettings, make_plan
 from loraplex.engine.model.plans import KeptPlans
@@ -106,11 +107,12 @@ def load_device(config: EngineConfig, device: Device, plan: ModelPlan) -> Loaded
     kernels, executor = device.kernels, device.executor
     model = executor.submit(lambda: load_model(plan)).result()
     layout = adapter_layout(model, config.max_adapter_rank)
+    head = None if plan.head is None else read_base_head(plan.model_dir, plan.head, model.hidden_size)
     free = available_memory(kernels.device)
     budget = config.adapter_memory or adapter_budget(free // config.num_sharing, kernels.device.type)
     num_pages, num_slots = arena_size(budget, layout)
     free_host = free_host_memory()
-    arena = executor.submit(lambda: AdapterArena(layout, num_pages, num_slots, kernels)).result()
+    arena = executor.submit(lambda: AdapterArena(layout, num_pages, num_slots, kernels, head)).result()
     return LoadedModel(plan, model, arena, num_pages, num_slots, free_host, library_of(model))
 
 

@@ -59,6 +59,29 @@ def save_classifiers(
     return made
 
 
+def save_base_classifier(out: Path, overrides: dict[str, Any], task: str, labels: list[str]) -> Path:
+    """A tiny checkpoint that classifies itself, as transformers saves it."""
+    from support.models.checkpoints import save_tiny
+
+    save_tiny(out, overrides)
+    model = _model(out, "TOKEN_CLS" if task == "token_classify" else "SEQ_CLS", len(labels))
+    for weight in model.score.parameters():
+        weight.data.normal_(0, 0.2, generator=torch.Generator().manual_seed(5))
+    model.config.id2label = dict(enumerate(labels))
+    model.save_pretrained(out)
+    return out
+
+
+@torch.no_grad()
+def base_logits(base: Path, prompt: list[int]) -> torch.Tensor:
+    """Those of such a checkpoint by transformers, as `PeftClassifier.logits` gives them."""
+    import transformers
+
+    (name,) = json.loads((base / "config.json").read_text())["architectures"]
+    model = getattr(transformers, name).from_pretrained(base, dtype=torch.float32).eval()
+    return model(torch.tensor([prompt])).logits[0]
+
+
 class PeftClassifier:
     """One of them, on its base."""
 

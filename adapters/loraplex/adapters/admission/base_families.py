@@ -164,8 +164,7 @@ def obstacle_of(config: Mapping[str, Any]) -> str | None:
 
 
 def _obstacle_of_text(config: Mapping[str, Any]) -> str | None:
-    classes = config.get("architectures")
-    named = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+    named = class_of(config)
     model_type = config.get("model_type")
     if model_type is None:
         model_type = _type_of_class(named)
@@ -175,6 +174,12 @@ def _obstacle_of_text(config: Mapping[str, Any]) -> str | None:
     known = _FAMILIES.get(model_type)
     name, reason = known if known is not None else (shown(model_type)[1:-1], _property_of(config))
     return None if reason is None else not_served(name, reason)
+
+
+def class_of(config: Mapping[str, Any]) -> str:
+    """The class of transformers that a config.json names; empty where it names none."""
+    classes = config.get("architectures")
+    return classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
 
 
 def not_served(name: str, reason: str) -> str:

@@ -45,16 +45,18 @@ class AdapterArena:
         num_pages: int,
         num_slots: int,
         kernels: Kernels,
+        base_head: torch.Tensor | None = None,
         *,
         queue: CopyQueue | None = None,
     ) -> None:
-        """`queue` takes the copies to the device; None: the calling thread's current stream, and on a CPU nothing
-        does."""
+        """`base_head` [labels, C + 1] float32: weights and biases of the head of a base that classifies. `queue` takes
+        the copies to the device; None: the calling thread's current stream, and on a CPU nothing does."""
         self.layout = layout
         self.kernels = kernels
         self.device = device = kernels.device
         self._num_pages = num_pages
-        sizes = (num_pages + 1, layout.page_bytes)
+        head_bytes = 0 if base_head is None else len(base_head) * layout.head_row_bytes
+        sizes = (num_pages + 1 + -(-head_bytes // layout.page_bytes), layout.page_bytes)
         if device.type == "cpu":
             self._pages = untouched_zeros(sizes, torch.uint8)
         else:
@@ -71,6 +73,7 @@ class AdapterArena:
         self._scratch = Scratch(device)
         self._tokens: dict[int, TokenTables] = {}
         self._heads: dict[int, NDArray[np.int64]] = {}
+        self._base_head = None if base_head is None else self._keep_base_head(base_head)
         self._writes = [0] * num_slots
         self._last: tuple[object, LoraPass | None] = (None, None)
         self._last_head: tuple[object, LoraPass | None] = (None, None)
@@ -124,8 +127,9 @@ class AdapterArena:
         self._heads.pop(slot, None)
 
     def head_rows(self, slot: int) -> NDArray[np.int64] | None:
-        """The granules at which the rows of the head in a slot begin, by label. None where it has no head."""
-        return self._heads.get(slot)
+        """The granules at which the rows of the head in a slot begin, by label. The base's is that of slot -1, and of
+        adapters that have none. None where there is no head."""
+        return self._heads.get(slot, self._base_head)
 
     def head_logits(self, granules: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """See `loraplex.kernels.lora.token_rows.head_logits`."""
@@ -201,6 +205,13 @@ class AdapterArena:
             tiling=tiling,
         )
         return self._device_lora
+
+    def _keep_base_head(self, rows: torch.Tensor) -> NDArray[np.int64]:
+        """Write the base's head behind the pages. Returns the granules at which its rows begin."""
+        step, first = self.layout.head_row_bytes, (self._num_pages + 1) * self.layout.page_bytes
+        kept = self._pages.view(-1)[first : first + len(rows) * step].view(torch.float32)
+        kept.view(len(rows), -1)[:, : rows.shape[1]] = rows.to(self.device)
+        return (first + np.arange(len(rows), dtype=np.int64) * step) // GRANULE_BYTES
 
     def _begin(self, weights: LoraWeights, segments: Sequence[Segment], num_rows: int) -> LoraPass | None:
         assert self.kernels.lora_pass is not None

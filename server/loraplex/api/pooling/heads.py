@@ -6,9 +6,6 @@ from loraplex.adapters.pooled import Head
 from loraplex.api.errors import ApiError, invalid
 from loraplex.control.types import ResolvedModel
 from loraplex.engine.reports import EngineInfo
-from loraplex.http.text import printable
-
-_SHOWN_LABELS = 4
 
 
 def head_of(model: ResolvedModel, info: EngineInfo) -> Head | None:
@@ -21,7 +18,7 @@ def check_text(model: ResolvedModel, info: EngineInfo) -> None:
     nothing of it writes text."""
     head = head_of(model, info)
     if head is not None:
-        raise _cannot(f"{_described(head)}, and writes no text: ask POST /classify.")
+        raise _cannot(f"{head.described}, and writes no text: ask POST /classify.")
 
 
 def classifying_head(model: ResolvedModel, info: EngineInfo) -> Head:
@@ -40,15 +37,8 @@ def scoring_head(model: ResolvedModel, info: EngineInfo) -> Head:
     is the second's probability."""
     head = classifying_head(model, info)
     if head.task != "classify" or len(head.labels) > 2:
-        raise _cannot(f"{_described(head)}: a reranker has one label for each text, or two.")
+        raise _cannot(f"{head.described}: a reranker has one label for each text, or two.")
     return head
-
-
-def _described(head: Head) -> str:
-    what = "classifies each token" if head.task == "token_classify" else "classifies texts"
-    shown = ", ".join(printable(label) for label in head.labels[:_SHOWN_LABELS])
-    rest = len(head.labels) - _SHOWN_LABELS
-    return f"{what} ({shown}{f' and {rest} more' if rest > 0 else ''})"
 
 
 def _cannot(what: str) -> ApiError:

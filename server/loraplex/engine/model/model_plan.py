@@ -18,10 +18,12 @@ from loraplex.adapters.base_weights.gguf import is_indexed, module_form, read_in
 from loraplex.adapters.base_weights.grouped import INT8_GROUP, group_of
 from loraplex.adapters.base_weights.schemes import read_scheme, stores_head
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
+from loraplex.adapters.pooled import Head
 from loraplex.adapters.spec import TensorSlice
 from loraplex.engine.devices import refuse_bits
 from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
+from loraplex.engine.model.base_head import HEAD_MODULE, base_head
 from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.families.table import is_fused
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
@@ -83,6 +85,8 @@ class ModelPlan:
     linears: Linears
     obstacle: str | None
     """Why it cannot promise the same bits in every step; None where it can."""
+    head: Head | None = None
+    """Of a checkpoint that classifies itself."""
 
     @property
     def decoder(self) -> str:
@@ -137,6 +141,7 @@ class ModelPlan:
             stored_codes=self.linears.format,
             activations=self.linears.activations,
             same_bits=self.obstacle is None,
+            head=self.head,
         )
 
     def explain(self) -> str:
@@ -152,11 +157,13 @@ class ModelPlan:
         bits = "the same bits in every batch"
         if self.obstacle is not None:
             bits = f"bits that may depend on the batch ({self.obstacle})"
+        head = "" if self.head is None else self.head.described
         return ", ".join(
             filter(
                 None,
                 (
                     kind,
+                    head,
                     attention,
                     bits,
                     self._explain_dtype(),
@@ -279,20 +286,25 @@ def _plan(
         ):
             kept.save_plan(content, settings.max_model_len, read)
     dtype = _dtype(settings.dtype, read.dtype, kernels.multiplies(_DTYPES[read.dtype]))
+    head, spec, unread = base_head(raw), read.spec, read.unread
+    if head is not None:
+        # It has no head over the vocabulary: nothing is read of one that is tied.
+        spec, unread = dataclasses.replace(spec, tied=True), (*unread, f"{HEAD_MODULE}.")
     return ModelPlan(
         model_dir=model_dir,
         settings=settings,
         kernels=kernels,
         model_type=raw["model_type"],
-        spec=read.spec,
+        spec=spec,
         config=None,
-        unread=read.unread,
-        shape=decoder_shape(read.spec, dtype),
+        unread=unread,
+        shape=decoder_shape(spec, dtype),
         dtype=dtype,
         stored_dtype=read.dtype,
-        attention=_attention(settings, kernels, read.spec, dtype),
+        attention=_attention(settings, kernels, spec, dtype),
         linears=_linears(model_dir, text_fields(raw), settings, kernels),
         obstacle=_obstacle(kernels, dtype),
+        head=head,
     )
 
 
@@ -317,6 +329,9 @@ def _plan_wrapped(
         )
     # Its linears are torch's.
     dtype = _dtype(settings.dtype, stored, multiplies(_DTYPES[stored], kernels.device))
+    head = base_head(served.raw)
+    if head is not None:
+        config.tie_word_embeddings = True  # as of the fused decoder
     return ModelPlan(
         model_dir=model_dir,
         settings=settings,
@@ -331,6 +346,7 @@ def _plan_wrapped(
         attention=wrapped_attention(shape, dtype, kernels.device),
         linears=linears,
         obstacle=obstacle,
+        head=head,
     )
 
 

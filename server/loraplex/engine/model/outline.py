@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from loraplex.engine.model.base import ModelShape
+from loraplex.engine.model.base_head import read_base_head
 from loraplex.engine.model.config_fields import refusing
 from loraplex.engine.model.family import DecoderSpec
 from loraplex.engine.model.fused import DecoderReader
@@ -58,6 +59,9 @@ def outline_model(plan: ModelPlan) -> ModelOutline:
 def examine_tensors(plan: ModelPlan) -> None:
     """Compare a checkpoint with its plan, without reading weights: all of its tensors, or for a model that runs through
     transformers its modules. Raises ModelUnsupported as `load_model` does."""
+    if plan.head is not None:
+        text = plan.config.get_text_config() if plan.spec is None else plan.spec
+        read_base_head(plan.model_dir, plan.head, text.hidden_size)
     if plan.spec is None:
         lay_out_wrapped(plan)
         return
