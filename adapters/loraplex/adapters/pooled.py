@@ -26,7 +26,7 @@ class Head:
 
     @property
     def described(self) -> str:
-        """What a model with this head does, and its first labels. Those are printable: admission checks it."""
+        """The task and the first labels, for messages. Labels are printable: admission checks it."""
         what = "classifies each token" if self.task == "token_classify" else "classifies texts"
         rest = len(self.labels) - _SHOWN_LABELS
         shown = ", ".join(self.labels[:_SHOWN_LABELS])

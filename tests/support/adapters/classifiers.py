@@ -96,3 +96,8 @@ class PeftClassifier:
         """float32 [labels], of a classifier of tokens [tokens, labels]."""
         given = torch.tensor([prompt])
         return self._model(given, attention_mask=torch.ones_like(given)).logits[0]
+
+    @torch.no_grad()
+    def hidden(self, prompt: list[int]) -> torch.Tensor:
+        """[tokens, C] float32, behind the final norm."""
+        return self._model.base_model.model.model(torch.tensor([prompt])).last_hidden_state[0]

@@ -86,7 +86,7 @@ class ModelPlan:
     obstacle: str | None
     """Why it cannot promise the same bits in every step; None where it can."""
     head: Head | None = None
-    """Of a checkpoint that classifies itself."""
+    """The head of a checkpoint that classifies itself."""
 
     @property
     def decoder(self) -> str:
