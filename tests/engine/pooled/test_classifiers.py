@@ -15,6 +15,7 @@ from loraplex.adapters.ref import AdapterRef
 from support.adapters.classifiers import CLASSIFIERS, PeftClassifier, save_classifiers
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, VOCAB, save_tiny
+from support.models.quantised import dequantised
 from support.simulator.core_integrity import check_core
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -55,7 +56,8 @@ def engine_of(base: Path, work: Path, **settings: Any) -> LocalEngine:
         ("qwen3", "numba"),
         ("phi3", "numba"),
         ("gemma2", "numba"),
-        pytest.param("mistral-window", "torch", marks=pytest.mark.soak),
+        ("mistral-window", "torch"),
+        ("smollm3", "torch"),
         pytest.param("qwen2", "numba", marks=pytest.mark.soak),
         pytest.param("gemma3", "numba", marks=pytest.mark.soak),
     ],
@@ -85,6 +87,23 @@ def test_equal_transformers_and_peft_beside_generation(family: str, kernels: str
         classify(engine, "alone", prompt, refs[name], name)
         engine.run()
         assert engine.embedding("alone").tolist() == found[number].tolist()
+    engine.close()
+
+
+def test_a_quantised_base_equals_peft_on_what_its_codes_stand_for(tmp_path: Path) -> None:
+    """Within the same bounds: x is not rounded."""
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"])
+    folders = save_classifiers(base, tmp_path)
+    dense = dequantised(base, tmp_path / "dense")
+    engine = engine_of(base, tmp_path / "work", kernels="torch", quantise="int8")
+    (prompt,) = prompts("int8", 1)
+    for name, folder in folders.items():
+        classify(engine, name, prompt, engine.publish(folder, name=name), name)
+        engine.add(f"beside {name}", prompt, max_tokens=3)
+    engine.run()
+    for name, folder in folders.items():
+        want = PeftClassifier(dense, folder, CLASSIFIERS[name]["num_labels"]).logits(prompt).reshape(-1)
+        torch.testing.assert_close(engine.embedding(name), want, atol=1e-4, rtol=1e-5)
     engine.close()
 
 
