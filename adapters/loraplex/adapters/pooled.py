@@ -18,11 +18,13 @@ _SHOWN_LABELS = 4
 class Head:
     """A classifier's head, as its callers know it. It gives a logit for each of `labels`: of the prompt's last token,
     or of every token ("token_classify"). `problem_type` says what they mean: logits of a softmax, one of a sigmoid
-    each, or the numbers themselves."""
+    each, or the numbers themselves. `pad_id`: the token that is no end of a text. The last token that is another is
+    pooled."""
 
     task: HeadTask
     labels: tuple[str, ...]
     problem_type: ProblemType
+    pad_id: int | None = None
 
     @property
     def described(self) -> str:
@@ -34,7 +36,7 @@ class Head:
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any] | None) -> Head | None:
-        return None if value is None else cls(value["task"], tuple(value["labels"]), value["problem_type"])
+        return None if value is None else cls(**{**value, "labels": tuple(value["labels"])})
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"labels": list(self.labels)}

@@ -118,8 +118,17 @@ def test_labels_come_from_the_config_of_the_upload(tmp_path: Path) -> None:
     assert (head.labels, head.problem_type) == (("a", "b"), "multi_label_classification")
     head, notes = labels_of(tmp_path, {"id2label": {"0": "a", "1": "b"}}, num_labels=1)
     assert (head.labels, head.problem_type, len(notes)) == (("LABEL_0",), "regression", 1)
-    head, _ = labels_of(tmp_path, {"problem_type": "regression"}, task="token_classify")
-    assert head.problem_type == "single_label_classification"
+    head, _ = labels_of(tmp_path, {"problem_type": "regression", "pad_token_id": 7}, task="token_classify")
+    assert (head.problem_type, head.pad_id) == ("single_label_classification", None)
+
+
+@pytest.mark.parametrize(
+    ("config", "pad"),
+    [({}, 2), ({"pad_token_id": 7}, 7), ({"pad_token_id": None}, None), ({"pad_token_id": "x"}, None)],
+)
+def test_the_padding_is_the_upload_s_or_the_base_s(tmp_path: Path, config: Any, pad: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_head(tmp_path, "classify", 2, base_pad=2)[0].pad_id == pad
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -104,6 +105,15 @@ def test_every_kind_of_input(heads: DataPlane, given: Any) -> None:
         logits_of(heads, bytes(request.prompt_ids).decode(), "pirate") for request in heads.engine.requests
     ]
     assert [item["probs"] for item in answer.json()["data"]] == expected
+
+
+@pytest.mark.parametrize(("given", "pooled"), [([5, 0, 6, 0, 0], [5, 0, 6]), ([0, 0], [0]), ([5, 6], [5, 6])])
+def test_a_text_that_ends_with_padding_is_pooled_before_it(
+    heads: DataPlane, given: list[int], pooled: list[int]
+) -> None:
+    heads.resolver.heads["pirate"] = replace(head(*MOODS), pad_id=0)
+    assert post(heads, "/classify", model="pirate", input=given).status_code == 200
+    assert [list(request.prompt_ids) for request in heads.engine.requests] == [pooled]
 
 
 def test_a_head_for_tokens_answers_each(heads: DataPlane) -> None:

@@ -35,10 +35,7 @@ def made(tiny: Shop, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory)
             for part in ("adapter_config.json", "adapter_model.safetensors")
         }
         if name == "mood":
-            config = {
-                "id2label": dict(enumerate(LABELS)),
-                "architectures": ["LlamaForSequenceClassification"],
-            }
+            config = {"id2label": dict(enumerate(LABELS)), "pad_token_id": 0}
             files["config.json"] = json.dumps(config).encode()
         sent = {part: (part, content) for part, content in files.items()}
         checked(post_version(tiny.server.admin, f"tenants/acme/adapters/{name}/versions", sent), 201)
@@ -88,6 +85,10 @@ def test_classes_equal_peft_s_beside_streams(
         assert logits["probs"] == near(want)
         assert item["probs"] == near(want.softmax(-1))
         assert item["label"] == LABELS[int(want.argmax())]
+    ends = [*text.encode("x"), 0, 0]  # as of pad_token_id
+    (item,) = post(tiny, "/classify", model="mood", input=ends, use_activation=False)["data"]
+    assert item["probs"] == near(reference.logits(ends))
+    assert item["probs"] == near(reference.logits(ends[:-2]))
     reference = PeftClassifier(tiny_model, made["tags"], 2)
     answer = post(tiny, "/classify", model="tags", input=TEXTS[0], use_activation=False)
     want = reference.logits(text.encode(TEXTS[0]))

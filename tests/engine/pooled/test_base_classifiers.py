@@ -50,7 +50,8 @@ def test_base_and_adapters_equal_transformers_and_peft(
     chosen = {"own": {"task_type": kind, "num_labels": 3, "r": 4, "target_modules": ["q_proj", "down_proj"]}}
     folder = save_classifiers(base, tmp_path, chosen)["own"]
     engine = LocalEngine(base, tmp_path / "work", kernels=kernels, **SIZES)
-    assert engine.built.info.head == Head(task, tuple(LABELS), "single_label_classification")
+    pad = 0 if task == "classify" else None
+    assert engine.built.info.head == Head(task, tuple(LABELS), "single_label_classification", pad)
     ref = engine.publish(folder)
     reference = PeftClassifier(base, folder, 3)
     for number, prompt in enumerate(PROMPTS):

@@ -63,19 +63,22 @@ def fitted(request: PooledPrompts, model: ResolvedModel, info: EngineInfo) -> Po
 
 def tokens_of(request: PooledPrompts, text: TextProcessor, max_model_len: int) -> list[Sequence[int]]:
     """Stops at a prompt that is too long. Raises TextTooLong, ApiError (400)."""
-    asked, prompts = request.asked, list[Sequence[int]]()
+    asked, pad, prompts = request.asked, request.found_head.pad_id, list[Sequence[int]]()
     if isinstance(asked, ClassifyRequest):
         special = asked.add_special_tokens is not False
         for prompt in request.prompts:
             prompts.append(
-                text.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt
+                _pooled(
+                    text.encode(prompt, add_special_tokens=special) if isinstance(prompt, str) else prompt,
+                    pad,
+                )
             )
             if len(prompts[-1]) > max_model_len:
                 break
         return prompts
     count = 0
     for first, second in asked.pairs:
-        prompts.append(text.encode_pair(first, second))
+        prompts.append(_pooled(text.encode_pair(first, second), pad))
         count += len(prompts[-1])
         if count > MAX_PAIR_TOKENS:
             raise invalid(
@@ -84,6 +87,13 @@ def tokens_of(request: PooledPrompts, text: TextProcessor, max_model_len: int) -
         if len(prompts[-1]) > max_model_len:
             break
     return prompts
+
+
+def _pooled(prompt: Sequence[int], pad: int | None) -> Sequence[int]:
+    """The prompt up to the token that transformers pools: the last that is no padding, even where a text ends with one;
+    of paddings alone the first."""
+    end = next((end for end in range(len(prompt), 1, -1) if prompt[end - 1] != pad), 1)
+    return prompt[:end]
 
 
 def room_of(request: PooledPrompts, num_prompts: int, num_tokens: int) -> int:

@@ -142,7 +142,7 @@ class Catalog:
             refuse_towers=self._refuse_towers,
         )
         check_alora(spec, serving)
-        outputs = read_outputs(spec, staging.directory)
+        outputs = read_outputs(spec, staging.directory, self.base)
         spec = take_known_order(self._database, self._artifacts.store, tenant_id, name, staging, spec)
         spec = with_chat(spec, chat, [*notes, *outputs.notes])
         fault = self._artifacts.store.fault

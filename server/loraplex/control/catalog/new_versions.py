@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from loraplex.adapters.admission.base_model import read_text_config
 from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.admission.config.selection import is_equal_but_for_order
 from loraplex.adapters.admission.peft_config import read_raw_config
@@ -59,12 +60,13 @@ class Outputs:
         )
 
 
-def read_outputs(spec: AdapterSpec, folder: Path) -> Outputs:
+def read_outputs(spec: AdapterSpec, folder: Path, base: BaseSpec) -> Outputs:
     """The labels of an adapter's head, or the vectors that it was trained for, by the other files of its upload. Raises
     AdapterRefused (config_invalid, too_large), OSError."""
     head = embedding = None
     if spec.head is not None:
-        head, warnings = read_head(folder, spec.head.task, spec.head.num_labels)
+        pad = read_text_config(Path(base.model_dir)).get("pad_token_id")
+        head, warnings = read_head(folder, spec.head.task, spec.head.num_labels, pad)
     else:
         embedding, warnings = read_embedding(folder)
     notes = ({"name": "outputs", "ok": False, "detail": f"warning: {warning}"} for warning in warnings)

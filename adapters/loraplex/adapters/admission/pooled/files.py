@@ -28,12 +28,12 @@ _MODULES = ("Transformer", "Pooling", "Normalize")
 """The modules of sentence-transformers that are served, in their order."""
 
 
-def read_head(folder: Path, task: HeadTask, num_labels: int) -> tuple[Head, list[str]]:
-    """The head of an upload with its labels from config.json, else LABEL_0, …; and warnings for the report. Raises
-    AdapterRefused (config_invalid, too_large), OSError."""
+def read_head(folder: Path, task: HeadTask, num_labels: int, base_pad: Any = None) -> tuple[Head, list[str]]:
+    """The head of an upload with its labels from config.json, else LABEL_0, …; and warnings for the report. `base_pad`:
+    the base's pad_token_id, where the upload has none. Raises AdapterRefused (config_invalid, too_large), OSError."""
     raw = _content(folder, CONFIG_FILE)
     config = {} if raw is None else _object(raw, CONFIG_FILE)
-    return head_of(config, task, num_labels)
+    return head_of({"pad_token_id": base_pad} | config, task, num_labels)
 
 
 def head_of(config: Mapping[str, Any], task: HeadTask, num_labels: int) -> tuple[Head, list[str]]:
@@ -50,7 +50,9 @@ def head_of(config: Mapping[str, Any], task: HeadTask, num_labels: int) -> tuple
         problem = "regression" if is_number else "single_label_classification"
     elif problem not in get_args(ProblemType):
         _invalid(CONFIG_FILE, f"problem_type is none of {', '.join(get_args(ProblemType))}")
-    return Head(task, labels or tuple(f"LABEL_{number}" for number in range(num_labels)), problem), notes
+    pad = config.get("pad_token_id")
+    pad = pad if type(pad) is int and task == "classify" else None
+    return Head(task, labels or tuple(f"LABEL_{number}" for number in range(num_labels)), problem, pad), notes
 
 
 def read_embedding(folder: Path) -> tuple[EmbeddingSpec | None, list[str]]:
