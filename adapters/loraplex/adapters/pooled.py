@@ -19,12 +19,13 @@ class Head:
     """A classifier's head, as its callers know it. It gives a logit for each of `labels`: of the prompt's last token,
     or of every token ("token_classify"). `problem_type` says what they mean: logits of a softmax, one of a sigmoid
     each, or the numbers themselves. `pad_id`: the token that is no end of a text. The last token that is another is
-    pooled."""
+    pooled. `prompt`: the instruction before the query of a pair."""
 
     task: HeadTask
     labels: tuple[str, ...]
     problem_type: ProblemType
     pad_id: int | None = None
+    prompt: str | None = None
 
     @property
     def described(self) -> str:

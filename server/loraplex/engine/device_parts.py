@@ -107,7 +107,9 @@ def load_device(config: EngineConfig, device: Device, plan: ModelPlan) -> Loaded
     kernels, executor = device.kernels, device.executor
     model = executor.submit(lambda: load_model(plan)).result()
     layout = adapter_layout(model, config.max_adapter_rank)
-    head = None if plan.head is None else read_base_head(plan.model_dir, plan.head, model.hidden_size)
+    head = None
+    if plan.head is not None:
+        head = read_base_head(plan.model_dir, plan.head, model.shape.vocab_size, model.hidden_size)
     free = available_memory(kernels.device)
     budget = config.adapter_memory or adapter_budget(free // config.num_sharing, kernels.device.type)
     num_pages, num_slots = arena_size(budget, layout)

@@ -123,6 +123,30 @@ def test_labels_come_from_the_config_of_the_upload(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "prompt"),
+    [
+        ({}, None),
+        ({"prompts": {"q": "find: "}, "default_prompt_name": "q"}, "find: "),
+        ({"prompts": {"q": "find: "}, "default_prompt_name": None}, None),
+        ({"prompts": {"q": ""}, "default_prompt_name": "q"}, None),
+        ({"prompts": {}, "default_prompt_name": "q"}, AdapterRefused),
+        ({"default_prompt_name": ["q"]}, AdapterRefused),
+        ({"prompts": {"q": "x" * 4097}, "default_prompt_name": "q"}, AdapterRefused),
+    ],
+)
+def test_the_default_prompt_of_sentence_transformers(tmp_path: Path, config: Any, prompt: Any) -> None:
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(config))
+    if prompt is AdapterRefused:
+        with pytest.raises(AdapterRefused, match="default_prompt_name"):
+            read_head(tmp_path, "classify", 1)
+        return
+    assert read_head(tmp_path, "classify", 1)[0].prompt == prompt
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    assert len(read_embedding(tmp_path)[1]) == (prompt is not None)
+
+
+@pytest.mark.parametrize(
     ("config", "pad"),
     [({}, 2), ({"pad_token_id": 7}, 7), ({"pad_token_id": None}, None), ({"pad_token_id": "x"}, None)],
 )

@@ -140,7 +140,7 @@ async def test_a_version_keeps_the_labels_that_its_upload_brings(
     files = {path.name: (path.name, path.read_bytes()) for path in (written.config, written.tensors)}
     named = {"config.json": ("config.json", json.dumps({"id2label": {"0": "ham", "1": "spam"}}).encode())}
     told = {"task": "classify", "labels": ["ham", "spam"], "problem_type": "single_label_classification"}
-    told |= {"pad_id": None}
+    told |= {"pad_id": None, "prompt": None}
     made = await admin.post(PATH, files=files | named)
     assert (made.status_code, made.json()["head"], made.json()["embedding"]) == (201, told, None)
     assert (await admin.get(f"{PATH}/v1")).json()["head"] == told

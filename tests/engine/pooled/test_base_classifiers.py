@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.pooled import Head
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import ModelSettings, make_plan
@@ -23,7 +24,7 @@ from support.adapters.classifiers import (
     save_classifiers,
 )
 from support.engine.local_engine import LocalEngine
-from support.models.checkpoints import FAMILIES, OTHERS, edit_config
+from support.models.checkpoints import FAMILIES, OTHERS, edit_config, reference_logits, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -85,6 +86,36 @@ def test_an_adapter_without_a_head_has_the_base_s(tmp_path: Path) -> None:
     engine.run()
     torch.testing.assert_close(engine.embedding("bare"), want, atol=1e-4, rtol=1e-5)
     engine.close()
+
+
+@pytest.mark.parametrize(("family", "no"), [("qwen3", 9), ("llama", None)])
+def test_a_reranker_that_answers_yes_or_no(family: str, no: int | None, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES[family])
+    (base / "1_LogitScore").mkdir()
+    (base / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 5, "false_token_id": no}))
+    prompts = {"default_prompt_name": "q", "prompts": {"q": "find: "}}
+    (base / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    engine = LocalEngine(base, tmp_path / "work", kernels="torch", **SIZES)
+    assert engine.built.info.head == Head("classify", ("LABEL_0",), "regression", 0, "find: ")
+    for number, prompt in enumerate(PROMPTS):
+        engine.embed(str(number), prompt, None, "classify")
+    engine.run()
+    for number, logits in enumerate(reference_logits(base, PROMPTS)):
+        want = logits[-1, 5:6] - (0 if no is None else logits[-1, 9:10])
+        torch.testing.assert_close(engine.embedding(str(number)), want, atol=1e-4, rtol=1e-5)
+    options = {"task_type": "CAUSAL_LM", "num_labels": 1, "r": 2, "target_modules": ["lm_head"]}
+    with pytest.raises(AdapterRefused, match="lm_head"):
+        engine.publish(save_classifiers(base, tmp_path, {"words": options})["words"])
+    engine.close()
+
+
+@pytest.mark.parametrize("given", ["{", "[]", '{"true_token_id": "yes"}', '{"true_token_id": 131}'])
+def test_answers_that_cannot_be_used_are_refused(tmp_path: Path, given: str) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["llama"])
+    (base / "1_LogitScore").mkdir()
+    (base / "1_LogitScore" / "config.json").write_text(given)
+    with pytest.raises(ModelUnsupported, match="1_LogitScore"):
+        examine_tensors(plan(base))
 
 
 @pytest.fixture(scope="module")

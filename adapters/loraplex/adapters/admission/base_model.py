@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from loraplex.adapters.admission.base_families import NO_SITES, not_served, obstacle_of, text_fields
+from loraplex.adapters.admission.base_families import (
+    ANSWER_FILE,
+    NO_SITES,
+    not_served,
+    obstacle_of,
+    text_fields,
+)
 from loraplex.adapters.admission.model_parts import ModelParts, parts_of
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.base_weights.fingerprint import base_fingerprint
@@ -85,8 +91,9 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     sites = _without_shared(find_sites(linears, num_layers), config, num_layers)
     if not sites:
         raise BaseModelInvalid(not_served(model_type, NO_SITES))
-    sites |= _find_head(_linear_shapes(_with_tied_head(tensors, config), stored))
-    sites |= _find_embedding(tensors)
+    if not (model_dir / ANSWER_FILE).is_file():  # a reranker's scores are of the rows of its own lm_head
+        sites |= _find_head(_linear_shapes(_with_tied_head(tensors, config), stored))
+        sites |= _find_embedding(tensors)
     try:
         fingerprint = base_fingerprint(model_dir, config, located, cache_dir)
     except OSError as error:

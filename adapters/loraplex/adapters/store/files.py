@@ -34,7 +34,12 @@ CHAT_FILE_BYTES: Mapping[str, int] = MappingProxyType(
 """Files that a fine-tune may bring beside its two: how its chats are written and how its answers end. By name, the most
 bytes of each."""
 POOLED_FILE_BYTES: Mapping[str, int] = MappingProxyType(
-    {"config.json": 1 << 20, "modules.json": 64 << 10, "1_Pooling/config.json": 64 << 10}
+    {
+        "config.json": 1 << 20,
+        "modules.json": 64 << 10,
+        "1_Pooling/config.json": 64 << 10,
+        "config_sentence_transformers.json": 64 << 10,
+    }
 )
 """Files that say what the outputs of a classifier and the vectors of sentence-transformers mean. By name, the most
 bytes of each."""

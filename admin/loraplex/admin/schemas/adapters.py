@@ -67,12 +67,13 @@ class PushQuery(QueryParameters):
 class VersionHead(ResponseBody):
     """The head of a version that classifies: a logit for each of `labels`, of the prompt's last token or of every
     token. `problem_type` says what they mean: logits of a softmax, one of a sigmoid each, or the numbers themselves.
-    `pad_id`: the last token that is another is pooled."""
+    `pad_id`: the last token that is another is pooled. `prompt`: the instruction before the query of a pair."""
 
     task: HeadTask
     labels: list[str]
     problem_type: ProblemType
     pad_id: int | None
+    prompt: str | None
 
 
 class VersionEmbedding(ResponseBody):

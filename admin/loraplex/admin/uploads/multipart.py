@@ -42,6 +42,7 @@ class Part(Enum):
     MODEL_CONFIG = "config.json"
     MODULES = "modules.json"
     POOLING = "1_Pooling/config.json"
+    PROMPTS = "config_sentence_transformers.json"
 
 
 _PARTS = {part.value: part for part in Part} | {MLX_TENSORS_NAME: Part.TENSORS}

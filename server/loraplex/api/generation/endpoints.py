@@ -33,6 +33,7 @@ from loraplex.api.generation.kinds import (
     own_chat_tokens,
     read_prompt,
 )
+from loraplex.api.generation.own_chat import own_tokens
 from loraplex.api.generation.planning import GenerationPlan, engine_requests, make_plan
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.generation.usage_entry import UsageEntry, status_of
@@ -46,12 +47,14 @@ from loraplex.api.openai.logprobs import PromptLogprobs
 from loraplex.api.openai.parsing import parse_request
 from loraplex.api.openai.schemas import ChatRequest
 from loraplex.api.outcome import RequestOutcome
+from loraplex.api.pooling.prompts import PooledPrompts, own_tokens_of
 from loraplex.control.types import Principal, Reservation, ResolvedModel
 from loraplex.control.usage.outcome import PROPER
 from loraplex.control.usage.records import CANCELLED
 from loraplex.http.errors import ClientGone
 from loraplex.serving.errors import ServingError, WorkTimeSpent, WorkUnavailable
 from loraplex.serving.output.formats import OutputFormats
+from loraplex.serving.text.chat_template import writes_pairs
 
 PIECE_BYTES = 256 << 10
 INLINE_BYTES = 64 << 10
@@ -158,11 +161,14 @@ class GenerationEndpoint:
         services, tenant = self._services, principal.tenant_id or ""
         text, in_thread = services.text, partial(self._capacity.in_thread, tenant)
         try:
-            if isinstance(request, ChatRequest) and own is not None and own.templates:
+            if own is not None and own.templates:
                 assert services.own_chats is not None
-                return await own_chat_tokens(
-                    services.own_chats, in_thread, tenant, text, request, formats, own
-                )
+                chats = services.own_chats
+                if isinstance(request, ChatRequest):
+                    return await own_chat_tokens(chats, in_thread, tenant, text, request, formats, own)
+                if isinstance(request, PooledPrompts) and request.has_pairs and writes_pairs(own.templates):
+                    encode = partial(own_tokens, chats, in_thread, tenant, own, tools=(), formats=formats)
+                    return Prompts(await own_tokens_of(request, services.max_model_len, encode))
             return await in_thread(self._kind.tokenise, text, request, services.max_model_len, formats)
         except (WorkUnavailable, WorkTimeSpent):
             raise

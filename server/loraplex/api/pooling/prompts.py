@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from loraplex.adapters.pooled import Head
 from loraplex.api.embeddings.schemas import MAX_ANSWER_BYTES
@@ -13,6 +13,8 @@ from loraplex.api.pooling.schemas import ClassifyRequest, RerankRequest, ScoreRe
 from loraplex.control.types import ResolvedModel
 from loraplex.engine.pooling import Pooling
 from loraplex.engine.reports import EngineInfo
+from loraplex.serving.templates.messages import Encoded
+from loraplex.serving.text.chat_template import PAIR_ROLES, writes_pairs
 from loraplex.serving.text.processor import TextProcessor
 
 MAX_PAIR_TOKENS = 1 << 20
@@ -32,6 +34,10 @@ class PooledPrompts(CompletionRequest):
     @property
     def pooling(self) -> Pooling:
         return self.found_head.task
+
+    @property
+    def has_pairs(self) -> bool:
+        return not isinstance(self.asked, ClassifyRequest)
 
     @property
     def found_head(self) -> Head:
@@ -76,17 +82,56 @@ def tokens_of(request: PooledPrompts, text: TextProcessor, max_model_len: int) -
             if len(prompts[-1]) > max_model_len:
                 break
         return prompts
-    count = 0
-    for first, second in asked.pairs:
-        prompts.append(_pooled(text.encode_pair(first, second), pad))
-        count += len(prompts[-1])
-        if count > MAX_PAIR_TOKENS:
+    prefix, bound = request.found_head.prompt or "", _PairBound(max_model_len)
+    if writes_pairs(text.template_sources):
+        encoded = (text.encode_chat(pair, add_generation_prompt=False) for pair in _conversations(request))
+    else:
+        encoded = (text.encode_pair(prefix + first, second) for first, second in asked.pairs)
+    for prompt in encoded:
+        prompts.append(_pooled(prompt, pad))
+        if bound.ends_with(prompts[-1]):
+            break
+    return prompts
+
+
+async def own_tokens_of(
+    request: PooledPrompts, max_model_len: int, encode: Callable[..., Awaitable[Encoded]]
+) -> list[Sequence[int]]:
+    """The same of pairs, by a version's own template, with which `encode` makes tokens. Raises as that, ApiError
+    (400)."""
+    prompts, bound = list[Sequence[int]](), _PairBound(max_model_len)
+    for pair in _conversations(request):
+        encoded = await encode(messages=pair, add_generation_prompt=False)
+        prompts.append(_pooled(encoded.token_ids, request.found_head.pad_id))
+        if bound.ends_with(prompts[-1]):
+            break
+    return prompts
+
+
+def _conversations(request: PooledPrompts) -> Iterator[list[dict[str, str]]]:
+    """Each pair as sentence-transformers gives it to a chat template."""
+    assert not isinstance(request.asked, ClassifyRequest)
+    prompt = request.found_head.prompt
+    first = [] if prompt is None else [{"role": "system", "content": prompt}]
+    for texts in request.asked.pairs:
+        yield first + [{"role": role, "content": text} for role, text in zip(PAIR_ROLES, texts, strict=True)]
+
+
+class _PairBound:
+    """Counts the tokens of pairs."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._count = 0
+
+    def ends_with(self, prompt: Sequence[int]) -> bool:
+        """Whether this pair is too long, and no other needs to be read. Raises ApiError (400) for too many tokens."""
+        self._count += len(prompt)
+        if self._count > MAX_PAIR_TOKENS:
             raise invalid(
                 "prompt", f"The pairs have more than {MAX_PAIR_TOKENS} tokens; send fewer at a time."
             )
-        if len(prompts[-1]) > max_model_len:
-            break
-    return prompts
+        return len(prompt) > self._max_model_len
 
 
 def _pooled(prompt: Sequence[int], pad: int | None) -> Sequence[int]:

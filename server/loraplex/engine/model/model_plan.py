@@ -13,17 +13,16 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.admission.base_families import text_fields
+from loraplex.adapters.admission.base_families import ANSWER_FILE, text_fields
 from loraplex.adapters.base_weights.gguf import is_indexed, module_form, read_index
 from loraplex.adapters.base_weights.grouped import INT8_GROUP, group_of
 from loraplex.adapters.base_weights.schemes import read_scheme, stores_head
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
-from loraplex.adapters.pooled import Head
 from loraplex.adapters.spec import TensorSlice
 from loraplex.engine.devices import refuse_bits
 from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
-from loraplex.engine.model.base_head import HEAD_MODULE, base_head
+from loraplex.engine.model.base_head import HEAD_MODULE, BaseHead, base_head
 from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.families.table import is_fused
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
@@ -85,8 +84,8 @@ class ModelPlan:
     linears: Linears
     obstacle: str | None
     """Why it cannot promise the same bits in every step; None where it can."""
-    head: Head | None = None
-    """The head of a checkpoint that classifies itself."""
+    head: BaseHead | None = None
+    """The head of a checkpoint that classifies or ranks itself."""
 
     @property
     def decoder(self) -> str:
@@ -141,7 +140,7 @@ class ModelPlan:
             stored_codes=self.linears.format,
             activations=self.linears.activations,
             same_bits=self.obstacle is None,
-            head=self.head,
+            head=None if self.head is None else self.head.head,
         )
 
     def explain(self) -> str:
@@ -157,7 +156,7 @@ class ModelPlan:
         bits = "the same bits in every batch"
         if self.obstacle is not None:
             bits = f"bits that may depend on the batch ({self.obstacle})"
-        head = "" if self.head is None else self.head.described
+        head = "" if self.head is None else self.head.head.described
         return ", ".join(
             filter(
                 None,
@@ -286,8 +285,12 @@ def _plan(
         ):
             kept.save_plan(content, settings.max_model_len, read)
     dtype = _dtype(settings.dtype, read.dtype, kernels.multiplies(_DTYPES[read.dtype]))
-    head, spec, unread = base_head(raw), read.spec, read.unread
-    if head is not None:
+    head, spec, unread = base_head(model_dir, raw), read.spec, read.unread
+    if head is not None and head.answers is not None and spec.logits_softcap is not None:
+        raise ModelUnsupported(
+            f"{ANSWER_FILE}: the logits of {spec.model_type} are capped, and their difference is not served"
+        )
+    if head is not None and head.answers is None:
         # It has no head over the vocabulary: nothing is read of one that is tied.
         spec, unread = dataclasses.replace(spec, tied=True), (*unread, f"{HEAD_MODULE}.")
     return ModelPlan(
@@ -329,7 +332,11 @@ def _plan_wrapped(
         )
     # Its linears are torch's.
     dtype = _dtype(settings.dtype, stored, multiplies(_DTYPES[stored], kernels.device))
-    head = base_head(served.raw)
+    head = base_head(model_dir, served.raw)
+    if head is not None and head.answers is not None:
+        raise ModelUnsupported(
+            f"{ANSWER_FILE}: {through}, and a reranker of this kind does not; serve one of the fused decoder"
+        )
     if head is not None:
         config.tie_word_embeddings = True  # as of the fused decoder
     return ModelPlan(

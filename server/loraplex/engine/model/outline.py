@@ -61,7 +61,7 @@ def examine_tensors(plan: ModelPlan) -> None:
     transformers its modules. Raises ModelUnsupported as `load_model` does."""
     if plan.head is not None:
         text = plan.config.get_text_config() if plan.spec is None else plan.spec
-        read_base_head(plan.model_dir, plan.head, text.hidden_size)
+        read_base_head(plan.model_dir, plan.head, plan.shape.vocab_size, text.hidden_size)
     if plan.spec is None:
         lay_out_wrapped(plan)
         return

@@ -23,6 +23,8 @@ from loraplex.serving.errors import TemplateError
 
 EFFORT_VARIABLES = frozenset(("enable_thinking", "reasoning_effort"))
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PAIR_ROLES = ("query", "document")
+"""Roles of the texts that a reranker compares, as sentence-transformers and vLLM name them."""
 MAX_MESSAGES = 4096
 
 
@@ -156,7 +158,7 @@ class ChatTemplate:
         normal = []
         for index, message in enumerate(messages):
             role = message.get("role")
-            if role not in ROLES:
+            if role not in ROLES and role not in PAIR_ROLES:
                 raise TemplateError(f"messages[{index}].role must be one of {', '.join(ROLES)}")
             kept = {key: value for key, value in message.items() if value is not None}
             if role == "developer" and "developer" not in self.literals:
@@ -165,6 +167,12 @@ class ChatTemplate:
                 kept["content"] = _join_parts(kept["content"], index)
             normal.append(kept)
         return normal
+
+
+def writes_pairs(templates: Mapping[str, str]) -> bool:
+    """Whether the template for conversations without tools names the roles of a reranker's texts."""
+    source = templates.get("default", "")
+    return all(f"'{role}'" in source or f'"{role}"' in source for role in PAIR_ROLES)
 
 
 def encodable(text: str) -> str:

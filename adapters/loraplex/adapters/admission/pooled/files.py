@@ -1,5 +1,5 @@
-"""Labels and poolings that an upload brings: transformers' config.json of a classifier, and modules.json and
-1_Pooling/config.json of sentence-transformers.
+"""Labels, prompts and poolings that an upload brings: transformers' config.json of a classifier, and modules.json,
+1_Pooling/config.json and config_sentence_transformers.json of sentence-transformers.
 
 A field that is not there has its default. One that is there and cannot be used is refused.
 """
@@ -7,6 +7,7 @@ A field that is not there has its default. One that is there and cannot be used 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -15,8 +16,9 @@ from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.pooled import EmbeddingSpec, Head, HeadTask, ProblemType, VectorPooling
 from loraplex.adapters.store.files import POOLED_FILE_BYTES, open_regular
 
-CONFIG_FILE, MODULES_FILE, POOLING_FILE = POOLED_FILE_BYTES
+CONFIG_FILE, MODULES_FILE, POOLING_FILE, PROMPTS_FILE = POOLED_FILE_BYTES
 MAX_LABEL_CHARS = 256
+MAX_PROMPT_CHARS = 4096
 _MAX_MODULES = 16
 _POOLINGS: Mapping[str, VectorPooling] = {
     "pooling_mode_cls_token": "cls",
@@ -33,7 +35,8 @@ def read_head(folder: Path, task: HeadTask, num_labels: int, base_pad: Any = Non
     the base's pad_token_id, where the upload has none. Raises AdapterRefused (config_invalid, too_large), OSError."""
     raw = _content(folder, CONFIG_FILE)
     config = {} if raw is None else _object(raw, CONFIG_FILE)
-    return head_of({"pad_token_id": base_pad} | config, task, num_labels)
+    head, notes = head_of({"pad_token_id": base_pad} | config, task, num_labels)
+    return replace(head, prompt=read_prompt(folder)), notes
 
 
 def head_of(config: Mapping[str, Any], task: HeadTask, num_labels: int) -> tuple[Head, list[str]]:
@@ -74,7 +77,28 @@ def read_embedding(folder: Path) -> tuple[EmbeddingSpec | None, list[str]]:
         return None, [
             f"{POOLING_FILE} asks for a pooling that is not served: {', '.join(_BY_NAME)} alone are"
         ]
-    return EmbeddingSpec(pooling, modules is None or "Normalize" in modules, None), []
+    notes = []
+    if read_prompt(folder) is not None:
+        notes.append(
+            f"{PROMPTS_FILE} names a default prompt: write it into each input, as texts are embedded as given"
+        )
+    return EmbeddingSpec(pooling, modules is None or "Normalize" in modules, None), notes
+
+
+def read_prompt(folder: Path) -> str | None:
+    """The default prompt of sentence-transformers. Raises AdapterRefused (config_invalid, too_large), OSError."""
+    raw = _content(folder, PROMPTS_FILE)
+    config = {} if raw is None else _object(raw, PROMPTS_FILE)
+    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    if name is None:
+        return None
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str) or len(prompt) > MAX_PROMPT_CHARS:
+        _invalid(
+            PROMPTS_FILE,
+            f"default_prompt_name is none of its prompts, or one of more than {MAX_PROMPT_CHARS} characters",
+        )
+    return prompt or None
 
 
 def _labels(given: Any) -> tuple[str, ...] | None:
