@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from loraplex.serving.text.processor import TextProcessor
 from support.adapters.classifiers import LABELS, PeftClassifier, save_classifiers
-from support.servers.live_server import Shop, checked, post_version
+from support.servers.live_server import REPOSITORY, Shop, checked, post_version
 
 pytestmark = pytest.mark.slow
 
@@ -25,20 +26,20 @@ MADE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def upload(shop: Shop, name: str, folder: Path) -> None:
+    parts = ("adapter_config.json", "adapter_model.safetensors", "config.json")
+    sent = {part: (part, (folder / part).read_bytes()) for part in parts if (folder / part).exists()}
+    checked(post_version(shop.server.admin, f"tenants/acme/adapters/{name}/versions", sent), 201)
+
+
 @pytest.fixture(scope="module")
 def made(tiny: Shop, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The three classifiers on the tiny server, by name."""
     folders = save_classifiers(tiny_model, tmp_path_factory.mktemp("classifiers"), MADE)
+    config = {"id2label": dict(enumerate(LABELS)), "pad_token_id": 0}
+    (folders["mood"] / "config.json").write_text(json.dumps(config))
     for name, folder in folders.items():
-        files = {
-            part: (folder / part).read_bytes()
-            for part in ("adapter_config.json", "adapter_model.safetensors")
-        }
-        if name == "mood":
-            config = {"id2label": dict(enumerate(LABELS)), "pad_token_id": 0}
-            files["config.json"] = json.dumps(config).encode()
-        sent = {part: (part, content) for part, content in files.items()}
-        checked(post_version(tiny.server.admin, f"tenants/acme/adapters/{name}/versions", sent), 201)
+        upload(tiny, name, folder)
     return folders
 
 
@@ -135,3 +136,18 @@ def test_a_classifier_s_vectors_are_those_of_its_adapter(
         refused = client.post("/v1/completions", json={"model": "mood", "prompt": "x"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
     assert "classifies texts (negative, neutral, positive)" in refused.json()["error"]["message"]
+
+
+def test_the_example_s_classifier_has_peft_s_accuracy(tiny: Shop, tiny_model: Path, tmp_path: Path) -> None:
+    """On the same 200 sentences: every label is PEFT's."""
+    spec = spec_from_file_location("train_classifier", REPOSITORY / "examples" / "train_classifier.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.train(tiny_model, tmp_path, steps=12)
+    upload(tiny, "moods", tmp_path)
+    by_peft, by_server, differ = example.compare(
+        tiny_model, tmp_path, tiny.server.data_url, tiny.key, "moods"
+    )
+    assert (by_server, differ) == (by_peft, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -66,6 +66,7 @@ class PooledFields(Strict):
     user: Annotated[str, Field(max_length=512)] | None = None
     priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
     use_activation: bool | None = None
+    encoding_format: Literal["float"] | None = None
     UNSUPPORTED = _UNSUPPORTED
 
 
