@@ -25,6 +25,7 @@ from support.adapters.classifiers import (
 )
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, OTHERS, edit_config, reference_logits, save_tiny
+from support.servers.run_here import run_here
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -132,6 +133,10 @@ def test_the_plan_says_what_it_is(classifier: Path) -> None:
     found = plan(classifier)
     assert "classifies texts (negative, neutral, positive)" in found.explain()
     examine_tensors(found)
+    asked = ("plan", "--model", str(classifier), "--gpu", "cpu", "--gpu-memory", "4GiB")
+    told = "the model classifies texts (negative, neutral, positive), and writes no text"
+    assert told in run_here(*asked).stdout.splitlines()
+    assert json.loads(run_here(*asked, "--json").stdout)["head"]["labels"] == LABELS
 
 
 @pytest.mark.parametrize(

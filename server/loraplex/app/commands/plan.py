@@ -119,6 +119,7 @@ def _plan(
             {
                 "model": model,
                 "model_type": outline.model_type,
+                "head": None if outline.head is None else outline.head.as_json(),
                 "device": asdict(device),
                 **asdict(made),
                 "settings": settings,
@@ -129,6 +130,8 @@ def _plan(
             }
         )
         return
+    if outline.head is not None:
+        out.line(f"the model {outline.head.described}, and writes no text")
     print_plan(out, device, settings, made, speeds)
     if replicas > 1:
         print_replicas(out, replicas, made, shared)

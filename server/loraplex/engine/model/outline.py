@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from loraplex.adapters.pooled import Head
 from loraplex.engine.model.base import ModelShape
 from loraplex.engine.model.base_head import read_base_head
 from loraplex.engine.model.config_fields import refusing
@@ -43,6 +44,8 @@ class ModelOutline:
     hidden_size: int
     """The width of a layer, and of its feed-forward part."""
     inner_size: int
+    head: Head | None = None
+    """The head of a checkpoint that classifies itself."""
 
     @property
     def num_layers(self) -> int:
@@ -98,6 +101,7 @@ def _outline_fused(plan: ModelPlan, spec: DecoderSpec) -> ModelOutline:
         step_weights=counted.num_weights - table - (0 if spec.tied else count),
         hidden_size=spec.hidden_size,
         inner_size=spec.intermediate_size,
+        head=plan.summary.head,
     )
 
 
@@ -168,4 +172,5 @@ def _outline_wrapped(plan: ModelPlan) -> ModelOutline:
         step_weights=read_once // plan.dtype.itemsize,
         hidden_size=text.hidden_size,
         inner_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        head=plan.summary.head,
     )
