@@ -72,10 +72,12 @@ def _answers(model_dir: Path) -> tuple[int, int | None] | None:
     try:
         given = json.loads(path.read_bytes())
         yes, no = given["true_token_id"], given.get("false_token_id")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelUnsupported(f"{path} cannot be used: {error!r}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        yes = no = None
     if type(yes) is not int or (no is not None and type(no) is not int):
-        raise ModelUnsupported(f"{path} cannot be used: true_token_id and false_token_id are ids of tokens")
+        raise ModelUnsupported(
+            f"{path} cannot be used: true_token_id and perhaps false_token_id are ids of tokens"
+        )
     return yes, no
 
 
