@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from bench.gpu import attention, equality, fused, lora, sampling
+from bench.gpu import attention, equality, fused, lora, recurrent, sampling
 from bench.gpu.case import Bench, Case, Row
 from bench.gpu.decoding.switches import FULL_AB, FULL_KV, FULL_WEIGHTS, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
@@ -81,6 +81,10 @@ def full() -> list[Case]:
         *_attention(attention.full_cases()[:8]),
         *_lora(lora.full_cases()[11:]),
         *_attention(attention.full_cases()[8:]),
+        *(
+            Case("recurrent", case.name, partial(_run, recurrent.run_case, case))
+            for case in recurrent.full_cases()
+        ),
         Case("fused", "all", lambda bench: fused.full_cases(bench.device, bench.ceilings), 90),
         Case("sampling", "log of sums", _log_sum_exp),
         *_equality(equality.full_cases()[4:]),
@@ -205,6 +209,16 @@ def _checks(*, small: bool) -> list[Case]:
         *(
             Case("checks", f"humming: {case.name}", partial(_check, humming.run_case, case), 120, alone=False)
             for case in humming.small_cases()
+        ),
+        *(
+            Case(
+                "checks",
+                f"recurrent: {case.name}",
+                partial(_check, recurrent.run_case, case),
+                120,
+                alone=False,
+            )
+            for case in recurrent.small_cases()
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
         *(

@@ -112,6 +112,11 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
     ),
     "sampling": ("Sampling", [*_KERNEL, ("right", "ok", "s")]),
     "attention": ("Paged attention, one layer", [*_KERNEL, ("right", "ok", "s")]),
+    "recurrent": (
+        "Gated delta nets, one layer",
+        [*_KERNEL[:-1], ("convolution ms", "convolution_ms", ".4f"), ("gates ms", "gates_ms", ".4f"),
+         ("norm ms", "norm_ms", ".4f"), ("same bits", "same_bits", "s"), ("right", "ok", "s")],
+    ),
     "fused": ("Norms, activations, RoPE with the KV write", [*_KERNEL[:-1], ("right", "ok", "s")]),
 }  # fmt: skip
 

@@ -25,7 +25,8 @@ from loraplex.kernels.linear import (
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.ops import Ops
-from loraplex.kernels.recurrent import torch_recurrent
+from loraplex.kernels.recurrent import triton_convolve, triton_gates, triton_rule
+from loraplex.kernels.recurrent.kernel import RecurrentOps
 from loraplex.kernels.weight_form import WeightForm
 
 
@@ -75,7 +76,13 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         rotate_and_write=_rotate_and_write,
         pack=pack,
         to_float32=torch.Tensor.float,
-        recurrent=torch_recurrent.recurrent_ops(),
+        recurrent=RecurrentOps(
+            convolve=triton_convolve.convolve,
+            delta_gates=triton_gates.delta_gates,
+            delta_rule=triton_rule.delta_rule,
+            gated_norm=triton_gates.gated_norm,
+            output_gate=triton_gates.output_gate,
+        ),
         short_conv=triton_short_conv.short_conv,
     )
 

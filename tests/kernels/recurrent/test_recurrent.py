@@ -15,7 +15,9 @@ from loraplex.kernels.recurrent.types import (
     recurrent_bytes,
     recurrent_memory,
 )
+from loraplex.kernels.triton_backend import triton_ops
 from support.kernels.recurrent import (
+    INTERPRETED,
     in_float64,
     run_in_steps,
     run_rows,
@@ -24,32 +26,48 @@ from support.kernels.recurrent import (
     spoilt_memory,
     targets_of,
 )
+from support.kernels.triton_interpreter import repair_bfloat16
 
-OPS = {"torch": recurrent_ops(), "numba": numba_ops().recurrent}
+OPS = {
+    "torch": recurrent_ops(),
+    "numba": numba_ops().recurrent,
+    "triton": triton_ops(device=torch.device("cpu")).recurrent,
+}
 SHAPES = [RecurrentHeads(2, 2, 64, 64), RecurrentHeads(1, 3, 32, 96, 3), RecurrentHeads(1, 2, 96, 192)]
 
 
-@pytest.fixture(params=["torch", pytest.param("numba", marks=pytest.mark.slow)])
-def ops(request: pytest.FixtureRequest):
+CPU = ["torch", pytest.param("numba", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(params=CPU)
+def ops_of_cpus(request: pytest.FixtureRequest):
+    return OPS[request.param]
+
+
+@pytest.fixture(params=[*CPU, pytest.param("triton", marks=INTERPRETED)])
+def ops(request: pytest.FixtureRequest, monkeypatch):
+    if request.param == "triton":
+        request.getfixturevalue("quick_interpreter")
+        repair_bfloat16(monkeypatch)
     return OPS[request.param]
 
 
 @pytest.mark.parametrize("strength", [0.05, 2.0, 30.0])
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_the_rule_is_that_of_float64_at_any_decay(ops, heads, strength):
+def test_the_rule_is_that_of_float64_at_any_decay(ops_of_cpus, heads, strength):
     own = sequence(heads, 70, strength)
     want = in_float64(own)
-    got = run_whole(ops, own, spoilt_memory(heads, torch.float32))
+    got = run_whole(ops_of_cpus, own, spoilt_memory(heads, torch.float32))
     assert (got - want).abs().max() <= 1e-6 * want.abs().max()
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_steps_of_any_rows_give_what_the_whole_gives(ops, heads, seed):
+def test_steps_of_any_rows_give_what_the_whole_gives(ops_of_cpus, heads, seed):
     """From memory full of NaN, among others' rows, with drafts thrown away and states that are not written in place."""
     own = sequence(heads, 90, 1.0, seed=seed)
-    want = run_whole(ops, own, spoilt_memory(heads, torch.float32))
-    got = run_in_steps(ops, own, spoilt_memory(heads, torch.float32), seed)
+    want = run_whole(ops_of_cpus, own, spoilt_memory(heads, torch.float32))
+    got = run_in_steps(ops_of_cpus, own, spoilt_memory(heads, torch.float32), seed)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
@@ -186,9 +204,9 @@ def test_the_convolution_rounds_the_sum_and_the_activation(ops):
         few_differ(got, torch.nn.functional.silu(sums[0].T.to(dtype)))
 
 
-@pytest.mark.slow
-def test_numbas_operands_that_do_not_fit_are_refused():
-    ops, heads = OPS["numba"], SHAPES[0]
+@pytest.mark.parametrize("name", [pytest.param("numba", marks=pytest.mark.slow), "triton"])
+def test_operands_that_do_not_fit_are_refused(name):
+    ops, heads = OPS[name], SHAPES[0]
     own, memory = sequence(heads, 5, 1.0), spoilt_memory(heads, torch.float32)
     rows = lay_out_units([RecurrentUnit(range(5), 0, 0, 0, ())])
     with pytest.raises(ValueError, match="do not fit"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from loraplex.kernels.recurrent import WINDOW
@@ -20,6 +22,7 @@ from loraplex.kernels.recurrent.types import (
 )
 
 STATES, WINDOWS = 6, 3
+INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="operands are the CPU's")
 
 
 @dataclass

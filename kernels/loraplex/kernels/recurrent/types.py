@@ -36,18 +36,42 @@ class RecurrentUnit(NamedTuple):
     """The state that each end of a window writes, in order. No other unit may use one of them in the step."""
 
 
+class MostUnits(NamedTuple):
+    """The room that the launches of a step have: for its own units, or for any that a recorded step serves."""
+
+    units: int
+    chunks: int
+    begins_windows: bool
+    """Whether rows of one sequence may end a window and begin another."""
+
+
 @dataclass(frozen=True)
 class RecurrentRows:
-    """The units of a step. `table` int64, on the device: the number of units, seven unused; of each unit the place of
-    its first row in the table, the number of rows, start, window, state, the place of its first target, two unused;
-    then rows and targets."""
+    """The units of a step. `table` int64, on the device: the number of units, that of chunks, the place of their list,
+    five unused; of each unit the place of its first row in the table, the number of rows, start, window, state, the
+    place of its first target, the number of its first chunk, one unused; then rows and targets; then the unit of each
+    chunk. A chunk is 16 rows of a unit, from its first row on; the last one has what is left."""
 
     units: tuple[RecurrentUnit, ...]
+    """None where a step is recorded: what is read is the table of the step that it serves."""
     table: torch.Tensor
+    most: MostUnits
 
     @cached_property
     def address(self) -> int:
         return self.table.data_ptr()
+
+
+def most_units(num_rows: int, num_sequences: int, *, prompts: bool) -> MostUnits:
+    """The room for any step of up to this size; without `prompts`, each sequence has one row."""
+    chunks = min(num_rows, num_rows // WINDOW + num_sequences)
+    return MostUnits(num_sequences, chunks, prompts)
+
+
+def table_size(num_rows: int, num_sequences: int) -> int:
+    """The numbers of a table for any such step."""
+    targets = num_rows // WINDOW + num_sequences
+    return _HEADER + _UNIT * num_sequences + num_rows + 2 * targets
 
 
 def lay_out_units(units: Sequence[RecurrentUnit], device: torch.device | None = None) -> RecurrentRows:
@@ -56,6 +80,8 @@ def lay_out_units(units: Sequence[RecurrentUnit], device: torch.device | None = 
     lists: list[int] = []
     table = np.zeros(first, np.int64)
     table[0] = len(units)
+    chunks: list[int] = []
+    begins_windows = False
     for number, unit in enumerate(units):
         count = len(unit.rows)
         ends = (unit.start + count) // WINDOW - unit.start // WINDOW
@@ -69,8 +95,14 @@ def lay_out_units(units: Sequence[RecurrentUnit], device: torch.device | None = 
         lists.extend(unit.rows)
         table[at + 4 : at + 6] = unit.state, first + len(lists)
         lists.extend(unit.targets)
+        table[at + 6] = len(chunks)
+        chunks.extend([number] * -(-count // WINDOW))
+        begins_windows |= unit.start % WINDOW + count > WINDOW
+    table[1:3] = len(chunks), first + len(lists)
+    lists.extend(chunks)
+    most = MostUnits(len(units), len(chunks), begins_windows)
     whole = torch.from_numpy(np.concatenate((table, np.array(lists, np.int64))))
-    return RecurrentRows(tuple(units), whole if device is None else whole.to(device))
+    return RecurrentRows(tuple(units), whole if device is None else whole.to(device), most)
 
 
 @dataclass(frozen=True, slots=True)
