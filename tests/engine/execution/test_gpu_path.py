@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread", "quick_interpreter")
 SHORT: dict[str, dict[str, Any]] = {
     "llama-biases": {"num_hidden_layers": 1},
     "gemma2": {"num_hidden_layers": 2},
+    "qwen3_5-3": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "gemma4-e2b": {
         "num_hidden_layers": 3, "num_kv_shared_layers": 1,
@@ -41,6 +42,7 @@ def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
         pytest.param("gemma4-e2b", "triton", 1, 40, 3, 3, marks=pytest.mark.slow),
         pytest.param("qwen3", "torch", 0, 40, 5, 4, marks=pytest.mark.slow),
         pytest.param("lfm2", "triton", 1, 80, 3, 4, marks=pytest.mark.slow),
+        pytest.param("qwen3_5-3", "triton", 1, 80, 3, 4, marks=pytest.mark.slow),
         *(
             pytest.param(family, "torch", lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
             for family in ("llama-biases", "qwen3")
@@ -210,6 +212,7 @@ def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
         pytest.param("llama-biases", 8, 5, 20, 1, marks=pytest.mark.slow),
         pytest.param("gemma3", 14, 6, 4, 0, marks=pytest.mark.soak),
         pytest.param("lfm2", 14, 6, 4, 0, marks=pytest.mark.soak),
+        pytest.param("qwen3_5-2", 14, 6, 4, 0, marks=pytest.mark.soak),
     ],
 )
 def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(

@@ -11,6 +11,7 @@ import torch
 
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import block_needs, blocks_for
+from loraplex.engine.kv.states import slot_bytes
 from support.adapters.peft_zoo import PeftReference
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import VOCAB
@@ -27,17 +28,18 @@ Answered = list[tuple[str | None, list[int], list[int]]]
 
 def cramped_engine(base: Path, work: Path, *, num_blocks: int = NUM_BLOCKS, **settings: Any) -> LocalEngine:
     """In float32, with a pool so small that sequences start over: of as many of the longest sequences as `num_blocks`
-    hold where all layers see everything."""
+    hold where all layers see everything, beside states for all that run."""
     caches = outline_model(base, torch.device("cpu"), "float32").shape.caches
     most_ahead = 40 * (1 + settings.get("lookahead", 0))
     num_blocks = num_blocks * block_needs(caches, most_ahead).of(LONGEST) // blocks_for(LONGEST)
+    states = 2 * settings.get("max_num_seqs", 4) * slot_bytes(caches)
     return LocalEngine(
         base,
         work,
         dtype="float32",
         max_model_len=LONGEST,
         max_num_batched_tokens=40,
-        kv_cache_memory=num_blocks * block_bytes(caches, torch.float32),
+        kv_cache_memory=num_blocks * block_bytes(caches, torch.float32) + states,
         adapter_memory=4 << 20,
         adapter_cpu_memory=4 << 20,
         num_threads=1,

@@ -27,7 +27,7 @@ from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
 from loraplex.engine.model.base import StateRows
 from loraplex.engine.types import ScheduledSequence, StepPlan
-from loraplex.kernels.recurrent.types import RecurrentRows, RecurrentUnit, lay_out_units
+from loraplex.kernels.recurrent.types import RecurrentRows, RecurrentUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,8 @@ class StepRows:
 
     @property
     def _keeps_states(self) -> bool:
-        return self._items[0].state_slot >= 0
+        """Whether layers keep a state without a window."""
+        return self._items[0].state_slot >= 0 > self._items[0].state
 
     def _add(self, index: int, item: ScheduledSequence) -> None:
         """The slice with this index in the plan."""
@@ -184,7 +185,7 @@ class StepRows:
             fresh_blocks=inputs.ints(self._fresh),
             logits_rows=logits_rows,
             hidden_rows=None if self._pooled is None else self._pooled.rows,
-            states=self._send_states(inputs) if self._keeps_states and self._items[0].state < 0 else None,
+            states=self._send_states(inputs) if self._keeps_states else None,
             recurrent=self._send_recurrent(inputs) if self._items[0].state >= 0 else None,
             adapters=begin_adapters(
                 inputs,
@@ -221,8 +222,7 @@ class StepRows:
                 continue
             going_on[item.request_id, item.start + item.num_tokens] = len(units)
             units.append(unit)
-        laid_out = lay_out_units(units)
-        return RecurrentRows(laid_out.units, inputs.ints(laid_out.table.numpy()))
+        return inputs.recurrent(units)
 
 
 def _segments_among(segments: Segments, rows: Sequence[int]) -> Segments:

@@ -122,6 +122,7 @@ def prepare_inputs(
         lora=lora,
         sizes=() if recorder is None else recorded_sizes(limits, prompt_rows),
         num_groups=kv.num_groups,
+        has_windows=kv.state_windows.numel() > 0,
     )
     if recorder is not None:
         record_steps(model, kv, source, recorder)
@@ -149,6 +150,7 @@ def record_steps(model: Model, kv: KVCache, source: PackedSource, recorder: Reco
             fresh_blocks=no_blocks,
             logits_rows=logits_rows,
             kv=kv,
+            recurrent=source.recorded_units(size),
             logits_out=logits[: size.sequences],
         )
         batches = [] if size.adapters_only else [batch]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +14,7 @@ from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.model.base import TokenRows
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.types import LoraPass
+from loraplex.kernels.recurrent.types import RecurrentRows, RecurrentUnit, lay_out_units
 
 Segments = Sequence[tuple[int, int, int]]
 
@@ -80,6 +81,10 @@ class StepInputs(HostToDevice, Protocol):
 
     def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
         """See `LoraSource.token_pass`."""
+        ...
+
+    def recurrent(self, units: Sequence[RecurrentUnit]) -> RecurrentRows:
+        """The sequences of layers whose state is behind a window."""
         ...
 
     def send(self) -> None:
@@ -152,6 +157,12 @@ class RecordedSize:
     adapters_only: bool = False
 
 
+def put_units(upload: HostToDevice, units: Sequence[RecurrentUnit]) -> RecurrentRows:
+    """These units, with a table of their own."""
+    laid_out = lay_out_units(units)
+    return replace(laid_out, table=upload.ints(laid_out.table.numpy()))
+
+
 class PlainInputs:
     """A tensor each, copied as it is made: what a CPU wants, where nothing is copied, and what runs anywhere."""
 
@@ -198,6 +209,9 @@ class PlainInputs:
 
     def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
         return self._source(segments).token_pass(segments, logits_segments, self) if segments else None
+
+    def recurrent(self, units: Sequence[RecurrentUnit]) -> RecurrentRows:
+        return put_units(self, units)
 
     def send(self) -> None:
         """There is nothing left to do."""

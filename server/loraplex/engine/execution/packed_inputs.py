@@ -1,10 +1,10 @@
 """A step's inputs in one piece of memory, and one copy to the device.
 
-The piece begins with what a recorded pass reads at fixed places: the tokens and positions of the rows and the adapters'
-lists of work, and with prompts the rows whose logits are wanted. Then comes room for what is read by no recorded pass,
-and at the end attention's lists, whose last part, the block tables, is as long as the step needs it. So a copy is as
-long as what is used. Where layers are of several groups, each has such lists, and the long gaps between them are left
-out.
+The piece begins with what a recorded pass reads at fixed places: the tokens and positions of the rows, with prompts the
+rows whose logits are wanted, where layers have windowed states the step's sequences, and the adapters' lists of work.
+Then comes room for what is read by no recorded pass, and at the end attention's lists, whose last part, the block
+tables, is as long as the step needs it. So a copy is as long as what is used. Where layers are of several groups, each
+has such lists, and the long gaps between them are left out.
 
 A step is laid out for the first recorded size that serves it, with rows of padding behind its own; any other step for
 the largest step there is.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -27,12 +27,19 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_lora import DeviceLora
 from loraplex.engine.execution.batch import StepRows
-from loraplex.engine.execution.inputs import RecordedSize, Segments, StepLimits
+from loraplex.engine.execution.inputs import RecordedSize, Segments, StepLimits, put_units
 from loraplex.engine.model.base import TokenRows
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionLayout, RecordableAttention
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
 from loraplex.kernels.lora.triton_lora import LoraLauncher
 from loraplex.kernels.lora.types import LoraPass
+from loraplex.kernels.recurrent.types import (
+    RecurrentRows,
+    RecurrentUnit,
+    lay_out_units,
+    most_units,
+    table_size,
+)
 
 _ALIGN = 64
 _FREE_BYTES = 256 << 10
@@ -55,6 +62,8 @@ class Layout:
 
     lists: tuple[AttentionLayout, ...]
     rows: dict[str, int]
+    recurrent: int
+    """The table of sequences of layers with windows, in a recorded step."""
     lora: int
     lora_end: int
     free_end: int
@@ -63,17 +72,23 @@ class Layout:
 
     @classmethod
     def make(
-        cls, num_rows: int, logits_rows: int, lists: Sequence[AttentionLayout], lora_ints: int
+        cls,
+        num_rows: int,
+        logits_rows: int,
+        lists: Sequence[AttentionLayout],
+        lora_ints: int,
+        recurrent_ints: int = 0,
     ) -> Layout:
         rows: dict[str, int] = {}
         at = 0
         for name, count in (*((name, num_rows) for name in ROWS), (_LOGITS_ROWS, logits_rows)):
             rows[name] = at
             at = _aligned(at + 8 * count)
+        recurrent, at = at, _aligned(at + 8 * recurrent_ints)
         lora_end = _aligned(at + 4 * lora_ints)
         free_end = _aligned(lora_end + _FREE_BYTES)
         end = free_end + 4 * sum(each.num_ints for each in lists)
-        return cls(tuple(lists), rows, at, lora_end, free_end, free_end, end)
+        return cls(tuple(lists), rows, recurrent, at, lora_end, free_end, free_end, end)
 
     def places(self) -> Iterator[tuple[AttentionLayout, int, int]]:
         """The lists of each group: first byte, and bytes."""
@@ -95,9 +110,10 @@ class Frame:
 class PackedSource:
     """Where the steps of a model begin on Triton's kernels.
 
-    `lora`: the arena's adapters on the device, or None. `num_groups`: of layers, by their blocks. `sizes`: what passes
-    are recorded for, the cheapest first, none where `attention` cannot be recorded; `replays` is filled by the code
-    that captures them. No more than three steps may be in flight.
+    `lora`: the arena's adapters on the device, or None. `num_groups`: of layers, by their blocks. `has_windows`:
+    whether layers have states with windows. `sizes`: what passes are recorded for, the cheapest first, none where
+    `attention` cannot be recorded; `replays` is filled by the code that captures them. No more than three steps may be
+    in flight.
     """
 
     def __init__(
@@ -110,6 +126,7 @@ class PackedSource:
         lora: DeviceLora | None,
         sizes: Sequence[RecordedSize] = (),
         num_groups: int = 1,
+        has_windows: bool = False,
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -139,8 +156,9 @@ class PackedSource:
             self.layout = Layout.make(limits.max_rows, 0, [*islice(made, num_groups)], lora_ints)
             for size in sizes:
                 logits_rows = size.sequences if size.prompts else 0
+                units = table_size(size.rows, size.sequences) if has_windows else 0
                 self.layouts[size] = Layout.make(
-                    size.rows, logits_rows, [*islice(made, num_groups)], lora_ints
+                    size.rows, logits_rows, [*islice(made, num_groups)], lora_ints, units
                 )
         else:
             if sizes:
@@ -181,6 +199,8 @@ class PackedSource:
         inputs.attention([], [], [[] for _ in layout.lists])
         inputs.adapters([], 0)
         inputs.head_adapters([], 0)
+        if layout.recurrent < layout.lora:
+            inputs.recurrent([])
         inputs.send()
         batches = [
             lists.recorded_batch(self.view(start, size, torch.int32))
@@ -194,6 +214,15 @@ class PackedSource:
         layout = self.layouts[size]
         layers, head = (self.view(*self.lora_place(layout, head=head), torch.int32) for head in (False, True))
         return self.lora.recorded(layers, head, size.rows, size.sequences)
+
+    def recorded_units(self, size: RecordedSize) -> RecurrentRows | None:
+        """The sequences of layers with windows, as a recorded size reads them; None where there are no such layers."""
+        layout = self.layouts[size]
+        if layout.recurrent == layout.lora:
+            return None
+        most = most_units(size.rows, size.sequences, prompts=size.prompts)
+        table = self.view(layout.recurrent, layout.lora - layout.recurrent, torch.int64)
+        return RecurrentRows((), table, most)
 
     def view(self, start: int, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         """A part of the device's memory."""
@@ -282,6 +311,16 @@ class PackedInputs:
     def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
         lora = self.source.lora
         return None if lora is None else lora.token_pass(segments, logits_segments, self)
+
+    def recurrent(self, units: Sequence[RecurrentUnit]) -> RecurrentRows:
+        if self.size is None:
+            return put_units(self, units)
+        laid_out = lay_out_units(units)
+        start, table = self._layout.recurrent, laid_out.table.numpy()
+        assert start + table.nbytes <= self._layout.lora
+        self.frame.numbers[start : start + table.nbytes] = table.view(np.uint8)
+        self._used = max(self._used, start + table.nbytes)
+        return replace(laid_out, table=self.source.view(start, table.nbytes, torch.int64))
 
     def send(self) -> None:
         parts = [(0, self._used)]

@@ -27,7 +27,7 @@ from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.families.table import is_fused
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import attention_needs, decoder_shape
-from loraplex.engine.model.layer_kinds import DeltaKind, ShortConvKind
+from loraplex.engine.model.layer_kinds import ShortConvKind
 from loraplex.engine.model.plans import KeptPlans, ReadConfig
 from loraplex.engine.model.served_config import ServedConfig, read_served_config, wrapped_shape
 from loraplex.engine.model.wrapped import wrapped_attention
@@ -371,12 +371,6 @@ def _attention(
         )
     mixers = {type(kind.mixer) for kind in spec.layers}
     convolves = ShortConvKind in mixers
-    # Kernels to plan with have torch's attention in place of Triton's.
-    if kernels.backend == "triton" and DeltaKind in mixers:
-        raise ModelUnsupported(
-            f"the delta nets of {spec.model_type} do not run beside {kernels.backend}'s kernels; serve on a CPU, or "
-            "with --kernels torch"
-        )
     if convolves:
         assert isinstance(choice.kernel, TellsPrevious)
         if settings.kv_cache_dtype == "int8":
