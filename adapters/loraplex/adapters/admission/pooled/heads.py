@@ -133,7 +133,7 @@ def check_finite_head(tensors_path: Path, head: HeadWeights | None) -> None:
 def told(head: HeadWeights) -> str:
     """A head, for the report."""
     tokens = "the last token" if head.task == "classify" else "every token"
-    return f"a head of {head.num_labels} labels for {tokens}"
+    return f"a head of {head.num_labels} label{'' if head.num_labels == 1 else 's'} for {tokens}"
 
 
 def _hidden_size(base: BaseSpec) -> int | None:
