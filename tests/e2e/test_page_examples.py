@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from support.transcripts import Step, replaced, run_steps, shell_environment
 
 pytestmark = pytest.mark.slow
 
-PAGES = ("api", "dialects", "embeddings", "structured-output", "tools")
+PAGES = ("api", "batches", "dialects", "embeddings", "structured-output", "tools")
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STRICT = Step('curl() { command curl --fail-with-body "$@"; }; set -e', ())
 """A failing command, or an answer that is an error, ends the shell."""
@@ -42,12 +43,13 @@ def test_examples_of_a_page_are_served(name: str, real: Shop, folder: Path) -> N
     blocks: list[tuple[str, str]] = BLOCK.findall(markdown.read(f"docs/{name}.md"))
     commands = [text for language, text in blocks if language == "bash" and "claude" not in text]
     assert any("curl" in text for text in commands)
-    environment = shell_environment(LORAPLEX_ADMIN_URL=real.server.admin_url)
-    run_steps([STRICT, *(Step(text, ()) for text in commands)], folder, environment, here)
+    urls = {"LORAPLEX_ADMIN_URL": real.server.admin_url, "LORAPLEX_URL": real.server.data_url}
+    run_steps([STRICT, *(Step(text, ()) for text in commands)], folder, shell_environment(**urls), here)
     names = {"URL": real.server.data_url, "KEY": (folder / "data" / "quickstart-key").read_text().strip()}
     for language, text in blocks:
         if language == "python":
-            exec(replaced(text, here), dict(names))
+            with chdir(folder):
+                exec(replaced(text, here), dict(names))
 
 
 def test_the_call_that_tools_md_prints_is_what_comes(real: Shop, folder: Path) -> None:
