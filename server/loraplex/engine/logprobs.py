@@ -25,9 +25,9 @@ class Logprobs:
     """Natural logarithms of probabilities, for n tokens that follow each other.
 
     `values`: float32 [n, 1 + num_top], little-endian: of the token itself, then of the `num_top` most likely ones at
-    its place, the likeliest first, or of as many that the request names. `ids`: int32 [n, num_top], little-endian:
-    which these are. `ranks`: int32 [n], little-endian: how many tokens are as likely as the token itself at least;
-    empty where they were not requested.
+    its place, the likeliest first, and behind them of those that the request names, which `num_top` counts too. `ids`:
+    int32 [n, num_top], little-endian: which these are. `ranks`: int32 [n], little-endian: how many tokens are as likely
+    as the token itself at least; empty where they were not requested.
     """
 
     num_top: int

@@ -58,8 +58,8 @@ class SamplingParams:
     `max_tokens` 0 computes the prompt and samples nothing. `logprobs` asks for the log probability of every
     output token, and for that number of the most likely ones at its place (0 … 20); `prompt_logprobs` does so for
     every prompt token but the first, and with `prompt_ranks` its rank. `logprob_token_ids` asks for those of these
-    tokens, 128 at most, in place of the most likely ones: for this `logprobs` must not be None. All are of the model's
-    own logits, before any option here acts on them.
+    tokens too, 128 at most, which come behind the most likely ones: for this `logprobs` must not be None. All are of
+    the model's own logits, before any option here acts on them.
     """
 
     max_tokens: int
@@ -80,6 +80,8 @@ class SamplingParams:
     prompt_logprobs: int | None = _option(None, tried=2)
     prompt_ranks: bool = _option(False, tried=True)
     logprob_token_ids: tuple[int, ...] = _option((), tried=(0,))
+    scored_from: int = 0
+    """`prompt_logprobs` begin with the token behind this position. Blocks before it may come from the prefix cache."""
 
     @classmethod
     def every_option(cls, max_tokens: int) -> SamplingParams:
@@ -240,7 +242,8 @@ class Sequence:
     `loraplex.engine.kv.sequence_blocks` says. `epoch` grows at each preemption, so that a result of an older life
     can be told apart. `num_charged` is the highest position that was ever charged to the tenant, so that recomputation
     is free. Positions below `lost_until` were computed before a preemption. `block_keys[i]` names the content of the
-    i-th full block. `num_scored` prompt positions have told the log probability of the token behind them.
+    i-th full block. `num_scored` prompt positions have told the log probability of the token behind them, or
+    lie before those that are to tell it.
     `tells_outputs`: a step that samples is told the tokens of its answer. `num_starved` times in a row the step that
     was to compute position `starved_at`, and nothing else, did not fit into the device's memory.
 
@@ -293,6 +296,7 @@ class Sequence:
         # The last token is sampled, and never computed.
         self.most_computed = self.num_prompt + max(0, self.request.sampling.max_tokens - 1)
         self.tells_outputs = self.request.grammar is not None or self.request.sampling.has_penalty
+        self.num_scored = self.request.sampling.scored_from
         if self.request.generated:
             self.num_charged = self.num_prompt
             self.lost_until = len(self.token_ids) - 1

@@ -123,16 +123,22 @@ def make_engine(model: Any) -> Iterator[Callable[..., Engine]]:
         engine.runner.close()
 
 
-def check_listed(
-    found: Logprobs | None, expected: torch.Tensor, tokens: list[int], ids: tuple[int, ...]
+def check_equal(
+    found: Logprobs | None,
+    expected: torch.Tensor,
+    tokens: list[int],
+    num_top: int,
+    named: tuple[int, ...] = (),
 ) -> None:
-    """expected: [n, V] log_softmax at the places of `tokens`."""
+    """expected: [n, V] log_softmax at the places of `tokens`; `named` tokens come behind the likeliest."""
     assert found is not None
-    assert len(found) == len(tokens)
+    assert (len(found), found.num_top) == (len(tokens), num_top + len(named))
     for row, token, (own, told) in zip(expected, tokens, found.rows(), strict=True):
         assert abs(own - float(row[token])) < 1e-4
-        assert [token_id for token_id, _ in told] == list(ids)
-        assert [value for _, value in told] == pytest.approx(row[list(ids)].tolist(), abs=1e-4)
+        values = [value for _, value in told]
+        assert values[:num_top] == pytest.approx(row.topk(num_top).values.tolist(), abs=1e-4)
+        assert values == pytest.approx([float(row[token_id]) for token_id, _ in told], abs=1e-4)
+        assert tuple(token_id for token_id, _ in told[num_top:]) == named
 
 
 def check_ranks(found: Logprobs | None, expected: torch.Tensor, tokens: list[int]) -> None:
@@ -142,16 +148,6 @@ def check_ranks(found: Logprobs | None, expected: torch.Tensor, tokens: list[int
         least, most = (int((row >= row[token] + shift).sum()) for shift in (1e-5, -1e-5))
         assert least <= rank <= most
         assert rank >= 1
-
-
-def check_equal(found: Logprobs | None, expected: torch.Tensor, tokens: list[int], num_top: int) -> None:
-    """expected: [n, V] log_softmax at the places of `tokens`."""
-    assert found is not None
-    assert (len(found), found.num_top) == (len(tokens), num_top)
-    for row, token, (own, top) in zip(expected, tokens, found.rows(), strict=True):
-        assert abs(own - float(row[token])) < 1e-4
-        assert [value for _, value in top] == pytest.approx(row.topk(num_top).values.tolist(), abs=1e-4)
-        assert [value for _, value in top] == pytest.approx([float(row[i]) for i, _ in top], abs=1e-4)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -177,6 +173,11 @@ def test_equal_to_transformers_through_chunks_preemption_and_prefixes(
     asked["alone"] = ([7], {"prompt_logprobs": 2, "logprobs": 1})
     asked["scored only"] = (shared + [9] * 40, {"prompt_logprobs": 1, "max_tokens": 0})
     asked["computed only"] = (shared, {"max_tokens": 0})
+    for start in (0, 20, 34, 73):
+        asked[f"scored from {start}"] = (
+            shared + [8] * 40,
+            {"prompt_logprobs": 1, "max_tokens": 0, "scored_from": start},
+        )
     for name, (prompt, options) in asked.items():
         engine.add(name, prompt, **{"max_tokens": 40, **options})
     engine.run()
@@ -189,18 +190,40 @@ def test_equal_to_transformers_through_chunks_preemption_and_prefixes(
         expected = reference_logits(model_dir, [prompt + outputs])[0].float().log_softmax(-1)
         if options.get("logprobs") is None:
             assert scores.output is None
-        elif ids := options.get("logprob_token_ids"):
-            check_listed(scores.output, expected[len(prompt) - 1 : -1], outputs, ids)
         else:
-            check_equal(scores.output, expected[len(prompt) - 1 : -1], outputs, options["logprobs"])
+            named = options.get("logprob_token_ids", ())
+            check_equal(scores.output, expected[len(prompt) - 1 : -1], outputs, options["logprobs"], named)
         if options.get("prompt_logprobs") is None or len(prompt) == 1:
             assert scores.prompt is None
         else:
-            check_equal(scores.prompt, expected[: len(prompt) - 1], prompt[1:], options["prompt_logprobs"])
+            start = options.get("scored_from", 0)
+            check_equal(
+                scores.prompt,
+                expected[start : len(prompt) - 1],
+                prompt[start + 1 :],
+                options["prompt_logprobs"],
+            )
             if options.get("prompt_ranks"):
                 check_ranks(scores.prompt, expected[: len(prompt) - 1], prompt[1:])
             else:
                 assert scores.prompt.ranks == b""
+
+
+def test_blocks_before_the_tokens_to_score_come_from_the_prefix_cache(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine()
+    prompt = [5 + i % 90 for i in range(50)]
+    engine.add("prompt", prompt, max_tokens=1)
+    engine.run()
+    engine.add("scored", [*prompt, 7, 8], max_tokens=0, prompt_logprobs=0, scored_from=49)
+    engine.add("nowhere", prompt, max_tokens=0, prompt_logprobs=0, scored_from=50)
+    engine.run()
+    usage = engine.events["scored"][-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 48
+    assert len(engine.scores("scored").prompt or ()) == 2
+    assert engine.events["nowhere"][-1].error is not None
 
 
 def test_a_scored_prompt_takes_nothing_from_the_prefix_cache_and_leaves_its_blocks_there(

@@ -99,10 +99,10 @@ def fake_row(token_id: int, position: int, num_top: int) -> Row:
     return own, [((token_id + rank) % VOCAB_SIZE, own - rank / 8) for rank in range(num_top)]
 
 
-def fake_named(token_id: int, position: int, named: Sequence[int]) -> Row:
-    """What it tells of named tokens in place of the likeliest."""
-    own, _ = fake_row(token_id, position, 0)
-    return own, [(other, -(other % 11 + position + 1) / 8) for other in named]
+def fake_named(token_id: int, position: int, named: Sequence[int], num_top: int = 0) -> Row:
+    """What it tells of named tokens, behind the likeliest."""
+    own, top = fake_row(token_id, position, num_top)
+    return own, [*top, *((other, -(other % 11 + position + 1) / 8) for other in named)]
 
 
 def fake_rank(token_id: int, position: int) -> int:
@@ -132,8 +132,9 @@ def fake_scores(request: EngineRequest, tokens: Sequence[int], start: int, end: 
     sequence, num_prompt = (*request.prompt_ids, *tokens), len(request.prompt_ids)
     if named := request.sampling.logprob_token_ids:
         places = range(num_prompt + start, min(num_prompt + end, len(sequence)))
-        rows = [fake_named(sequence[place], place, named) for place in places]
-        return Scores(pack_logprobs(rows, len(named))) if rows else None
+        num_top = request.sampling.logprobs
+        rows = [fake_named(sequence[place], place, named, num_top) for place in places]
+        return Scores(pack_logprobs(rows, num_top + len(named))) if rows else None
     output = _pack(sequence, num_prompt + start, num_prompt + end, request.sampling.logprobs)
     return None if output is None else Scores(output)
 
@@ -383,7 +384,7 @@ class FakeEngineClient(FakeClusterView):
         wanted = reply.tokens()
         tokens = wanted[: request.sampling.max_tokens]
         state = reply.adapter_state if request.adapter is not None else None
-        for first in range(1, len(request.prompt_ids), SCORED_PER_STEP):
+        for first in range(1 + request.sampling.scored_from, len(request.prompt_ids), SCORED_PER_STEP):
             if request.sampling.prompt_logprobs is not None:
                 await asyncio.sleep(0)
                 found = fake_prompt_scores(request, first, first + SCORED_PER_STEP)

@@ -56,17 +56,17 @@ class Charge:
                 reservation = await self._limiter.reserve(
                     self._admission,
                     self.principal,
-                    prompt_tokens=plan.prompt_tokens,
+                    prompt_tokens=plan.tokens_read,
                     asked_tokens=plan.asked,
                     default_tokens=max(plan.max_tokens),
-                    n=plan.num_choices,
+                    n=plan.num_sequences,
                 )
             return reservation
         except Exception as error:
             outcome, reached = _outcome(error), _reached(error)
             if isinstance(error, NeverFits):
                 # The limiter knows three causes; which field each is depends on the route.
-                fields = {"max_tokens": plan.asked_field, "n": "n" if plan.n > 1 else source}
+                fields = {"max_tokens": plan.asked_field, "n": plan.sequences_field(source)}
                 raise invalid(fields.get(error.param or "", source), error.message) from error
             raise
         finally:

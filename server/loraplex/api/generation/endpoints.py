@@ -22,6 +22,8 @@ from loraplex.api.fingerprint import HEADER, fingerprint
 from loraplex.api.generation.charge import Charge, admitted
 from loraplex.api.generation.client_watch import ClientWatch, watch_client
 from loraplex.api.generation.constraints import checked_grammar
+from loraplex.api.generation.deciding import Deciding
+from loraplex.api.generation.decision import Decision, is_decision, read_decision
 from loraplex.api.generation.generation import Generation
 from loraplex.api.generation.invocation import invoke
 from loraplex.api.generation.kinds import (
@@ -124,6 +126,8 @@ class GenerationEndpoint:
                 own = None if services.own_chats is None else await services.own_chats.of(model)
                 prompts = await self._tokenise(request, self._formats(model), principal, own)
                 prompts, places = await self._invoke(prompts, request, model, principal)
+            with context.deadline.enforced():
+                decision = await self._decision(request, principal)
             plan = make_plan(
                 request,
                 prompts.token_ids,
@@ -132,6 +136,7 @@ class GenerationEndpoint:
                 default_max_tokens=services.default_max_tokens,
                 echoes=prompts.echoes,
                 reading=prompts.reading,
+                decision=decision,
             )
             self._check_choices(plan)
             with context.deadline.enforced():
@@ -188,6 +193,12 @@ class GenerationEndpoint:
             tenant, invoke, prompts, model, self._kind.source, text.spell, read
         )
 
+    async def _decision(self, request: Request, principal: Principal) -> Decision | None:
+        if not is_decision(request):
+            return None
+        tenant, text = principal.tenant_id or "", self._services.text
+        return await self._capacity.in_thread(tenant, read_decision, request, text)
+
     def _formats(self, model: ResolvedModel) -> OutputFormats:
         serving = model.serving
         return self._services.formats.of_version(serving.tool_format, serving.reasoning_format)
@@ -203,11 +214,9 @@ class GenerationEndpoint:
         """Check that all choices fit into an empty queue: they are sent together, before the engine runs any of
         them."""
         most = self._services.engine.info.max_waiting
-        if plan.num_choices > most:
-            message = (
-                f"{plan.num_choices} sequences were asked for; this server takes at most {most} at a time."
-            )
-            raise invalid("n" if plan.n > 1 else self._kind.source, message)
+        if (number := plan.num_sequences) > most:
+            message = f"{number} sequences were asked for; this server takes at most {most} at a time."
+            raise invalid(plan.sequences_field(self._kind.source), message)
 
     async def _reserved(
         self,
@@ -239,7 +248,8 @@ class GenerationEndpoint:
                 max_load_s=None if context.max_load_ms is None else context.max_load_ms / 1000,
                 background=self._background,
             )
-            generation = Generation.start(
+            kind = Generation if plan.decision is None else Deciding
+            generation = kind.start(
                 services.engine,
                 services.text,
                 plan,

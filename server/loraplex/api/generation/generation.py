@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from loraplex.api.errors import ApiError, from_engine
 from loraplex.api.generation.planning import GenerationPlan
@@ -38,7 +38,7 @@ SETTLE_S = 60.0
 
 
 @dataclass(slots=True)
-class _Choice:
+class RunningChoice:
     index: int
     stream: RequestStream
     text: TextStream
@@ -116,7 +116,7 @@ class Generation:
     """Made by `start`; `next` until it returns nothing; then, whatever happened, `close`."""
 
     def __init__(
-        self, plan: GenerationPlan, choices: Sequence[_Choice], metrics: Metrics, *, timed: bool = True
+        self, plan: GenerationPlan, choices: Sequence[RunningChoice], metrics: Metrics, *, timed: bool = True
     ) -> None:
         self._plan = plan
         self._timed = timed
@@ -144,10 +144,10 @@ class Generation:
         terms: TenantTerms,
         continues: bool,
         timed: bool = True,
-    ) -> Generation:
+    ) -> Self:
         """Hands all sequences to the engine, or none; `terms` are the tenant's. Histograms count its times where it is
         `timed`. Raises what `submit` raises."""
-        choices: list[_Choice] = []
+        choices: list[RunningChoice] = []
         num_top = plan.request.wanted_logprobs
         scored = num_top is not None
         echoes = [
@@ -167,7 +167,7 @@ class Generation:
                     shown=plan.reading.shown,
                 )
                 echo = echoes[index // plan.n] if echoes else None
-                choices.append(_Choice(index, stream, stops, plan.reading.parser(), started, echo))
+                choices.append(RunningChoice(index, stream, stops, plan.reading.parser(), started, echo))
         except BaseException:
             for stream in streams:
                 stream.abort()
@@ -187,7 +187,7 @@ class Generation:
             if deltas := [delta for choice, event in events for delta in self._take(choice, event)]:
                 return deltas
 
-    def _live(self) -> Sequence[_Choice]:
+    def _live(self) -> Sequence[RunningChoice]:
         """Those to wait for. Embeddings are wanted whole, and there may be thousands: one after the other."""
         if self._plan.request.pooling is None:
             return [choice for choice in self._choices if not choice.shown_all]
@@ -200,7 +200,7 @@ class Generation:
         if self._failure is not None:
             raise self._failure
 
-    async def _events(self, live: Sequence[_Choice]) -> list[tuple[_Choice, TokenEvent]]:
+    async def _events(self, live: Sequence[RunningChoice]) -> list[tuple[RunningChoice, TokenEvent]]:
         if len(live) == 1 and live[0].read is None:
             return [(live[0], await anext(live[0].stream))]
         for choice in live:
@@ -215,16 +215,12 @@ class Generation:
                 choice.read = None
         return events
 
-    def _take(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
+    def _take(self, choice: RunningChoice, event: TokenEvent) -> list[Delta]:
         if self.adapter_state is None:
             self.adapter_state = event.adapter_state
         if event.finish_reason is not None:
             choice.terminal = event
-            if event.finish_reason == "error":
-                self._failure = from_engine(event.error)
-            elif event.finish_reason == "abort":
-                message = "The server ended this request early. Please try again."
-                self._failure = ApiError("engine_restarting", message)
+            self._failure = failure_of(event) or self._failure
         if event.token_ids:
             self._measure(choice, len(event.token_ids))
         echoed = self._echo(choice, event)
@@ -240,7 +236,7 @@ class Generation:
         choice.held += deltas
         return echoed
 
-    def _deltas_by_token(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
+    def _deltas_by_token(self, choice: RunningChoice, event: TokenEvent) -> list[Delta]:
         """One for each of the event's tokens, up to the end of a stop string."""
         deltas: list[Delta] = []
         last = len(event.token_ids) - 1
@@ -252,7 +248,7 @@ class Generation:
 
     def _delta(
         self,
-        choice: _Choice,
+        choice: RunningChoice,
         event: TokenEvent,
         token_ids: tuple[int, ...],
         *,
@@ -295,7 +291,7 @@ class Generation:
             event.pooled,
         )
 
-    def _told_reason(self, choice: _Choice) -> Literal["stop", "length", "tool_calls"] | None:
+    def _told_reason(self, choice: RunningChoice) -> Literal["stop", "length", "tool_calls"] | None:
         """How the answer says that the choice ended."""
         called = choice.parser.num_calls and self._plan.reading.calls_end
         return "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason
@@ -306,7 +302,7 @@ class Generation:
         Who cuts an echo's list by the number of tokens asked for, as lm-eval does, would lose one of the prompt."""
         return isinstance(self._plan.request, CompletionRequest)
 
-    def _echo(self, choice: _Choice, event: TokenEvent) -> list[Delta]:
+    def _echo(self, choice: RunningChoice, event: TokenEvent) -> list[Delta]:
         """The prompt's text and log probabilities that this event completes, in all choices that share the prompt. The
         first of them brings its log probabilities; what the others say meanwhile is held."""
         echo = choice.echo
@@ -327,19 +323,20 @@ class Generation:
         choice.echoed = echo.complete
         return deltas
 
-    def _scored_tokens(self, choice: _Choice, starts: Sequence[int]) -> tuple[ScoredToken, ...]:
+    def _scored_tokens(self, choice: RunningChoice, starts: Sequence[int]) -> tuple[ScoredToken, ...]:
         """The next tokens of a choice, whose texts begin there."""
         offset = 0 if choice.echo is None else len(choice.echo)
         scored = []
         for start in starts:
             token_id, (logprob, top) = choice.unshown.popleft()
+            top = top[: self._plan.num_told]
             if self._plan.request.logprob_token_ids is not None:
                 # The token itself, and then those that are named, in their order.
                 top = ((token_id, logprob), *(entry for entry in top if entry[0] != token_id))
             scored.append(ScoredToken(token_id, logprob, top, offset + start))
         return tuple(scored)
 
-    def _measure(self, choice: _Choice, num_tokens: int) -> None:
+    def _measure(self, choice: RunningChoice, num_tokens: int) -> None:
         now = time.monotonic()
         if choice.last_token is None:
             choice.first_token = now
@@ -365,7 +362,7 @@ class Generation:
             async with asyncio.timeout(timeout_s):
                 await asyncio.gather(*map(self._last_event, running))
 
-    async def _last_event(self, choice: _Choice) -> None:
+    async def _last_event(self, choice: RunningChoice) -> None:
         read, choice.read = choice.read, None
         if read is not None:
             read.cancel()
@@ -391,7 +388,7 @@ class Generation:
             sum(choices[0].cached_tokens for choices in of_prompts),
         )
 
-    def _choices_by_prompt(self) -> list[Sequence[_Choice]]:
+    def _choices_by_prompt(self) -> list[Sequence[RunningChoice]]:
         n = self._plan.n
         return [self._choices[start : start + n] for start in range(0, len(self._choices), n)]
 
@@ -430,3 +427,12 @@ class Generation:
         for choice in self._choices:
             choice.stream.abort()
         await self.last_events(SETTLE_S)
+
+
+def failure_of(event: TokenEvent) -> ApiError | None:
+    """The error with which a sequence ended by itself."""
+    if event.finish_reason == "error":
+        return from_engine(event.error)
+    if event.finish_reason == "abort":
+        return ApiError("engine_restarting", "The server ended this request early. Please try again.")
+    return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.errors import invalid
+from loraplex.api.generation.decision import FIELD, Decision
 from loraplex.api.generation.tool_use import PLAIN, Reading
 from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
 from loraplex.engine.types import EngineRequest
@@ -27,7 +28,7 @@ class GenerationPlan:
     where it stands. `echoes` are the prompts as texts, where they are to be repeated at the head of each choice.
     `reading` says how each choice's text is read. `grammar`: what each choice must follow, checked. `end_ids` end an
     answer beside the model's own, as those do. `places`: the first position of each prompt at which the adapter acts,
-    None where the base is to answer; empty: 0."""
+    None where the base is to answer; empty: 0. `decision`: what is told of each prompt's choices."""
 
     request: ChatRequest | CompletionRequest
     prompts: tuple[tuple[int, ...], ...]
@@ -39,6 +40,7 @@ class GenerationPlan:
     grammar: str | None = None
     end_ids: tuple[int, ...] = ()
     places: tuple[int | None, ...] = ()
+    decision: Decision | None = None
 
     @property
     def n(self) -> int:
@@ -51,6 +53,38 @@ class GenerationPlan:
     @property
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def num_sequences(self) -> int:
+        """Those that run at a time."""
+        longer = 0 if self.decision is None else len(self.decision.longer) * len(self.prompts)
+        return max(self.num_choices, longer)
+
+    def sequences_field(self, source: str) -> str:
+        """The field that asks for so many; `source` is the one that holds the prompt."""
+        if self.num_sequences > self.num_choices:
+            return FIELD
+        return "n" if self.n > 1 else source
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens of the prompts, and of the choices that are scored behind them."""
+        scored = 0 if self.decision is None else self.decision.num_scored * len(self.prompts)
+        return self.prompt_tokens + scored
+
+    @property
+    def named(self) -> tuple[int, ...]:
+        """Tokens whose log probabilities are wanted at each place, each once."""
+        firsts = () if self.decision is None else self.decision.firsts
+        return tuple(dict.fromkeys((*(self.request.logprob_token_ids or ()), *firsts)))
+
+    @property
+    def num_told(self) -> int | None:
+        """How many of the log probabilities at a place the answer tells, beside the token's own; None: all."""
+        if self.decision is None:
+            return None
+        named = self.request.logprob_token_ids
+        return self.request.wanted_logprobs if named is None else len(set(named))
 
     @property
     def max_logprobs(self) -> int:
@@ -74,6 +108,8 @@ class GenerationPlan:
                 found[field] = outputs * (1 + wanted) + of_prompts
         if fields.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompts * (1 + fields.prompt_logprobs)
+        if self.decision is not None:
+            found["structured_outputs"] = self.num_choices * len(self.decision.choices)
         if fields.return_token_ids:
             found["return_token_ids"] = -(-(prompts + outputs) // TOKEN_IDS_A_LOGPROB)
         return found
@@ -88,12 +124,14 @@ def make_plan(
     default_max_tokens: int,
     echoes: Sequence[Spelling] = (),
     reading: Reading = PLAIN,
+    decision: Decision | None = None,
 ) -> GenerationPlan:
     """Raises ApiError (400) where a token id is none of the model's, a prompt with its answer is too long, or the
     answer would hold too many log probabilities."""
     field, asked = request.asked_tokens
     source = "messages" if isinstance(request, ChatRequest) else "prompt"
     max_tokens = []
+    longest = 0 if decision is None else max(map(len, decision.longer), default=0)
     for prompt in prompts:
         if not prompt:
             raise invalid(source, f"'{source}' has no tokens: give at least one.")
@@ -101,7 +139,7 @@ def make_plan(
         room = max_model_len - len(prompt)
         if asked is not None and request.ENDS_WITH_CONTEXT:
             asked = max(1, min(asked, room))
-        needed = 1 if asked is None else asked
+        needed = max(1 if asked is None else asked, longest)
         if needed > room:
             raise invalid(
                 source if room < min(1, needed) else field,
@@ -117,7 +155,14 @@ def make_plan(
     _check_ids("stop_token_ids", request.stop_token_ids or (), vocab_size)
     _check_ids("logprob_token_ids", request.logprob_token_ids or (), vocab_size)
     plan = GenerationPlan(
-        request, tuple(map(tuple, prompts)), tuple(max_tokens), asked, field, tuple(echoes), reading
+        request,
+        tuple(map(tuple, prompts)),
+        tuple(max_tokens),
+        asked,
+        field,
+        tuple(echoes),
+        reading,
+        decision=decision,
     )
     _check_logprobs(plan)
     return plan
@@ -176,7 +221,9 @@ def engine_requests(
         max_tokens=0,
         seed=seed & SEED_MASK,
         stop_token_ids=tuple(dict.fromkeys((*(fields.stop_token_ids or ()), *ends))),
-        logprobs=fields.wanted_logprobs,
+        # Tokens that the request names take the place of the most likely ones.
+        logprobs=fields.wanted_logprobs if fields.logprob_token_ids is None else 0,
+        logprob_token_ids=plan.named,
     )
     requests = []
     for index in range(plan.num_choices):

@@ -74,6 +74,20 @@ _PROMPT_LOGPROBS = {
     ),
 }
 _OF_PROMPT = {"prompt_token_ids": _TOKENS, "prompt_logprobs": list_schema(_PROMPT_LOGPROBS)}
+_PROBABILITY = {"type": "number", "minimum": 0, "maximum": 1}
+_DECIDED = {
+    "choice_probabilities": list_schema(
+        object_schema(
+            {
+                "choice": STRING,
+                "token_ids": _TOKENS,
+                "logprob": _LOGPROB,
+                "raw_probability": _PROBABILITY,
+                "probability": _PROBABILITY,
+            }
+        )
+    )
+}
 
 ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
     "Error": object_schema(
@@ -113,7 +127,7 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
             "logprobs": _maybe("ChatLogprobs"),
             "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
         },
-        {"token_ids": _TOKENS},
+        {"token_ids": _TOKENS, **_DECIDED},
     ),
     "ToolCallOfAnswer": object_schema(
         {
@@ -129,7 +143,7 @@ ANSWER_SCHEMAS: dict[str, dict[str, Any]] = {
             "logprobs": _maybe("CompletionLogprobs"),
             "finish_reason": _FINISH,
         },
-        {"token_ids": _TOKENS, **_OF_PROMPT},
+        {"token_ids": _TOKENS, **_DECIDED, **_OF_PROMPT},
     ),
     "LikelyToken": object_schema({"token": STRING, "logprob": _LOGPROB, "bytes": _BYTES}),
     "ChatLogprobs": object_schema(

@@ -10,7 +10,7 @@ import msgspec
 
 from loraplex.api.codec import dumps
 from loraplex.api.openai.delta import Delta
-from loraplex.api.openai.formats import AnswerFormat, WholeChoice
+from loraplex.api.openai.formats import AnswerFormat, WholeChoice, decided
 from loraplex.engine.types import Usage
 from loraplex.serving.output.parts import (
     AnswerText,
@@ -71,6 +71,7 @@ class ChatFormat(AnswerFormat):
             logprobs, token_ids = None, ()
         if delta.finish_reason:
             choice = self._choice(delta.index, {}, delta.finish_reason, token_ids=token_ids)
+            choice |= decided(delta)
             chunks += self._chunk(choice, delta.num_tokens)
         return chunks
 
@@ -82,6 +83,7 @@ class ChatFormat(AnswerFormat):
                 "logprobs": self._all_logprobs(choice),
                 "finish_reason": choice.finish_reason,
                 **({"token_ids": choice.token_ids.tolist()} if self.asked.token_ids else {}),
+                **decided(choice),
             }
             for index, choice in enumerate(choices)
         ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +18,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     their log probabilities were not asked for. `num_tokens`: how many the choice has by now; `token_ids`: those that
     came, shown or not, and `prompt`: log probabilities of the prompt's next tokens, where these were asked for.
     `stop_string`: the one that ended the choice. `num_reasoning`: how many of its tokens are reasoning so far.
+    `choice_probabilities`, with the end of one that decides: what is told of each choice of the request.
     `pooled`: the hidden states of the prompt that were asked for, float32 [C], little-endian."""
 
     index: int
@@ -29,6 +31,7 @@ class Delta(msgspec.Struct, frozen=True, gc=False):
     stop_string: str | None = None
     num_reasoning: int = 0
     pooled: bytes | None = None
+    choice_probabilities: Sequence[Any] | None = None
 
     @property
     def text(self) -> str:

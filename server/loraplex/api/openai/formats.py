@@ -80,6 +80,13 @@ class WholeChoice:
     prompt_logprobs: list[bytes] = field(default_factory=list)
     num_prompt_scored: int = 1  # nothing comes before the first token that could make it likely
     embedding: bytes = b""  # as JSON
+    choice_probabilities: Sequence[Any] | None = None
+
+
+def decided(choice: WholeChoice | Delta) -> dict[str, Any]:
+    """The field of a choice that tells how likely each choice of the request is."""
+    told = choice.choice_probabilities
+    return {} if told is None else {"choice_probabilities": told}
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,7 @@ class AnswerFormat(ABC):
             if delta.tokens:
                 choice.logprobs.append(self._render(delta.tokens))
         choice.token_ids.extend(delta.token_ids)
+        choice.choice_probabilities = delta.choice_probabilities or choice.choice_probabilities
         if delta.prompt is not None and self.prompt_logprobs is not None:
             start = choice.num_prompt_scored
             choice.num_prompt_scored += len(delta.prompt)
@@ -225,6 +233,7 @@ class CompletionFormat(AnswerFormat):
             self._begun.add(delta.index)
             choice["prompt_token_ids"] = self._prompt(delta.index) if begins else None
             choice["token_ids"] = delta.token_ids
+        choice |= decided(delta)
         return self._chunk(choice, delta.num_tokens)
 
     def whole(self, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
@@ -234,6 +243,7 @@ class CompletionFormat(AnswerFormat):
                     index, text_of(choice.parts), choice.finish_reason, self._all_logprobs(choice)
                 ),
                 **({"token_ids": choice.token_ids.tolist()} if self.asked.token_ids else {}),
+                **decided(choice),
                 **self._whole_prompt(choices, index),
             }
             for index, choice in enumerate(choices)

@@ -33,6 +33,10 @@ def check_request(
             return EngineError(
                 "internal_error", f"{asked} log probabilities a token, not within 0 … {MAX_TOP_LOGPROBS}"
             )
+    if not 0 <= request.sampling.scored_from < num_prompt:
+        return EngineError(
+            "internal_error", f"scores from position {request.sampling.scored_from} of {num_prompt} on"
+        )
     if not 0 <= request.adapter_from < num_prompt or (request.adapter_from and request.adapter is None):
         return EngineError(
             "internal_error", f"an adapter that acts from position {request.adapter_from} of {num_prompt} on"

@@ -100,20 +100,20 @@ def score_tokens(
     )
 
 
-def pack(scores: HostScores, rows: slice, num_top: int, *, ranked: bool = False) -> Logprobs:
-    """With `num_top` of the most likely tokens, or fewer if there are no more."""
+def pack(
+    scores: HostScores, rows: slice, num_top: int, *, named: Sequence[int] = (), ranked: bool = False
+) -> Logprobs:
+    """With `num_top` of the most likely tokens, or fewer if there are no more, and behind them those that are `named`
+    for these rows."""
     num_top = min(num_top, scores.ids.shape[1])
+    values, ids = scores.values[rows, : 1 + num_top], scores.ids[rows, :num_top]
+    if named:
+        assert scores.listed is not None
+        values = np.concatenate((values, scores.listed[rows, : len(named)]), axis=1)
+        ids = np.concatenate((ids, np.tile(np.array(named, ids.dtype), (len(ids), 1))), axis=1)
     return Logprobs(
-        num_top,
-        scores.values[rows, : 1 + num_top].astype("<f4").tobytes(),
-        scores.ids[rows, :num_top].astype("<i4").tobytes(),
+        num_top + len(named),
+        values.astype("<f4").tobytes(),
+        ids.astype("<i4").tobytes(),
         scores.ranks[rows].astype("<i4").tobytes() if ranked and scores.ranks is not None else b"",
     )
-
-
-def pack_listed(scores: HostScores, rows: slice, ids: Sequence[int]) -> Logprobs:
-    """Log probabilities of rows of one sequence, each with the tokens that are named for it, which are `ids`."""
-    assert scores.listed is not None
-    values = np.concatenate((scores.values[rows, :1], scores.listed[rows, : len(ids)]), axis=1)
-    named = np.tile(np.array(ids, dtype="<i4"), len(values))
-    return Logprobs(len(ids), values.astype("<f4").tobytes(), named.tobytes())

@@ -292,7 +292,7 @@ class Scheduler:
             count, slot = min(count, request.adapter_from - start), -1
         if scores:
             # One at least, so that every scheduled sequence advances.
-            count = min(count, max(1, draft.score_budget))
+            count = min(count, max(1, draft.score_budget + max(0, seq.num_scored - start)))
         if most is not None:
             count = min(count, most)
         time = draft.prompt_time

@@ -101,6 +101,16 @@ class TextProcessor:
         check_length(len(text), self._max_chars)
         return token_ids_of(self._tokenizer, encodable(text), add_special_tokens=add_special_tokens)
 
+    def encode_answer(self, text: str) -> list[int] | None:
+        """The tokens that spell the beginning of an answer. None if none do: a normaliser changes the text, or a part
+        of it is a control token."""
+        for before in ("\n", ""):  # SentencePiece puts a space before what begins a text
+            cut = len(token_ids_of(self._tokenizer, before)) if before else 0
+            ids = token_ids_of(self._tokenizer, encodable(before + text))[cut:]
+            if b"".join(self.table[token_id] for token_id in ids) == text.encode("utf-8", "surrogatepass"):
+                return ids
+        return None
+
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Tokens of two texts in the form that the tokenizer gives a pair, as transformers' (text, text_pair). Raises
         TextTooLong."""

@@ -11,13 +11,13 @@ from loraplex.engine.execution.riders.rider import Copy, Forward, Rider
 from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.logprobs import Scores
-from loraplex.engine.sampling.scoring import TokenScores, pack, pack_listed
+from loraplex.engine.sampling.scoring import TokenScores, pack
 from loraplex.engine.types import SamplingParams
 
 
 class Logprobs(Rider):
-    """The scores of the sampled rows of slices that ask for them: of the most likely tokens, or of those that a request
-    names. Computed behind `Tokens`, which keeps these rows' logits."""
+    """The scores of the sampled rows of slices that ask for them: of the most likely tokens, and of those that a
+    request names. Computed behind `Tokens`, which keeps these rows' logits."""
 
     def __init__(self) -> None:
         self._slices: list[tuple[int, int, int, tuple[int, ...]]] = []
@@ -32,8 +32,7 @@ class Logprobs(Rider):
         """Score a slice, whose index in the plan this is. `rows`: its numbers among the sampled rows. `failed`: its
         input is wrong, and nothing of it will be told."""
         named = () if failed else sampling.logprob_token_ids
-        num_top = 0 if named else sampling.logprobs or 0
-        self._slices.append((index, len(self._rows), num_top, named))
+        self._slices.append((index, len(self._rows), sampling.logprobs or 0, named))
         self._rows += rows
         self._named += [named] * len(rows)
 
@@ -64,5 +63,4 @@ class Logprobs(Rider):
             row = result.rows[index]
             if count := len(row.token_ids):
                 rows = slice(first, first + count)
-                packed = pack_listed(scores, rows, named) if named else pack(scores, rows, num_top)
-                row.scores = replace(row.scores or Scores(), output=packed)
+                row.scores = replace(row.scores or Scores(), output=pack(scores, rows, num_top, named=named))
