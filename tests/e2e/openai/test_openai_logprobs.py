@@ -4,6 +4,7 @@ transformers and PEFT. tests/api/openai/test_logprobs.py has every shape."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,56 @@ def test_choices_of_a_seed_are_distinct_and_come_again(real: Shop, truth: Truth)
         }
     other, _ = complete(real, **{**asked, "seed": 12})
     assert not {choice["text"] for choice in other} & {choice["text"] for choice in first}
+
+
+DECIDED = {
+    "chat": ["Yes", "No", "Yes, of course", "It depends on the weather", "\n"],
+    "text": [" was", " had", " held", " into his breast", " into his"],
+}
+
+
+def decide(shop: Shop, model: str, kind: str, stream: bool = False) -> tuple[Any, Any]:
+    """What is told of each choice, and how the answer ended."""
+    extra = {"structured_outputs": {"choice": DECIDED[kind]}}
+    asked: dict[str, Any] = {"model": model, "max_tokens": 1, "extra_body": extra, "stream": stream}
+    client = shop.openai()
+    if kind == "chat":
+        answer: Any = client.chat.completions.create(
+            messages=[{"role": "user", "content": QUESTION}], logprobs=True, top_logprobs=2, **asked
+        )
+    else:
+        answer = client.completions.create(prompt=PROMPT, logprobs=1, **asked)
+    choices = [choice for part in (answer if stream else [answer]) for choice in part.choices]
+    (choice,) = [choice for choice in choices if choice.finish_reason]
+    return choice.model_extra["choice_probabilities"], choice
+
+
+@pytest.mark.parametrize("kind", ["chat", "text"])
+@pytest.mark.parametrize("model", MODELS)
+def test_probabilities_of_choices_equal_transformers_and_peft(
+    real: Shop, truth: Truth, model: str, kind: str
+) -> None:
+    """Of one token and of several, alone and beside other answers, streamed and not."""
+    prompt = truth.tokenizer.encode(CHAT_PROMPT if kind == "chat" else PROMPT).ids
+    alone, choice = decide(real, model, kind)
+    with ThreadPoolExecutor(6) as threads:
+        beside = [threads.submit(complete, real, model=other, max_tokens=24) for other in MODELS * 2]
+        decided = [threads.submit(decide, real, model, kind, stream) for stream in (False, True)]
+        for future in decided:
+            assert future.result()[0] == alone
+        for other in beside:
+            other.result()
+    total = 0.0
+    for entry, written in zip(alone, DECIDED[kind], strict=True):
+        tokens = truth.tokenizer.encode(written).ids
+        assert (entry["choice"], entry["token_ids"]) == (written, tokens)
+        rows = truth.logprobs(model, prompt + tokens)[len(prompt) - 1 :]
+        exact = sum(row[token] for row, token in zip(rows, tokens, strict=True))
+        truth.compare(entry["logprob"], exact)
+        truth.compare(entry["raw_probability"], exact.exp())
+        total += float(exact.exp())
+    for entry in alone:
+        assert entry["probability"] == pytest.approx(entry["raw_probability"] / total, abs=TOLERANCE)
+    text = choice.message.content if kind == "chat" else choice.text
+    assert choice.finish_reason == ("stop" if text in DECIDED[kind] else "length")
+    assert any(written.startswith(text) for written in DECIDED[kind])
