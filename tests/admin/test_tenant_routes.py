@@ -37,6 +37,7 @@ class TestTenants:
             "host_bytes_max",
             "batch_tokens",
             "batch_percent",
+            "file_days",
         }
         assert set(limits.values()) == {None}
         assert shown == {"id": "acme", "display_name": "Acme ✓", "weight": 2.0, "budget": None}

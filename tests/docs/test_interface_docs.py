@@ -87,7 +87,7 @@ def test_every_route_of_the_data_plane(tmp_path: Path) -> None:
         ledger=FakeLedger(),
         adapters=FakeAdapters(),
         database=(database := file_database(tmp_path)),
-        files=Files(database, keep_s=1.0),
+        files=Files(database),
         batches=Batches(database),
         metrics=Metrics(BASE),
         drain=Drain(),

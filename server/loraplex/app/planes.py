@@ -43,7 +43,7 @@ from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.redis import make_limiter
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.batches.batches import Batches
-from loraplex.control.batches.files import KEEP_S, Files
+from loraplex.control.batches.files import Files
 from loraplex.control.batches.work import BatchWork
 from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.shadow_store import ShadowStore
@@ -185,7 +185,7 @@ def _shared(installation: Installation, engine: Engines) -> Shared:
             log=warn,
         ),
         shadows=Shadows(engine, text, drain, store, run, metrics.shadows),
-        files=Files(installation.database, keep_s=KEEP_S),
+        files=Files(installation.database),
         tracing=tracing,
     )
 

@@ -27,7 +27,8 @@ class Limits:
     """Caps on a tenant, a key or the server; None is no cap. Bytes, tokens or counts as named. `token_budget` is for
     each `budget_period` of the calendar in UTC; they are set both or neither. `max_sequences`: running and waiting
     ones of all requests together. `device_bytes_reserved`: memory of a tenant's adapters that other tenants' leave
-    alone. `batch_tokens`: queued by batches. `batch_percent`: of a batch's tokens, as budgets count them."""
+    alone. `batch_tokens`: queued by batches. `batch_percent`: of a batch's tokens, as budgets count them.
+    `file_days`: for which files, and batches that have ended, are kept."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -43,6 +44,7 @@ class Limits:
     host_bytes_max: int | None = None
     batch_tokens: int | None = None
     batch_percent: int | None = None
+    file_days: int | None = None
 
     @property
     def memory(self) -> MemoryLimits:
@@ -52,7 +54,7 @@ class Limits:
 
 ADAPTER_LIMITS = (
     "max_adapters", "max_adapter_bytes", "device_bytes_reserved", "device_bytes_max", "host_bytes_max", "batch_tokens",
-    "batch_percent",
+    "batch_percent", "file_days",
 )  # fmt: skip
 """Limits on adapters, which only a tenant has."""
 RATES = {"requests": "requests_per_minute", "tokens": "tokens_per_minute"}

@@ -12,6 +12,7 @@ import openai
 import pytest
 from sqlalchemy import update
 
+from loraplex.adapters.pooled import Head
 from loraplex.api.batches.lines import Lines
 from loraplex.control.batches.work import BatchWork
 from loraplex.control.db.tables import ApiKey
@@ -101,14 +102,35 @@ def test_openais_client(plane: DataPlane, running: None) -> None:
         ("/v1/completions", {"prompt": "a", "max_tokens": 2}, "text_completion"),
         ("/v1/responses", {"input": "a", "max_output_tokens": 16}, "response"),
         ("/v1/embeddings", {"input": ["a", "b"]}, "list"),
+        *((path, {"input": ["a", "b"]}, "list") for path in ("/classify", "/v1/classify")),
+        *((path, {"text_1": "a", "text_2": ["b", "c"]}, "list") for path in ("/score", "/v1/score")),
+        *(
+            (path, {"query": "a", "documents": ["b", "c"]}, "list")
+            for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+        ),
     ],
 )
 def test_every_endpoint(
     plane: DataPlane, running: None, endpoint: str, body: dict[str, Any], object_: str
 ) -> None:
-    made = create(plane, request("a", {"model": BASE} | body, url=endpoint), endpoint)
+    """A line is answered as its route answers the same body."""
+    body = {"model": BASE} | body
+    if "classify" in endpoint:
+        body["model"] = "pirate"
+        plane.resolver.heads["pirate"] = Head("classify", ("a", "b", "c"), "single_label_classification")
+    elif "score" in endpoint or "rerank" in endpoint:
+        body["model"] = "json"
+        plane.resolver.heads["json"] = Head("classify", ("LABEL_0",), "regression")
+    made = create(plane, request("a", body, url=endpoint), endpoint)
     written = lines(plane, finished(plane, made).output_file_id)
-    assert written["a"]["response"]["body"]["object"] == object_
+    answer = written["a"]["response"]["body"]
+    assert answer["object"] == object_
+    key = {"authorization": "Bearer lpx_acme"}
+    direct = plane.http.post(f"{plane.url}{endpoint}", json=body, headers=key).json()
+    assert direct.keys() == answer.keys()
+    for name in ("data", "results", "usage"):
+        assert direct.get(name) == answer.get(name)
+    assert {row.endpoint for row in plane.ledger.rows} == {f"batch:{endpoint}", endpoint}
 
 
 def test_bad_lines_are_told_by_number_and_stop_nobody(plane: DataPlane, running: None) -> None:

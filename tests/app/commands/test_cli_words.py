@@ -32,6 +32,7 @@ OF_TENANT = {
     "host_bytes_max",
     "batch_tokens",
     "batch_percent",
+    "file_days",
 }
 OF_KEY = [name for name in Limits.__dataclass_fields__ if name not in OF_TENANT]
 LIMIT_VALUES = {"budget_period": "month", "device_bytes_reserved": 1 << 20}

@@ -19,7 +19,7 @@ from support.control.plane import ControlPlane
 
 @pytest.fixture
 def files(plane: ControlPlane) -> Files:
-    return Files(plane.database, keep_s=3600.0)
+    return Files(plane.database)
 
 
 def upload(files: Files, data: bytes, tenant: str = "acme", name: str = "in.jsonl") -> FileInfo:

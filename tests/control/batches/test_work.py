@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 from sqlalchemy import func, select, update
 
 from loraplex.control.batches.batches import Batches, BatchInfo
-from loraplex.control.batches.files import KEEP_S, Files
+from loraplex.control.batches.files import FILE_DAYS, Files
 from loraplex.control.batches.work import BatchWork, Result, Work
 from loraplex.control.db.batch_tables import Batch, BatchPart, BatchResult, StoredFile
 from loraplex.control.db.database import utc_now
@@ -71,7 +72,7 @@ def test_a_dead_servers_part_is_taken_with_the_lines_that_are_left(plane: Contro
     assert two.settle() == [(made.id, "completed")]
     done = Batches(plane.database).get("acme", made.id)
     assert (done.total, done.completed, done.failed) == (10, 10, 0)
-    files = Files(plane.database, keep_s=60.0)
+    files = Files(plane.database)
     assert b"".join(files.content(files.get("acme", done.output_file_id or ""))) == b"x\n" * 4 + b"two\n" * 6
 
 
@@ -133,7 +134,7 @@ def test_a_batch_expires_with_its_window(plane: ControlPlane) -> None:
 
 def test_a_batch_whose_file_is_deleted_fails(plane: ControlPlane) -> None:
     made = batch_of(plane, 100)
-    files, (one, _) = Files(plane.database, keep_s=60.0), workers(plane)
+    files, (one, _) = Files(plane.database), workers(plane)
     work = taken(one)
     one.write(work, answers(work))
     files.delete("acme", made.input_file_id)
@@ -171,14 +172,14 @@ def test_results_go_with_their_file_tenant_and_time(plane: ControlPlane) -> None
     assert left() == 6
     plane.tenants.delete("acme")
     assert left() == 3
-    files, done = Files(plane.database, keep_s=60.0), Batches(plane.database).get("rival", kept.id)
+    files, done = Files(plane.database), Batches(plane.database).get("rival", kept.id)
     with pytest.raises(FileNotFound):
         files.get("acme", done.output_file_id or "")
     files.delete("rival", done.output_file_id or "")
     assert left() == 0
     with plane.database.write() as session:
-        session.execute(update(Batch).values(ended_at=utc_now() - timedelta(seconds=KEEP_S + 1)))
-    one.settle()
+        session.execute(update(Batch).values(ended_at=utc_now() - timedelta(days=FILE_DAYS, seconds=1)))
+    files.remove_expired()
     with plane.database.read() as session:
         assert session.scalar(select(func.count()).select_from(Batch)) == 0
         assert session.scalar(select(func.count()).select_from(StoredFile)) == 1
@@ -191,7 +192,43 @@ def test_an_output_file_is_as_large_as_it_says(plane: ControlPlane) -> None:
     one.release(work, done=True)
     one.settle()
     done = Batches(plane.database).get("acme", made.id)
-    files = Files(plane.database, keep_s=60.0)
+    files = Files(plane.database)
     file = files.get("acme", done.output_file_id or "")
     assert (file.bytes, file.requests, file.purpose) == (9, 3, "batch_output")
     assert written(plane.database, "acme", done.error_file_id) == []
+
+
+def test_a_tenant_s_files_and_batches_are_kept_for_its_days(plane: ControlPlane) -> None:
+    files, (one, _) = Files(plane.database), workers(plane)
+    plane.tenants.update("acme", {"limits": {"file_days": 2}})
+    for tenant in ("acme", "rival"):
+        batch_of(plane, 3, tenant)
+    for _ in range(2):
+        work = taken(one)
+        one.write(work, answers(work))
+        one.release(work, done=True)
+    one.settle()
+    with plane.database.write() as session:
+        kept = [
+            (row.tenant_id, row.expires_at - row.created_at) for row in session.scalars(select(StoredFile))
+        ]
+        session.execute(update(Batch).values(ended_at=utc_now() - timedelta(days=3)))
+    assert sorted(kept) == [("acme", timedelta(days=2))] * 2 + [("rival", timedelta(days=FILE_DAYS))] * 2
+    files.remove_expired()
+    with plane.database.read() as session:
+        assert session.scalars(select(Batch.tenant_id)).all() == ["rival"]
+    plane.tenants.update("acme", {"limits": {"file_days": 1 << 50}})
+    assert batch_of(plane, 3).status == "in_progress", "so many days are a time too"
+
+
+def test_a_server_without_work_writes_nothing(plane: ControlPlane) -> None:
+    """Not even a lock is taken, for which others would wait."""
+    made, (one, two) = batch_of(plane, 3), workers(plane)
+    work = taken(one)
+    with plane.database.write() as session, ThreadPoolExecutor(1) as thread:
+        session.execute(update(Batch).values(labels={"a": "b"}))
+        assert thread.submit(two.settle).result(5) == []
+        assert thread.submit(two.take, {}, 3).result(5) is None
+    one.write(work, answers(work))
+    one.release(work, done=True)
+    assert two.settle() == [(made.id, "completed")]

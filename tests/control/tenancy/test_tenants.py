@@ -30,6 +30,7 @@ def test_a_tenant_is_kept_as_it_was_made(plane: ControlPlane) -> None:
         "host_bytes_max": 1 << 34,
         "batch_tokens": 1 << 20,
         "batch_percent": 50,
+        "file_days": 7,
         "token_budget": 10**9,
         "budget_period": "month",
     }

@@ -23,7 +23,7 @@ def request_line(number: int, **changes: Any) -> bytes:
 def make_batch(
     database: Database, lines: Iterable[bytes], tenant: str = "acme", key: str = "key-acme"
 ) -> BatchInfo:
-    upload = Files(database, keep_s=3600.0).begin(tenant, "in.jsonl")
+    upload = Files(database).begin(tenant, "in.jsonl")
     for line in lines:
         upload.add(line)
     return Batches(database).create(tenant, key, upload.finish().id, CHAT)
@@ -33,7 +33,7 @@ def written(database: Database, tenant: str, file_id: str | None) -> list[dict[s
     """The lines of an output or error file."""
     if file_id is None:
         return []
-    files = Files(database, keep_s=3600.0)
+    files = Files(database)
     content = b"".join(files.content(files.get(tenant, file_id)))
     return [json.loads(line) for line in content.splitlines()]
 

@@ -374,7 +374,7 @@ def running_data_plane(
             "ledger": FakeLedger(),
             "adapters": FakeAdapters(),
             "database": database,
-            "files": Files(database, keep_s=86_400.0),
+            "files": Files(database),
             "batches": Batches(database),
             "metrics": metrics,
             "drain": drain,

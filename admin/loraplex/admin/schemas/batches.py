@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from loraplex.admin.schemas.fields import OmittedNull, PageQuery, PlainText, ResponseBody, Timestamp
-from loraplex.control.batches.batches import Status
+from loraplex.control.batches.batches import Endpoint, Status
 
 
 class BatchQuery(PageQuery):
@@ -27,7 +27,7 @@ class BatchRow(ResponseBody):
 
     id: str
     tenant: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    endpoint: Endpoint
     status: Status
     counts: BatchCounts
     created_at: Timestamp

@@ -26,6 +26,7 @@ class Limits(RequestBody):
     host_bytes_max: PositiveCount | None = None
     batch_tokens: PositiveCount | None = None
     batch_percent: PositiveCount | None = None
+    file_days: PositiveCount | None = None
 
 
 class NewLimits(Limits):

@@ -16,13 +16,14 @@ from loraplex.api.deps import ApiServices
 from loraplex.api.errors import from_exception
 from loraplex.api.generation.endpoints import GenerationEndpoint
 from loraplex.api.generation.kinds import CHAT, COMPLETION, EMBEDDINGS, RESPONSES
+from loraplex.api.generation.pooled_kinds import CLASSIFY, RERANK, SCORE
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.control.batches.work import Line, Result, Work
 from loraplex.control.tenancy.key_cache import KeysById
 from loraplex.http.text import printable
 from loraplex.lifecycle.batches.runner import MAX_LINES, Later
 
-KINDS = (CHAT, COMPLETION, RESPONSES, EMBEDDINGS)
+KINDS = (CHAT, COMPLETION, RESPONSES, EMBEDDINGS, *CLASSIFY, *SCORE, *RERANK)
 MAX_ID = 512
 MOST_TAKES = 20
 """A part that was taken so often without an answer to any line may hold what ends the engine: what ends so then has

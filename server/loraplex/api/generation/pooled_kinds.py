@@ -41,7 +41,7 @@ def _kept(plan: GenerationPlan, _: EngineInfo) -> int:
     return room_of(plan.request, len(plan.prompts), plan.prompt_tokens)
 
 
-CLASSIFY = Kind(
+_CLASSIFY = Kind(
     ClassifyRequest,
     _tokens,
     _answer,
@@ -53,5 +53,10 @@ CLASSIFY = Kind(
     kept=_kept,
     fit=_fit,
 )
-SCORE = replace(CLASSIFY, schema=ScoreRequest, path="/score", id_prefix="score-")
-RERANK = replace(CLASSIFY, schema=RerankRequest, path="/v1/rerank", id_prefix="rerank-")
+_SCORE = replace(_CLASSIFY, schema=ScoreRequest, id_prefix="score-")
+_RERANK = replace(_CLASSIFY, schema=RerankRequest, id_prefix="rerank-")
+
+# Clients know each of these by several paths.
+CLASSIFY = tuple(replace(_CLASSIFY, path=path) for path in ("/classify", "/v1/classify"))
+SCORE = tuple(replace(_SCORE, path=path) for path in ("/score", "/v1/score"))
+RERANK = tuple(replace(_RERANK, path=path) for path in ("/v1/rerank", "/rerank", "/v2/rerank"))

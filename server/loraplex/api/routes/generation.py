@@ -6,7 +6,6 @@ What answers is an ASGI call of our own under the same application: FastAPI's ha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Header, Response
@@ -155,24 +154,23 @@ async def create_reranking(
 
 
 _POOLED = (
-    (create_classification, CLASSIFY, "Classification", ("/classify", "/v1/classify")),
-    (create_score, SCORE, "Scores", ("/score", "/v1/score")),
-    (create_reranking, RERANK, "Reranking", ("/v1/rerank", "/rerank", "/v2/rerank")),
+    (create_classification, CLASSIFY, "Classification"),
+    (create_score, SCORE, "Scores"),
+    (create_reranking, RERANK, "Reranking"),
 )
-"""Routes that clients know by several paths."""
 
 
 def _pooled_routes(services: ApiServices, capacity: TenantCapacity) -> list[GenerationRoute]:
     return [
         GenerationRoute(
             declared,
-            GenerationEndpoint(services, replace(kind, path=path), capacity),
+            GenerationEndpoint(services, kind, capacity),
             operation_id=f"create{answer}{number or ''}",
             answer=answer,
             events=None,
         )
-        for declared, kind, answer, paths in _POOLED
-        for number, path in enumerate(paths)
+        for declared, kinds, answer in _POOLED
+        for number, kind in enumerate(kinds)
     ]
 
 

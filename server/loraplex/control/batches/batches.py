@@ -20,7 +20,10 @@ from loraplex.control.db.database import Database
 from loraplex.control.errors import BatchNotFound
 from loraplex.control.tenancy.tenants import require_tenant
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+Endpoint = Literal[
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/classify", "/v1/classify", "/score",
+    "/v1/score", "/v1/rerank", "/rerank", "/v2/rerank",
+]  # fmt: skip
 Status = Literal["in_progress", "cancelling", "cancelled", "completed", "expired", "failed"]
 WINDOW_S = 86_400.0
 BYTES_A_TOKEN = 4

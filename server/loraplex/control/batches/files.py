@@ -17,14 +17,15 @@ from loraplex.control.audit.recorder import LOCAL, Actor, FreeText, record
 from loraplex.control.batches.lines import LineCutter, Part
 from loraplex.control.batches.pages import ListPage, read_page
 from loraplex.control.catalog.quota import check_bytes
-from loraplex.control.db.batch_tables import BatchResult, FilePart, StoredFile
+from loraplex.control.db.batch_tables import Batch, BatchResult, FilePart, StoredFile
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
 from loraplex.control.errors import FileNotFound
 from loraplex.control.tenancy.tenants import require_tenant
 
-KEEP_S = 30 * 86_400.0
-"""How long files are kept."""
+FILE_DAYS = 30
+"""Days for which files are kept where the tenant has no `file_days`."""
+MAX_FILE_DAYS = 36_500
 UPLOAD_S = 3600.0
 """An upload that has not ended after so long has died with its server, and is removed."""
 LOOK_S = 600.0
@@ -100,18 +101,16 @@ class Upload:
 
 
 class Files:
-    """All calls are synchronous and atomic; async callers use `Database.run`. A file expires `keep_s` seconds after
-    it was made."""
+    """All calls are synchronous and atomic; async callers use `Database.run`."""
 
-    def __init__(self, database: Database, *, keep_s: float) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._keep_s = keep_s
 
     def begin(self, tenant_id: str, filename: str) -> Upload:
         """Raises TenantNotFound."""
         with self._database.write(ages_caches=False) as session:
-            require_tenant(session, tenant_id)
             now = database_now(session)
+            kept = kept_for(session, tenant_id)
             row = StoredFile(
                 id=new_id("file-"),
                 tenant_id=tenant_id,
@@ -121,7 +120,7 @@ class Files:
                 requests=0,
                 ready=False,
                 created_at=now,
-                expires_at=now + timedelta(seconds=self._keep_s),
+                expires_at=now + kept,
             )
             session.add(row)
             return Upload(self._database, row.id, tenant_id)
@@ -174,13 +173,19 @@ class Files:
             number += 1
 
     def remove_expired(self) -> int:
-        """Remove files that have expired, and uploads that died with their server; the number of both."""
+        """Remove files that have expired, and uploads that died with their server; the number of both. Batches go
+        that have ended as long ago."""
         with self._database.write(ages_caches=False) as session:
             now = database_now(session)
             dead = (~StoredFile.ready) & (StoredFile.created_at < now - timedelta(seconds=UPLOAD_S))
             gone = session.scalars(select(StoredFile).where(or_(StoredFile.expires_at <= now, dead))).all()
             _delete_results(session, gone)
             session.execute(delete(StoredFile).where(StoredFile.id.in_([row.id for row in gone])))
+            for tenant_id in session.scalars(
+                select(Batch.tenant_id).where(Batch.ended_at.is_not(None)).distinct()
+            ).all():
+                old = Batch.ended_at < now - kept_for(session, tenant_id)
+                session.execute(delete(Batch).where(Batch.tenant_id == tenant_id, old))
             return len(gone)
 
     async def run(self) -> None:
@@ -188,6 +193,12 @@ class Files:
         while True:
             await self._database.run(self.remove_expired)
             await asyncio.sleep(LOOK_S)
+
+
+def kept_for(session: Session, tenant_id: str) -> timedelta:
+    """The time for which files and ended batches of a tenant are kept. Raises TenantNotFound."""
+    days = rules.read_limits(require_tenant(session, tenant_id).limits).file_days
+    return timedelta(days=min(days or FILE_DAYS, MAX_FILE_DAYS))
 
 
 def new_id(prefix: str) -> str:

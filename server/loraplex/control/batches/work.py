@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import Update, delete, exists, func, select, update
+from sqlalchemy import Select, Update, delete, exists, func, select, update
 from sqlalchemy.orm import Session
 
 from loraplex.control.batches.batches import LIVE
-from loraplex.control.batches.files import KEEP_S, new_id
+from loraplex.control.batches.files import kept_for, new_id
 from loraplex.control.db.batch_tables import Batch, BatchPart, BatchResult, FilePart, StoredFile
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
@@ -70,18 +70,14 @@ class BatchWork:
         self.ttl_s = ttl_s
 
     def take(self, held: Mapping[str, int], most: int) -> Work | None:
-        """The next part: of the tenant whose parts this server holds the fewest of, and fewer than `most`."""
+        """The next part: of the tenant whose parts this server holds the fewest of, and fewer than `most`. Nothing is
+        written where there is none."""
+        with self._database.read() as session:
+            if session.scalars(self._open(database_now(session)).limit(1)).first() is None:
+                return None
         with self._database.write(ages_caches=False) as session:
             now = database_now(session)
-            is_open = (
-                (Batch.status == "in_progress")
-                & ~BatchPart.done
-                & (
-                    (BatchPart.until <= now)
-                    | (BatchPart.until > now + timedelta(seconds=10 * self.ttl_s + 600))
-                )
-            )
-            joined = select(BatchPart).join(Batch, Batch.id == BatchPart.batch_id).where(is_open)
+            joined = self._open(now)
             tenants = session.scalars(joined.with_only_columns(Batch.tenant_id).distinct()).all()
             tenant = min(tenants, key=lambda one: (held.get(one, 0), one), default=None)
             if tenant is None or held.get(tenant, 0) >= most:
@@ -91,6 +87,14 @@ class BatchWork:
             part.holder, part.until = self._holder, now + timedelta(seconds=self.ttl_s)
             part.takes += 1
             return self._work(session, part, now)
+
+    def _open(self, now: datetime) -> Select[tuple[BatchPart]]:
+        """Parts that nobody holds. A lease that ends long after any could is of a clock that was wrong."""
+        is_free = (BatchPart.until <= now) | (
+            BatchPart.until > now + timedelta(seconds=10 * self.ttl_s + 600)
+        )
+        joined = select(BatchPart).join(Batch, Batch.id == BatchPart.batch_id)
+        return joined.where(Batch.status == "in_progress", ~BatchPart.done, is_free)
 
     def _work(self, session: Session, part: BatchPart, now: datetime) -> Work | None:
         batch = session.get_one(Batch, part.batch_id)
@@ -169,23 +173,29 @@ class BatchWork:
             session.execute(mine.values(done=done, holder="", until=until))
 
     def settle(self) -> list[tuple[str, str]]:
-        """End the batches that are complete, or cancelled and held by nobody; their ids, with how they ended. Batches
-        that ended long ago are removed."""
-        ended = []
+        """End the batches that are complete, or cancelled and held by nobody; their ids, with how they ended. Nothing
+        is written where there are none."""
+        ended: list[tuple[str, str]] = []
+        with self._database.read() as session:
+            if session.scalars(_to_end(database_now(session)).limit(1)).first() is None:
+                return ended
         with self._database.write(ages_caches=False) as session:
             now = database_now(session)
-            left = exists().where(BatchPart.batch_id == Batch.id, ~BatchPart.done)
-            held = left.where(BatchPart.holder != "", BatchPart.until > now)
-            complete = (Batch.status == "in_progress") & ~left
-            cancelled = (Batch.status == "cancelling") & ~held
-            for batch in session.scalars(select(Batch).where(complete | cancelled)):
+            for batch in session.scalars(_to_end(now)):
                 status = "cancelled" if batch.status == "cancelling" else "completed"
                 if status == "completed" and batch.expires_at <= now:
                     status = "expired"
                 _finish(session, batch, status, now)
                 ended.append((batch.id, status))
-            session.execute(delete(Batch).where(Batch.ended_at < now - timedelta(seconds=KEEP_S)))
         return ended
+
+
+def _to_end(now: datetime) -> Select[tuple[Batch]]:
+    """Batches that are complete, or cancelled and held by nobody."""
+    left = exists().where(BatchPart.batch_id == Batch.id, ~BatchPart.done)
+    held = left.where(BatchPart.holder != "", BatchPart.until > now)
+    complete = (Batch.status == "in_progress") & ~left
+    return select(Batch).where(complete | (Batch.status == "cancelling") & ~held)
 
 
 def _part_of(work: Work) -> Update:
@@ -211,7 +221,7 @@ def _finish(session: Session, batch: Batch, status: str, now: datetime) -> None:
             requests=requests,
             ready=True,
             created_at=now,
-            expires_at=now + timedelta(seconds=KEEP_S),
+            expires_at=now + kept_for(session, batch.tenant_id),
             batch_id=batch.id,
             of_errors=of_errors,
         )

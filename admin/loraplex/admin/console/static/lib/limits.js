@@ -12,6 +12,7 @@ const NAMES = /** @type {Record<string, string>} */ ({
   host_bytes_max: "Host memory",
   batch_tokens: "Batch tokens",
   batch_percent: "Batch percent",
+  file_days: "Days of files",
 });
 const BUDGET = ["token_budget", "budget_period"];
 
