@@ -17,7 +17,7 @@ import pytest
 
 from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.archive.extract import extract_upload
-from loraplex.adapters.archive.sink import MAX_ENTRIES
+from loraplex.adapters.archive.sink import MAX_CHAT_FILES, MAX_ENTRIES
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.fault_points import FaultPoint
 from support.adapters.archives import CONFIG, CONTENT, MAKERS, TENSORS, Box, Files, make_tar, make_zip
@@ -62,6 +62,15 @@ def test_the_programs_people_pack_with(box: Box) -> None:
 def test_long_names_of_other_files_do_not_disturb(box: Box, fmt: int) -> None:
     files = {"x" * 300 + "/" + "y" * 300: b"z"} | CONTENT | {"é" * 80: b"w"}
     assert box.extract(make_tar(files, fmt=fmt)) == CONTENT
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_configs_of_other_folders_leave_room_for_the_files_of_chats(box: Box, maker: str) -> None:
+    others = {f"f{number}/config.json": b"{}" for number in range(MAX_CHAT_FILES + 4)}
+    mine = {"chat_template.jinja": b"{{ messages }}"}
+    files = {**others, **{f"mine/{name}": content for name, content in (mine | CONTENT).items()}}
+    assert box.extract(MAKERS[maker](files)) == CONTENT | mine
+    (box.dest / "chat_template.jinja").unlink()
 
 
 def test_a_folder_name_that_needs_a_long_header(box: Box) -> None:

@@ -133,6 +133,18 @@ def test_every_endpoint(
     assert {row.endpoint for row in plane.ledger.rows} == {f"batch:{endpoint}", endpoint}
 
 
+def test_no_line_of_an_output_looks_like_two(plane: DataPlane, running: None) -> None:
+    """Clients cut lines by `splitlines` and `iter_lines`, which know further ends than JSON escapes."""
+    odd = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029b\r\n"
+    plane.engine.default = Reply(text=odd)
+    made = create(plane, chat("a", max_tokens=50) + chat("\u2028"))
+    output = plane.client().files.content(finished(plane, made).output_file_id)
+    assert len(list(output.iter_lines())) == len(output.text.splitlines()) == 2
+    written = lines(plane, finished(plane, made).output_file_id)
+    assert written["a"]["response"]["body"]["choices"][0]["message"]["content"] == odd
+    assert "\u2028" in written
+
+
 def test_bad_lines_are_told_by_number_and_stop_nobody(plane: DataPlane, running: None) -> None:
     data = b"".join(
         [

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import update
 
 from loraplex.adapters.store.fault_points import FaultPoint
-from loraplex.control.db.database import Database
+from loraplex.control.db.batch_tables import BatchPart
+from loraplex.control.db.database import Database, utc_now
 from support.control.integrity import check_integrity
 from support.http import multipart
 from support.servers.live_server import (
     ADAPTER_FILES,
     TINY_TORCH,
     LiveServer,
+    Shop,
     checked,
     importable_tests,
     sse_events,
@@ -174,6 +179,50 @@ def test_the_engine_goes_with_the_server_and_streams_break_off(served: tuple[Liv
     wait_gone(engine)
     server.start()
     assert say(server, key, "early")
+
+
+def end_leases(server: LiveServer) -> None:
+    """As if a minute had passed."""
+    database = Database(f"sqlite:///{server.data_dir / 'loraplex.db'}")
+    try:
+        with database.write() as session:
+            session.execute(update(BatchPart).values(until=utc_now() - timedelta(seconds=1)))
+    finally:
+        database.close()
+
+
+def test_the_lines_of_a_killed_server_are_answered_by_the_next(served: tuple[LiveServer, str]) -> None:
+    """Its lease ends, and the lines without an answer are taken: none is lost, and none is there twice."""
+    server, key = served
+    path, count = "/v1/completions", 300
+    body = {"model": "early", "prompt": "one", "max_tokens": 200, "ignore_eos": True}
+    lines = [
+        json.dumps({"custom_id": f"r{number}", "method": "POST", "url": path, "body": body})
+        for number in range(count)
+    ]
+    with Shop(server, key).openai() as client:
+        file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+        made = client.batches.create(input_file_id=file.id, endpoint=path, completion_window="24h")
+
+        def counts() -> int:
+            found = client.batches.retrieve(made.id).request_counts
+            assert found is not None
+            return found.completed
+
+        server.wait(lambda: counts() > 10)
+        server.kill()
+    server.start()
+    with Shop(server, key).openai() as client:
+        assert 10 < counts() < count, "it was killed in the middle"
+        assert client.batches.retrieve(made.id).status == "in_progress"
+        end_leases(server)
+        server.wait(lambda: client.batches.retrieve(made.id).status == "completed")
+        done = client.batches.retrieve(made.id)
+        assert (counts(), done.error_file_id) == (count, None)
+        written = client.files.content(done.output_file_id or "").text.splitlines()
+        assert [json.loads(line)["custom_id"] for line in written] == [
+            f"r{number}" for number in range(count)
+        ]
 
 
 UPLOAD_STEPS = (

@@ -14,6 +14,7 @@ from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.store.fault_points import Fault, FaultPoint, no_fault
 from loraplex.adapters.store.files import (
     CONFIG_NAME,
+    POOLED_FILE_BYTES,
     TENSORS_NAME,
     TENSORS_NAMES,
     TOKENIZER_NAME,
@@ -26,7 +27,8 @@ from loraplex.adapters.store.files import (
 
 MAX_ENTRIES = 10_000
 MAX_CHAT_FILES = 16
-"""Kept until it is known in which folder the adapter lies."""
+"""Files of chats that are kept until it is known in which folder the adapter lies, and as many of
+`POOLED_FILE_BYTES`."""
 _MAX_NAME = 4096
 _CHEAP_BYTES = 1 << 20
 
@@ -129,7 +131,9 @@ class MemberSink:
 
     def _claim_chat_file(self, leaf: str, folder: Folder) -> str | None:
         """Claim a chat file; it counts if it lies beside the adapter's two files, which may come later."""
-        if self._folder not in (None, folder) or len(self._chat_files) == MAX_CHAT_FILES:
+        of_pooling = leaf in POOLED_FILE_BYTES
+        alike = sum((other in POOLED_FILE_BYTES) == of_pooling for _, other in self._chat_files.values())
+        if self._folder not in (None, folder) or alike == MAX_CHAT_FILES:
             return None
         name = f"{len(self._chat_files)}-{leaf.replace('/', '-')}"
         self._chat_files[name] = (folder, leaf)

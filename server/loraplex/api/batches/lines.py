@@ -28,6 +28,8 @@ MAX_ID = 512
 MOST_TAKES = 20
 """A part that was taken so often without an answer to any line may hold what ends the engine: what ends so then has
 failed."""
+_LINE_ENDS = [(c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\x85\u2028\u2029"]
+"""Characters that JSON may hold as they are, and at which Python's `splitlines` and httpx's `iter_lines` cut lines."""
 _RETRIED = frozenset({408, 429, 503})
 
 
@@ -155,4 +157,7 @@ def _result(work: Work, line: Line, custom_id: str | None, response: Any, error:
     name = hashlib.blake2b(f"{work.batch_id}/{line.number}".encode(), digest_size=12).hexdigest()
     written = {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}
     failed = error is not None or response["status_code"] != 200
-    return Result(line.number, failed, dumps(written) + b"\n")
+    data = dumps(written)
+    for character, escaped in _LINE_ENDS:
+        data = data.replace(character, escaped)
+    return Result(line.number, failed, data + b"\n")
