@@ -20,7 +20,7 @@ from loraplex.admin.services import ReportGate, UploadGate
 from loraplex.admin.uploads import receive
 from loraplex.api import deps, millisecond_headers
 from loraplex.api.embeddings.schemas import MAX_ANSWER_BYTES, most_inputs
-from loraplex.api.generation import planning
+from loraplex.api.generation import decision, planning
 from loraplex.api.metrics import Scraper, api_metrics, engine_metrics, label_sets
 from loraplex.api.openai import messages, sampling, schemas
 from loraplex.app.cluster import policy
@@ -343,6 +343,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
         "| choices | {}, {:g} KiB together |",
         (builders.MAX_CHOICES, builders.MAX_GRAMMAR_BYTES / KIB),
     ),
+    ("structured-output.md", "of a decision | {}, {}", (decision.MAX_CHOICES, decision.MAX_CHOICE_TOKENS)),
     ("structured-output.md", "| a grammar | {:g} KiB |", (builders.MAX_GRAMMAR_BYTES / KIB,)),
     (
         "structured-output.md",

@@ -231,6 +231,23 @@ def test_wrong_batches(plane: DataPlane, fields: dict[str, Any], status: int, pa
     assert param is None or caught.value.param == param
 
 
+def test_what_a_batch_wrote_is_its_tenants_and_no_input(plane: DataPlane, running: None) -> None:
+    done = finished(plane, create(plane, chat("a") + b"wrong\n"))
+    rival = plane.client("lpx_rival")
+    for file_id in (done.output_file_id, done.error_file_id):
+        for call in (rival.files.retrieve, rival.files.content, rival.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(file_id)
+        for client, refusal in ((rival, openai.NotFoundError), (plane.client(), openai.BadRequestError)):
+            with pytest.raises(refusal) as caught:
+                client.batches.create(input_file_id=file_id, endpoint=CHAT, completion_window="24h")  # type: ignore[arg-type]
+            assert caught.value.param in ("file_id", "input_file_id")
+    with pytest.raises(openai.NotFoundError):
+        rival.batches.cancel(done.id)
+    assert done.id not in [batch.id for batch in rival.batches.list()]
+    assert set(lines(plane, done.output_file_id)) == {"a"}
+
+
 def test_files_of_others_make_no_batch(plane: DataPlane) -> None:
     file = plane.client("lpx_rival").files.create(file=("in.jsonl", chat("a")), purpose="batch")
     with pytest.raises(openai.NotFoundError) as caught:

@@ -87,7 +87,7 @@ class Deciding(Generation):
         return super()._take(choice, event)
 
     async def _probabilities(self) -> list[Sequence[Any]]:
-        """What is told of the choices behind each prompt. Raises ApiError."""
+        """The items of the choices behind each prompt. Raises ApiError."""
         decision = self._plan.decision
         assert decision is not None
         if decision.longer and not self._scorings:
@@ -105,7 +105,7 @@ class Deciding(Generation):
         ]
 
     async def _logprob(self, stream: RequestStream) -> float:
-        """Of all tokens behind the prompt."""
+        """The log probability of all that stands behind the prompt. Raises ApiError."""
         total = 0.0
         async for event in stream:
             if (failure := failure_of(event)) is not None:

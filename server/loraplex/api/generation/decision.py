@@ -18,7 +18,7 @@ from loraplex.serving.text.processor import TextProcessor
 
 MAX_CHOICES = MAX_LOGPROB_TOKEN_IDS
 MAX_CHOICE_TOKENS = 1024
-"""Of all choices of a decision."""
+"""The most tokens of all choices of a decision together."""
 FIELD = "structured_outputs.choice"
 
 

@@ -61,7 +61,7 @@ class GenerationPlan:
         return max(self.num_choices, longer)
 
     def sequences_field(self, source: str) -> str:
-        """The field that asks for so many; `source` is the one that holds the prompt."""
+        """The field that asks for that number; `source` is the one that holds the prompt."""
         if self.num_sequences > self.num_choices:
             return FIELD
         return "n" if self.n > 1 else source

@@ -17,7 +17,7 @@ from loraplex.control.batches.pages import ListPage, read_page
 from loraplex.control.db.batch_tables import Batch, BatchPart, FilePart, StoredFile
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
-from loraplex.control.errors import BatchNotFound
+from loraplex.control.errors import BatchNotFound, InvalidValue
 from loraplex.control.tenancy.tenants import require_tenant
 
 Endpoint = Literal[
@@ -70,13 +70,16 @@ class Batches:
         by: Actor = LOCAL,
     ) -> BatchInfo:
         """One that runs from now on; one that has failed where the tenant's `batch_tokens` are all queued. Raises
-        FileNotFound."""
+        FileNotFound, and InvalidValue for what another batch wrote."""
         with self._database.write(ages_caches=False) as session:
             limits = rules.read_limits(require_tenant(session, tenant_id).limits)
             file = session.get(StoredFile, file_id)
             now = database_now(session)
             if file is None or file.tenant_id != tenant_id or not file.ready or file.expires_at <= now:
                 raise file_not_found(file_id)
+            if file.batch_id is not None:
+                message = f"The file '{file_id}' was written by a batch; upload it with the purpose 'batch'."
+                raise InvalidValue(message, param="input_file_id")
             tokens = -(-file.bytes // BYTES_A_TOKEN)
             error = None
             if limits.batch_tokens is not None:
