@@ -88,7 +88,7 @@ class BatchWork:
             part.takes += 1
             return self._work(session, part, now)
 
-    def _open(self, now: datetime) -> Select[tuple[BatchPart]]:
+    def _open(self, now: datetime) -> Select[BatchPart]:
         """Parts that nobody holds. A lease that ends long after any could is of a clock that was wrong."""
         is_free = (BatchPart.until <= now) | (
             BatchPart.until > now + timedelta(seconds=10 * self.ttl_s + 600)
@@ -190,7 +190,7 @@ class BatchWork:
         return ended
 
 
-def _to_end(now: datetime) -> Select[tuple[Batch]]:
+def _to_end(now: datetime) -> Select[Batch]:
     """Batches that are complete, or cancelled and held by nobody."""
     left = exists().where(BatchPart.batch_id == Batch.id, ~BatchPart.done)
     held = left.where(BatchPart.holder != "", BatchPart.until > now)
