@@ -14,6 +14,7 @@ import pytest
 from loraplex.api.generation.decision import MAX_CHOICE_TOKENS, MAX_CHOICES
 from support.engine.fake_engine import Reply, fake_row
 from support.http.data_plane import BASE, MAX_MODEL_LEN, DataPlane
+from support.waiting import eventually
 
 KEY = {"authorization": "Bearer lpx_acme"}
 CHAT: Any = (
@@ -25,10 +26,12 @@ BOTH = pytest.mark.parametrize("kind", [CHAT, TEXT])
 CHOICES = ["a", "bcd", "b", "bd", "é"]
 
 
-def post(plane: DataPlane, kind: Any, choices: Any = CHOICES, **fields: Any) -> httpx.Response:
+def post(
+    plane: DataPlane, kind: Any, choices: Any = CHOICES, timeout_s: float = 30, **fields: Any
+) -> httpx.Response:
     route, body = kind
     body = {**body, "max_tokens": 1, "structured_outputs": {"choice": choices}, **fields}
-    return plane.http.post(f"{plane.url}/v1/{route}", json=body, headers=KEY)
+    return plane.http.post(f"{plane.url}/v1/{route}", json=body, headers=KEY, timeout=timeout_s)
 
 
 def expected(prompt: tuple[int, ...], choices: list[str] = CHOICES) -> list[dict[str, Any]]:
@@ -179,6 +182,25 @@ def test_what_has_no_room_is_refused(plane: DataPlane) -> None:
     many = post(plane, TEXT, [f"{a}{b}" for a in range(10) for b in range(10)], prompt=["x"] * 16)
     assert (many.status_code, many.json()["error"]["param"]) == (400, "structured_outputs.choice")
     assert plane.engine.requests == []
+
+
+def test_it_is_charged_for_all_that_is_read(plane: DataPlane) -> None:
+    """Before the work, and after it: the prompts, and the choices of several tokens behind each."""
+    plane.engine.default = Reply(text="b")
+    usage = post(plane, TEXT).json()["usage"]
+    ((_, reserved),) = plane.limiter.reserved.items()
+    read = len("hi") + len("hello") + 2 * len("bcd" + "bd" + "..")
+    assert (reserved["prompt_tokens"], reserved["n"], usage["prompt_tokens"]) == (read, 6, read)
+    eventually(lambda: len(plane.limiter.settled) == 1)
+    assert plane.limiter.settled[0][1] == usage["total_tokens"] == read + 2
+    assert plane.ledger.rows[-1].prompt_tokens == read
+
+
+def test_a_client_that_goes_away_leaves_no_sequence(plane: DataPlane) -> None:
+    plane.engine.script(Reply(text="b"), *[Reply(text="", hold=True)] * 3)
+    with pytest.raises(httpx.ReadTimeout):
+        post(plane, CHAT, timeout_s=0.5)
+    eventually(lambda: len(plane.engine.aborted) == 3)
 
 
 def test_a_sequence_that_fails_fails_the_request(plane: DataPlane) -> None:

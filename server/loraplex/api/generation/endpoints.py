@@ -248,8 +248,8 @@ class GenerationEndpoint:
                 max_load_s=None if context.max_load_ms is None else context.max_load_ms / 1000,
                 background=self._background,
             )
-            kind = Generation if plan.decision is None else Deciding
-            generation = kind.start(
+            generates = Generation if plan.decision is None else Deciding
+            generation = generates.start(
                 services.engine,
                 services.text,
                 plan,
