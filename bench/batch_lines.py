@@ -24,7 +24,7 @@ from support.engine.local_engine import LocalEngine
 LINES = 64
 REQUESTS = 256
 CLOCKS = ("wall", "processor")
-FIGURES = ("first token p50", "p99", "gap p50", "p99")
+FIGURES = ("first token p50", "first token p99", "gap p50", "gap p99")
 Times = tuple[float, float]
 
 
@@ -72,6 +72,7 @@ class Load:
     def figures(self, clock: int) -> list[float]:
         """Milliseconds of first tokens and gaps of the ended requests, median and 99th percentile of each."""
         ended = [[at[clock] for at in times] for name, times in self._times.items() if name not in self._live]
+        del ended[: self._most]  # they began together
         firsts = [times[1] - times[0] for times in ended]
         gaps = [b - a for times in ended for a, b in pairwise(times[1:])]
         quantiles = [statistics.quantiles(values, n=100, method="inclusive") for values in (firsts, gaps)]
@@ -82,10 +83,10 @@ class Load:
             self._engine.core.abort(name)
 
 
-def run(engine: LocalEngine, clock: Callable[[], Times], loads: list[Load], seconds: float | None) -> Times:
-    """Until the time is over (None: until the first load is done). Returns what passed."""
+def run(engine: LocalEngine, clock: Callable[[], Times], loads: list[Load]) -> Times:
+    """Until the first load is done. Returns what passed."""
     start = now = clock()
-    while (seconds is None and not loads[0].is_done) or (seconds and now[0] - start[0] < seconds):
+    while not loads[0].is_done:
         for load in loads:
             load.refill(now)
         events = engine.core.step()
@@ -107,7 +108,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--answers", type=int, default=100, help="of the streams, in each run")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     numbers = count()
@@ -129,9 +130,9 @@ def main() -> None:
         for _ in range(options.pairs):
             found: list[list[list[float]]] = []
             for batch in (False, True):
-                streams = Load(engine, numbers, options.streams, 1 << 30, batch=False)
+                streams = Load(engine, numbers, options.streams, options.answers, batch=False)
                 lines = Load(engine, numbers, LINES, 1 << 30 if batch else 0, batch=True)
-                passed = run(engine, clock, [streams, lines], options.seconds)
+                passed = run(engine, clock, [streams, lines])
                 found.append([streams.figures(place) for place in (0, 1)])
                 told = [f"{each:.1f}" for figures in found[-1] for each in figures]
                 speed = f"{lines.num_tokens / passed[1]:.0f} lines' tokens a second of the processor"
@@ -147,7 +148,7 @@ def main() -> None:
             for batch in (False, True):
                 load = Load(engine, numbers, LINES, REQUESTS, batch=batch)
                 time.sleep(1.1)  # quiet
-                pair.append([load.num_tokens / each for each in run(engine, clock, [load], None)])
+                pair.append([load.num_tokens / each for each in run(engine, clock, [load])])
             speeds.append([lines / others for others, lines in zip(*pair, strict=True)])
             print(
                 f"alone, tokens/s: others {pair[0][0]:.0f}, {pair[0][1]:.0f}; lines {pair[1][0]:.0f}, {pair[1][1]:.0f}"

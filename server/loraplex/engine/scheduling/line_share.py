@@ -15,8 +15,10 @@ from loraplex.engine.scheduling.timing.step_times import StepLoad, StepTimes
 from loraplex.engine.types import Sequence
 
 SHARE = 0.05
-"""The part by which lines lengthen the steps of others on average. One row adds more than twice that on a CPU, so that
-fewer than half of the steps have one."""
+"""The part by which lines lengthen the steps of others at most, on average."""
+LONGER = 4 * SHARE
+"""What a step that is lengthened by more than `SHARE` counts for at least. One in four is at most, so that the median
+stays where it is, also where a row takes more than predicted."""
 STEP_SHARE = 0.1
 MOST_SAVED = 0.5
 """Parts of steps that lines have left and may take later. They go below 0 by what one step's lines add."""
@@ -77,7 +79,8 @@ class LineShare:
     def end(self, draft: StepDraft) -> None:
         """The step has its lines."""
         if draft.prompt_time is not None and self._before is not None:
-            self._saved -= self._added(draft.prompt_time.load)
+            added = self._added(draft.prompt_time.load)
+            self._saved -= added if added <= SHARE else max(added, LONGER)
 
     def _added(self, load: StepLoad) -> float:
         assert self._times is not None
