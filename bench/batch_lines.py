@@ -1,6 +1,6 @@
 """Measures what lines of batches cost other requests, and how fast they are alone, at one engine without a server.
 
-    PYTHONPATH=tests python -m bench.batch_lines MODEL [--pairs 5]
+    PYTHONPATH=tests python -m bench.batch_lines MODEL beside|alone [--pairs 5]
 
 Beside: streams, each a new short prompt as soon as its answer ends, without lines and with them in turns. Alone: the
 same requests, 64 at a time, as other requests and as lines in turns. Times are of two clocks: the wall's, and the
@@ -22,7 +22,7 @@ from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.engine.local_engine import LocalEngine
 
 LINES = 64
-REQUESTS = 256
+REQUESTS = 192
 CLOCKS = ("wall", "processor")
 FIGURES = ("first token p50", "first token p99", "gap p50", "gap p99")
 Times = tuple[float, float]
@@ -101,17 +101,54 @@ def run(engine: LocalEngine, clock: Callable[[], Times], loads: list[Load]) -> T
     return now[0] - start[0], now[1] - start[1]
 
 
+def beside(engine: LocalEngine, clock: Callable[[], Times], options: argparse.Namespace) -> None:
+    numbers = count()
+    ratios: list[list[list[float]]] = [[], []]
+    for _ in range(options.pairs):
+        found: list[list[list[float]]] = []
+        for batch in (False, True):
+            streams = Load(engine, numbers, options.streams, options.answers, batch=False)
+            lines = Load(engine, numbers, LINES, 1 << 30 if batch else 0, batch=True)
+            passed = run(engine, clock, [streams, lines])
+            found.append([streams.figures(place) for place in (0, 1)])
+            told = [f"{each:.1f}" for figures in found[-1] for each in figures]
+            speed = f"{lines.num_tokens / passed[1]:.0f} lines' tokens a second of the processor"
+            print(f"{'beside' if batch else 'without'} lines: {' '.join(told)} ms; {speed}", flush=True)
+        for place in (0, 1):
+            ratios[place].append([b / a for a, b in zip(found[0][place], found[1][place], strict=True)])
+    for name, of_pairs in zip(CLOCKS, ratios, strict=True):
+        medians = [f"{statistics.median(column):.3f}" for column in zip(*of_pairs, strict=True)]
+        print(f"beside ÷ without, {name}, median of pairs: {dict(zip(FIGURES, medians, strict=True))}")
+
+
+def alone(engine: LocalEngine, clock: Callable[[], Times], options: argparse.Namespace) -> None:
+    numbers = count()
+    speeds = []
+    for _ in range(options.pairs):
+        pair = []
+        for batch in (False, True):
+            load = Load(engine, numbers, LINES, REQUESTS, batch=batch)
+            time.sleep(1.1)  # quiet
+            pair.append([load.num_tokens / each for each in run(engine, clock, [load])])
+        speeds.append([lines / others for others, lines in zip(*pair, strict=True)])
+        print(
+            f"alone, tokens/s: others {pair[0][0]:.0f}, {pair[0][1]:.0f}; lines {pair[1][0]:.0f}, {pair[1][1]:.0f}"
+        )
+    for name, column in zip(CLOCKS, zip(*speeds, strict=True), strict=True):
+        print(f"lines alone ÷ others alone, {name}, median of pairs: {statistics.median(column):.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="What lines of batches cost others, and how fast they are alone."
     )
     parser.add_argument("model", type=Path)
+    parser.add_argument("part", choices=["beside", "alone"])
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--answers", type=int, default=100, help="of the streams, in each run")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    numbers = count()
     with tempfile.TemporaryDirectory() as work:
         engine = LocalEngine(
             options.model,
@@ -126,35 +163,10 @@ def main() -> None:
         def clock() -> Times:
             return time.perf_counter(), worked()
 
-        ratios: list[list[list[float]]] = [[], []]
-        for _ in range(options.pairs):
-            found: list[list[list[float]]] = []
-            for batch in (False, True):
-                streams = Load(engine, numbers, options.streams, options.answers, batch=False)
-                lines = Load(engine, numbers, LINES, 1 << 30 if batch else 0, batch=True)
-                passed = run(engine, clock, [streams, lines])
-                found.append([streams.figures(place) for place in (0, 1)])
-                told = [f"{each:.1f}" for figures in found[-1] for each in figures]
-                speed = f"{lines.num_tokens / passed[1]:.0f} lines' tokens a second of the processor"
-                print(f"{'beside' if batch else 'without'} lines: {' '.join(told)} ms; {speed}", flush=True)
-            for place in (0, 1):
-                ratios[place].append([b / a for a, b in zip(found[0][place], found[1][place], strict=True)])
-        for name, of_pairs in zip(CLOCKS, ratios, strict=True):
-            medians = [f"{statistics.median(column):.3f}" for column in zip(*of_pairs, strict=True)]
-            print(f"beside ÷ without, {name}, median of pairs: {dict(zip(FIGURES, medians, strict=True))}")
-        speeds = []
-        for _ in range(options.pairs):
-            pair = []
-            for batch in (False, True):
-                load = Load(engine, numbers, LINES, REQUESTS, batch=batch)
-                time.sleep(1.1)  # quiet
-                pair.append([load.num_tokens / each for each in run(engine, clock, [load])])
-            speeds.append([lines / others for others, lines in zip(*pair, strict=True)])
-            print(
-                f"alone, tokens/s: others {pair[0][0]:.0f}, {pair[0][1]:.0f}; lines {pair[1][0]:.0f}, {pair[1][1]:.0f}"
-            )
-        for name, column in zip(CLOCKS, zip(*speeds, strict=True), strict=True):
-            print(f"lines alone ÷ others alone, {name}, median of pairs: {statistics.median(column):.3f}")
+        if options.part == "beside":
+            beside(engine, clock, options)
+        else:
+            alone(engine, clock, options)
         engine.close()
 
 
