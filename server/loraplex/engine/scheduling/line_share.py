@@ -17,12 +17,12 @@ from loraplex.engine.types import Sequence
 SHARE = 0.05
 """The part by which lines lengthen the steps of others at most, on average."""
 LONGER = 4 * SHARE
-"""What a step that is lengthened by more than `SHARE` counts for at least. One in four is at most, so that the median
-stays where it is, also where a row takes more than predicted."""
+"""The least charge of a step that is lengthened by more than `SHARE`. One in four is at most, so that the median stays
+where it is, also where a row takes more than predicted."""
 STEP_SHARE = 0.1
 MOST_SAVED = 0.5
 """Parts of steps that lines have left and may take later. They go below 0 by what one step's lines add."""
-SAME_TILE = 1.03
+SAME_TILE = 1.06
 """Kernels compute rows in tiles: where more rows take no more than this multiple of what one takes, lines get them."""
 ROWS_SHARE = 8
 """Where it is not known what steps take, a step has a line's position for this number of slices, and one at least."""
