@@ -29,6 +29,7 @@ class FakeBatches:
         self.uploaded: list[tuple[str, str, bytes]] = []
         self.created: list[dict[str, Any]] = []
         self.deleted: list[str] = []
+        self.away: set[int] = set()
         self.end = "completed"
         self.looks = 0
 
@@ -66,6 +67,9 @@ class FakeBatches:
             error = {"message": "No batch.", "code": "batch_not_found", "type": "x", "param": None}
             return JSONResponse({"error": error}, 404)
         self.looks += 1
+        if self.looks in self.away:
+            error = {"message": "The server drains.", "code": "draining", "type": "x", "param": None}
+            return JSONResponse({"error": error}, 503)
         done = self.looks >= 3
         return JSONResponse(self._batch(self.end if done else "in_progress", min(self.looks, 3)))
 
@@ -135,6 +139,15 @@ def test_waiting_ends_with_the_batch(server: RunningServer, plane: FakeBatches, 
     assert "3 of 3 answered, 0 failed" in done.stdout
     assert plane.created[0]["endpoint"] == "/v1/embeddings"
     assert json.loads(run(server, "wait", "batch_1", "--json").stdout)["status"] == "completed"
+
+
+def test_waiting_outlasts_a_restart_of_the_server(server: RunningServer, plane: FakeBatches) -> None:
+    plane.away = {2, 3}
+    assert run(server, "wait", "batch_1").exit_code == 0
+    plane.away, plane.looks = {1}, 0
+    first = run(server, "wait", "batch_1")
+    assert first.exit_code == 1, "nothing was seen of it before"
+    assert "[draining]" in first.output
 
 
 def test_a_batch_that_failed_says_why_and_is_a_failure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 """Between two looks at a batch that is waited for."""
+PATIENCE_S = 600.0
+"""How long a batch is waited for while no server answers."""
 MAX_FIRST_LINE = 4 << 20
 """Bytes of a line that a server takes."""
 _ENDED = ("completed", "failed", "expired", "cancelled")
@@ -119,6 +122,10 @@ def results(
         out.line(f"written to {output}")
 
 
+class _Away(CommandFailed):
+    """No server answers, or it cannot for now."""
+
+
 class _Plane:
     """The data plane's routes of files and batches."""
 
@@ -133,11 +140,12 @@ class _Plane:
         try:
             response = self._client.request(method, path, **options)
         except httpx.HTTPError as error:
-            raise unreachable(self._url, error, "--url") from error
+            raise _Away(str(unreachable(self._url, error, "--url"))) from error
         body = decoded(response.url.host, response, "data plane")
-        if not response.is_success:
-            raise refused(response.status_code, body, "--api-key")
-        return body
+        if response.is_success:
+            return body
+        failed = refused(response.status_code, body, "--api-key")
+        raise _Away(str(failed), body=failed.body) if response.status_code == 503 else failed
 
     def batch(self, batch_id: str) -> Any:
         return self.call("GET", f"/v1/batches/{segment(batch_id)}")
@@ -194,8 +202,17 @@ def _until_ended(plane: _Plane, out: Output, batch_id: str) -> Any:
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=out.as_json or not console.is_terminal) as bar:
         task = bar.add_task(batch_id, total=None)
+        seen = -math.inf
         while True:
-            batch = plane.batch(batch_id)
+            try:
+                batch = plane.batch(batch_id)
+            except _Away:
+                if time.monotonic() - seen > PATIENCE_S:
+                    raise
+                bar.update(task, description="no server answers")
+                time.sleep(LOOK_S)
+                continue
+            seen = time.monotonic()
             total, completed, failed = _counts(batch)
             bar.update(task, description=batch["status"], total=total or None, completed=completed + failed)
             if batch["status"] in _ENDED:
