@@ -7,6 +7,9 @@ A sequence takes a slot when it starts, or resumes after a preemption, and relea
 (`SequenceBlocks`). The step that computes its position 0 clears the slot before any layer runs: the last owner may have
 left anything there, and a step in flight may still write for that owner. Steps run in the order of submission.
 
+A layer with `window_bytes` too writes its state at the end of a window alone: `loraplex.engine.kv.sequence_states` has
+those states, and the slots here are the places of windows.
+
 What computes a position twice begins at position 0 again: a sequence whose step did not fit into the device's memory,
 and one that was preempted. Tokens are not drafted, for a rejected one could not be taken back.
 """
