@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.types import EngineRequest, SamplingParams
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
@@ -29,11 +30,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, P
     return base, save_adapters(base, root, {name: {**judge, "r": 1 + n} for n, name in enumerate(JUDGES)})
 
 
-@pytest.fixture
-def engine(folders: tuple[Path, dict[str, Path]], tmp_path: Path) -> Iterator[LocalEngine]:
+@pytest.fixture(scope="module")
+def engine(
+    folders: tuple[Path, dict[str, Path]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalEngine]:
     made = LocalEngine(
-        folders[0], tmp_path, dtype="float32", kernels="numba", max_model_len=256, max_num_seqs=12, num_threads=1,
-        kv_cache_memory=8 << 20, adapter_memory=4 << 20, adapter_cpu_memory=4 << 20,
+        folders[0], tmp_path_factory.mktemp("engine"), dtype="float32", kernels="numba", max_model_len=256,
+        max_num_seqs=12, num_threads=1, kv_cache_memory=8 << 20, adapter_memory=4 << 20,
+        adapter_cpu_memory=4 << 20,
     )  # fmt: skip
     yield made
     check_core(made.core)
@@ -119,3 +123,19 @@ def test_a_state_that_is_not_finite_ends_its_own_request_and_is_not_found(engine
     engine.add("again", prompts["spoilt"], max_tokens=12)
     engine.run()
     assert engine.tokens("again") == engine.tokens("spoilt before")
+
+
+def test_an_answer_that_another_engine_began_goes_on_as_it_was(engine: LocalEngine) -> None:
+    prompt = words(6, 30)
+    engine.add("whole", prompt, max_tokens=24, prompt_logprobs=0)
+    engine.run()
+    answer = engine.tokens("whole")
+    for cut in (1, 2, 3, 18, 19, 23):  # before, at and behind the ends of windows
+        sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+        begun = tuple(answer[:cut])
+        engine.core.add_request(
+            EngineRequest(f"from {cut}", "acme", tuple(prompt), sampling, generated=begun)
+        )
+    engine.run()
+    for cut in (1, 2, 3, 18, 19, 23):
+        assert engine.tokens(f"from {cut}") == answer[cut:]
