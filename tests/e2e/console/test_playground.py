@@ -188,7 +188,9 @@ def test_a_tenant_follows_cancels_and_downloads_its_batches(
     expect(rows.nth(2)).to_contain_text("completed")
     bar = rows.nth(0).get_by_role("progressbar", name=f"Lines of {batches[0]}")
     assert bar.evaluate("bar => bar.position") == 1234 / 5000
+    screen.page.set_viewport_size({"width": 320, "height": 700})
     check_axe(screen, "batches")
+    assert screen.page.evaluate("() => document.documentElement.scrollWidth") <= 320
     with screen.page.expect_download() as saved:
         rows.nth(2).get_by_test_id("batch-answers").click()
     assert b'"custom_id"' in Path(saved.value.path()).read_bytes()

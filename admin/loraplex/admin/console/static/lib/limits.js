@@ -10,8 +10,6 @@ const NAMES = /** @type {Record<string, string>} */ ({
   device_bytes_reserved: "Device memory, reserved",
   device_bytes_max: "Device memory",
   host_bytes_max: "Host memory",
-  batch_tokens: "Batch tokens",
-  batch_percent: "Batch percent",
   file_days: "Days of files",
 });
 const BUDGET = ["token_budget", "budget_period"];
