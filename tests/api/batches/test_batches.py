@@ -133,6 +133,21 @@ def test_every_endpoint(
     assert {row.endpoint for row in plane.ledger.rows} == {f"batch:{endpoint}", endpoint}
 
 
+def test_a_line_decides_with_one_sequence_at_a_time(plane: DataPlane, running: None) -> None:
+    """The engine takes 256 sequences of batches: with several of each line it would refuse others."""
+    body = {"model": BASE, "messages": MESSAGES, "max_tokens": 1, "logprobs": True}
+    body["structured_outputs"] = {"choice": ["a", "bc", "de"]}
+    plane.engine.script(Reply(text="a"), Reply(text="", hold=True, chunk=1))
+    made = create(plane, request("a", body))
+    eventually(lambda: len(plane.engine.requests) == 2, 10)
+    plane.engine.release(plane.engine.requests[1].request_id)
+    written = lines(plane, finished(plane, made).output_file_id)
+    (choice,) = written["a"]["response"]["body"]["choices"]
+    assert [told["choice"] for told in choice["choice_probabilities"]] == ["a", "bc", "de"]
+    assert len(plane.engine.requests) == 3
+    assert all(asked.batch for asked in plane.engine.requests)
+
+
 def test_no_line_of_an_output_looks_like_two(plane: DataPlane, running: None) -> None:
     """Clients cut lines by `splitlines` and `iter_lines`, which know further ends than JSON escapes."""
     odd = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029b\r\n"

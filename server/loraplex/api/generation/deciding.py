@@ -23,7 +23,7 @@ from loraplex.serving.text.processor import TextProcessor
 
 class Deciding(Generation):
     """A generation whose deltas come together, when all is known. Choices of several tokens are scored behind the
-    prompt once its KV is in the prefix cache, all at a time."""
+    prompt once its KV is in the prefix cache."""
 
     _engine: Engines
     _terms: TenantTerms
@@ -90,14 +90,18 @@ class Deciding(Generation):
         """The items of the choices behind each prompt. Raises ApiError."""
         decision = self._plan.decision
         assert decision is not None
-        if decision.longer and not self._scorings:
-            requests = [
-                _scoring(request, tokens, number)
-                for request in self._requests
-                for number, tokens in enumerate(decision.longer)
-            ]
-            self._scorings = self._engine.submit(*requests, terms=self._terms)
-        logprobs = [await self._logprob(stream) for stream in self._scorings]
+        scorings = [
+            _scoring(request, tokens, number)
+            for request in self._requests
+            for number, tokens in enumerate(decision.longer)
+        ]
+        # The engine takes few sequences of batches: a line has no more of them than answers.
+        at_once = self._plan.num_choices if self._requests[0].background else max(1, len(scorings))
+        logprobs = []
+        for start in range(0, len(scorings), at_once):
+            streams = self._engine.submit(*scorings[start : start + at_once], terms=self._terms)
+            self._scorings += streams
+            logprobs += [await self._logprob(stream) for stream in streams]
         count = len(decision.longer)
         return [
             decision.told(self._firsts[place], logprobs[place * count : (place + 1) * count])
