@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from loraplex.control.batches import lines
-from loraplex.control.batches.lines import LineCutter, Part
+from loraplex.control.batches.lines import LineCutter, Part, is_stream, read_line, value_of
 from loraplex.control.errors import InvalidValue
 
 
@@ -71,3 +72,27 @@ def test_a_line_that_is_no_request_is_kept_for_the_error_file(odd: bytes) -> Non
     cutter, parts = cut(odd + b"\n" + odd, 100)
     assert cutter.requests == 2
     assert parts[0].repeated == ()
+
+
+def test_a_line_is_not_read_as_a_whole() -> None:
+    """A body of a million values would take a second of a server's time, for which all others would wait."""
+    line = b'{"custom_id": "a", "body": {"stream": false, "x": [' + b"[]," * 1_300_000 + b"[]]}}\n"
+    cutter = LineCutter()
+    began = time.process_time()
+    cutter.feed(line)
+    assert not is_stream(bytes(read_line(line).body))
+    assert time.process_time() - began < 0.6
+
+
+def test_odd_values_are_none() -> None:
+    def custom_id(value: bytes) -> object:
+        return value_of(read_line(b'{"url": "/b", "custom_id": ' + value + b"}").custom_id)
+
+    assert custom_id(b'"a"') == "a"
+    assert custom_id(b'"' + b"x" * 9000 + b'"') is None
+    assert custom_id(b'"\xff"') is None
+    for broken in (b'"\\ud800"', b"[" * 4000 + b"]" * 4000, b"nan"):
+        with pytest.raises(ValueError):
+            custom_id(broken)
+    with pytest.raises(TypeError):
+        read_line(b"[]")

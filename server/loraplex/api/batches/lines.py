@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Scope
 
-from loraplex.api.codec import InvalidJson, dumps, loads
+from loraplex.api.codec import dumps, loads
 from loraplex.api.context import DataContext
 from loraplex.api.deps import ApiServices
 from loraplex.api.errors import from_exception
@@ -18,6 +18,7 @@ from loraplex.api.generation.endpoints import GenerationEndpoint
 from loraplex.api.generation.kinds import CHAT, COMPLETION, EMBEDDINGS, RESPONSES
 from loraplex.api.generation.pooled_kinds import CLASSIFY, RERANK, SCORE
 from loraplex.api.generation.tenant_capacity import TenantCapacity
+from loraplex.control.batches.lines import RequestLine, is_stream, read_line, value_of
 from loraplex.control.batches.work import Line, Result, Work
 from loraplex.control.tenancy.key_cache import KeysById
 from loraplex.http.text import printable
@@ -121,18 +122,17 @@ class _Exchange:
             self.body += message.get("body", b"")
 
 
-def _parsed(line: Line) -> dict[str, Any]:
+def _parsed(line: Line) -> RequestLine:
     try:
-        request = loads(line.data)
-    except InvalidJson as error:
+        return read_line(line.data)
+    except ValueError as error:
         raise _Bad("invalid_json_line", f"it is not valid JSON: {error}.") from None
-    if not isinstance(request, dict):
-        raise _Bad("invalid_json_line", "it is no JSON object.")
-    return request
+    except TypeError as error:
+        raise _Bad("invalid_json_line", f"{error}.") from None
 
 
-def _custom_id(request: dict[str, Any], line: Line) -> str:
-    found = request.get("custom_id")
+def _custom_id(request: RequestLine, line: Line) -> str:
+    found = value_of(request.custom_id)
     if not isinstance(found, str) or not 1 <= len(found) <= MAX_ID:
         raise _Bad("invalid_custom_id", f"'custom_id' has to be a text of 1 to {MAX_ID} characters.")
     if line.repeated:
@@ -140,17 +140,18 @@ def _custom_id(request: dict[str, Any], line: Line) -> str:
     return found
 
 
-def _body(request: dict[str, Any], endpoint: str) -> bytes:
-    if request.get("method") != "POST":
+def _body(request: RequestLine, endpoint: str) -> bytes:
+    if value_of(request.method) != "POST":
         raise _Bad("invalid_method", "'method' has to be 'POST'.")
-    if request.get("url") != endpoint:
+    if value_of(request.url) != endpoint:
         raise _Bad("invalid_url", f"'url' has to be '{endpoint}', the endpoint of the batch.")
-    body = request.get("body")
-    if not isinstance(body, dict):
-        raise _Bad("invalid_body", "'body' has to be an object.")
-    if body.get("stream"):
-        raise _Bad("invalid_body", "'stream' is not for batches.")
-    return dumps(body)
+    body = bytes(request.body)
+    try:
+        if is_stream(body):
+            raise _Bad("invalid_body", "'stream' is not for batches.")
+    except (ValueError, TypeError):
+        raise _Bad("invalid_body", "'body' has to be an object.") from None
+    return body
 
 
 def _result(work: Work, line: Line, custom_id: str | None, response: Any, error: Any) -> Result:
