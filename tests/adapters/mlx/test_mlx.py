@@ -17,7 +17,8 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.mlx import convert
-from loraplex.adapters.mlx.convert import alpha_of, convert_mlx
+from loraplex.adapters.mlx.convert import convert_mlx
+from loraplex.adapters.rewriting import alpha_of
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import ArtifactStore, Staging
 from loraplex.adapters.store.tensors import read_native

@@ -13,6 +13,7 @@ from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.errors import AdapterNotFound, Conflict, InvalidValue, TenantNotFound, VersionNotFound
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import VersionInfo
+from support.adapters.delta_parts import draft_parts, write_delta_base
 from support.adapters.drafts import make_adapter
 from support.adapters.towers import TOWER, draft_with, write_multimodal_base
 from support.control.plane import ARCH, SERVED_NAME, ControlPlane, digests
@@ -139,6 +140,18 @@ def test_an_operator_says_what_becomes_of_tensors_for_towers(plane: ControlPlane
         with pytest.raises(AdapterRefused) as caught:
             catalog.admit("acme", "sees", staging)
     assert caught.value.feature == "other_towers"
+
+
+def test_parts_of_a_linear_are_joined_before_they_are_stored(plane: ControlPlane) -> None:
+    base = load_base_spec(write_delta_base(plane.root / "delta"))
+    catalog = Catalog(plane.database, plane.artifacts, base, served_name=SERVED_NAME, max_rank=64)
+    with plane.store.begin_staging() as staging:
+        draft_parts(rank=4).write(staging.directory)
+        made = catalog.admit("acme", "split", staging)[0]
+    assert made.report["checks"][0]["name"] == "split_linears"
+    assert made.targets == ("in_proj_qkv",)
+    assert made.rank == 12
+    plane.store.verify(made.digest)
 
 
 def test_a_refused_upload_leaves_nothing_behind(plane: ControlPlane) -> None:

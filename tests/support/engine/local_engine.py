@@ -15,6 +15,7 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.invocation import find_invocation
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
+from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.engine.build import build_engine
 from loraplex.engine.config import EngineConfig
@@ -69,7 +70,10 @@ class LocalEngine:
         with self.store.begin_staging() as staging:
             shutil.copy(folder / "adapter_config.json", staging.config_path)
             put(folder / "adapter_model.safetensors", staging.tensors_path)
-            spec = inspect_adapter(staging.config_path, staging.tensors_path, self.base, max_rank=64)
+            joined = join_split_linears(staging, self.base, 64)
+            spec = inspect_adapter(
+                staging.config_path, staging.tensors_path, self.base, max_rank=64, earlier=joined
+            )
             self.store.commit(staging, spec.digest)
         return AdapterRef(tenant, name or folder.name, 1, spec.digest, spec.rank, spec.invocation)
 

@@ -20,8 +20,10 @@ from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
 from loraplex.adapters.mlx.convert import convert_mlx
+from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from support.adapters.archives import CONFIG, CONTENT, LIMIT, MAKERS, TENSORS, Box, make_tar, make_zip, tar_of
+from support.adapters.delta_parts import draft_parts, write_delta_base
 from support.adapters.drafts import TinyBase, make_adapter, peft_config, write_base
 from support.adapters.mlx_adapters import mlx_config, mlx_files, mlx_tensors
 from support.adapters.whole_reads import parse_peft_config
@@ -197,10 +199,35 @@ def mlx_adapters(directory: Path) -> Target:
     return Target("an adapter of mlx-lm", corpus, run, 4 * READ_BUFFERS)
 
 
+def split_adapters(directory: Path) -> Target:
+    """As `adapters`, with LoRA on parts of a linear: joined, which the inspection takes, or refused; or left as it
+    was."""
+    base = load_base_spec(write_delta_base(directory / "base"))
+    store = ArtifactStore(directory / "store")
+    corpus = []
+    for rank in (1, 4):
+        made = draft_parts(rank).write(directory / f"adapter-{rank}")
+        text = made.config.read_bytes()
+        corpus.append(struct.pack("<H", len(text)) + text + made.tensors.read_bytes())
+
+    def run(data: bytes) -> None:
+        size = int.from_bytes(data[:2], "little")
+        with store.begin_staging() as staging, _refusals():
+            staging.config_path.write_bytes(data[2 : 2 + size])
+            staging.tensors_path.write_bytes(data[2 + size :])
+            joined = join_split_linears(staging, base, 64)
+            if joined:
+                read_header(staging.tensors_path)
+            inspect_adapter(staging.config_path, staging.tensors_path, base, max_rank=64, earlier=joined)
+
+    return Target("an adapter of split linears", corpus, run, 4 * READ_BUFFERS)
+
+
 TARGETS = {
     "archive": archives,
     "header": headers,
     "config": configs,
     "adapter": adapters,
     "mlx": mlx_adapters,
+    "split": split_adapters,
 }

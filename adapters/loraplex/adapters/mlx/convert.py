@@ -7,10 +7,8 @@ are.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -21,11 +19,10 @@ from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt
 from loraplex.adapters.mlx.modules import MlxModule, has_mlx_names, read_modules
 from loraplex.adapters.mlx.settings import MlxSettings, is_mlx_config, read_mlx_settings
+from loraplex.adapters.rewriting import alpha_of, replace_config, replace_tensors
 from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.artifact_store import Staging
-from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import (
-    create_file,
     disk_failures_named,
     open_regular,
     read_into,
@@ -79,22 +76,6 @@ def convert_mlx(staging: Staging, max_rank: int) -> list[dict[str, Any]]:
     return checks
 
 
-def alpha_of(scale: float, rank: int) -> float:
-    """The lora_alpha whose quotient by `rank`, in float64, is `scale`: at once for a rank that is a power of two, among
-    the neighbours of scale · rank for most others. For the rest the quotient differs by one unit of float64 and is the
-    same float32, in which mlx-lm and the engine multiply."""
-    first = scale * rank
-    near = [first]
-    for away in (math.inf, -math.inf):
-        value = first
-        for _ in range(2):
-            value = math.nextafter(value, away)
-            near.append(value)
-    exact = (alpha for alpha in near if alpha / rank == scale)
-    alike = (alpha for alpha in near if np.float32(alpha / rank) == np.float32(scale))
-    return next(exact, next(alike, first))
-
-
 def _write_config(
     staging: Staging, settings: MlxSettings, modules: Mapping[str, MlxModule], alpha: float
 ) -> None:
@@ -116,35 +97,20 @@ def _write_config(
         "task_type": "CAUSAL_LM",
         "use_dora": settings.use_dora,
     }
-    path = staging.directory / "converted-config"
-    with _create(staging, path) as file:
-        _write(staging, path, file, json.dumps(config, indent=2).encode() + b"\n")
-    path.replace(staging.config_path)
+    replace_config(staging, config)
 
 
 def _write_tensors(staging: Staging, header: Mapping[str, TensorSlice]) -> None:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    named: dict[str, TensorSlice] = {}
     for name, tensor in header.items():
         module, _, part = name.rpartition(".")
-        size = tensor.end - tensor.start
-        entries[f"base_model.model.{module}.{_PEFT_NAMES[part]}"] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape[::-1]),
-            "data_offsets": [at, at + size],
-        }
-        at += size
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    path = staging.directory / "converted-tensors"
-    with open_regular(staging.tensors_path) as source, _create(staging, path) as file:
-        _write(staging, path, file, len(text).to_bytes(8, "little") + text)
-        start = 8 + len(text)
-        for tensor in header.values():
-            staging.fault(FaultPoint.UNPACK_WRITE, path)
-            _transpose(source, tensor, file, start)
-            start += tensor.end - tensor.start
-    path.replace(staging.tensors_path)
+        named[f"base_model.model.{module}.{_PEFT_NAMES[part]}"] = tensor
+    with open_regular(staging.tensors_path) as source:
+        replace_tensors(
+            staging,
+            {name: (t.dtype, t.shape[::-1], t.end - t.start) for name, t in named.items()},
+            lambda name, file, start: _transpose(source, named[name], file, start),
+        )
 
 
 def _transpose(source: BinaryIO, tensor: TensorSlice, into: BinaryIO, start: int) -> None:
@@ -177,13 +143,3 @@ def _write_tile(into: BinaryIO, start: int, tile: np.ndarray, top: int, left: in
     for number, run in enumerate(runs):
         into.seek(start + ((top + number) * columns + left) * tile.itemsize)
         write_all(into, run.view(np.uint8).data)
-
-
-def _create(staging: Staging, path: Path) -> BinaryIO:
-    staging.fault(FaultPoint.UNPACK_CREATE, path)
-    return create_file(path)
-
-
-def _write(staging: Staging, path: Path, file: BinaryIO, data: bytes) -> None:
-    staging.fault(FaultPoint.UNPACK_WRITE, path)
-    write_all(file, data)

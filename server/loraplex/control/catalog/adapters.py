@@ -17,6 +17,7 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.errors import AdapterRefused, ArtifactUnreadable, LoraplexError
 from loraplex.adapters.mlx.convert import convert_mlx
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import disk_failures_named, open_regular
@@ -118,11 +119,11 @@ class Catalog:
         check: bool = False,
         by: Actor = LOCAL,
     ) -> tuple[VersionInfo, bool]:
-        """Make a version of an upload's two files; whether it is new. mlx-lm's files are turned into PEFT's first. The
-        same bytes again within a name, to be served alike, are the version that has them, also with a set of the config
-        in another order; where the stored ones are lost or damaged, they take their place. Bytes that were rejected
-        before are a new version, and are checked again. `chat` is what they bring for their chats; `notes` are added to
-        the checks of the report.
+        """Make a version of an upload's two files; whether it is new. mlx-lm's files are turned into PEFT's first, and
+        LoRA on parts of a linear is joined. The same bytes again within a name, to be served alike, are the version
+        that has them, also with a set of the config in another order; where the stored ones are lost or damaged, they
+        take their place. Bytes that were rejected before are a new version, and are checked again. `chat` is what they
+        bring for their chats; `notes` are added to the checks of the report.
         `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
         its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
         a new version is `validating`.
@@ -138,7 +139,10 @@ class Catalog:
             self.base,
             max_rank=self.max_rank,
             deep=True,
-            earlier=convert_mlx(staging, self.max_rank),
+            earlier=[
+                *convert_mlx(staging, self.max_rank),
+                *join_split_linears(staging, self.base, self.max_rank),
+            ],
             refuse_towers=self._refuse_towers,
         )
         check_alora(spec, serving)
