@@ -143,7 +143,7 @@ def test_adapters_read_the_activations_before_they_are_rounded(group: str) -> No
         elif group == "qkv":
             found[name] = linears.apply(linear, x, batch)
         else:
-            found[name] = linears.add_and_norm(linear, x, batch, x, torch.ones(64), None)
+            found[name] = linears.apply_and_norm(linear, x, batch, torch.ones(64))
     assert all(seen is x for seen in lora.seen)
     assert len(lora.seen) == 2
     assert torch.equal(x, kept)

@@ -144,6 +144,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             (1, 3, ["full_attention", "linear_attention", "linear_attention"]),
         )
     },
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid", "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 64,
+        "rope_parameters": None,
+    },
+    "olmo_hybrid-rope": {
+        "model_type": "olmo_hybrid", "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+        "linear_allow_neg_eigval": False, "num_key_value_heads": 1,
+    },
 }  # fmt: skip
 """What `FusedDecoder` serves."""
 

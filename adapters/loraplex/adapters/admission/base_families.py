@@ -62,7 +62,7 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
         {
             "bamba": "Bamba", "falcon_h1": "Falcon-H1", "falcon_mamba": "Falcon Mamba", "jamba": "Jamba",
             "mamba": "Mamba", "mamba2": "Mamba 2", "minimax": "MiniMax", "nemotron_h": "Nemotron-H",
-            "olmo_hybrid": "OLMo Hybrid", "qwen3_5_moe_text": "Qwen3.5-MoE",
+            "qwen3_5_moe_text": "Qwen3.5-MoE",
             "qwen3_next": "Qwen3-Next", "recurrent_gemma": "RecurrentGemma", "rwkv": "RWKV", "xlstm": "xLSTM",
             "zamba": "Zamba", "zamba2": "Zamba2", "zaya": "ZAYA",
         },
@@ -105,7 +105,7 @@ _LAYER_KINDS: Mapping[str, frozenset[str]] = {
 """Kinds of layers, of those that transformers knows, by what is in the way: in families that are not listed too."""
 _SERVED_KINDS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("lfm2", "lfm3"), frozenset({"conv"})),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), frozenset({"linear_attention"})),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_text"), frozenset({"linear_attention"})),
 }
 """Those that are served in a family all the same."""
 _SIZES: Mapping[str, str] = {

@@ -218,6 +218,12 @@ MULTIMODAL: Mapping[str, ModelParts] = {
 _TEXTS: Mapping[str, ModelParts] = {
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
     "lfm3": ModelParts(inside=_LFM3_INSIDE),
+    "olmo_hybrid": ModelParts(
+        inside=(
+            (".attention_layer_norm.", ".input_layernorm."),
+            (".feedforward_layer_norm.", ".post_attention_layernorm."),
+        )
+    ),
     "qwen3_5_text": ModelParts(unread=_PREDICTS),
     "laguna": ModelParts(inside=((".mlp.shared_expert.", ".mlp.shared_experts."),)),
 }

@@ -89,6 +89,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         partial=family.partial_rope,
         others=family.rope_fields,
         by_kind=family.layers if family.rope_by_kind else (),
+        optional=family.rope_is_optional,
     )
     kinds = {
         name: _layer_kind(configs[name], raw, row, rope_of.get(name, 0), rope.max_positions)
@@ -229,12 +230,16 @@ def _layer_kind(
         out=row.out,
         head_norm=row.head_norm,
         head_gate=_is_set(config, row.head_gate),
+        wide_norm=row.wide_norm,
         output_gate=row.output_gate,
     )
     size = getattr(config, row.mlp_size) if row.mlp_size_of is None else row.mlp_size_of(config)
     gated = GatedKind(size, row.activation, mlp_bias, row.packed, row.mlp_sites)
     return LayerKind(
-        mixer if row.mixer is None else row.mixer(config), gated, _is_set(config, row.norms_behind)
+        mixer if row.mixer is None else row.mixer(config),
+        gated,
+        _is_set(config, row.norms_behind),
+        row.norms_before,
     )
 
 

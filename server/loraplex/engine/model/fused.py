@@ -46,14 +46,13 @@ from loraplex.kernels.weight_form import FLOATS
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Norm weights are [C], with the model's offset added. Those behind a half are None where its kind has
-    none."""
+    """One layer. Norm weights are [C], with the model's offset added, and None where its kind has none there."""
 
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
     mixer: Any
     """The weights that `MIXERS` read."""
     mixer_out_norm: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    mlp_norm: torch.Tensor | None
     mlp: GatedWeights
     mlp_out_norm: torch.Tensor | None
     own_input: InputWeights | None
@@ -175,24 +174,23 @@ class FusedDecoder:
     def _run_layers(self, batch: ForwardBatch, given: LayerInputs) -> torch.Tensor:
         """Returns what is still to be added to the residual."""
         linears, layers, residual = self._linears, self._layers, given.residual
-        following = (*(layer.input_norm for layer in layers[1:]), None)
-        x = linears.rms_norm(residual, layers[0].input_norm)
+        first = layers[0].input_norm
+        x = residual if first is None else linears.rms_norm(residual, first)
         scaling = None if self._unwritten is None else (given.cos_sin[-1], self._unwritten)
         for index, (kind, layer) in enumerate(zip(self._spec.layers, layers, strict=True)):
             given.enter_layer(index)
             run = MIXERS[type(kind.mixer)].run
             x = run(kind.mixer, layer.mixer, x, given.cos_sin, batch, linears, self.attention, scaling)
-            x = linears.add_and_norm(layer.mixer.o, x, batch, residual, layer.mixer_out_norm, layer.mlp_norm)
+            x = linears.apply_and_norm(layer.mixer.o, x, batch, layer.mixer_out_norm)
+            x = linears.add_rms_norm(x, residual, layer.mlp_norm)
             x = linears.gate(layer.mlp.gate_up, x, batch, kind.feed_forward.activation)
-            own, after = layer.own_input, following[index]
-            if kind.own_input is None or own is None or given.own_inputs is None:
-                down, behind = layer.mlp.down, layer.mlp_out_norm
-                x = linears.add_and_norm(down, x, batch, residual, behind, after, layer.scale)
-                continue
-            x = linears.add_and_norm(layer.mlp.down, x, batch, residual, layer.mlp_out_norm, None)
-            size = kind.own_input.size
-            part = given.own_inputs[:, index * size : (index + 1) * size]
-            x = add_input(kind.own_input, own, x, residual, part, batch, linears, after, layer.scale)
+            x = linears.apply_and_norm(layer.mlp.down, x, batch, layer.mlp_out_norm)
+            if kind.own_input is not None and layer.own_input is not None and given.own_inputs is not None:
+                size = kind.own_input.size
+                part = given.own_inputs[:, index * size : (index + 1) * size]
+                x = add_input(kind.own_input, layer.own_input, x, residual, part, batch, linears)
+            if index + 1 < len(layers):
+                x = linears.add_rms_norm(x, residual, layers[index + 1].input_norm, layer.scale)
         return x
 
 
@@ -335,11 +333,12 @@ class DecoderReader:
         behind, first, last = (
             names.with_norms_behind if kind.norms_behind else ("", names.feed_forward_norm, "")
         )
+        before = kind.norms_before
         return LayerWeights(
-            input_norm=self._norm(f"{prefix}{names.input_norm}"),
+            input_norm=self._norm(f"{prefix}{names.input_norm}") if before else None,
             mixer=mixer.read(kind.mixer, self._tensors, prefix, index, *groups[:count]),
             mixer_out_norm=self._norm(f"{prefix}{behind}") if behind else None,
-            mlp_norm=self._norm(f"{prefix}{first}"),
+            mlp_norm=self._norm(f"{prefix}{first}") if before else None,
             mlp=read_gated(
                 kind.feed_forward, self._tensors, f"{prefix}{names.feed_forward}.", index, gate_up, down
             ),

@@ -32,7 +32,7 @@ class AttentionKind(MixerKind, frozen=True):
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
-    """Whether queries and keys are normed by head."""
+    """Whether queries and keys are normed, by head."""
     packed: bool
     """Whether the checkpoint has qkv_proj, in the order of our own packed weights: one site for adapters."""
     v_norm: bool = False
@@ -45,6 +45,8 @@ class AttentionKind(MixerKind, frozen=True):
     """The names of the norms by head, behind "q_" and "k_"."""
     head_gate: bool = False
     """Whether each head's result is multiplied by the sigmoid of a number that g_proj gives it."""
+    wide_norm: bool = False
+    """Whether that is over all heads at once."""
     output_gate: bool = False
     """Whether q_proj gives a gate behind each head's query, whose sigmoid multiplies the head's result."""
 
@@ -68,6 +70,16 @@ class DeltaKind(MixerKind, frozen=True):
     value_dim: int
     width: int
     """Positions that a row of the convolution reads, its own included."""
+    sites: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
+    """The names of the linears to queries, keys, values and the norm's gate: a pair, or one of each."""
+    gates: tuple[str, str] = ("in_proj_b", "in_proj_a")
+    out: str = "out_proj"
+    """The name of the output's linear."""
+    norm: str = "norm"
+    """The name of the gated norm."""
+    norm_eps: float | None = None
+    """That norm's; None: the model's."""
+    beta_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +109,13 @@ class InputKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """A mixer and a feed-forward, each with a norm before it. `norms_behind`: each has one behind it too, before its
-    result is added."""
+    """A mixer and a feed-forward, each with a norm before it (`norms_before`), behind it, before its result is added
+    (`norms_behind`), or both."""
 
     mixer: AttentionKind | ShortConvKind | DeltaKind
     feed_forward: GatedKind
     norms_behind: bool
+    norms_before: bool = True
     own_input: InputKind | None = None
     is_scaled: bool = False
     """Whether what leaves the layer is multiplied by a number of its own."""

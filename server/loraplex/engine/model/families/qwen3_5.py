@@ -1,8 +1,10 @@
-"""The parts of Qwen3.5's configs that no other family has."""
+"""What configs say of gated delta nets: those of Qwen3.5 and OLMo Hybrid."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import msgspec
 
 from loraplex.adapters.store.files import shown
 from loraplex.engine.kv.layers import CacheKind
@@ -28,6 +30,30 @@ _MOST_WIDTH = 4
 """Positions of the convolution."""
 _STEP = 32
 """Sizes of heads are multiples of this."""
+
+
+OLMO_FIELDS = frozenset(
+    {
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "linear_allow_neg_eigval", "linear_a_log_min", "linear_a_log_max", "linear_dt_min",
+        "linear_dt_max", "linear_dt_init_floor",
+    }
+)  # fmt: skip
+"""Those of OLMo Hybrid; the last five are of new weights alone."""
+
+
+def olmo_delta_kind(config: Any) -> DeltaKind:
+    """Raises ModelUnsupported."""
+    return msgspec.structs.replace(
+        delta_kind(config),
+        sites=("q_proj", "k_proj", "v_proj", "g_proj"),
+        gates=("b_proj", "a_proj"),
+        out="o_proj",
+        norm="o_norm",
+        # As transformers has it, whatever the config says of the other norms.
+        norm_eps=1e-5,
+        beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0,
+    )
 
 
 def delta_kind(config: Any) -> DeltaKind:

@@ -20,10 +20,12 @@ class LayerRow:
     o_bias: bool | None = None
     mlp_bias: bool | None = None
     qk_norm: bool = False
+    wide_norm: bool = False
     packed: bool = False
     """Whether the checkpoint has qkv_proj and gate_up_proj."""
     norms_behind: bool | str = False
-    """Whether each half has a norm behind it too."""
+    """Whether each half has a norm behind it."""
+    norms_before: bool = True
     activation: Activation = "silu"
     activation_field: str = "hidden_act"
     num_heads: str = "num_attention_heads"
@@ -74,6 +76,8 @@ class Family:
     partial_rope: bool = False
     rope_by_kind: bool = False
     """Whether rope_parameters hold a set for each kind of layer."""
+    rope_is_optional: bool = False
+    """Whether a config without rope_theta rotates nothing."""
     rope_fields: frozenset[str] = frozenset()
     """Fields of rope_parameters that frequencies do not depend on."""
     sizes_by_layer: frozenset[str] = frozenset()

@@ -88,6 +88,8 @@ _QWEN3_5 = Family(
     harmless=qwen3_5.HARMLESS,
     fields=qwen3_5.FIELDS,
 )
+_OLMO_FULL = LayerRow(mlp_bias=False, qk_norm=True, wide_norm=True, norms_behind=True, norms_before=False)
+_OLMO_DELTA = LayerRow(mlp_bias=False, mixer=qwen3_5.olmo_delta_kind)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
     "mistral": _MISTRAL,
@@ -124,6 +126,11 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2": _LFM2,
     "lfm3": _LFM3,
     "qwen3_5_text": _QWEN3_5,
+    "olmo_hybrid": Family(
+        {_FULL: _OLMO_FULL, "linear_attention": _OLMO_DELTA},
+        rope_is_optional=True,
+        fields=qwen3_5.OLMO_FIELDS,
+    ),
 }
 
 

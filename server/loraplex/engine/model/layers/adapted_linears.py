@@ -41,9 +41,13 @@ class AdaptedLinears:
         return self._rms_norm(x, weight, self._eps)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, scale: float = 1.0
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, scale: float = 1.0
     ) -> torch.Tensor:
-        """[T, C]: residual = (residual + x) · scale, in place, and its norm."""
+        """[T, C]: residual = (residual + x) · scale, in place, and its norm. Without a weight, the sum itself, which is
+        not scaled."""
+        if weight is None:
+            self.add(residual, x)
+            return residual
         return self._add_rms_norm(x, residual, weight, self._eps, scale)
 
     def apply(self, linear: Linear, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -67,9 +71,14 @@ class AdaptedLinears:
         gated: bool,
     ) -> torch.Tensor:
         """[T, num_heads, D]: the rotated queries; `gated`: [T, 2·num_heads, D], with a gate behind each. Keys and
-        values are in the layer's cache afterwards."""
+        values are in the layer's cache afterwards. Norms of queries and keys are by head, or over all heads."""
         y = self.apply(linear, x, batch)
         head_dim, attention = head_dim_of(cache), batch.attention_of(linear.layer)
+        if q_norm is not None and k_norm is not None and len(q_norm) > head_dim:
+            queries, keys = y[:, : len(q_norm)], y[:, len(q_norm) : len(q_norm) + len(k_norm)]
+            queries.copy_(self.rms_norm(queries, q_norm))
+            keys.copy_(self.rms_norm(keys, k_norm))
+            q_norm = k_norm = None
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": self._eps}
         self._rotate_and_write(heads, num_heads, *cos_sin, cache, attention, **norms, gated=gated)
@@ -98,19 +107,9 @@ class AdaptedLinears:
         """[T, N ÷ 2]: the activation of gate, times up; or [T, N], with `up` [T, N] that is not the linear's."""
         return self._act_and_mul(self.apply(linear, x, batch), activation == "gelu_tanh", up)
 
-    def add_and_norm(
-        self,
-        linear: Linear,
-        x: torch.Tensor,
-        batch: ForwardBatch,
-        residual: torch.Tensor,
-        behind: torch.Tensor | None,
-        following: torch.Tensor | None,
-        scale: float = 1.0,
+    def apply_and_norm(
+        self, linear: Linear, x: torch.Tensor, batch: ForwardBatch, weight: torch.Tensor | None
     ) -> torch.Tensor:
-        """residual += the linear's result, with the norm `behind` it where there is one, in place, and the sum
-        multiplied by `scale`. Returns the `following` norm of that; without one, what is still to be added."""
+        """[T, N]: the linear's result, normed where there is a weight."""
         x = self.apply(linear, x, batch)
-        if behind is not None:
-            x = self.rms_norm(x, behind)
-        return x if following is None else self.add_rms_norm(x, residual, following, scale)
+        return x if weight is None else self.rms_norm(x, weight)

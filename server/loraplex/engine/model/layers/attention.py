@@ -22,7 +22,7 @@ QueryScaling = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """`qkv` has no values where they are the keys, and queries alone where the keys are another layer's. The norms are
-    [D], None where the kind has none; that of values is of ones."""
+    [D], of all heads where the kind has wide ones, None where it has none; that of values is of ones."""
 
     qkv: Linear
     q_norm: torch.Tensor | None
@@ -50,11 +50,12 @@ def read_attention(
     """Raises ModelUnsupported for tensors that do not fit."""
     names, norm = f"{prefix}self_attn.", kind.head_norm
     head_dim, own = kind.cache.head_dim, kind.cache.shares is None
+    q_heads, k_heads = (kind.num_heads, kind.cache.kv_heads) if kind.wide_norm else (1, 1)
     *gate, o = others
     return AttentionWeights(
         qkv=tensors.linear(names, layer, qkv, kind.qkv_bias),
-        q_norm=tensors.norm(f"{names}q_{norm}", head_dim) if kind.qk_norm else None,
-        k_norm=tensors.norm(f"{names}k_{norm}", head_dim) if kind.qk_norm and own else None,
+        q_norm=tensors.norm(f"{names}q_{norm}", q_heads * head_dim) if kind.qk_norm else None,
+        k_norm=tensors.norm(f"{names}k_{norm}", k_heads * head_dim) if kind.qk_norm and own else None,
         v_norm=tensors.unit_norm(head_dim) if kind.v_norm and own else None,
         gate=tensors.linear(names, layer, gate[0], False) if gate else None,
         o=tensors.linear(names, layer, o, kind.o_bias),

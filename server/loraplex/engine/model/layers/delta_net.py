@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from loraplex.engine.kv.layers import CacheKind
-from loraplex.engine.model.base import ForwardBatch
+from loraplex.engine.model.base import ForwardBatch, ModelUnsupported
 from loraplex.engine.model.layer_kinds import DeltaKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.layers.tensors import LayerTensors
@@ -36,11 +36,12 @@ class DeltaWeights:
 
 def delta_groups(kind: DeltaKind, hidden: int) -> tuple[SiteGroup, SiteGroup, SiteGroup]:
     heads = _heads(kind)
-    values = kind.value_heads * kind.value_dim
+    keys, values = kind.key_heads * kind.key_dim, kind.value_heads * kind.value_dim
+    sizes = (heads.channels, values) if len(kind.sites) == 2 else (keys, keys, values, values)
     return (
-        SiteGroup("delta_in", ("in_proj_qkv", "in_proj_z"), hidden, (heads.channels, values)),
-        SiteGroup("delta_gates", ("in_proj_b", "in_proj_a"), hidden, (kind.value_heads,) * 2),
-        SiteGroup("delta_out", ("out_proj",), values, (hidden,)),
+        SiteGroup("delta_in", kind.sites, hidden, sizes),
+        SiteGroup("delta_gates", kind.gates, hidden, (kind.value_heads,) * 2),
+        SiteGroup("delta_out", (kind.out,), values, (hidden,)),
     )
 
 
@@ -60,17 +61,37 @@ def read_delta(
     o: SiteGroup,
 ) -> DeltaWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
-    own, channels = f"{prefix}linear_attn.", given.out_features[0]
+    own = f"{prefix}linear_attn."
     return DeltaWeights(
         given=tensors.linear(own, layer, given, bias=False),
         gates=tensors.linear(own, layer, gates, bias=False),
-        conv=tensors.tensor(f"{own}conv1d.weight", channels, 1, kind.width)[:, 0].T.float().contiguous(),
+        conv=_convolution(kind, tensors, own)[:, 0].T.float().contiguous(),
         # In the model's dtype first, as transformers loads them.
         a_log=tensors.tensor(f"{own}A_log", kind.value_heads).float(),
         dt_bias=tensors.tensor(f"{own}dt_bias", kind.value_heads).float(),
-        norm=tensors.tensor(f"{own}norm.weight", kind.value_dim),
+        norm=tensors.tensor(f"{own}{kind.norm}.weight", kind.value_dim),
         o=tensors.linear(own, layer, o, bias=False),
     )
+
+
+def _convolution(kind: DeltaKind, tensors: LayerTensors, own: str) -> torch.Tensor:
+    """[C, 1, W]. Of OLMo Hybrid it is stored in three parts: those of queries, keys and values, or, as transformers
+    saves it, thirds of all channels."""
+    channels, names = _heads(kind).channels, [f"{own}{part}_conv1d.weight" for part in "qkv"]
+    if len(kind.sites) == 2 or names[0] not in tensors:
+        return tensors.tensor(f"{own}conv1d.weight", channels, 1, kind.width)
+    keys, third = kind.key_heads * kind.key_dim, -(-channels // 3)
+
+    def read(size: int) -> torch.Tensor:
+        sizes = size, size, channels - 2 * size
+        return torch.cat(
+            [tensors.tensor(name, rows, 1, kind.width) for name, rows in zip(names, sizes, strict=True)]
+        )
+
+    try:
+        return read(keys)
+    except ModelUnsupported:
+        return read(third)
 
 
 def run_delta(
@@ -92,10 +113,14 @@ def run_delta(
     gates = linears.apply(weights.gates, x, batch)
     mixed = ops.convolve(y[:, : heads.channels], weights.conv, batch.recurrent, memory)
     beta, decay = ops.delta_gates(
-        gates[:, : kind.value_heads], gates[:, kind.value_heads :], weights.a_log, weights.dt_bias
+        gates[:, : kind.value_heads],
+        gates[:, kind.value_heads :],
+        weights.a_log,
+        weights.dt_bias,
+        kind.beta_scale,
     )
     out = ops.delta_rule(mixed, decay, beta, batch.recurrent, memory, heads)
-    return ops.gated_norm(out, y[:, heads.channels :], weights.norm, linears.eps)
+    return ops.gated_norm(out, y[:, heads.channels :], weights.norm, kind.norm_eps or linears.eps)
 
 
 def _heads(kind: DeltaKind) -> RecurrentHeads:

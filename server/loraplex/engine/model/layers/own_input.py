@@ -95,11 +95,9 @@ def add_input(
     own: torch.Tensor,
     batch: ForwardBatch,
     linears: AdaptedLinears,
-    following: torch.Tensor | None,
-    scale: float,
 ) -> torch.Tensor:
-    """Add what the feed-forward left, x [T, C], to the residual, and what the layer's own input [T, P] makes of that.
-    The rest as for `AdaptedLinears.add_and_norm`."""
+    """Add what the feed-forward left, x [T, C], to the residual. Returns what the layer's own input [T, P] makes of
+    that, still to be added."""
     linears.add(residual, x)
     gated = linears.gate(weights.gate, residual, batch, kind.activation, own)
-    return linears.add_and_norm(weights.projection, gated, batch, residual, weights.norm, following, scale)
+    return linears.apply_and_norm(weights.projection, gated, batch, weights.norm)

@@ -35,6 +35,9 @@ class LayerTensors:
         self._codes = codes
         self._units: dict[int, torch.Tensor] = {}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._checkpoint
+
     def linear(self, prefix: str, layer: int, group: SiteGroup, bias: bool) -> Linear:
         """The group's sites, one behind the other. `prefix`: of their names."""
         parts = {f"{prefix}{site}": rows for site, rows in zip(group.sites, group.out_features, strict=True)}
