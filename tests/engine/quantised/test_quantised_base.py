@@ -72,6 +72,8 @@ def worst_error(
         ("llama-biases", "numba"),
         ("llama-tied", "triton"),
         ("llama-tied", "torch"),
+        ("qwen3_5-2", "numba"),
+        pytest.param("olmo_hybrid", "numba", marks=pytest.mark.soak),
         pytest.param("phi3", "numba", marks=pytest.mark.soak),
         pytest.param("gemma2", "numba", marks=pytest.mark.soak),
         pytest.param("qwen3", "torch", marks=pytest.mark.soak),
@@ -121,20 +123,26 @@ SLOW = ("fp8, blocks", "compressed int8 in groups, zeros", "awq", "nf4", "bitsan
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("family", "name"),
     [
-        pytest.param(
-            name, marks=() if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.soak
-        )
-        for name in FORMATS
+        *(
+            pytest.param(
+                "llama",
+                name,
+                marks=() if name in FAST else pytest.mark.slow if name in SLOW else pytest.mark.soak,
+            )
+            for name in FORMATS
+        ),
+        ("qwen3_5-2", "gptq int4, zeros"),
+        pytest.param("olmo_hybrid", "compressed int4", marks=pytest.mark.soak),
     ],
 )
 def test_checkpoints_of_other_tools_equal_peft_over_what_their_codes_stand_for(
-    name: str, tmp_path: Path
+    family: str, name: str, tmp_path: Path
 ) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
     # Outputs are whole blocks of 32, so that no processor's packing fills any up.
-    base = save_tiny(tmp_path / "base", FAMILIES["llama"] | sizes | {"vocab_size": 160})
+    base = save_tiny(tmp_path / "base", FAMILIES[family] | sizes | {"vocab_size": 160})
     made, dense = write_quantised(base, tmp_path, name)
     if not FORMATS[name].exact:
         dense = dequantised(dense, tmp_path / "as codes", head=False)

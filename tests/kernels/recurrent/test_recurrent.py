@@ -178,6 +178,9 @@ def test_gated_norm_and_output_gate_round_as_transformers(ops, dtype):
     few_differ(
         ops.output_gate(attended, heads[:, :, 64:]), (attended * heads[:, :, 64:].sigmoid()).flatten(1)
     )
+    # Heads of a size that fills no whole vectors, the last ones among them.
+    attended, gate = o[:, :240].reshape(7, 6, 40), wide[:, 760:].view(7, 6, 40)
+    few_differ(ops.output_gate(attended, gate), (attended * gate.sigmoid()).flatten(1))
 
 
 def few_differ(got, want):

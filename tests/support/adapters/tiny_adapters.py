@@ -105,6 +105,8 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
         targets += ["out_proj", "g_proj"] if model_type == "lfm3" else []
     if model_type == "qwen3_5_text":
         targets += [site for known, sites in DELTA.items() if known in targets for site in sites]
+    if model_type == "olmo_hybrid" and "q_proj" in targets:
+        targets += ["g_proj", "b_proj", "a_proj"]
     pattern = {names.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
     return options | {"target_modules": targets, "rank_pattern": pattern}
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.base_weights.grouped import quantise_int8
+from loraplex.kernels.lora.site_groups import FLOAT_SITES, LAYER_SITES
 
 
 def dequantised(base: Path, out: Path, *, head: bool = True) -> Path:
@@ -26,8 +27,10 @@ def dequantised(base: Path, out: Path, *, head: bool = True) -> Path:
             shutil.copy(path, out)
     if "lm_head.weight" not in tensors:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    linears = ("_proj.weight", "lm_head.weight") if head else ("_proj.weight",)
-    changed = {name: _dense(tensor) if name.endswith(linears) else tensor for name, tensor in tensors.items()}
+    changed = {
+        name: _dense(tensor) if is_linear(name) or (head and name == "lm_head.weight") else tensor
+        for name, tensor in tensors.items()
+    }
     config = json.loads((base / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     save_file(
@@ -36,6 +39,13 @@ def dequantised(base: Path, out: Path, *, head: bool = True) -> Path:
         {"format": "pt"},
     )
     return out
+
+
+def is_linear(name: str) -> bool:
+    """Whether a tensor is the weight of one that is served as codes."""
+    module, _, kind = name.rpartition(".")
+    leaf = module.rpartition(".")[2]
+    return kind == "weight" and leaf in LAYER_SITES and leaf not in FLOAT_SITES
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.base_weights.nf4 import NF4
+from support.models.quantised import is_linear
 
 Tensors = dict[str, torch.Tensor]
 
@@ -287,8 +288,8 @@ def write_quantised(
     tensors, stored, exact = load_file(base / "model.safetensors"), {}, {}
     for key, tensor in tensors.items():
         module = key.removesuffix(".weight")
-        is_linear = key.endswith("_proj.weight") or (head and module == "lm_head")
-        if not is_linear or (left_out and module.endswith(left_out)):
+        is_stored = is_linear(key) or (head and module == "lm_head")
+        if not is_stored or (left_out and module.endswith(left_out)):
             stored[key] = exact[key] = tensor
             continue
         written, values = FORMATS[name].write(tensor.float().numpy())

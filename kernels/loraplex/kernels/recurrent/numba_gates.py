@@ -19,6 +19,7 @@ from loraplex.kernels.numba_runtime.vectors import (
     jit,
     load,
     load_first,
+    load_some,
     read_float32,
     read_float64,
     read_int64,
@@ -26,6 +27,7 @@ from loraplex.kernels.numba_runtime.vectors import (
     size_of,
     splat,
     store,
+    store_some,
     write_float32,
 )
 
@@ -148,12 +150,11 @@ _norm_all = Kernel(_norm_units, "qqqqqqqdqq")
 
 
 def output_gate(attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Raises ValueError where they do not fit, or heads are no multiple of 16."""
+    """Raises ValueError where they do not fit."""
     rows, heads, dim = attended.shape
     if (
         attended.shape != gate.shape
         or attended.dtype is not gate.dtype
-        or dim % 16
         or gate.stride(2) != 1
         or not attended.is_contiguous()
     ):
@@ -182,9 +183,10 @@ def _output_units(team, arguments, like):
             for head in range(heads):
                 at, own = (row * heads + head) * dim * size, gate + row * gate_row + head * gate_head
                 for d in range(0, dim, 16):
-                    x = load(own + d * size, like)
+                    x = load_some(own + d * size, dim - d, like)
                     factor = rounded(one / (one + exp(splat(_F32) - x)), like)
-                    store(load(attended + at + d * size, like) * factor, out + at + d * size, like)
+                    value = load_some(attended + at + d * size, dim - d, like)
+                    store_some(value * factor, out + at + d * size, dim - d, like)
 
 
 _output_all = Kernel(_output_units, "qqqqqqqqq")

@@ -16,6 +16,7 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.engine.devices import kernels_elsewhere
 from loraplex.engine.kv.states import slot_bytes
+from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import ModelSettings, make_plan
 from support.adapters.peft_zoo import ALL_SITES, PeftReference
@@ -148,41 +149,113 @@ def test_bfloat16_errs_no_more_than_transformers(shape: str, tmp_path: Path) -> 
     assert error([run.result(i) for i in range(len(prompts))]) <= 1.2 * error(theirs)
 
 
+def long_run(*args: Any) -> Any:
+    return pytest.param(*args, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
-    ("shape", "count"),
-    [(SHAPES[2], 5), *(pytest.param(shape, 20, marks=pytest.mark.soak) for shape in SHAPES)],
+    ("shape", "seeds", "count", "turns"),
+    [
+        (SHAPES[2], 1, 5, 1),
+        ("olmo_hybrid", 1, 4, 1),
+        *(long_run(shape, 10, 20, 2) for shape in (*SHAPES, "olmo_hybrid", "olmo_hybrid-rope")),
+    ],
 )
-def test_adapters_and_the_base_in_one_engine(shape: str, count: int, tmp_path: Path) -> None:
-    """LoRA, rsLoRA and DoRA of several ranks, in steps of 40 rows, on so few blocks that sequences start over."""
-    base = save_tiny(tmp_path / "base", FAMILIES[shape] | {"head_dim": 128})
+def test_adapters_and_the_base_in_one_engine(
+    shape: str, seeds: int, count: int, turns: int, tmp_path: Path
+) -> None:
+    """LoRA, rsLoRA and DoRA of several ranks, in steps of 40 rows, on so few blocks that sequences start over. Greedy
+    tokens are those of transformers and PEFT, and log probabilities within 1e-4 of the largest logit; a second turn
+    goes on from the first."""
     chosen = {
         f"a{n}": {
             "r": 1 + n, "lora_alpha": 8, "target_modules": ALL_SITES, "use_rslora": n % 3 == 1, "use_dora": n % 3 == 2,
         }
         for n in range(count)
     }  # fmt: skip
-    adapters = save_adapters(base, tmp_path, chosen)
-    caches = plan_model(base, dtype="float32").shape.caches
-    engine = LocalEngine(
-        base, tmp_path / "work", dtype="float32", max_model_len=100, max_num_batched_tokens=40, max_num_seqs=8,
-        kv_cache_memory=8 * slot_bytes(caches), adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, num_threads=1,
-    )  # fmt: skip
-    assert engine.built.info.max_num_seqs == 4  # states take half of the memory
-    rng = random.Random(shape)
-    asked: dict[str, tuple[str | None, list[int]]] = {}
-    for name in (*adapters, None, None, None):
-        key = f"{name}-{len(asked)}"
-        asked[key] = name, [rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9, 44]))]
-        ref = None if name is None else engine.publish(adapters[name], name=name)
-        engine.add(key, asked[key][1], ref, max_tokens=30)
-    engine.run()
-    reference = PeftReference(base, adapters, torch.float32)
-    assert engine.core.stats().num_preemptions > 0
-    for key, (name, prompt) in asked.items():
-        tokens = engine.tokens(key)
-        want = reference.logits(name, prompt + tokens[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
-        assert tokens == want, key
-    engine.close()
+    sizes = {"head_dim": 128, "linear_value_head_dim": 32}
+    for seed in range(seeds):
+        folder = tmp_path / str(seed)
+        base = save_tiny(folder / "base", FAMILIES[shape] | sizes, seed=seed)
+        adapters = save_adapters(base, folder, chosen)
+        caches = plan_model(base, dtype="float32").shape.caches
+        engine = LocalEngine(
+            base, folder / "work", dtype="float32", max_model_len=100 if turns == 1 else 120, max_num_batched_tokens=40, max_num_seqs=8,
+            kv_cache_memory=8 * slot_bytes(caches), adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, num_threads=1,
+        )  # fmt: skip
+        if (shape, turns) == (SHAPES[2], 1):
+            assert engine.built.info.max_num_seqs == 4  # states take half of the memory
+        refs = {name: engine.publish(path, name=name) for name, path in adapters.items()}
+        rng = random.Random(f"{shape} {seed}")
+        names = (*adapters, None, None, None)
+        lengths = [(44, 2, 40, 9)[number % 4] for number in range(len(names))]
+        prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in lengths]
+        reference = PeftReference(base, adapters, torch.float32)
+        for turn in range(turns):
+            for number, name in enumerate(names):
+                engine.add(
+                    f"{turn}-{number}",
+                    prompts[number],
+                    None if name is None else refs[name],
+                    max_tokens=30,
+                    logprobs=0,
+                )
+            engine.run()
+            for number, name in enumerate(names):
+                tokens = check_tokens(engine, f"{turn}-{number}", reference, name, prompts[number])
+                prompts[number] = [*prompts[number], *tokens, 5, 9]
+        assert engine.core.stats().num_preemptions > 0
+        engine.close()
+
+
+def check_tokens(
+    engine: LocalEngine, key: str, reference: PeftReference, name: str | None, prompt: list[int]
+) -> list[int]:
+    tokens = engine.tokens(key)
+    want = reference.logits(name, prompt + tokens[:-1])[len(prompt) - 1 :]
+    assert tokens == want.argmax(-1).tolist(), key
+    found = join_scores([event.scores for event in engine.events[key] if event.scores is not None]).output
+    assert found is not None
+    values = torch.frombuffer(bytearray(found.values), dtype=torch.float32).view(len(tokens), -1)[:, 0]
+    expected = want.log_softmax(-1)[range(len(tokens)), tokens]
+    assert (values - expected).abs().max() <= 1e-4 * want.abs().max(), key
+    return tokens
+
+
+def olmo_with(base: Path, folder: Path, cut: Any) -> Path:
+    """A copy of an OLMo Hybrid whose convolutions are stored as `cut` makes them, of [channels, 1, 4]."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    tensors = load_file(base / "model.safetensors")
+    for own in {name.rpartition("q_conv1d")[0] for name in tensors if "q_conv1d" in name}:
+        whole = torch.cat([tensors.pop(f"{own}{part}_conv1d.weight") for part in "qkv"])
+        tensors |= {f"{own}{name}.weight": part.clone() for name, part in cut(whole).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def in_parts(*sizes: int) -> Any:
+    return lambda whole: {f"{part}_conv1d": t for part, t in zip("qkv", whole.split(sizes), strict=True)}
+
+
+def test_convolutions_of_olmo_hybrid_in_each_form_that_files_have(tmp_path: Path) -> None:
+    """transformers saves thirds of the channels, whatever is whose."""
+    base = save_tiny(tmp_path / "base", FAMILIES["olmo_hybrid"])
+    assert load_file(base / "model.safetensors")["model.layers.0.linear_attn.q_conv1d.weight"].shape[0] == 86
+    folders = [
+        base,
+        olmo_with(base, tmp_path / "parts", in_parts(64, 64, 128)),
+        olmo_with(base, tmp_path / "whole", lambda whole: {"conv1d": whole}),
+    ]
+    found = []
+    for folder in folders:
+        run = PagedRun(load_model(folder, "cpu", "float32"), [[5, 9, 40, 77, 3, 21]])
+        run.step({0: 6}, None)
+        found.append(run.result(0))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    with pytest.raises(ModelUnsupported, match=r"q_conv1d.weight has the shape \[128, 1, 4\], not \[86"):
+        load_model(olmo_with(base, tmp_path / "other", in_parts(128, 64, 64)), "cpu", "float32")
 
 
 def admission(base: Path, folder: Path, change: Any) -> str:
