@@ -128,7 +128,7 @@ def _part_paths(base: BaseSpec, names: ModuleNames) -> dict[str, str]:
 
 
 def _check_selected(settings: LoraSettings, tensors: AdapterTensors, paths: Mapping[str, str]) -> None:
-    """What `check_coverage` asks of modules, of parts: where none came, the whole is found missing later."""
+    """The rules of `check_coverage` for parts. Where none came, the whole is found missing later."""
     begun = {paths[path] for path in tensors.a if path in paths}
     for path, whole in paths.items():
         selected = settings.selection.selects(path)

@@ -62,10 +62,13 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
         {
             "bamba": "Bamba", "falcon_h1": "Falcon-H1", "falcon_mamba": "Falcon Mamba", "jamba": "Jamba",
             "mamba": "Mamba", "mamba2": "Mamba 2", "minimax": "MiniMax", "nemotron_h": "Nemotron-H",
-            "qwen3_5_moe_text": "Qwen3.5-MoE",
-            "qwen3_next": "Qwen3-Next", "recurrent_gemma": "RecurrentGemma", "rwkv": "RWKV", "xlstm": "xLSTM",
+            "recurrent_gemma": "RecurrentGemma", "rwkv": "RWKV", "xlstm": "xLSTM",
             "zamba": "Zamba", "zamba2": "Zamba2", "zaya": "ZAYA",
         },
+    ),
+    (
+        "its layers have experts behind gated delta nets, which the fused decoder does not compute",
+        {"qwen3_5_moe_text": "Qwen3.5-MoE", "qwen3_next": "Qwen3-Next"},
     ),
     (CONVOLUTION, {"lfm2_moe": "LFM2-MoE", "inkling2": "Inkling 2"}),
     (

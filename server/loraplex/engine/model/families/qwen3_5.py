@@ -1,4 +1,4 @@
-"""What configs say of gated delta nets: those of Qwen3.5 and OLMo Hybrid."""
+"""Gated delta nets in the configs of Qwen3.5 and OLMo Hybrid."""
 
 from __future__ import annotations
 
