@@ -13,8 +13,7 @@ from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.errors import AdapterNotFound, Conflict, InvalidValue, TenantNotFound, VersionNotFound
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import VersionInfo
-from support.adapters.delta_parts import draft_parts, write_delta_base
-from support.adapters.drafts import make_adapter
+from support.adapters.drafts import draft_parts, make_adapter, write_delta_base
 from support.adapters.towers import TOWER, draft_with, write_multimodal_base
 from support.control.plane import ARCH, SERVED_NAME, ControlPlane, digests
 

@@ -292,6 +292,32 @@ def make_adapter(directory: Path, arch: TinyBase | None = None, **options: Any) 
     return draft_adapter(arch, **options).write(directory)
 
 
+_DELTA = "model.layers.0.linear_attn."
+_DELTA_ROWS = {"in_proj_q": 8, "in_proj_k": 8, "in_proj_v": 16}
+
+
+def write_delta_base(directory: Path) -> Path:
+    """A base with the linears of a delta net in its first layer."""
+    arch = TinyBase()
+    tensors = base_tensors(arch)
+    for name, rows in (("in_proj_qkv", sum(_DELTA_ROWS.values())), ("in_proj_z", 16)):
+        tensors[f"{_DELTA}{name}.weight"] = tensors["lm_head.weight"][:rows].copy()
+    write_base(directory, arch)
+    write_safetensors(directory / "model.safetensors", tensors, {"format": "pt"})
+    return directory
+
+
+def draft_parts(rank: int = 4) -> AdapterDraft:
+    """LoRA on the parts of its in_proj_qkv."""
+    rng = np.random.default_rng(rank)
+    draft = AdapterDraft(peft_config(r=rank, target_modules=[*_DELTA_ROWS]))
+    for part, rows in _DELTA_ROWS.items():
+        for matrix, shape in (("A", (rank, TinyBase().hidden)), ("B", (rows, rank))):
+            name = f"base_model.model.{_DELTA}{part}.lora_{matrix}.weight"
+            draft.tensors[name] = rng.standard_normal(shape).astype(np.float32)
+    return draft
+
+
 def attempt(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The result of a call, or the AdapterRefused that it raised; no other exception is caught."""
     try:

@@ -23,8 +23,14 @@ from loraplex.adapters.mlx.convert import convert_mlx
 from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from support.adapters.archives import CONFIG, CONTENT, LIMIT, MAKERS, TENSORS, Box, make_tar, make_zip, tar_of
-from support.adapters.delta_parts import draft_parts, write_delta_base
-from support.adapters.drafts import TinyBase, make_adapter, peft_config, write_base
+from support.adapters.drafts import (
+    TinyBase,
+    draft_parts,
+    make_adapter,
+    peft_config,
+    write_base,
+    write_delta_base,
+)
 from support.adapters.mlx_adapters import mlx_config, mlx_files, mlx_tensors
 from support.adapters.whole_reads import parse_peft_config
 from support.fuzz.fuzzing import Target
