@@ -79,6 +79,8 @@ def _warm_up_recurrent(dtype: torch.dtype, ops: RecurrentOps) -> None:
     beta, decay = ops.delta_gates(x[:, :1], x[:, :1], ones, ones)
     qkv = ops.convolve(x, torch.zeros(heads.width, heads.channels), rows, memory)
     out = ops.delta_rule(qkv, decay, beta, rows, memory, heads)
+    step, decay = ops.step_gates(x[:, :1], ones, ones, 0.0, 1.0)
+    ops.state_rule(qkv, decay, step, ones, rows, memory, heads)
     ops.gated_norm(out, out, torch.ones(COLUMNS, dtype=dtype), 1e-6)
     ops.output_gate(out[:, None], out[:, None])
 

@@ -109,8 +109,8 @@ _LAYER_KINDS: Mapping[str, frozenset[str]] = {
 _SERVED_KINDS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("lfm2", "lfm3"), frozenset({"conv"})),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_text"), frozenset({"linear_attention"})),
+    "granitemoehybrid": frozenset({"mamba", "linear_attention"}),
 }
-"""Those that are served in a family all the same."""
 _SIZES: Mapping[str, str] = {
     "kv_lora_rank": _LATENT,
     "index_topk": _INDEXED,
@@ -197,7 +197,7 @@ def _property_of(config: Mapping[str, Any]) -> str | None:
     for field in _KINDS_OF_LAYERS:
         found = config.get(field)
         kinds = {kind for kind in found if isinstance(kind, str)} if isinstance(found, list) else set()
-        kinds -= _SERVED_KINDS.get(str(config.get("model_type")), frozenset())
+        kinds -= _served_kinds(config)
         for reason, names in _LAYER_KINDS.items():
             if told := sorted(kinds & names):
                 return f"{reason} ({field}: {told[0]})"
@@ -206,6 +206,15 @@ def _property_of(config: Mapping[str, Any]) -> str | None:
         if isinstance(size, int) and size > 0:
             return f"{reason} ({field}: {size})"
     return None
+
+
+def _served_kinds(config: Mapping[str, Any]) -> frozenset[str]:
+    """Those that are served in a family all the same, where no experts stand behind them. Granite 4 has 8 of these
+    where its config says nothing."""
+    model_type = str(config.get("model_type"))
+    if model_type == "granitemoehybrid" and config.get("num_local_experts", 8) != 0:
+        return frozenset()
+    return _SERVED_KINDS.get(model_type, frozenset())
 
 
 def _type_of_class(name: str) -> str | None:

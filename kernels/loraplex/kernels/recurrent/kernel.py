@@ -40,6 +40,25 @@ class DeltaRule(Protocol):
     ) -> torch.Tensor: ...
 
 
+class StepGates(Protocol):
+    def __call__(
+        self, dt: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, low: float, high: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class StateRule(Protocol):
+    def __call__(
+        self,
+        xbc: torch.Tensor,
+        decay: torch.Tensor,
+        step: torch.Tensor,
+        skip: torch.Tensor,
+        rows: RecurrentRows,
+        memory: RecurrentMemory,
+        heads: RecurrentHeads,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentOps:
     """The kernels of layers with a state, as `loraplex.kernels.recurrent.torch_recurrent` has them."""
@@ -49,3 +68,5 @@ class RecurrentOps:
     delta_rule: DeltaRule
     gated_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     output_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    step_gates: StepGates
+    state_rule: StateRule

@@ -90,6 +90,58 @@ def _gate_units(team, arguments, like):
 _gate_all = Kernel(_gate_units, "qqqqqqqqqdqq")
 
 
+def step_gates(
+    dt: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raises ValueError where they do not fit."""
+    rows, heads = dt.shape
+    if dt.stride(1) != 1 or any(
+        each.shape != (heads,) or each.dtype is not torch.float32 for each in (a_log, dt_bias)
+    ):
+        raise ValueError(f"a_log and dt_bias must be [{heads}] float32, as dt has {heads} heads in its rows")
+    step, decay = torch.empty(rows, heads), torch.empty(rows, heads)
+    _step_all.run(
+        (LIKE[dt.dtype],), dt.data_ptr(), dt.stride(0) * dt.element_size(), a_log.data_ptr(), dt_bias.data_ptr(),
+        step.data_ptr(), decay.data_ptr(), heads, float(low), float(high), rows, rows_of_unit(rows),
+        alone=rows * heads <= SMALL // 64,
+    )  # fmt: skip
+    return step, decay
+
+
+@jit
+def _step_row(dt, a_log, dt_bias, step, decay, heads, low, high, like):
+    """In float64, as `_gate_row`."""
+    for h in range(heads):
+        bias = rounded(splat(read_float32(dt_bias + h * 4)), like)
+        own = rounded(load_first(dt + h * size_of(like), 1, like) + bias, like)
+        x = np.float64(first_lane(own))
+        soft = x if x > 20.0 else math.log1p(math.exp(x))
+        kept = np.float64(first_lane(rounded(splat(np.float32(soft)), like)))
+        kept = min(max(kept, low), high)
+        write_float32(np.float32(kept), step + h * 4)
+        rate = math.exp(np.float64(read_float32(a_log + h * 4)))
+        write_float32(np.float32(math.exp(-rate * kept)), decay + h * 4)
+
+
+def _step_units(team, arguments, like):
+    dt, dt_row, a_log, dt_bias = (read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16),
+                                  read_int64(arguments + 24))  # fmt: skip
+    step, decay, heads = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
+    low, high = read_float64(arguments + 56), read_float64(arguments + 64)
+    rows, share = read_int64(arguments + 72), read_int64(arguments + 80)
+    units = (rows + share - 1) // share
+    while True:
+        first = take_unit(team, units) * share
+        if first >= rows:
+            break
+        for row in range(first, min(first + share, rows)):
+            to = row * heads * 4
+            _step_row(dt + row * dt_row, a_log, dt_bias, step + to, decay + to, heads, low, high, like)
+
+
+_step_all = Kernel(_step_units, "qqqqqqqddqq")
+
+
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Raises ValueError where they do not fit, or heads are no multiple of 16."""
     rows, columns = o.shape

@@ -1,4 +1,5 @@
-"""The gated delta rule on a CPU, compiled by numba: `delta_rule` of `loraplex.kernels.recurrent.torch_recurrent`.
+"""The gated delta rule and Mamba-2's on a CPU, compiled by numba: `delta_rule` and `state_rule` of
+`loraplex.kernels.recurrent.torch_recurrent`.
 
 A unit of work is a key head of a sequence. Columns of a state do not depend on each other: 32 of them are read for all
 rows of a window, their rows computed one after the other, and folded, while they lie in the nearest cache. All sums
@@ -53,23 +54,54 @@ def delta_rule(
     heads: RecurrentHeads,
 ) -> torch.Tensor:
     """See the module. Raises ValueError where the tensors do not fit."""
-    per_head = (len(qkv), heads.value_heads)
+    keys = heads.key_heads * heads.key_dim
+    return _run(qkv, decay, beta, None, (0, keys, 2 * keys), rows, memory, heads)
+
+
+def state_rule(
+    xbc: torch.Tensor,
+    decay: torch.Tensor,
+    step: torch.Tensor,
+    skip: torch.Tensor,
+    rows: RecurrentRows,
+    memory: RecurrentMemory,
+    heads: RecurrentHeads,
+) -> torch.Tensor:
+    """Mamba-2's. Raises as `delta_rule` does."""
+    values = heads.value_heads * heads.value_dim
+    places = values + heads.key_heads * heads.key_dim, values, 0
+    return _run(xbc, decay, step, skip, places, rows, memory, heads)
+
+
+def _run(
+    x: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    skip: torch.Tensor | None,
+    places: tuple[int, int, int],
+    rows: RecurrentRows,
+    memory: RecurrentMemory,
+    heads: RecurrentHeads,
+) -> torch.Tensor:
+    """`skip`: None for the delta rule. `places`: of the first query, key and value of a row."""
+    per_head = (len(x), heads.value_heads)
     if (
-        qkv.shape[1] != heads.channels
+        x.shape[1] != heads.channels
         or decay.shape != per_head
         or beta.shape != per_head
-        or not (qkv.is_contiguous() and decay.is_contiguous() and beta.is_contiguous())
+        or not (x.is_contiguous() and decay.is_contiguous() and beta.is_contiguous())
         or not decay.dtype is beta.dtype is torch.float32
+        or not (skip is None or (skip.shape == per_head[1:] and skip.dtype is torch.float32))
     ):
         raise ValueError(
-            f"rows {list(qkv.shape)}, decays {list(decay.shape)} {decay.dtype} and betas {list(beta.shape)} "
+            f"rows {list(x.shape)}, decays {list(decay.shape)} {decay.dtype} and betas {list(beta.shape)} "
             f"{beta.dtype} do not fit {heads}"
         )
-    out = torch.empty(len(qkv), heads.value_heads * heads.value_dim, dtype=qkv.dtype)
+    out = torch.empty(len(x), heads.value_heads * heads.value_dim, dtype=x.dtype)
     _all_units.run(
-        (LIKE[qkv.dtype],),
+        (LIKE[x.dtype],),
         rows.address,
-        qkv.data_ptr(),
+        x.data_ptr(),
         decay.data_ptr(),
         beta.data_ptr(),
         out.data_ptr(),
@@ -83,6 +115,8 @@ def delta_rule(
         memory.updates.data_ptr(),
         memory.decays.data_ptr(),
         memory.keys.stride(0) * 4,
+        0 if skip is None else skip.data_ptr(),
+        *(place * x.element_size() for place in places),
     )
     return out
 
@@ -186,6 +220,12 @@ def _unit_length(source, target, dim, scale, like):
 
 
 @jit
+def _as_it_is(source, target, dim, like):
+    for d in range(0, dim, 16):
+        store(load(source + d * size_of(like), like), target + d * 4, _F32)
+
+
+@jit
 def _products(window_keys, key, query, count, dim, by_key, by_query):
     """Products of a row's key and query with the first `count` keys of the window, the row's own the last of them."""
     for i in range(count):
@@ -247,6 +287,24 @@ def _update_row(read, own, before, by_key, by_query, updates, value, beta, out, 
     store(fma(y, u1, out1), out + 16 * size, like)
 
 
+@jit
+def _add_row(read, own, before, by_query, updates, value, step, skip, out, like):
+    """`_update_row` of Mamba-2, whose updates know nothing of the state."""
+    size, factor, scale, part = size_of(like), splat(own), splat(step), splat(skip)
+    out0, out1 = factor * load(read + _STRIP, _F32), factor * load(read + _STRIP + 64, _F32)
+    for i in range(before):
+        y = splat(read_float32(by_query + i * 4))
+        out0 = fma(y, load(updates + i * _STRIP, _F32), out0)
+        out1 = fma(y, load(updates + i * _STRIP + 64, _F32), out1)
+    x0, x1 = load(value, like), load(value + 16 * size, like)
+    u0, u1 = x0 * scale, x1 * scale
+    store(u0, updates + before * _STRIP, _F32)
+    store(u1, updates + before * _STRIP + 64, _F32)
+    y = splat(read_float32(by_query + before * 4))
+    store(fma(part, x0, fma(y, u0, out0)), out, like)
+    store(fma(part, x1, fma(y, u1, out1)), out + 16 * size, like)
+
+
 def _rule_units(team, arguments, like):
     table, qkv, decay, beta = (read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16),
                                read_int64(arguments + 24))  # fmt: skip
@@ -256,6 +314,8 @@ def _rule_units(team, arguments, like):
                                    read_int64(arguments + 88))  # fmt: skip
     all_updates, all_decays, window_row = (read_int64(arguments + 96), read_int64(arguments + 104),
                                            read_int64(arguments + 112))  # fmt: skip
+    skip, query_at, key_at, value_at = (read_int64(arguments + 120), read_int64(arguments + 128),
+                                        read_int64(arguments + 136), read_int64(arguments + 144))  # fmt: skip
     value_heads, strips, size = key_heads * group, dv // COLUMNS, size_of(like)
     row_bytes = (2 * key_heads * dk + value_heads * dv) * size
     scale = np.float32(1.0 / math.sqrt(dk))
@@ -284,8 +344,12 @@ def _rule_units(team, arguments, like):
             for r in range(num):
                 at = qkv + read_int64(rows + (done + r) * 8) * row_bytes + head * dk * size
                 key, query = left.ctypes.data + 2 * r * dk * 4, left.ctypes.data + (2 * r + 1) * dk * 4
-                _unit_length(at, query, dk, scale, like)
-                _unit_length(at + key_heads * dk * size, key, dk, _ONE, like)
+                if skip == 0:
+                    _unit_length(at + query_at, query, dk, scale, like)
+                    _unit_length(at + key_at, key, dk, _ONE, like)
+                else:
+                    _as_it_is(at + query_at, query, dk, like)
+                    _as_it_is(at + key_at, key, dk, like)
                 for d in range(0, dk, 16):
                     store(load(key + d * 4, _F32), keys + ((first + r) * dk + d) * 4, _F32)
                 _products(keys, key, query, first + r + 1, dk, by_key + r * _LANES, by_query + r * _LANES)
@@ -314,12 +378,19 @@ def _rule_units(team, arguments, like):
                     for r in range(num):
                         row = read_int64(rows + (done + r) * 8)
                         column = (v * dv + s * COLUMNS) * size
-                        _update_row(
-                            read.ctypes.data + 2 * r * _STRIP, read_float32(owns + r * 4), first + r,
-                            by_key_of + r * _LANES, by_query_of + r * _LANES, updates,
-                            qkv + row * row_bytes + 2 * key_heads * dk * size + column,
-                            read_float32(beta + places[r]), out + row * value_heads * dv * size + column, like,
-                        )  # fmt: skip
+                        products = read.ctypes.data + 2 * r * _STRIP
+                        own_row, value = read_float32(owns + r * 4), qkv + row * row_bytes + value_at + column
+                        to = out + row * value_heads * dv * size + column
+                        if skip == 0:
+                            _update_row(
+                                products, own_row, first + r, by_key_of + r * _LANES, by_query_of + r * _LANES,
+                                updates, value, read_float32(beta + places[r]), to, like,
+                            )  # fmt: skip
+                        else:
+                            _add_row(
+                                products, own_row, first + r, by_query_of + r * _LANES, updates, value,
+                                read_float32(beta + places[r]), read_float32(skip + v * 4), to, like,
+                            )  # fmt: skip
                     if ends:
                         _fold_columns(
                             columns, states + goal * state_row + offset, own, scaled.ctypes.data, updates, dk
@@ -329,4 +400,4 @@ def _rule_units(team, arguments, like):
             done += num
 
 
-_all_units = Kernel(_rule_units, "qqqqqqqqqqqqqqq")
+_all_units = Kernel(_rule_units, "qqqqqqqqqqqqqqqqqqq")

@@ -11,9 +11,17 @@ S is kept of the last multiple of 16 positions, and u and k of the positions beh
 
 Coefficients are products, without logarithms, so strong decay loses no digits. Those below 1e-24 count as zero: they
 would become subnormal numbers, which are slow and change nothing.
+
+Mamba-2 (Dao and Gu, "Transformers are SSMs", 2024; rounded as in transformers' Granite 4) has the same state and
+window: B and C are its keys and queries, of one group for several heads, x its values. Nothing that the state knows
+already is taken off, and a part of x goes by:
+
+    S ← decay·S + B·uᵀ;   u = step·x;   o = SᵀC + skip·x
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import silu, softplus
@@ -29,7 +37,7 @@ _NORM_EPS = 1e-6
 
 
 def recurrent_ops() -> RecurrentOps:
-    return RecurrentOps(convolve, delta_gates, delta_rule, gated_norm, output_gate)
+    return RecurrentOps(convolve, delta_gates, delta_rule, gated_norm, output_gate, step_gates, state_rule)
 
 
 def convolve(
@@ -88,15 +96,66 @@ def delta_rule(
 ) -> torch.Tensor:
     """The rule. qkv: [T, C]; decay, beta: [T, Hv] float32. Queries and keys are divided by √(Σx² + 1e-6) by head, and
     queries by √Dk. Returns [T, Hv·Dv] in the dtype of qkv."""
-    out = torch.empty(len(qkv), heads.value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
     sizes = [heads.key_heads * heads.key_dim] * 2 + [heads.value_heads * heads.value_dim]
+    factor = torch.tensor(heads.key_dim, dtype=torch.float32).rsqrt().to(qkv.device)
+
+    def parts(own: torch.Tensor) -> _Parts:
+        q, k, v = own.split_with_sizes(sizes, 1)
+        q, k = (part.view(len(own), -1, heads.key_dim) for part in (q, k))
+        return _unit_length(q) * factor, _unit_length(k), v.view(len(own), -1, heads.value_dim)
+
+    return _run_units(qkv, parts, decay, beta, None, rows, memory, heads)
+
+
+def step_gates(
+    dt: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """step = softplus(dt + dt_bias), rounded to dt's dtype twice, within low and high, and
+    decay = exp(-exp(a_log)·step). dt: [T, Hv]; a_log, dt_bias: [Hv] float32. Returns both [T, Hv] float32."""
+    step = softplus(dt + dt_bias.to(dt.dtype)).clamp(low, high).float()
+    return step, torch.exp(-a_log.exp() * step)
+
+
+def state_rule(
+    xbc: torch.Tensor,
+    decay: torch.Tensor,
+    step: torch.Tensor,
+    skip: torch.Tensor,
+    rows: RecurrentRows,
+    memory: RecurrentMemory,
+    heads: RecurrentHeads,
+) -> torch.Tensor:
+    """Mamba-2's rule. xbc: [T, C], values, then keys (B), then queries (C); decay, step: [T, Hv] float32; skip: [Hv]
+    float32. Returns [T, Hv·Dv] in the dtype of xbc."""
+    keys = heads.key_heads * heads.key_dim
+
+    def parts(own: torch.Tensor) -> _Parts:
+        v, k, q = own.split_with_sizes([heads.value_heads * heads.value_dim, keys, keys], 1)
+        q, k = (part.view(len(own), -1, heads.key_dim) for part in (q, k))
+        return q, k, v.view(len(own), -1, heads.value_dim)
+
+    return _run_units(xbc, parts, decay, step, skip, rows, memory, heads)
+
+
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries and keys [n, Hk, Dk], and values [n, Hv, Dv], in float32."""
+
+
+def _run_units(
+    x: torch.Tensor,
+    parts: Callable[[torch.Tensor], _Parts],
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    skip: torch.Tensor | None,
+    rows: RecurrentRows,
+    memory: RecurrentMemory,
+    heads: RecurrentHeads,
+) -> torch.Tensor:
+    """`parts` of convolved rows in float32. `skip`: None for the delta rule."""
+    out = torch.empty(len(x), heads.value_heads, heads.value_dim, dtype=x.dtype, device=x.device)
     for unit in rows.units:
-        index = torch.tensor(unit.rows, device=qkv.device)
-        q, k, v = (part.view(len(index), -1, dim) for part, dim in zip(
-            qkv[index].float().split_with_sizes(sizes, 1), (heads.key_dim, heads.key_dim, heads.value_dim), strict=True
-        ))  # fmt: skip
-        factor = torch.tensor(heads.key_dim, dtype=torch.float32).rsqrt().to(q)
-        q, k = _unit_length(q) * factor, _unit_length(k)
+        index = torch.tensor(unit.rows, device=x.device)
+        q, k, v = parts(x[index].float())
         done, state, targets = 0, unit.state, iter(unit.targets)
         while done < len(index):
             position = unit.start + done
@@ -105,9 +164,9 @@ def delta_rule(
             target = next(targets) if (position + count) % WINDOW == 0 else None
             rows_of = index[span]
             out[rows_of] = _window(
-                q[span], k[span], v[span], decay[rows_of], beta[rows_of], memory,
+                q[span], k[span], v[span], decay[rows_of], beta[rows_of], skip, memory,
                 (unit.window, state, target, position),
-            ).to(qkv.dtype)  # fmt: skip
+            ).to(x.dtype)  # fmt: skip
             state = state if target is None else target
             done += count
     return out.flatten(1)
@@ -123,6 +182,7 @@ def _window(
     v: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
+    skip: torch.Tensor | None,
     memory: RecurrentMemory,
     places: tuple[int, int, int | None, int],
 ) -> torch.Tensor:
@@ -154,8 +214,11 @@ def _window(
             )
             for x in (key, query)
         ]  # fmt: skip
-        updates[:, :, here] = (strips[row] - read[0]) * beta[row][:, None, None]
+        known = read[0] if skip is None else 0.0
+        updates[:, :, here] = (strips[row] - known) * beta[row][:, None, None]
         out[row] = read[1] + (key * query).sum(-1)[:, None, None] * updates[:, :, here]
+        if skip is not None:
+            out[row] += skip[:, None, None] * strips[row]
     if target is not None:
         added = torch.einsum("hi,hik,hsic->hskc", behind, keys, updates)
         memory.states[target] = own[:, None, None, None] * whole + added

@@ -21,6 +21,7 @@ from loraplex.engine.model.layer_kinds import (
     InputKind,
     LayerKind,
     ModuleNames,
+    Multipliers,
     NormKind,
 )
 from loraplex.engine.model.rope import RopePlan, plan_rope
@@ -45,6 +46,7 @@ class DecoderSpec:
     tied: bool
     """Whether the head is the embedding."""
     embed_scale: float
+    multipliers: Multipliers
     logits_softcap: float | None
     rope: RopePlan
     trained_positions: int
@@ -89,7 +91,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         partial=family.partial_rope,
         others=family.rope_fields,
         by_kind=family.layers if family.rope_by_kind else (),
-        optional=family.rope_is_optional,
+        rotates=family.rotates is None or family.rotates(config),
     )
     kinds = {
         name: _layer_kind(configs[name], raw, row, rope_of.get(name, 0), rope.max_positions)
@@ -105,6 +107,11 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         norm=NormKind(getattr(config, family.norm_eps), _norm_offset(raw, family), family.norm_in_float32),
         tied=bool(config.tie_word_embeddings),
         embed_scale=config.hidden_size**0.5 if family.scales_embedding else 1.0,
+        multipliers=Multipliers(
+            _multiplier(config, family.embedding_multiplier),
+            _multiplier(config, family.residual_multiplier),
+            _multiplier(config, family.logits_divisor),
+        ),
         logits_softcap=_softcap(config, family.logits_softcap),
         rope=rope,
         trained_positions=config.max_position_embeddings,
@@ -234,7 +241,7 @@ def _layer_kind(
         output_gate=row.output_gate,
     )
     size = getattr(config, row.mlp_size) if row.mlp_size_of is None else row.mlp_size_of(config)
-    gated = GatedKind(size, row.activation, mlp_bias, row.packed, row.mlp_sites)
+    gated = GatedKind(size, row.activation, mlp_bias, row.mlp_sites)
     return LayerKind(
         mixer if row.mixer is None else row.mixer(config),
         gated,
@@ -248,10 +255,16 @@ def _is_set(config: Any, said: bool | str) -> bool:
 
 
 def _scale(config: Any, row: LayerRow, head_dim: int) -> float:
+    if row.multiplier:
+        return _positive(config, row.multiplier)
     if isinstance(row.scale, float):
         return row.scale
     scale: float = (_positive(config, row.scale) if row.scale else head_dim) ** -0.5
     return scale
+
+
+def _multiplier(config: Any, name: str) -> float:
+    return _positive(config, name) if name else 1.0
 
 
 def _softcap(config: Any, name: str) -> float | None:

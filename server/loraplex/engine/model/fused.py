@@ -142,6 +142,8 @@ class FusedDecoder:
         if batch.head_lora is not None:
             batch.head_lora.apply(0, HEAD, x, logits)
         logits = self._ops.to_float32(logits) if batch.logits_out is None else batch.logits_out.copy_(logits)
+        if spec.multipliers.logits != 1.0:
+            logits.div_(spec.multipliers.logits)
         if spec.logits_softcap is not None:
             logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
         return logits
@@ -155,6 +157,8 @@ class FusedDecoder:
             found.mul_(self._embed_scale)
         if batch.token_rows is not None:
             batch.token_rows.add_embeddings(batch.token_ids, found, self._embed_scale)
+        if self._spec.multipliers.embedding != 1.0:
+            found.mul_(self._spec.multipliers.embedding)
         return found
 
     def _layers_of(self, batch: ForwardBatch, given: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +178,7 @@ class FusedDecoder:
     def _run_layers(self, batch: ForwardBatch, given: LayerInputs) -> torch.Tensor:
         """Returns what is still to be added to the residual."""
         linears, layers, residual = self._linears, self._layers, given.residual
-        first = layers[0].input_norm
+        first, times = layers[0].input_norm, self._spec.multipliers.residual
         x = residual if first is None else linears.rms_norm(residual, first)
         scaling = None if self._unwritten is None else (given.cos_sin[-1], self._unwritten)
         for index, (kind, layer) in enumerate(zip(self._spec.layers, layers, strict=True)):
@@ -182,9 +186,11 @@ class FusedDecoder:
             run = MIXERS[type(kind.mixer)].run
             x = run(kind.mixer, layer.mixer, x, given.cos_sin, batch, linears, self.attention, scaling)
             x = linears.apply_and_norm(layer.mixer.o, x, batch, layer.mixer_out_norm)
+            x = x if times == 1.0 else x.mul_(times)
             x = linears.add_rms_norm(x, residual, layer.mlp_norm)
             x = linears.gate(layer.mlp.gate_up, x, batch, kind.feed_forward.activation)
             x = linears.apply_and_norm(layer.mlp.down, x, batch, layer.mlp_out_norm)
+            x = x if times == 1.0 else x.mul_(times)
             if kind.own_input is not None and layer.own_input is not None and given.own_inputs is not None:
                 size = kind.own_input.size
                 part = given.own_inputs[:, index * size : (index + 1) * size]

@@ -82,6 +82,24 @@ class DeltaKind(MixerKind, frozen=True):
     beta_scale: float = 1.0
 
 
+class MambaKind(MixerKind, frozen=True):
+    """A Mamba-2. Its `cache` has no bytes, as that of a delta net."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    """Of heads that share keys and queries (B and C)."""
+    state_dim: int
+    """The size of keys and queries."""
+    width: int
+    """Positions that a row of the convolution reads, its own included."""
+    conv_bias: bool
+    bias: bool
+    """Whether both linears have one."""
+    steps: tuple[float, float]
+    """The smallest and the largest."""
+
+
 @dataclass(frozen=True, slots=True)
 class GatedKind:
     """A feed-forward: down(activation(gate(x)) · up(x))."""
@@ -89,10 +107,8 @@ class GatedKind:
     size: int
     activation: Activation
     bias: bool
-    packed: bool
-    """Whether the checkpoint has gate_up_proj: one site for adapters."""
-    sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """The names of its linears."""
+    sites: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """The names of its linears; two where the checkpoint has gate and up as one, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +128,7 @@ class LayerKind:
     """A mixer and a feed-forward, each with a norm before it (`norms_before`), behind it, before its result is added
     (`norms_behind`), or both."""
 
-    mixer: AttentionKind | ShortConvKind | DeltaKind
+    mixer: AttentionKind | ShortConvKind | DeltaKind | MambaKind
     feed_forward: GatedKind
     norms_behind: bool
     norms_before: bool = True
@@ -133,6 +149,17 @@ class ModuleNames:
         "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     )  # fmt: skip
     """Those behind the mixer, before the feed-forward and behind it, where the halves of a layer have norms behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Numbers of a model that its rows are multiplied by."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    """For what each half of a layer adds."""
+    logits: float = 1.0
+    """Divides them."""
 
 
 @dataclass(frozen=True, slots=True)

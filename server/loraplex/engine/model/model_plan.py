@@ -24,7 +24,7 @@ from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.base_head import HEAD_MODULE, BaseHead, base_head
 from loraplex.engine.model.config_fields import read_config_json, refusing
-from loraplex.engine.model.families.table import is_fused
+from loraplex.engine.model.families.table import has_experts, is_fused
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import attention_needs, decoder_shape
 from loraplex.engine.model.layer_kinds import ShortConvKind
@@ -273,7 +273,7 @@ def _plan(
     read = None if kept is None else kept.find(content, settings.max_model_len)
     if read is None:
         served = read_served_config(model_dir, raw)
-        if not is_fused(served.text.model_type):
+        if not is_fused(served.text.model_type) or has_experts(served.text):
             return _plan_wrapped(model_dir, settings, kernels, served)
         spec = decoder_spec(served.text, served.raw, settings.max_model_len)
         read = ReadConfig(spec, _stored_dtype(served.whole), served.unread)

@@ -84,13 +84,13 @@ def plan_rope(
     partial: bool,
     others: Collection[str],
     by_kind: Collection[str] = (),
-    optional: bool = False,
+    rotates: bool = True,
 ) -> tuple[RopePlan, Mapping[str, int]]:
     """The plan, and the index of each kind of layer's rope. `configs`, `head_dims`: of the kinds of layers that the
     model has. `max_model_len` is the length that was asked for, 0 if none was. `partial`: the family rotates a part of
     each head where its config says so. `others`: names of parameters that no frequency depends
-    on. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one set. `optional`: a config without
-    rope_theta rotates nothing.
+    on. `by_kind`: kinds that rope_parameters may hold a set for; empty: they are one set. `rotates`: whether any
+    are.
 
     Raises ModelUnsupported.
     """
@@ -101,7 +101,7 @@ def plan_rope(
         raise ModelUnsupported(
             f"the RoPE parameters {', '.join(stray)} of {config.model_type} belong to no type of layer"
         )
-    if optional and parameters.get("rope_theta") is None:
+    if not rotates:
         return RopePlan((_NONE,), config.max_position_embeddings), dict.fromkeys(head_dims, 0)
     ropes: list[Rope] = []
     limits: list[int] = []

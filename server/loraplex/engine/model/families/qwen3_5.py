@@ -42,6 +42,11 @@ OLMO_FIELDS = frozenset(
 """Those of OLMo Hybrid; the last five are of new weights alone."""
 
 
+def olmo_rotates(config: Any) -> bool:
+    """Released configs have no rope_theta, and rotate nothing."""
+    return (config.rope_parameters or {}).get("rope_theta") is not None
+
+
 def olmo_delta_kind(config: Any) -> DeltaKind:
     """Raises ModelUnsupported."""
     return msgspec.structs.replace(

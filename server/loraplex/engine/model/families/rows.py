@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loraplex.engine.model.layer_kinds import Activation, DeltaKind, ModuleNames, ShortConvKind
+from loraplex.engine.model.layer_kinds import Activation, DeltaKind, MambaKind, ModuleNames, ShortConvKind
 
 _NAMES = ModuleNames()
 
@@ -22,7 +22,7 @@ class LayerRow:
     qk_norm: bool = False
     wide_norm: bool = False
     packed: bool = False
-    """Whether the checkpoint has qkv_proj and gate_up_proj."""
+    """Whether the checkpoint has qkv_proj."""
     norms_behind: bool | str = False
     """Whether each half has a norm behind it."""
     norms_before: bool = True
@@ -35,6 +35,8 @@ class LayerRow:
     window: str = ""
     scale: str | float = ""
     """A number whose inverse root scales the scores, or the scale itself; empty: the head size."""
+    multiplier: str = ""
+    """The scale itself, where it has a field."""
     softcap: str = ""
     v_norm: bool = False
     values_are_keys: str = ""
@@ -43,10 +45,10 @@ class LayerRow:
     head_norm: str = "norm"
     head_gate: str = ""
     output_gate: bool = False
-    mlp_sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mlp_sites: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     mlp_size_of: Callable[[Any], int] | None = None
     """Makes the width of a config; None: `mlp_size` is it."""
-    mixer: Callable[[Any], ShortConvKind | DeltaKind] | None = None
+    mixer: Callable[[Any], ShortConvKind | DeltaKind | MambaKind] | None = None
     """Makes the mixer of a config; None: attention."""
 
     @property
@@ -54,7 +56,7 @@ class LayerRow:
         sizes = {self.num_heads, self.kv_heads, self.head_dim, self.mlp_size}
         named = (
             self.activation_field, self.window, self.scale, self.softcap, self.values_are_keys, self.norms_behind,
-            self.head_gate,
+            self.head_gate, self.multiplier,
         )  # fmt: skip
         return sizes | {name for name in named if isinstance(name, str)}
 
@@ -76,8 +78,8 @@ class Family:
     partial_rope: bool = False
     rope_by_kind: bool = False
     """Whether rope_parameters hold a set for each kind of layer."""
-    rope_is_optional: bool = False
-    """Whether a config without rope_theta rotates nothing."""
+    rotates: Callable[[Any], bool] | None = None
+    """Whether a config's queries and keys are rotated; None: they are."""
     rope_fields: frozenset[str] = frozenset()
     """Fields of rope_parameters that frequencies do not depend on."""
     sizes_by_layer: frozenset[str] = frozenset()
@@ -89,6 +91,11 @@ class Family:
     own_input: str = ""
     """The size of each layer's own input; 0: layers have none."""
     own_input_vocab: str = ""
+    embedding_multiplier: str = ""
+    residual_multiplier: str = ""
+    logits_divisor: str = ""
+    experts: str = ""
+    """The number of experts: above 0, the model runs through transformers."""
     scales_layers: bool = False
     """Whether what leaves a layer is multiplied by its `layer_scalar`."""
     harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -101,6 +108,6 @@ class Family:
         named = {name for row in self.layers.values() for name in row.config_fields}
         own = {
             self.logits_softcap, self.norm_eps, self.shared_layers, self.wide_where_shared, self.own_input,
-            self.own_input_vocab,
+            self.own_input_vocab, self.embedding_multiplier, self.residual_multiplier, self.logits_divisor,
         }  # fmt: skip
         return {*self.fields, *named, *own}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from loraplex.engine.model.families import lfm2, qwen3_5
+from loraplex.engine.model.families import granite, lfm2, qwen3_5
 from loraplex.engine.model.families.rows import Family, LayerRow
+from loraplex.engine.model.layer_kinds import ModuleNames
 from loraplex.engine.model.rope import SCALE_FIELD
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -90,13 +92,19 @@ _QWEN3_5 = Family(
 )
 _OLMO_FULL = LayerRow(mlp_bias=False, qk_norm=True, wide_norm=True, norms_behind=True, norms_before=False)
 _OLMO_DELTA = LayerRow(mlp_bias=False, mixer=qwen3_5.olmo_delta_kind)
+_GRANITE = LayerRow(
+    mlp_bias=False,
+    multiplier="attention_multiplier",
+    mlp_size="shared_intermediate_size",
+    mlp_sites=("input_linear", "output_linear"),
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
     "mistral": _MISTRAL,
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
     "phi3": Family(
-        {_SLIDING: replace(_PLAIN, packed=True)},
+        {_SLIDING: replace(_PLAIN, packed=True, mlp_sites=("gate_up_proj", "down_proj"))},
         partial_rope=True,
         fields=frozenset({"original_max_position_embeddings", "partial_rotary_factor"}),
     ),
@@ -128,11 +136,27 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_text": _QWEN3_5,
     "olmo_hybrid": Family(
         {_FULL: _OLMO_FULL, "linear_attention": _OLMO_DELTA},
-        rope_is_optional=True,
+        rotates=qwen3_5.olmo_rotates,
         fields=qwen3_5.OLMO_FIELDS,
+    ),
+    "granitemoehybrid": Family(
+        {_FULL: _GRANITE, "linear_attention": replace(_GRANITE, mixer=granite.mamba_kind)},
+        ModuleNames(feed_forward="shared_mlp"),
+        rotates=granite.rotates,
+        embedding_multiplier="embedding_multiplier",
+        residual_multiplier="residual_multiplier",
+        logits_divisor="logits_scaling",
+        experts="num_local_experts",
+        fields=granite.FIELDS,
     ),
 }
 
 
 def is_fused(model_type: str) -> bool:
     return model_type in FAMILIES
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model of a family has experts where its row has none: it runs through transformers."""
+    family = FAMILIES[config.model_type]
+    return bool(family.experts and getattr(config, family.experts))

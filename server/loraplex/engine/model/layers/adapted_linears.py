@@ -32,7 +32,7 @@ class AdaptedLinears:
         self.eps = self._eps = eps
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
-        self._act_and_mul = ops.act_and_mul
+        self.act_and_mul = ops.act_and_mul
         self.add = ops.add
         self.recurrent, self.short_conv = ops.recurrent, ops.short_conv
 
@@ -105,7 +105,7 @@ class AdaptedLinears:
         up: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, N ÷ 2]: the activation of gate, times up; or [T, N], with `up` [T, N] that is not the linear's."""
-        return self._act_and_mul(self.apply(linear, x, batch), activation == "gelu_tanh", up)
+        return self.act_and_mul(self.apply(linear, x, batch), activation == "gelu_tanh", up)
 
     def apply_and_norm(
         self, linear: Linear, x: torch.Tensor, batch: ForwardBatch, weight: torch.Tensor | None

@@ -21,9 +21,8 @@ class GatedWeights:
 def gated_groups(kind: GatedKind, hidden: int) -> tuple[SiteGroup, SiteGroup]:
     """Gate and up, and down."""
     *gate_and_up, down = kind.sites
-    gate_up = SiteGroup("gate_up", tuple(gate_and_up), hidden, (kind.size, kind.size))
-    if kind.packed:
-        gate_up = SiteGroup("gate_up", ("gate_up_proj",), hidden, (2 * kind.size,))
+    sizes = (kind.size, kind.size) if len(gate_and_up) == 2 else (2 * kind.size,)
+    gate_up = SiteGroup("gate_up", tuple(gate_and_up), hidden, sizes)
     return gate_up, SiteGroup("down", (down,), kind.size, (hidden,))
 
 

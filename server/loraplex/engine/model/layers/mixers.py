@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from loraplex.engine.kv.layers import CacheKind
-from loraplex.engine.model.layer_kinds import AttentionKind, DeltaKind, MixerKind, ShortConvKind
+from loraplex.engine.model.layer_kinds import AttentionKind, DeltaKind, MambaKind, MixerKind, ShortConvKind
 from loraplex.engine.model.layers.attention import attend, attention_groups, read_attention
 from loraplex.engine.model.layers.delta_net import delta_cache, delta_groups, read_delta, run_delta
+from loraplex.engine.model.layers.mamba import mamba_cache, mamba_groups, read_mamba, run_mamba
 from loraplex.engine.model.layers.short_conv import convolve, read_short_conv, short_conv_groups
 from loraplex.kernels.lora.site_groups import SiteGroup
 
@@ -33,4 +34,5 @@ MIXERS: Mapping[type[MixerKind], Mixer] = {
     AttentionKind: Mixer(attention_groups, read_attention, attend),
     ShortConvKind: Mixer(short_conv_groups, read_short_conv, convolve),
     DeltaKind: Mixer(delta_groups, read_delta, run_delta, delta_cache),
+    MambaKind: Mixer(mamba_groups, read_mamba, run_mamba, mamba_cache),
 }
