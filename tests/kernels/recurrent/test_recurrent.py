@@ -1,4 +1,4 @@
-"""Gated delta nets, of each implementation: the rule against float64, what is kept, and rounding."""
+"""Gated delta nets and Mamba-2, of each implementation: the rule against float64, what is kept, and rounding."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ OPS = {
     "triton": triton_ops(device=torch.device("cpu")).recurrent,
 }
 SHAPES = [RecurrentHeads(2, 2, 64, 64), RecurrentHeads(1, 3, 32, 96, 3), RecurrentHeads(1, 2, 96, 192)]
+RULES = [
+    *((heads, False) for heads in SHAPES),
+    (RecurrentHeads(1, 4, 64, 64), True),
+    (RecurrentHeads(2, 4, 32, 32), True),
+]
+"""Sizes of delta nets, and of Mamba-2 (True)."""
 
 
 CPU = ["torch", pytest.param("numba", marks=pytest.mark.slow)]
@@ -74,10 +80,10 @@ def test_steps_of_any_rows_give_what_the_whole_gives(ops_of_cpus, heads, seed):
 @pytest.mark.slow  # compiling for two dtypes takes 10 s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strength", [0.1, 30.0])
-@pytest.mark.parametrize("heads", SHAPES, ids=str)
-def test_numbas_rows_have_the_same_bits_in_any_step(heads, strength, dtype):
+@pytest.mark.parametrize(("heads", "mamba"), RULES, ids=str)
+def test_numbas_rows_have_the_same_bits_in_any_step(heads, mamba, strength, dtype):
     """Whatever the cuts, the company, the drafts, the threads and what memory held."""
-    own = sequence(heads, 150, strength, dtype)
+    own = sequence(heads, 150, strength, dtype, mamba=mamba)
     want = run_whole(OPS["numba"], own, spoilt_memory(heads, dtype))
     assert want.isfinite().all()
     before = torch.get_num_threads()
@@ -163,6 +169,20 @@ def test_gates(ops, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_of_mamba(ops, dtype):
+    """As transformers rounds them: the sum, and its softplus."""
+    torch.manual_seed(0)
+    dt = (torch.randn(9, 10).to(dtype) * 8)[:, 2:7]
+    a_log, dt_bias = torch.randn(5), torch.randn(5).to(dtype).float()
+    for low, high in ((0.0, 3e38), (0.5, 3.0)):
+        step, decay = ops.step_gates(dt, a_log, dt_bias, low, high)
+        assert step.dtype is decay.dtype is torch.float32
+        want = torch.nn.functional.softplus(dt + dt_bias.to(dtype)).clamp(low, high)
+        few_differ(step.to(dtype), want)
+        torch.testing.assert_close(decay, torch.exp(-a_log.exp() * step), atol=1e-30, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gated_norm_and_output_gate_round_as_transformers(ops, dtype):
     torch.manual_seed(1)
     o, wide = torch.randn(7, 4 * 64).to(dtype) * 3, torch.randn(7, 1000).to(dtype) * 3
@@ -179,7 +199,7 @@ def test_gated_norm_and_output_gate_round_as_transformers(ops, dtype):
         ops.output_gate(attended, heads[:, :, 64:]), (attended * heads[:, :, 64:].sigmoid()).flatten(1)
     )
     # Heads of a size that fills no whole vectors, the last ones among them.
-    attended, gate = o[:, :240].reshape(7, 6, 40), wide[:, 760:].view(7, 6, 40)
+    attended, gate = o[:, :240].contiguous().view(7, 6, 40), wide[:, 760:].view(7, 6, 40)
     few_differ(ops.output_gate(attended, gate), (attended * gate.sigmoid()).flatten(1))
 
 

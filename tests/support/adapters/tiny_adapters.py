@@ -81,6 +81,7 @@ _TARGETS: dict[str, dict[str, str]] = {
     "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "lfm2": {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "granitemoehybrid": {"gate_proj": "input_linear", "up_proj": "input_linear", "down_proj": "output_linear"},
     "lfm3": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
     "gpt_neox": {
@@ -105,6 +106,10 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
         targets += ["out_proj", "g_proj"] if model_type == "lfm3" else []
     if model_type == "qwen3_5_text":
         targets += [site for known, sites in DELTA.items() if known in targets for site in sites]
+    if model_type == "granitemoehybrid":
+        targets += [
+            site for known, site in (("q_proj", "in_proj"), ("o_proj", "out_proj")) if known in targets
+        ]
     if model_type == "olmo_hybrid" and "q_proj" in targets:
         targets += ["g_proj", "b_proj", "a_proj"]
     pattern = {names.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}

@@ -34,20 +34,29 @@ class Sequence:
     decay: torch.Tensor
     beta: torch.Tensor
     weight: torch.Tensor
+    skip: torch.Tensor | None = None
+    """None: of a delta net; else of a Mamba-2, whose rows have values before keys before queries."""
 
     def __len__(self) -> int:
         return len(self.x)
 
 
 def sequence(
-    heads: RecurrentHeads, length: int, strength: float, dtype: torch.dtype = torch.float32, seed: int = 0
+    heads: RecurrentHeads,
+    length: int,
+    strength: float,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    mamba: bool = False,
 ) -> Sequence:
     """Decays down to e^-strength."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(length, heads.channels, generator=generator).to(dtype)
     decay = torch.exp(-torch.rand(length, heads.value_heads, generator=generator) * strength)
     beta = torch.rand(length, heads.value_heads, generator=generator)
-    return Sequence(heads, x, decay, beta, torch.randn(heads.width, heads.channels, generator=generator) / 2)
+    weight = torch.randn(heads.width, heads.channels, generator=generator) / 2
+    skip = torch.randn(heads.value_heads, generator=generator) if mamba else None
+    return Sequence(heads, x, decay, beta, weight, skip)
 
 
 def spoilt_memory(heads: RecurrentHeads, dtype: torch.dtype) -> RecurrentMemory:
@@ -65,6 +74,8 @@ def run_rows(
     ops: RecurrentOps, own: Sequence, rows: RecurrentRows, memory: RecurrentMemory, x, decay, beta
 ) -> torch.Tensor:
     convolved = ops.convolve(x, own.weight, rows, memory)
+    if own.skip is not None:
+        return ops.state_rule(convolved, decay, beta, own.skip, rows, memory, own.heads)
     return ops.delta_rule(convolved, decay, beta, rows, memory, own.heads)
 
 
@@ -116,18 +127,25 @@ def in_float64(own: Sequence) -> torch.Tensor:
     padded = torch.cat((torch.zeros(heads.width - 1, heads.channels), own.x.float())).double()
     rows = sum(padded[step : step + length] * own.weight[step].double() for step in range(heads.width))
     rows = torch.nn.functional.silu(rows)
-    keys = heads.key_heads * heads.key_dim
-    q, k, v = rows.split((keys, keys, heads.value_heads * heads.value_dim), 1)
+    keys, values, skip = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim, own.skip
+    q, k, v = (
+        rows.split((keys, keys, values), 1) if skip is None else rows.split((values, keys, keys), 1)[::-1]
+    )
     q, k = (part.unflatten(1, (heads.key_heads, -1)) for part in (q, k))
-    q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+    if skip is None:
+        q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+        q = q * heads.key_dim**-0.5
     group = heads.value_heads // heads.key_heads
-    q, k = (part.repeat_interleave(group, 1) for part in (q * heads.key_dim**-0.5, k))
+    q, k = (part.repeat_interleave(group, 1) for part in (q, k))
     v = v.unflatten(1, (heads.value_heads, -1))
     state = torch.zeros(heads.value_heads, heads.key_dim, heads.value_dim, dtype=torch.float64)
     out = torch.empty_like(v)
     for t in range(length):
         state = state * own.decay[t].double()[:, None, None]
-        update = (v[t] - torch.einsum("hkv,hk->hv", state, k[t])) * own.beta[t].double()[:, None]
+        known = torch.einsum("hkv,hk->hv", state, k[t]) if skip is None else 0.0
+        update = (v[t] - known) * own.beta[t].double()[:, None]
         state = state + k[t][:, :, None] * update[:, None]
         out[t] = torch.einsum("hkv,hk->hv", state, q[t])
+        if skip is not None:
+            out[t] += skip.double()[:, None] * v[t]
     return out.flatten(1)
