@@ -88,7 +88,7 @@ class MambaKind(MixerKind, frozen=True):
     num_heads: int
     head_dim: int
     num_groups: int
-    """Of heads that share keys and queries (B and C)."""
+    """The heads of a group share keys and queries (B and C)."""
     state_dim: int
     """The size of keys and queries."""
     width: int
@@ -157,7 +157,7 @@ class Multipliers:
 
     embedding: float = 1.0
     residual: float = 1.0
-    """For what each half of a layer adds."""
+    """Multiplies what each half of a layer adds."""
     logits: float = 1.0
     """Divides them."""
 

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.admission.model_parts import DECODERS
 from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.spec import SiteWeights
+from loraplex.adapters.store.tensors import read_tensor
 from loraplex.engine.devices import kernels_elsewhere
 from loraplex.engine.kv.states import slot_bytes
 from loraplex.engine.logprobs import join_scores
@@ -181,7 +184,8 @@ def test_adapters_and_the_base_in_one_engine(
         adapters = save_adapters(base, folder, chosen)
         caches = plan_model(base, dtype="float32").shape.caches
         engine = LocalEngine(
-            base, folder / "work", dtype="float32", max_model_len=100 if turns == 1 else 120, max_num_batched_tokens=40, max_num_seqs=8,
+            base, folder / "work", dtype="float32", max_model_len=100 if turns == 1 else 120,
+            max_num_batched_tokens=40, max_num_seqs=8,
             kv_cache_memory=8 * slot_bytes(caches), adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, num_threads=1,
         )  # fmt: skip
         if (shape, turns) == (SHAPES[2], 1):
@@ -270,6 +274,26 @@ def admission(base: Path, folder: Path, change: Any) -> str:
     except AdapterRefused as error:
         return str(error)
     return ""
+
+
+def test_every_name_of_the_decoder_is_the_same_adapter(base: Path, tmp_path: Path) -> None:
+    """Other servers load names of the text class, or of the wrapper, onto no module, and answer as the base."""
+    chosen = {"all": {"r": 4, "lora_alpha": 8, "target_modules": ALL_SITES}}
+    path = save_adapters(base, tmp_path, chosen)["all"] / "adapter_model.safetensors"
+    tensors, before, found = load_file(path), "base_model.model.", []
+    for decoder, _ in DECODERS:
+        named = {name.replace(f"{before}model.", before + decoder): t for name, t in tensors.items()}
+        save_file(named, path, metadata={"format": "pt"})
+        spec = inspect_adapter(path.parent / "adapter_config.json", path, load_base_spec(base), max_rank=64)
+        found.append({(s.layer, s.site): load_site(path, s) for s in spec.sites})
+    assert len(found[0]) == 3 * 3 + 4 + 2 * 5
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[site], change) for site, change in found[0].items())
+
+
+def load_site(path: Path, site: SiteWeights) -> torch.Tensor:
+    return site.scaling * torch.from_numpy(read_tensor(path, site.b) @ read_tensor(path, site.a))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.recorded_layers import CosSin
-from loraplex.kernels.recurrent.types import RecurrentHeads, recurrent_bytes, recurrent_memory
+from loraplex.kernels.recurrent.types import RecurrentHeads, recurrent_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ def mamba_groups(kind: MambaKind, hidden: int) -> tuple[SiteGroup, SiteGroup]:
 
 def mamba_cache(kind: MambaKind, dtype: torch.dtype) -> CacheKind:
     """The state, and behind it the window."""
-    return replace(kind.cache, state_bytes=sum(recurrent_bytes(_heads(kind), dtype)))
+    state, window = recurrent_bytes(_heads(kind), dtype)
+    return replace(kind.cache, state_bytes=state, window_bytes=window)
 
 
 def read_mamba(
@@ -79,8 +80,7 @@ def run_mamba(
     Nothing is rotated."""
     assert batch.recurrent is not None
     heads, layer, ops = _heads(kind), weights.given.layer, linears.recurrent
-    slots, (state, _) = batch.kv.state(layer), recurrent_bytes(heads, x.dtype)
-    memory = recurrent_memory(heads, x.dtype, slots[:, :state], slots[:, state:])
+    memory = batch.kv.recurrent(layer, heads, x.dtype)
     y = linears.apply(weights.given, x, batch)
     inner = kind.num_heads * kind.head_dim
     gate, xbc, dt = y[:, :inner], y[:, inner : inner + heads.channels], y[:, inner + heads.channels :]
