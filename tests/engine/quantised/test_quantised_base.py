@@ -142,7 +142,9 @@ def test_checkpoints_of_other_tools_equal_peft_over_what_their_codes_stand_for(
 ) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True}
     # Outputs are whole blocks of 32, so that no processor's packing fills any up.
-    base = save_tiny(tmp_path / "base", FAMILIES[family] | sizes | {"vocab_size": 160})
+    # Those of both gates of a delta net too.
+    heads = {} if family == "llama" else {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+    base = save_tiny(tmp_path / "base", FAMILIES[family] | sizes | heads | {"vocab_size": 160})
     made, dense = write_quantised(base, tmp_path, name)
     if not FORMATS[name].exact:
         dense = dequantised(dense, tmp_path / "as codes", head=False)

@@ -18,6 +18,7 @@ from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import SiteWeights
 from loraplex.adapters.store.tensors import read_tensor
 from loraplex.engine.devices import kernels_elsewhere
+from loraplex.engine.execution.kv_cache import block_bytes
 from loraplex.engine.kv.states import slot_bytes
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.base import ModelUnsupported
@@ -183,10 +184,10 @@ def test_adapters_and_the_base_in_one_engine(
         base = save_tiny(folder / "base", FAMILIES[shape] | sizes, seed=seed)
         adapters = save_adapters(base, folder, chosen)
         caches = plan_model(base, dtype="float32").shape.caches
+        memory = max(8 * slot_bytes(caches), (14 + 2 * turns) * block_bytes(caches, torch.float32))
         engine = LocalEngine(
-            base, folder / "work", dtype="float32", max_model_len=100 if turns == 1 else 120,
-            max_num_batched_tokens=40, max_num_seqs=8,
-            kv_cache_memory=8 * slot_bytes(caches), adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, num_threads=1,
+            base, folder / "work", dtype="float32", max_model_len=80 + 20 * turns, max_num_batched_tokens=40,
+            max_num_seqs=8, kv_cache_memory=memory, adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, num_threads=1,
         )  # fmt: skip
         if (shape, turns) == (SHAPES[2], 1):
             assert engine.built.info.max_num_seqs == 4  # states take half of the memory
