@@ -77,6 +77,17 @@ def test_steps_of_any_rows_give_what_the_whole_gives(ops_of_cpus, heads, seed):
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [heads for heads, mamba in RULES if mamba], ids=str)
+def test_mambas_rule_is_that_of_float64_in_any_step(ops_of_cpus, heads):
+    for strength in (0.05, 2.0, 30.0):
+        own = sequence(heads, 70, strength, mamba=True)
+        want = in_float64(own)
+        got = run_whole(ops_of_cpus, own, spoilt_memory(heads, torch.float32))
+        assert (got - want).abs().max() <= 1e-6 * want.abs().max()
+        got = run_in_steps(ops_of_cpus, own, spoilt_memory(heads, torch.float32), 1)
+        assert (got - want).abs().max() <= 1e-6 * want.abs().max()
+
+
 @pytest.mark.slow  # compiling for two dtypes takes 10 s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strength", [0.1, 30.0])
@@ -169,13 +180,13 @@ def test_gates(ops, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_of_mamba(ops, dtype):
+def test_steps_of_mamba(ops_of_cpus, dtype):
     """As transformers rounds them: the sum, and its softplus."""
     torch.manual_seed(0)
     dt = (torch.randn(9, 10).to(dtype) * 8)[:, 2:7]
     a_log, dt_bias = torch.randn(5), torch.randn(5).to(dtype).float()
     for low, high in ((0.0, 3e38), (0.5, 3.0)):
-        step, decay = ops.step_gates(dt, a_log, dt_bias, low, high)
+        step, decay = ops_of_cpus.step_gates(dt, a_log, dt_bias, low, high)
         assert step.dtype is decay.dtype is torch.float32
         want = torch.nn.functional.softplus(dt + dt_bias.to(dtype)).clamp(low, high)
         few_differ(step.to(dtype), want)
@@ -198,9 +209,12 @@ def test_gated_norm_and_output_gate_round_as_transformers(ops, dtype):
     few_differ(
         ops.output_gate(attended, heads[:, :, 64:]), (attended * heads[:, :, 64:].sigmoid()).flatten(1)
     )
-    # Heads of a size that fills no whole vectors, the last ones among them.
-    attended, gate = o[:, :240].contiguous().view(7, 6, 40), wide[:, 760:].view(7, 6, 40)
-    few_differ(ops.output_gate(attended, gate), (attended * gate.sigmoid()).flatten(1))
+
+
+def test_the_output_gate_of_heads_that_fill_no_whole_vectors(ops_of_cpus):
+    attended, wide = torch.randn(7, 6, 40), torch.randn(7, 1000)
+    gate = wide[:, 760:].view(7, 6, 40)
+    few_differ(ops_of_cpus.output_gate(attended, gate), (attended * gate.sigmoid()).flatten(1))
 
 
 def few_differ(got, want):

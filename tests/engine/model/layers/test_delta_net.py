@@ -89,6 +89,14 @@ def test_a_plan_for_a_gpu_has_the_states_of_one_for_a_cpu(base: Path) -> None:
     assert slot_bytes(plan.shape.caches) > 0
 
 
+def test_mamba_beside_tritons_kernels_is_refused(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path, FAMILIES["granite4-h"])
+    with pytest.raises(
+        ModelUnsupported, match="the Mamba-2 layers of granitemoehybrid do not run beside triton's"
+    ):
+        make_plan(base, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
+
+
 def test_a_head_that_predicts_further_tokens_is_not_read(base: Path, tmp_path: Path) -> None:
     """Nor does it take sites away: it has as many linears in layer 0 as the model."""
     tensors = load_file(base / "model.safetensors")
