@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def put(staging: Staging, config: dict[str, Any], tensors: Tensors) -> None:
 
 def admit(staging: Staging, base: BaseSpec, config: dict[str, Any], tensors: Tensors) -> AdapterSpec:
     put(staging, config, tensors)
-    checks = convert_mlx(staging, 64)
+    checks = convert_mlx(staging, 64, base.model_type)
     assert {path.name for path in staging.directory.iterdir()} == {
         staging.config_path.name,
         staging.tensors_path.name,
@@ -71,7 +72,7 @@ def admit(staging: Staging, base: BaseSpec, config: dict[str, Any], tensors: Ten
 def refused(staging: Staging, config: dict[str, Any], tensors: Tensors, max_rank: int = 64) -> AdapterRefused:
     put(staging, config, tensors)
     with pytest.raises(AdapterRefused) as caught:
-        convert_mlx(staging, max_rank)
+        convert_mlx(staging, max_rank, "llama")
     assert caught.value.message.isascii()
     return caught.value
 
@@ -101,6 +102,20 @@ def test_every_value_keeps_its_bits_and_the_scale_its_value(
         assert site.scaling == 0.7
     assert spec.report["checks"][0]["name"] == "mlx"
     assert "scale 0.7 is lora_alpha" in spec.report["checks"][0]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [("gemma2", "sliding window"), ("phi3", "sliding window"), ("glm", "whole heads"), ("llama", "")],
+)
+def test_a_base_that_mlx_computes_otherwise_is_named(
+    staging: Staging, base: BaseSpec, family: str, told: str
+) -> None:
+    spec = admit(staging, replace(base, model_type=family), lora(), mlx_tensors(ARCH, rank=4))
+    warnings = [
+        check["detail"] for check in spec.report["checks"] if check["name"] == "mlx" and not check["ok"]
+    ]
+    assert [told in warning for warning in warnings] == [True] * bool(told)
 
 
 def outputs_of_peft(base_dir: Path, adapter: Path, x: np.ndarray) -> dict[str, np.ndarray]:
@@ -342,5 +357,5 @@ def test_whatever_the_files_are_nothing_else_is_raised(staging: Staging) -> None
             if field is not None:
                 config[field] = value
             put(staging, config, tensors)
-            found = attempt(convert_mlx, staging, 64)
+            found = attempt(convert_mlx, staging, 64, "llama")
             assert isinstance(found, list) or found.message.isascii()

@@ -196,7 +196,7 @@ def mlx_adapters(directory: Path) -> Target:
         with store.begin_staging() as staging, _refusals():
             staging.config_path.write_bytes(data[2 : 2 + size])
             staging.tensors_path.write_bytes(data[2 + size :])
-            converted = convert_mlx(staging, 64)
+            converted = convert_mlx(staging, 64, base.model_type)
             if converted:
                 read_header(staging.tensors_path)
                 assert json.loads(staging.config_path.read_bytes())["peft_type"] == "LORA"

@@ -32,12 +32,22 @@ from loraplex.adapters.store.files import (
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
 
 _TILE_BYTES = 4 << 20
+_NO_WINDOW = "mlx-lm 0.32 gives this family no sliding window: the adapter was trained for other texts longer than that"
+_TRAINED_FOR_ANOTHER = {
+    "gemma2": _NO_WINDOW,
+    "phi3": _NO_WINDOW,
+    "starcoder2": _NO_WINDOW,
+    "glm": "mlx-lm 0.32 rotates whole heads of this family, the model half of each: the adapter was trained for "
+    "another model; train it with PEFT",
+}
+"""The warning by the base's model type: mlx-lm computes something else of these than transformers does."""
 _PEFT_NAMES = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
 
 
-def convert_mlx(staging: Staging, max_rank: int) -> list[dict[str, Any]]:
+def convert_mlx(staging: Staging, max_rank: int, model_type: str) -> list[dict[str, Any]]:
     """Replace mlx-lm's files in `staging` by PEFT's, and return what a report says of it: entries of its `checks`, as
-    `inspect_adapter` takes them. None of them where the files are not mlx-lm's, or cannot be read.
+    `inspect_adapter` takes them. None of them where the files are not mlx-lm's, or cannot be read. `model_type` is the
+    base's.
 
     Raises AdapterRefused for what mlx-lm saves and is not served, StoreFull, StoreFailed, OSError.
     """
@@ -72,6 +82,9 @@ def convert_mlx(staging: Staging, max_rank: int) -> list[dict[str, Any]]:
     if unused:
         names = ", ".join(map(shown, unused[:8]))
         warning = f"warning: lora_parameters.keys names {names}, and no tensors came for it"
+        checks.append({"name": "mlx", "ok": False, "detail": warning})
+    if model_type in _TRAINED_FOR_ANOTHER:
+        warning = f"warning: {_TRAINED_FOR_ANOTHER[model_type]}"
         checks.append({"name": "mlx", "ok": False, "detail": warning})
     return checks
 

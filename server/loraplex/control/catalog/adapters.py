@@ -140,7 +140,7 @@ class Catalog:
             max_rank=self.max_rank,
             deep=True,
             earlier=[
-                *convert_mlx(staging, self.max_rank),
+                *convert_mlx(staging, self.max_rank, self.base.model_type),
                 *join_split_linears(staging, self.base, self.max_rank),
             ],
             refuse_towers=self._refuse_towers,
