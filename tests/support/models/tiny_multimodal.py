@@ -41,7 +41,9 @@ _SIGLIP = {
 _CHANGES: Mapping[str, dict[str, Any]] = {
     **{
         name: {"rope_parameters": _MROPE}
-        for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text")
+        for name in (
+            "cosmos3_edge_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text",
+        )
     },
     **{
         name: {"rope_parameters": _MROPE | {"mrope_interleaved": True}}
