@@ -40,6 +40,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         "layer_types": ["full_attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0,
     },
+    "gemma4_text": {"global_head_dim": 32},
+    "gemma4_unified_text": {"global_head_dim": 32},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
@@ -49,6 +51,14 @@ _CHANGES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """What the fields' names don't tell, by family."""
+
+
+def read_field(config: Any, name: str) -> Any:
+    """None where a config has no such field, or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers names no number for layers that differ
+        return None
 
 
 def small_config(family: str, **changes: Any) -> Any:
@@ -61,7 +71,7 @@ def small_config(family: str, **changes: Any) -> Any:
         name: value
         for name, value in _SMALL.items()
         # A list, or none, in the default means something else than a number.
-        if name in fields and not isinstance(getattr(default, name, None), list | tuple)
+        if name in fields and not isinstance(read_field(default, name), list | tuple)
     }
     for name in _KINDS:
         kinds = getattr(default, name, None) if name in fields else None

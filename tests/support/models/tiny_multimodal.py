@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from loraplex.adapters.admission.model_parts import MULTIMODAL
+from support.models.tiny_families import read_field
 
 VOCAB = 512
 _THINKER = "thinker"
@@ -80,20 +81,13 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
 """What the fields' names don't tell, by the type of a model or of a part."""
 
 
-def _read(config: Any, name: str) -> Any:
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers names no number for layers that differ
-        return None
-
-
 def _shrunk(config_class: Any) -> dict[str, Any]:
     default, fields = config_class(), config_class.__dataclass_fields__
     values = {
         name: value
         for name, value in _SMALL.items()
         # A list in the default, or nothing, means something else than a number.
-        if name in fields and not isinstance(_read(default, name), list | tuple)
+        if name in fields and not isinstance(read_field(default, name), list | tuple)
     }
     kinds = getattr(default, "layer_types", None) if "num_hidden_layers" in values else None
     if kinds:
