@@ -36,7 +36,14 @@ def make_source(
     needs = AttentionNeeds(shape, (None, 9), groups=tuple(((shape, window),) for window in windows))
     attention = TritonAttention(needs, torch.float32, CPU)
     source = PackedSource(
-        attention, torch.float32, CPU, limits, lora=None, sizes=sizes, num_groups=len(windows)
+        attention,
+        torch.float32,
+        CPU,
+        limits,
+        lora=None,
+        sizes=sizes,
+        num_groups=len(windows),
+        has_windows=True,
     )
     source.replays = {size: lambda _with_adapters: torch.empty(0) for size in sizes}
     return source
@@ -59,9 +66,9 @@ def make_plan(rng: random.Random, *, decoding: bool, windows: tuple[int | None, 
         tokens = tuple(rng.randrange(VOCAB) for _ in range(count))
         request = EngineRequest(str(number), "t", tokens, SamplingParams(max_tokens=4))
         samples = decoding or rng.random() < 0.7
-        rows.append(
-            ScheduledSequence(request, 0, 0, start, count, tokens, tuple(blocks), -1, samples, False, 0)
-        )
+        item = ScheduledSequence(request, 0, 0, start, count, tokens, tuple(blocks), -1, samples, False, 0)
+        ends = (number + 9,) * ((start + count) // 16 - start // 16)
+        rows.append(replace(item, state_slot=number, state=number + 9, state_targets=ends))
     return StepPlan(1, tuple(rows))
 
 
@@ -110,6 +117,15 @@ def test_any_step_arrives_as_it_was_planned(
         for found, expected in zip(step.attention, want.attention, strict=True):
             assert found.slots[:total].tolist() == expected.slots.tolist()
             assert (found.slots[total:] == -1).all()
+        assert step.recurrent is not None
+        assert want.recurrent is not None
+        numbers = want.recurrent.table.tolist()
+        assert (step.recurrent.table.tolist(), step.recurrent.units) == (numbers, want.recurrent.units)
+        if inputs.size is not None:
+            recorded = source.recorded_units(inputs.size)
+            assert recorded is not None
+            assert recorded.table[: len(numbers)].tolist() == numbers
+            assert all(own <= most for own, most in zip(want.recurrent.most, recorded.most, strict=True))
         assert [values.tolist() for values in extra] == [[0.5, -1.0], [1e-300], [], [2**40]]
         if inputs.size is not None and inputs.size.prompts:
             start = source.layouts[inputs.size].rows["logits_rows"]
