@@ -223,3 +223,18 @@ def test_a_step_of_lines_alone_takes_a_bounded_time() -> None:
         took = engine.times.seconds(StepLoad.of(plan.scheduled))
         longest = max(longest, took - engine.times.seconds(rows))
     assert 0.8 * LINES_S <= longest <= LINES_S + 0.011
+
+
+@pytest.mark.parametrize("prompt", [48, 400])
+def test_lines_alone_take_the_time_of_other_requests(prompt: int) -> None:
+    took = []
+    for line in (False, True):
+        engine = Timed(measured())
+        engine.now += QUIET_S
+        begun = engine.now
+        for number in range(96):
+            engine.send(prompt, 20 + number % 17, line=line, tenant="abc"[number % 3] if line else "acme")
+        while engine.core.has_work:
+            engine.go()
+        took.append(engine.now - begun)
+    assert took[0] / took[1] >= 0.95
