@@ -21,7 +21,8 @@ LONGER = 4 * SHARE
 where it is, also where a row takes more than predicted."""
 STEP_SHARE = 0.1
 MOST_SAVED = 0.5
-"""Parts of steps that lines have left and may take later. They go below 0 by what one step's lines add."""
+"""Parts of steps that lines have left while they got nothing: then a step with a prompt has some too. What lines take
+is subtracted, and goes below 0."""
 SAME_TILE = 1.06
 """Kernels compute rows in tiles: where more rows take no more than this multiple of what one takes, lines get them."""
 ROWS_SHARE = 8
@@ -80,7 +81,8 @@ class LineShare:
         """The step has its lines."""
         if draft.prompt_time is not None and self._before is not None:
             added = self._added(draft.prompt_time.load)
-            self._saved -= added if added <= SHARE else max(added, LONGER)
+            if draft.prompt_time.load.rows > self._before.rows:
+                self._saved = min(self._saved, SHARE) - (added if added <= SHARE else max(added, LONGER))
 
     def _added(self, load: StepLoad) -> float:
         assert self._times is not None
