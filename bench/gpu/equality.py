@@ -19,6 +19,7 @@ from bench.gpu.models import (
     GEMMA3_1B,
     LLAMA_8B,
     QWEN3_0_6B,
+    QWEN3_5_0_8B,
     TINY,
     Dense,
     StateTensors,
@@ -54,8 +55,13 @@ class EqualityCase:
 def small_cases() -> list[EqualityCase]:
     short: dict[str, Any] = {"lengths": (3, 18, 5), "decoded": 1, "slots": (-1, 0, 1)}
     types = ["sliding_attention", "full_attention"]
+    delta = {
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
     return [
         EqualityCase("llama", LLAMA_8B, TINY | {"num_hidden_layers": 1}, torch.float32, **short),
+        EqualityCase("qwen3_5", QWEN3_5_0_8B, TINY | delta, torch.float32, **short),
         EqualityCase(
             "gemma3", GEMMA3_1B, TINY | {"sliding_window": 9, "layer_types": types}, torch.float32, **short
         ),
@@ -72,6 +78,7 @@ def full_cases() -> list[EqualityCase]:
         EqualityCase(
             "Gemma-3-1B, 4 layers, window 128", GEMMA3_1B, window | {"layer_types": types}, torch.bfloat16
         ),
+        EqualityCase("Qwen3.5-0.8B, 4 layers", QWEN3_5_0_8B, {"num_hidden_layers": 4}, torch.bfloat16),
         EqualityCase("Llama-3.1-8B, 2 layers, fp16", LLAMA_8B, {"num_hidden_layers": 2}, torch.float16),
         EqualityCase("Qwen3-0.6B, whole", QWEN3_0_6B, {}, torch.bfloat16),
     ]

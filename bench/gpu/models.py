@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ GEMMA3_1B: dict[str, Any] = {
         "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }  # fmt: skip
+QWEN3_5_0_8B: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584,
+    "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 TINY: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
@@ -88,7 +97,9 @@ class RandomTensors:
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         if "norm" in name:
-            out.normal_(self._center, 0.1, generator=self._generator)
+            # That of a delta net has no offset.
+            center = 1.0 if "linear_attn" in name else self._center
+            out.normal_(center, 0.1, generator=self._generator)
         else:
             out.normal_(0.0, out.shape[-1] ** -0.5, generator=self._generator)
 
@@ -138,7 +149,12 @@ def decoder_of(
 ) -> FusedDecoder:
     """`pack` packs weights in place of `Ops.pack`."""
     kernels = resolve_kernels("triton", device, batch_invariant=batch_invariant)
-    chosen = kernels.choose_attention(attention, attention_needs(spec), dtype)
+    needs = attention_needs(spec)
+    # A `Rig` keeps all positions: its layers are one group.
+    needs = replace(
+        needs, groups=(tuple(chain.from_iterable(needs.groups)),), previous=(needs.previous_of(None),)
+    )
+    chosen = kernels.choose_attention(attention, needs, dtype)
     ops = (
         kernels.ops
         if pack is None
@@ -156,7 +172,8 @@ def random_reference(config: Any, dtype: torch.dtype, device: torch.device) -> t
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=kind, attn_implementation="eager")
         made.append(model.eval().requires_grad_(False))
-    draw = RandomTensors(device, gemma="gemma" in config.model_type, tied=bool(config.tie_word_embeddings))
+    offset = spec_of(config).norm.offset
+    draw = RandomTensors(device, norm_offset=offset, tied=bool(config.tie_word_embeddings))
     for name, weight in made[0].named_parameters():
         draw.read_into(name, weight)
     made[1].load_state_dict(made[0].state_dict())

@@ -80,7 +80,10 @@ class Rig:
             size.max_sequences * self.blocks_each,
             kv_dtype or model.dtype,
             model.device,
+            2 * size.max_sequences,
+            size.max_sequences,
         )
+        self._has_windows = self.kv.state_windows.numel() > 0
         self.layout = ArenaLayout(
             model.site_groups, model.num_layers, model.dtype, max_rank=size.max_rank, head=model.head_group
         )
@@ -103,6 +106,7 @@ class Rig:
                     for rows in size.prompt_sizes
                 ),
             ),
+            has_windows=self._has_windows,
         )
         recorder = CudaRecorder() if self.device.type == "cuda" else Repeater()
         record_steps(self.model, self.kv, self.source, recorder)
@@ -138,6 +142,9 @@ class Rig:
         request = EngineRequest(f"{place}", "", (0,), sampling)
         last = -(-(start + len(tokens)) // BLOCK_SIZE)
         first = place * self.blocks_each
+        # Two states in turns: a step may be computed twice.
+        begun, ended = (position // BLOCK_SIZE for position in (start, start + len(tokens)))
+        states = tuple(2 * place + number % 2 for number in range(begun, ended + 1))
         return ScheduledSequence(
             request=request,
             order=place,
@@ -150,6 +157,9 @@ class Rig:
             samples=samples,
             pending_input=False,
             output_index=0,
+            state_slot=place if self._has_windows else -1,
+            state=states[0] if self._has_windows else -1,
+            state_targets=states[1:] if self._has_windows else (),
         )
 
     def begin(self, rows: Sequence[ScheduledSequence], *, eager: bool = False) -> Step:
@@ -167,6 +177,7 @@ class Rig:
             kv=self.kv,
             lora=flat.adapters.layers,
             head_lora=flat.adapters.head,
+            recurrent=flat.recurrent,
         )
         return Step(self, inputs, batch, planned.num_rows, tuple(flat.tokens.slices))
 

@@ -43,7 +43,7 @@ def _draw(
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    draw = RandomTensors(device, gemma=False, tied=bool(config.tie_word_embeddings))
+    draw = RandomTensors(device, norm_offset=0.0, tied=bool(config.tie_word_embeddings))
     for name, weight in model.named_parameters():
         drawn = torch.empty(weight.shape, dtype=dtype, device=device)
         draw.read_into(name, drawn)
