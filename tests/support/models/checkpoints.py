@@ -155,10 +155,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 32, "mamba_d_head": 32, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
         "residual_multiplier": 0.7, "attention_multiplier": 0.2, "mamba_proj_bias": True, "tie_word_embeddings": True,
     },
+    # Heads of half a strip of a state.
+    "qwen3_5-narrow": {
+        "model_type": "qwen3_5_text", "head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+        "num_hidden_layers": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
     "granite4-h-limits": {
         "model_type": "granitemoehybrid", "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48, "mamba_n_heads": 2,
-        "mamba_d_state": 16, "mamba_d_head": 64, "mamba_expand": 4, "mamba_conv_bias": False,
+        "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48, "mamba_n_heads": 8,
+        "mamba_d_state": 16, "mamba_d_head": 16, "mamba_expand": 4, "mamba_conv_bias": False,
         "position_embedding_type": "rope", "time_step_limit": [0.4, 0.9],
     },
     "granite4": {

@@ -54,7 +54,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"full_attention_interval": 4}, "full_attention_interval 4 and layer_types"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"linear_conv_kernel_dim": 5}, "linear_conv_kernel_dim 5"),
-        ({"linear_key_head_dim": 48}, "linear_key_head_dim 48 is no multiple of 32"),
+        ({"linear_key_head_dim": 40}, "linear_key_head_dim 40 is no multiple of 16"),
         ({"linear_num_key_heads": 2}, "linear_num_value_heads 3 is no multiple"),
         ({"linear_num_value_heads": 0}, "linear_num_value_heads is 0"),
         ({"layer_types": ["linear_attention"] * 3}, "none of the layers of this qwen3_5_text has attention"),

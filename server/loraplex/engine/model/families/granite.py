@@ -19,16 +19,16 @@ FIELDS = frozenset(
 )  # fmt: skip
 """Config fields beside those that other families have too."""
 _MOST_WIDTH = 4
-_STEPS = {"mamba_d_state": 16, "mamba_d_head": 32}
-"""Sizes, and the number that each is a multiple of."""
+_STEP = 16
+"""Sizes of heads are multiples of this."""
 
 
 def mamba_kind(config: Any) -> MambaKind:
     """Raises ModelUnsupported."""
-    for name, step in _STEPS.items():
-        if (size := getattr(config, name)) % step:
+    for name in ("mamba_d_state", "mamba_d_head"):
+        if (size := getattr(config, name)) % _STEP:
             raise ModelUnsupported(
-                f"{name} {shown(size)} is no multiple of {step}, which Mamba-2 is served with"
+                f"{name} {shown(size)} is no multiple of {_STEP}, which Mamba-2 is served with"
             )
     if config.mamba_n_groups != 1:
         raise ModelUnsupported(f"mamba_n_groups {shown(config.mamba_n_groups)} is not served; 1 is")

@@ -28,7 +28,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 _LINEAR, _FULL = "linear_attention", "full_attention"
 _MOST_WIDTH = 4
 """Positions of the convolution."""
-_STEP = 32
+_STEP = 16
 """Sizes of heads are multiples of this."""
 
 

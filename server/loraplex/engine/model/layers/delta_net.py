@@ -11,6 +11,7 @@ from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ForwardBatch, ModelUnsupported
 from loraplex.engine.model.layer_kinds import DeltaKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
+from loraplex.engine.model.layers.padded_heads import pad_values, padded_size, without_padding
 from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -35,9 +36,8 @@ class DeltaWeights:
 
 
 def delta_groups(kind: DeltaKind, hidden: int) -> tuple[SiteGroup, SiteGroup, SiteGroup]:
-    heads = _heads(kind)
     keys, values = kind.key_heads * kind.key_dim, kind.value_heads * kind.value_dim
-    sizes = (heads.channels, values) if len(kind.sites) == 2 else (keys, keys, values, values)
+    sizes = (2 * keys + values, values) if len(kind.sites) == 2 else (keys, keys, values, values)
     return (
         SiteGroup("delta_in", kind.sites, hidden, sizes),
         SiteGroup("delta_gates", kind.gates, hidden, (kind.value_heads,) * 2),
@@ -65,7 +65,7 @@ def read_delta(
     return DeltaWeights(
         given=tensors.linear(own, layer, given, bias=False),
         gates=tensors.linear(own, layer, gates, bias=False),
-        conv=_convolution(kind, tensors, own)[:, 0].T.float().contiguous(),
+        conv=_pad(kind, _convolution(kind, tensors, own)[:, 0].T.float()).contiguous(),
         # In the model's dtype first, as transformers loads them.
         a_log=tensors.tensor(f"{own}A_log", kind.value_heads).float(),
         dt_bias=tensors.tensor(f"{own}dt_bias", kind.value_heads).float(),
@@ -77,7 +77,7 @@ def read_delta(
 def _convolution(kind: DeltaKind, tensors: LayerTensors, own: str) -> torch.Tensor:
     """[C, 1, W]. Of OLMo Hybrid it is stored in three parts: those of queries, keys and values, or, as transformers
     saves it, thirds of all channels."""
-    channels, names = _heads(kind).channels, [f"{own}{part}_conv1d.weight" for part in "qkv"]
+    channels, names = _channels(kind), [f"{own}{part}_conv1d.weight" for part in "qkv"]
     if len(kind.sites) == 2 or names[0] not in tensors:
         return tensors.tensor(f"{own}conv1d.weight", channels, 1, kind.width)
     keys, third = kind.key_heads * kind.key_dim, -(-channels // 3)
@@ -111,7 +111,8 @@ def run_delta(
     memory = batch.kv.recurrent(layer, heads, x.dtype)
     y = linears.apply(weights.given, x, batch)
     gates = linears.apply(weights.gates, x, batch)
-    mixed = ops.convolve(y[:, : heads.channels], weights.conv, batch.recurrent, memory)
+    channels = _channels(kind)
+    mixed = ops.convolve(_pad(kind, y[:, :channels]), weights.conv, batch.recurrent, memory)
     beta, decay = ops.delta_gates(
         gates[:, : kind.value_heads],
         gates[:, kind.value_heads :],
@@ -120,8 +121,20 @@ def run_delta(
         kind.beta_scale,
     )
     out = ops.delta_rule(mixed, decay, beta, batch.recurrent, memory, heads)
-    return ops.gated_norm(out, y[:, heads.channels :], weights.norm, kind.norm_eps or linears.eps)
+    out = without_padding(out, kind.value_heads, kind.value_dim)
+    return ops.gated_norm(out, y[:, channels:], weights.norm, kind.norm_eps or linears.eps)
 
 
 def _heads(kind: DeltaKind) -> RecurrentHeads:
-    return RecurrentHeads(kind.key_heads, kind.value_heads, kind.key_dim, kind.value_dim, kind.width)
+    return RecurrentHeads(
+        kind.key_heads, kind.value_heads, kind.key_dim, padded_size(kind.value_dim), kind.width
+    )
+
+
+def _channels(kind: DeltaKind) -> int:
+    """Those of the checkpoint's convolution."""
+    return 2 * kind.key_heads * kind.key_dim + kind.value_heads * kind.value_dim
+
+
+def _pad(kind: DeltaKind, x: torch.Tensor) -> torch.Tensor:
+    return pad_values(x, 2 * kind.key_heads * kind.key_dim, kind.value_heads, kind.value_dim)

@@ -11,6 +11,7 @@ from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ForwardBatch
 from loraplex.engine.model.layer_kinds import MambaKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
+from loraplex.engine.model.layers.padded_heads import pad_values, padded_size, without_padding
 from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -36,7 +37,7 @@ class MambaWeights:
 
 def mamba_groups(kind: MambaKind, hidden: int) -> tuple[SiteGroup, SiteGroup]:
     inner = kind.num_heads * kind.head_dim
-    given = inner + _heads(kind).channels + kind.num_heads
+    given = inner + _channels(kind) + kind.num_heads
     return (
         SiteGroup("mamba_in", ("in_proj",), hidden, (given,)),
         SiteGroup("mamba_out", ("out_proj",), inner, (hidden,)),
@@ -53,11 +54,13 @@ def read_mamba(
     kind: MambaKind, tensors: LayerTensors, prefix: str, layer: int, given: SiteGroup, o: SiteGroup
 ) -> MambaWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
-    own, channels = f"{prefix}mamba.", _heads(kind).channels
+    own, channels = f"{prefix}mamba.", _channels(kind)
+    conv = tensors.tensor(f"{own}conv1d.weight", channels, 1, kind.width)[:, 0].T.float()
+    bias = tensors.tensor(f"{own}conv1d.bias", channels).float() if kind.conv_bias else None
     return MambaWeights(
         given=tensors.linear(own, layer, given, kind.bias),
-        conv=tensors.tensor(f"{own}conv1d.weight", channels, 1, kind.width)[:, 0].T.float().contiguous(),
-        bias=tensors.tensor(f"{own}conv1d.bias", channels).float() if kind.conv_bias else None,
+        conv=_pad(kind, conv).contiguous(),
+        bias=None if bias is None else _pad(kind, bias),
         a_log=tensors.tensor(f"{own}A_log", kind.num_heads).float(),
         dt_bias=tensors.tensor(f"{own}dt_bias", kind.num_heads).float(),
         skip=tensors.tensor(f"{own}D", kind.num_heads).float(),
@@ -83,12 +86,25 @@ def run_mamba(
     memory = batch.kv.recurrent(layer, heads, x.dtype)
     y = linears.apply(weights.given, x, batch)
     inner = kind.num_heads * kind.head_dim
-    gate, xbc, dt = y[:, :inner], y[:, inner : inner + heads.channels], y[:, inner + heads.channels :]
-    mixed = ops.convolve(xbc, weights.conv, batch.recurrent, memory, weights.bias)
+    end = inner + _channels(kind)
+    gate, xbc, dt = y[:, :inner], y[:, inner:end], y[:, end:]
+    mixed = ops.convolve(_pad(kind, xbc), weights.conv, batch.recurrent, memory, weights.bias)
     step, decay = ops.step_gates(dt, weights.a_log, weights.dt_bias, *kind.steps)
     out = ops.state_rule(mixed, decay, step, weights.skip, batch.recurrent, memory, heads)
+    out = without_padding(out, kind.num_heads, kind.head_dim)
     return linears.rms_norm(linears.act_and_mul(gate, False, out), weights.norm)
 
 
 def _heads(kind: MambaKind) -> RecurrentHeads:
-    return RecurrentHeads(kind.num_groups, kind.num_heads, kind.state_dim, kind.head_dim, kind.width)
+    return RecurrentHeads(
+        kind.num_groups, kind.num_heads, kind.state_dim, padded_size(kind.head_dim), kind.width
+    )
+
+
+def _channels(kind: MambaKind) -> int:
+    """Those of the checkpoint's convolution."""
+    return kind.num_heads * kind.head_dim + 2 * kind.num_groups * kind.state_dim
+
+
+def _pad(kind: MambaKind, x: torch.Tensor) -> torch.Tensor:
+    return pad_values(x, 0, kind.num_heads, kind.head_dim)
