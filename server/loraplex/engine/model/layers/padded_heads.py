@@ -18,7 +18,7 @@ def pad_values(x: torch.Tensor, first: int, heads: int, dim: int) -> torch.Tenso
     if not more:
         return x
     end = first + heads * dim
-    values = pad(x[..., first:end].unflatten(-1, (heads, dim)), (0, more)).flatten(-2)
+    values = pad(x[..., first:end].view(*x.shape[:-1], heads, dim), (0, more)).flatten(-2)
     return torch.cat((x[..., :first], values, x[..., end:]), -1)
 
 
