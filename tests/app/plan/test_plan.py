@@ -97,24 +97,28 @@ def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) ->
     """With heads as large as a 0.8B's, in one layer of three."""
     sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     model = save_tiny(tmp_path / "base", FAMILIES["qwen3_5-2"] | sizes)
-    asked = (
+    asked = [
         "--gpu",
         "cpu",
         "--gpu-memory",
-        "1100MiB",
+        "1300MiB",
         "--adapters",
         "1",
         "--context",
         "128",
         "--max-num-seqs",
         "4",
-    )
+    ]
+    chosen = plan("--model", str(model), *asked, "--dtype", "float32")["states"]
+    wrong = run_here("plan", "--model", str(model), *asked, "--state-cache", "much")
+    assert "--state-cache 'much'" in wrong.stderr
+    asked += ["--state-cache", "16MiB"]
     found = plan("--model", str(model), *asked, "--dtype", "float32")
     engine = build_engine(
         EngineConfig(
             str(model), str(tmp_path / "artifacts"), device="cpu", dtype="float32", kernels="torch", max_num_seqs=4,
             kv_cache_memory=mib(found["settings"]["kv_cache_memory"]), adapter_memory=1 << 20,
-            adapter_cpu_memory=1 << 20,
+            adapter_cpu_memory=1 << 20, state_cache=found["settings"]["state_cache"],
         ),
         wake=lambda: None,
     )  # fmt: skip
@@ -122,7 +126,8 @@ def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) ->
     engine.close()
     assert (info.num_states, info.num_windows) == (found["states"], found["windows"])
     assert (info.state_bytes, info.window_bytes) == (found["state"], found["window"])
-    assert found["states"] > found["windows"] == 4
+    assert found["states"] > chosen > found["windows"] == 4
+    assert (found["states"] - 4) * found["state"] <= 16 << 20
     told = run_here("plan", "--model", str(model), *asked, "--dtype", "float32").stdout
     assert f"{found['states']} states, " in told
     assert f"{found['states'] - 4} of them for prefixes; 4 windows, " in told

@@ -46,6 +46,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="As of serve: auto, bfloat16, float16 or float32")] = "auto",
     quantise: Annotated[str, typer.Option(help="As of serve: none or int8")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option(help="As of serve: auto or int8")] = "auto",
+    state_cache: Annotated[str, typer.Option(metavar="<bytes>", help="As of serve (empty: chosen)")] = "",
     replicas: Annotated[
         int, typer.Option(min=1, max=64, help="Engines, each with a copy of the base; on a CPU they share it")
     ] = 1,
@@ -72,10 +73,20 @@ def plan(
             "sites": tuple(part.strip() for part in target_modules.split(",") if part.strip()),
             "context": context,
             "max_num_seqs": max_num_seqs or 0,
+            "state_cache": _bytes("state-cache", state_cache),
         }
         shared = {"max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
         chosen = {"dtype": dtype, "quantise": quantise}
-        _plan(out, model, gpu, _bytes(gpu_memory), bandwidth, replicas, wanted | shared, chosen | shared)
+        _plan(
+            out,
+            model,
+            gpu,
+            _bytes("gpu-memory", gpu_memory),
+            bandwidth,
+            replicas,
+            wanted | shared,
+            chosen | shared,
+        )
 
 
 def _plan(
@@ -167,10 +178,10 @@ def _outline(model: str, kind: str, settings: ModelSettings) -> ModelOutline:
         return outline_model(make_plan(Path(made), settings, kernels))
 
 
-def _bytes(text: str) -> int:
+def _bytes(option: str, text: str) -> int:
     try:
         found = parse_size(text or "0")
     except ValueError as error:
-        raise SettingsInvalid(f"--gpu-memory '{text[:40]}': {error}.") from error
+        raise SettingsInvalid(f"--{option} '{text[:40]}': {error}.") from error
     assert isinstance(found, int)  # of a text
     return found

@@ -55,6 +55,7 @@ class Wanted:
     max_model_len: int = 0
     max_num_seqs: int = 0
     kv_cache_dtype: str = "auto"
+    state_cache: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,8 @@ def divide_memory(
         settings["adapter_cpu_memory"] = f"{host // MIB}MiB"
     if wanted.kv_cache_dtype != "auto":
         settings["kv_cache_dtype"] = wanted.kv_cache_dtype
+    if wanted.state_cache:
+        settings["state_cache"] = wanted.state_cache
     if wanted.max_model_len:
         settings["max_model_len"] = wanted.max_model_len
     return MemoryPlan(
@@ -233,6 +236,7 @@ def _kv_size(
             model.kv_dtype,
             target,
             kv_cache_memory=budget,
+            state_cache=wanted.state_cache,
             max_model_len=wanted.max_model_len,
             max_num_seqs=wanted.max_num_seqs,
             budget=left if target.type == "cuda" else None,
