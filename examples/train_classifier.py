@@ -6,7 +6,7 @@
 
 Without --base it is SmolLM2-135M-Instruct, from the folder that the quickstart made. A sentence says one mood and then
 another; the last one counts. The 200 sentences of the comparison end in words that the training has not seen. Seeded;
-two minutes on two cores. --compare takes the server and the key from LORAPLEX_URL and LORAPLEX_API_KEY.
+some minutes on two cores. --compare takes the server and the key from LORAPLEX_URL and LORAPLEX_API_KEY.
 """
 
 from __future__ import annotations
@@ -77,17 +77,25 @@ def train(base: Path, out: Path, steps: int) -> None:
     from peft import LoraConfig, get_peft_model
 
     tokenizer, model = load(base)
+    layers = model.config.num_hidden_layers
     config = LoraConfig(
-        task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"]
+        task_type="SEQ_CLS",
+        r=8,
+        lora_alpha=16,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        layers_to_transform=list(range(2 * layers // 3, layers)),
     )
     model = get_peft_model(model, config)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    # Without such instructions torch takes a minute for a step in bfloat16.
+    is_fast = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "NO AVX", "AVX2")
     data = sentences(ENDINGS, 16 * steps, seed=1)
     for step in range(steps):
         texts, labels = zip(*data[16 * step : 16 * (step + 1)], strict=True)
         batch = tokenizer(list(texts), padding=True, return_tensors="pt")
         given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-        loss = model(**given, labels=torch.tensor(labels)).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_fast):
+            loss = model(**given, labels=torch.tensor(labels)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -138,7 +146,7 @@ def main() -> None:
     )
     parser.add_argument("--base", type=Path, help="a model's folder (default: the quickstart's)")
     parser.add_argument("--out", type=Path, default=Path("my-classifier"))
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--compare", metavar="NAME", help="the adapter's name on the server")
     arguments = parser.parse_args()
     base = arguments.base
