@@ -135,12 +135,14 @@ def _multiply_units(team, arguments):
     grains = (blocks + grain - 1) // grain
     tile_rows, tile_bytes = min(rows, TILE_ROWS), TILE_ROWS * _WIDTH * 4
     space = np.empty(min(tiles, _UNIT_TILES) * tile_bytes + 64, np.uint8)
-    sums = (space.ctypes.data + 63) // 64 * 64
     has_shapes = False
     while True:
         unit = take_unit(team, grains * spans)
         if unit >= grains * spans:
             break
+        sums = (
+            (space.ctypes.data + 63) // 64 * 64
+        )  # in the loop: numba frees an array behind its last use by name
         if not has_shapes:
             configure_tiles(shapes)
             has_shapes = True

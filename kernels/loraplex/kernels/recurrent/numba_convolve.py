@@ -113,12 +113,12 @@ def _convolve_units(team, arguments, like):
     size, parts = size_of(like), (channels + _PART - 1) // _PART
     row_bytes = channels * size
     nothing = np.zeros(_PART, np.float32)
-    zeros = nothing.ctypes.data
     units = read_int64(table) * parts
     while True:
         unit = take_unit(team, units)
         if unit >= units:
             break
+        zeros = nothing.ctypes.data  # in the loop: numba frees an array behind its last use by name
         here, c = table + HEADER_BYTES + unit // parts * UNIT_BYTES, unit % parts * _PART
         num = min(_PART, channels - c)
         rows, count, start = table + read_int64(here) * 8, read_int64(here + 8), read_int64(here + 16)

@@ -323,15 +323,16 @@ def _rule_units(team, arguments, like):
     scaled, read = np.empty(WINDOW * dk, np.float32), np.empty(2 * WINDOW * COLUMNS, np.float32)
     numbers = np.zeros(4 * WINDOW * WINDOW + 2 * WINDOW, np.float32)
     places = np.empty(2 * WINDOW, np.int64)
-    by_key = numbers.ctypes.data
-    by_query, by_key_of = by_key + WINDOW * _LANES, by_key + 2 * WINDOW * _LANES
-    by_query_of, owns = by_key + 3 * WINDOW * _LANES, by_key + 4 * WINDOW * _LANES
-    lasts, given_row = owns + _LANES, places.ctypes.data
     units = read_int64(table) * key_heads
     while True:
         unit = take_unit(team, units)
         if unit >= units:
             break
+        # Addresses are taken in the loop: numba frees an array behind its last use by name.
+        by_key = numbers.ctypes.data
+        by_query, by_key_of = by_key + WINDOW * _LANES, by_key + 2 * WINDOW * _LANES
+        by_query_of, owns = by_key + 3 * WINDOW * _LANES, by_key + 4 * WINDOW * _LANES
+        lasts, given_row = owns + _LANES, places.ctypes.data
         head, here = unit % key_heads, table + HEADER_BYTES + unit // key_heads * UNIT_BYTES
         rows, count, start = table + read_int64(here) * 8, read_int64(here + 8), read_int64(here + 16)
         window = read_int64(here + 24) * window_row
