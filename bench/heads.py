@@ -61,7 +61,7 @@ def seconds(
     rng: random.Random,
     vocab: int,
 ) -> float:
-    """Of a round."""
+    """The processor's seconds that a round takes."""
     for number in range(len(refs)):
         prompt = [rng.randrange(vocab) for _ in range(tokens)]
         engine.embed(str(number), prompt, refs[number], pooling)

@@ -105,7 +105,7 @@ def _in_steps(own: Sequence, ends: tuple[int, ...], device: torch.device) -> tor
 
 
 def _memory(heads: RecurrentHeads, count: int, dtype: torch.dtype, device: torch.device) -> RecurrentMemory:
-    """Of small numbers."""
+    """The memory of `count` states and windows, filled with small numbers."""
     sizes = recurrent_bytes(heads, dtype)
     storage = [torch.full((count, size), 0x3C, dtype=torch.uint8, device=device) for size in sizes]
     return recurrent_memory(heads, dtype, *storage)

@@ -218,7 +218,7 @@ def test_a_tenant_s_files_and_batches_are_kept_for_its_days(plane: ControlPlane)
     with plane.database.read() as session:
         assert session.scalars(select(Batch.tenant_id)).all() == ["rival"]
     plane.tenants.update("acme", {"limits": {"file_days": 1 << 50}})
-    assert batch_of(plane, 3).status == "in_progress", "so many days are a time too"
+    assert batch_of(plane, 3).status == "in_progress", "an age in days is a time too"
 
 
 def test_a_server_without_work_writes_nothing(plane: ControlPlane) -> None:

@@ -25,7 +25,7 @@ class RecurrentUnit(NamedTuple):
     """One sequence of a step."""
 
     rows: Sequence[int]
-    """Its rows of the flat batch, in the order of its positions."""
+    """The sequence's rows of the flat batch, in the order of its positions."""
     start: int
     """The position of its first row. Below 16 the state counts as zeros, whatever lies there."""
     window: int

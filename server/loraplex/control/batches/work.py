@@ -203,7 +203,7 @@ def _part_of(work: Work) -> Update:
 
 
 def _finish(session: Session, batch: Batch, status: str, now: datetime) -> None:
-    """Its end, with the files of what was written."""
+    """End the batch, with the files of what was written."""
     batch.status, batch.ended_at = status, now
     session.execute(delete(BatchPart).where(BatchPart.batch_id == batch.id))
     for of_errors in (False, True):

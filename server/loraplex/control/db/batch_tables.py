@@ -23,7 +23,7 @@ class StoredFile(Base):
     filename: Mapped[str] = mapped_column(String(256))
     bytes: Mapped[int] = mapped_column(BigInteger)
     requests: Mapped[int]
-    """Its lines that are not blank."""
+    """The file's lines that are not blank."""
     ready: Mapped[bool]
     """False while it is uploaded; only then do parts come."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)

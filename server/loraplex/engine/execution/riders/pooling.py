@@ -28,7 +28,7 @@ class _Slice:
     """In `plan.scheduled`."""
     first: int
     count: int
-    """Its rows are `first` … `first`+`count`-1 of those whose hidden states are computed."""
+    """The slice's rows are `first` … `first`+`count`-1 of those whose hidden states are computed."""
     part: Literal["sums", "vectors", "logits"] | None
     """The kind of numbers that it gives; None: it is watched."""
     place: slice
