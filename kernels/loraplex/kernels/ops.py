@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from loraplex.kernels.experts.types import ExpertOps
 from loraplex.kernels.layers.short_conv import short_conv
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.recurrent.kernel import RecurrentOps
@@ -85,6 +86,7 @@ class Ops:
     in that dtype on its device, or a `GroupedWeight` or a `FloatWeight` on the CPU."""
     to_float32: Callable[[torch.Tensor], torch.Tensor]
     recurrent: RecurrentOps
+    experts: ExpertOps
     short_conv: ShortConv = short_conv
     record_layers: Callable[[], NumbaRecordedLayers] | None = None
     """Begins with a decoder whose layers call these functions; None: steps are not recorded."""

@@ -11,6 +11,7 @@ from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavaila
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.types import AttentionBatch
 from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.experts import torch_experts
 from loraplex.kernels.layers import activation, norm, rope
 from loraplex.kernels.linear import dense, groups
 from loraplex.kernels.linear.packed import PackedLinear
@@ -62,6 +63,7 @@ def torch_ops(device: torch.device = _CPU) -> Ops:
         pack=pack,
         to_float32=torch.Tensor.float,
         recurrent=torch_recurrent.recurrent_ops(),
+        experts=torch_experts.expert_ops(pack),
     )
 
 

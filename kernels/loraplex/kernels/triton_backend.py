@@ -12,6 +12,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.torch_prompts import TorchPrompts, obstacle_to_torch
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.bundle import FourBits, Kernels
+from loraplex.kernels.experts import torch_experts
 from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope, triton_short_conv
 from loraplex.kernels.linear import (
     dense,
@@ -85,6 +86,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
             step_gates=torch_recurrent.step_gates,
             state_rule=torch_recurrent.state_rule,
         ),
+        experts=torch_experts.expert_ops(pack, triton_activation.act_and_mul),
         short_conv=triton_short_conv.short_conv,
     )
 
