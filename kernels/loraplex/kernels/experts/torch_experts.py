@@ -23,15 +23,15 @@ from loraplex.kernels.experts.types import (
 )
 from loraplex.kernels.layers.activation import act_and_mul
 from loraplex.kernels.linear.packed import PackedLinear
-from loraplex.kernels.ops import ActAndMul
 from loraplex.kernels.weight_form import WeightForm
 
 LEAST_SUM = 1e-20
 """Added to a sum of sigmoids that weights are divided by."""
 Pack = Callable[[Any, WeightForm, torch.dtype], PackedLinear]
+Activate = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
-def expert_ops(pack: Pack, activate: ActAndMul = act_and_mul) -> ExpertOps:
+def expert_ops(pack: Pack, activate: Activate = act_and_mul) -> ExpertOps:
     """The operations over linears that a backend packs one by one. They read the routes on the host."""
 
     def pack_all(weights: Iterable[Any], form: WeightForm, dtype: torch.dtype) -> PackedExperts:
