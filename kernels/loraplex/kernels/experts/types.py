@@ -1,4 +1,4 @@
-"""What mixtures of experts are to all implementations: T rows, E experts, k experts of a row, P = T·k places."""
+"""Types of mixtures of experts that all implementations share: T rows, E experts, k experts of a row, P = T·k places."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class RouterKind:
     scaling: float = 1.0
     """Factor of all weights."""
     groups: int = 1
-    """Groups of adjacent experts, of which the `top_groups` with the largest sums of their best two are chosen from."""
+    """Groups of adjacent experts. Only experts of `top_groups` of them are chosen."""
     top_groups: int = 1
+    """The groups with the largest sums of their best two scores."""
     weights_in_float32: bool = True
     """False: weights are rounded to the dtype of the logits."""
 
