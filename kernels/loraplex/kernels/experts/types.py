@@ -1,4 +1,4 @@
-"""Types of mixtures of experts that all implementations share: T rows, E experts, k experts of a row, P = T·k places."""
+"""Types of mixtures of experts that all implementations share. T rows, E experts, k experts a row, P = T·k places."""
 
 from __future__ import annotations
 
