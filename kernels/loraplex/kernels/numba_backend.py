@@ -12,7 +12,7 @@ from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavaila
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.bundle import Kernels
-from loraplex.kernels.experts import torch_experts
+from loraplex.kernels.experts.numba_linears import numba_expert_ops
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import numba_activation, numba_norm, numba_rope, numba_widen
 from loraplex.kernels.linear import dense, numba_dense, numba_groups, numba_int8
@@ -46,7 +46,8 @@ def numba_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
 
 def numba_ops(*, batch_invariant: bool = False) -> Ops:
     """Functions for tensors on a CPU, of a dtype of `numba_runtime.vectors.LIKE`."""
-    pack = partial(_pack, batch_invariant=batch_invariant, pool=HugePagePool())
+    pool = HugePagePool()
+    pack = partial(_pack, batch_invariant=batch_invariant, pool=pool)
     return Ops(
         rms_norm=numba_norm.rms_norm,
         add_rms_norm=numba_norm.add_rms_norm,
@@ -64,7 +65,9 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
             step_gates=numba_gates.step_gates,
             state_rule=numba_rule.state_rule,
         ),
-        experts=torch_experts.expert_ops(pack, numba_activation.act_and_mul),
+        experts=numba_expert_ops(
+            partial(_pack, batch_invariant=True, pool=pool), numba_activation.act_and_mul
+        ),
         record_layers=numba_layers.NumbaRecordedLayers,
     )
 

@@ -4,6 +4,8 @@ number of rows of a tile, and the end of a tile."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +16,18 @@ from numba.extending import intrinsic
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.numba_runtime import ir as nir
-from loraplex.kernels.numba_runtime.vectors import host_features
+from loraplex.kernels.numba_runtime.vectors import host_features, jit, read_int64
 
 UNIT_BYTES = 768
 """Bytes of a column of x that one reading of a block's weights serves, at most: more rows would not stay in a core's
 own cache beside it."""
+
+PIECE_BYTES = 32
+"""Bytes of a record of rows of one expert, and of the head of their list: how many there are. A record has the expert,
+the first row and the number of rows, as int64."""
+PIECE_ROWS = UNIT_BYTES // 4
+"""Rows of a record, at most."""
+_PIECE_BYTES = PIECE_BYTES
 
 _OWN_ROWS = 48
 """Rows for each thread from which on a thread computes rows of its own, and reads all weights for them. What other
@@ -28,6 +37,21 @@ kernels leave of these rows is in its core's cache."""
 @dataclass(frozen=True, slots=True)
 class BlockedLinear(PackedLinear):
     """A weight in blocks of B outputs. It takes x [T, K] whose rows may lie apart, and a contiguous bias."""
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        places = [0 if part is None else part.data_ptr() for part in self.parts]
+        return self.multiply(self.rows_of(x, bias), 0 if bias is None else bias.data_ptr(), places)
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[torch.Tensor | None, ...]:
+        """Codes or numbers, and what else the kernel reads of the weight."""
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor, bias: int, places: Sequence[int], pieces: int = 0) -> torch.Tensor:
+        """x·Wᵀ + b, for the addresses of the bias, or 0, and of the `parts`. With the address of `pieces`, rows of x of
+        several experts (`PIECE_BYTES`), those are of the biases [E, N] and of addresses [E] of each expert's parts;
+        these weights differ from this one in nothing but the numbers in their parts."""
 
     def rows_of(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x with the numbers of a row side by side. Raises ValueError where x or the bias do not fit."""
@@ -61,6 +85,22 @@ def in_blocks(columns: torch.Tensor, pool: HugePagePool | None) -> torch.Tensor:
     for block, part in enumerate(columns.split(width)):
         blocks[block, :, : len(part)] = part.transpose(0, 1)
     return blocks
+
+
+@jit
+def rows_of_piece(number, rows, spans, pieces):
+    """The expert, the first and the last row of one of the pieces, if there are any, else of one of the `spans`."""
+    if pieces != 0:
+        at = pieces + (number + 1) * _PIECE_BYTES
+        first = read_int64(at + 8)
+        return read_int64(at), first, first + read_int64(at + 16)
+    return 0, rows * number // spans, rows * (number + 1) // spans
+
+
+@jit
+def part_of(place, expert, pieces):
+    """The address of an expert's part, whose table is at `place`, or of the only one's."""
+    return read_int64(place + expert * 8) if pieces != 0 and place != 0 else place
 
 
 def unit_spans(column_bytes: int, rows: int, blocks: int, threads: int) -> tuple[int, int]:

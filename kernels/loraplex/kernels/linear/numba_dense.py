@@ -13,6 +13,7 @@ and the number of inputs is a multiple of 32. That is decided by the weight, nev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ from loraplex.kernels.linear.numba_blocks import (
     block_size,
     block_width,
     for_each_count,
+    part_of,
+    rows_of_piece,
     store_tile,
     unit_blocks,
     unit_spans,
@@ -71,18 +74,20 @@ class PackedWeight(BlockedLinear):
 
     blocks: torch.Tensor
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.rows_of(x, bias)
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        return (self.blocks,)
+
+    def multiply(self, x: torch.Tensor, bias: int, places: Sequence[int], pieces: int = 0) -> torch.Tensor:
         columns, inputs = self.shape
         rows, size, threads, count = x.shape[0], x.element_size(), num_threads(), len(self.blocks)
         y = torch.empty(rows, columns, dtype=x.dtype)
-        given = (x.data_ptr(), x.stride(0) * size)
-        places = (self.blocks.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-        if x.dtype is torch.bfloat16 and inputs % INPUTS == 0 and amx.is_permitted():
-            run_products(given, rows, *places, inputs, columns, unit_blocks(count, threads))
+        given = (x.data_ptr(), x.stride(0) * size, rows, places[0], bias, y.data_ptr(), inputs, columns)
+        if x.dtype is torch.bfloat16 and inputs % INPUTS == 0 and not pieces and amx.is_permitted():
+            run_products(*given, unit_blocks(count, threads))
         else:
-            spans, grain = unit_spans(rows * size, rows, count, threads)
-            _multiply.run((LIKE[x.dtype],), *given, rows, *places, inputs, columns, grain, spans)
+            spans, grain = (0, 1) if pieces else unit_spans(rows * size, rows, count, threads)
+            _multiply.run((LIKE[x.dtype],), *given, grain, spans, pieces)
         return y
 
 
@@ -175,7 +180,9 @@ def _multiply_units(team, arguments, like):
         read_int64(arguments + 56),
         read_int64(arguments + 64),
     )
-    spans = read_int64(arguments + 72)
+    spans, pieces = read_int64(arguments + 72), read_int64(arguments + 80)
+    if pieces != 0:
+        spans = read_int64(pieces)
     width, size, most = block_width(), size_of(like), _tile_rows(like)
     blocks = (columns + width - 1) // width
     grains = (blocks + grain - 1) // grain
@@ -183,13 +190,13 @@ def _multiply_units(team, arguments, like):
         unit = take_unit(team, grains * spans)
         if unit >= grains * spans:
             break
-        span = unit // grains
-        low, high = rows * span // spans, rows * (span + 1) // spans
+        expert, low, high = rows_of_piece(unit // grains, rows, spans, pieces)
+        own = part_of(weight, expert, pieces)
         tiles = (high - low + most - 1) // most
         first = unit % grains * grain
         for block in range(first, min(first + grain, blocks)):
-            source = weight + block * inputs * width * size
-            begin = bias + block * width * size if bias != 0 else 0
+            source = own + block * inputs * width * size
+            begin = bias + (expert * columns + block * width) * size if bias != 0 else 0
             target = y + block * width * size
             count = min(width, columns - block * width)
             for tile in range(tiles):
@@ -210,4 +217,4 @@ def _multiply_units(team, arguments, like):
                 )
 
 
-_multiply = Kernel(_multiply_units, "qqqqqqqqqq")
+_multiply = Kernel(_multiply_units, "q" * 11)

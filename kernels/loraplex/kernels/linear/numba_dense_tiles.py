@@ -45,12 +45,13 @@ _F32, _BF16 = np.float32(0), np.uint16(0)
 
 
 def run_products(
-    x: tuple[int, int], rows: int, blocks: int, bias: int, y: int, inputs: int, columns: int, grain: int
+    x: int, x_stride: int, rows: int, blocks: int, bias: int, y: int, inputs: int, columns: int, grain: int
 ) -> None:
-    """y [rows, columns] = x·Wᵀ + b, for addresses of bfloat16: of x and the bytes from row to row, of the blocks of the
-    weight [columns, inputs], of the bias or 0, and of y. `grain`: blocks of a unit. Only where `amx.is_permitted`."""
+    """y [rows, columns] = x·Wᵀ + b, for addresses of bfloat16: of x, whose rows are `x_stride` bytes apart, of the
+    blocks of the weight [columns, inputs], of the bias or 0, and of y. `grain`: blocks of a unit. Only where
+    `amx.is_permitted`."""
     shapes = _shapes(min(rows, TILE_ROWS)).ctypes.data
-    _multiply.run((), *x, rows, blocks, bias, y, inputs, columns, grain, shapes)
+    _multiply.run((), x, x_stride, rows, blocks, bias, y, inputs, columns, grain, shapes)
 
 
 @cache

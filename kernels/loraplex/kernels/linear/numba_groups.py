@@ -14,6 +14,7 @@ any other rows and any threads, for one row as for many."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,8 @@ from loraplex.kernels.linear.numba_blocks import (
     block_width,
     for_each_count,
     in_blocks,
+    part_of,
+    rows_of_piece,
     store_tile,
     unit_spans,
 )
@@ -61,31 +64,31 @@ class PackedGroups(BlockedLinear):
     offsets: torch.Tensor | None
     group: int
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.rows_of(x, bias)
+    @property
+    def parts(self) -> tuple[torch.Tensor | None, ...]:
+        return (self.codes, self.scales, self.offsets)
+
+    def multiply(self, x: torch.Tensor, bias: int, places: Sequence[int], pieces: int = 0) -> torch.Tensor:
         dtype, group, (columns, inputs) = self.dtype, self.group, self.shape
         rows, threads, groups = x.shape[0], num_threads(), inputs // group
         y = torch.empty(rows, columns, dtype=dtype)
-        spans, grain = unit_spans(rows * x.element_size(), rows, len(self.codes), threads)
+        size, blocks = x.element_size(), len(self.codes)
+        spans, grain = (0, 1) if pieces else unit_spans(rows * size, rows, blocks, threads)
         is_wide = rows > _TILE_ROWS_WIDE and _multiplies_pairs(dtype)
         if rows > _TILE_ROWS_HALVES and not _multiplies_pairs(dtype):
             x = to_float32(x)  # else each tile does it again
         given = (x.data_ptr(), x.stride(0) * x.element_size(), rows)
-        offsets = sums = 0
+        sums_of_groups = torch.empty(0 if self.offsets is None else rows, groups, dtype=torch.float32)
         if self.offsets is not None:
-            sums_of_groups = torch.empty(rows, groups, dtype=torch.float32)
-            offsets, sums = self.offsets.data_ptr(), sums_of_groups.data_ptr()
-            _sum_groups.run((LIKE[x.dtype],), *given, group, groups, sums)
+            _sum_groups.run((LIKE[x.dtype],), *given, group, groups, sums_of_groups.data_ptr())
         # For a block's codes as bfloat16, for each thread.
         wide = torch.empty(threads if is_wide else 0, inputs * block_size(), dtype=torch.bfloat16)
         _multiply.run(
             (LIKE[x.dtype], LIKE[dtype]),
             *given,
-            self.codes.data_ptr(),
-            self.scales.data_ptr(),
-            offsets,
-            sums,
-            0 if bias is None else bias.data_ptr(),
+            *places,
+            sums_of_groups.data_ptr(),
+            bias,
             y.data_ptr(),
             inputs,
             columns,
@@ -93,6 +96,7 @@ class PackedGroups(BlockedLinear):
             grain,
             spans,
             wide.data_ptr() if is_wide else 0,
+            pieces,
         )
         return y
 
@@ -319,9 +323,10 @@ def _multiply_units(team, arguments, x_like, like):
     )
     grain, spans = read_int64(arguments + 96), read_int64(arguments + 104)
     width, size = block_width(), size_of(like)
-    wide, most = read_int64(arguments + 112), _tile_rows(x_like)
-    is_wide = wide != 0
-    wide += read_int64(team + 8) * inputs * width * 2
+    space, most, pieces = read_int64(arguments + 112), _tile_rows(x_like), read_int64(arguments + 120)
+    wide = space + read_int64(team + 8) * inputs * width * 2
+    if pieces != 0:
+        spans = read_int64(pieces)
     groups = inputs // group
     shifts = groups if offsets != 0 else 0
     blocks = (columns + width - 1) // width
@@ -330,17 +335,19 @@ def _multiply_units(team, arguments, x_like, like):
         unit = take_unit(team, grains * spans)
         if unit >= grains * spans:
             break
-        span = unit // grains
-        low, high = rows * span // spans, rows * (span + 1) // spans
+        expert, low, high = rows_of_piece(unit // grains, rows, spans, pieces)
+        is_wide = space != 0 and high - low > most
+        own, own_scales = part_of(codes, expert, pieces), part_of(scales, expert, pieces)
+        own_offsets = part_of(offsets, expert, pieces)
         tiles = (high - low + most - 1) // most
         first = unit % grains * grain
         for block in range(first, min(first + grain, blocks)):
-            source = codes + block * inputs * width
+            source = own + block * inputs * width
             its_scales, its_offsets = (
-                scales + block * groups * width * 4,
-                offsets + block * groups * width * 4,
+                own_scales + block * groups * width * 4,
+                own_offsets + block * groups * width * 4,
             )
-            its_bias = bias + block * width * size if bias != 0 else 0
+            its_bias = bias + (expert * columns + block * width) * size if bias != 0 else 0
             target, count = y + block * width * size, min(width, columns - block * width)
             if is_wide:
                 _widen(source, wide, inputs)
@@ -365,7 +372,7 @@ def _multiply_units(team, arguments, x_like, like):
                     )  # fmt: skip
 
 
-_multiply = Kernel(_multiply_units, "q" * 15)
+_multiply = Kernel(_multiply_units, "q" * 16)
 
 
 @jit

@@ -12,7 +12,8 @@ of the groups, and y is rounded once. So a row's result is bit-identical for any
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -28,6 +29,8 @@ from loraplex.kernels.linear.numba_blocks import (
     block_width,
     for_each_count,
     in_blocks,
+    part_of,
+    rows_of_piece,
     store_tile,
     unit_spans,
 )
@@ -54,26 +57,29 @@ class PackedIntegers(BlockedLinear):
     group: int
     bits: int
 
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        quantised = quantise_rows(self.rows_of(x, bias))
+    @property
+    def parts(self) -> tuple[torch.Tensor | None, ...]:
+        return (self.codes, self.scales, self.offsets)
+
+    def multiply(self, x: torch.Tensor, bias: int, places: Sequence[int], pieces: int = 0) -> torch.Tensor:
+        quantised = quantise_rows(x)
         rows, (columns, inputs) = x.shape[0], self.shape
         y = torch.empty(rows, columns, dtype=self.dtype)
-        spans, grain = unit_spans(rows, rows, len(self.codes), num_threads())
+        spans, grain = (0, 1) if pieces else unit_spans(rows, rows, len(self.codes), num_threads())
         _multiply.run(
             (LIKE[self.dtype], LIKE[self.scales.dtype], _BITS_LIKE[self.bits]),
             quantised.codes.data_ptr(),
             quantised.groups.data_ptr(),
             rows,
-            self.codes.data_ptr(),
-            self.scales.data_ptr(),
-            0 if self.offsets is None else self.offsets.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
+            *places,
+            bias,
             y.data_ptr(),
             inputs,
             columns,
             self.group // GROUP,
             grain,
             spans,
+            pieces,
         )
         return y
 
@@ -107,6 +113,14 @@ def pack_integers(
         weight.group,
         bits,
     )
+
+
+def in_8_bits(weight: PackedIntegers) -> PackedIntegers:
+    """The same numbers with codes of 8 bits."""
+    if weight.bits == 8:
+        return weight
+    steps = torch.stack((weight.codes & _MOST_CODE, weight.codes >> 4), 2).flatten(1, 2)
+    return replace(weight, codes=steps | 128, bits=8)
 
 
 def _unsigned(weight: GroupedWeight, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -264,7 +278,9 @@ def _multiply_units(team, arguments, like, scale_like, bits_like):
     offsets, bias = read_int64(arguments + 40), read_int64(arguments + 48)
     y, inputs, columns = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
     shared, grain = read_int64(arguments + 80), read_int64(arguments + 88)
-    spans = read_int64(arguments + 96)
+    spans, pieces = read_int64(arguments + 96), read_int64(arguments + 104)
+    if pieces != 0:
+        spans = read_int64(pieces)
     width, size, most = block_width(), size_of(like), _tile_rows(bits_like)
     block_bytes = _block_bytes(inputs, bits_like)
     groups = inputs // _GROUP
@@ -276,14 +292,15 @@ def _multiply_units(team, arguments, like, scale_like, bits_like):
         unit = take_unit(team, grains * spans)
         if unit >= grains * spans:
             break
-        span = unit // grains
-        low, high = rows * span // spans, rows * (span + 1) // spans
+        expert, low, high = rows_of_piece(unit // grains, rows, spans, pieces)
+        own, own_scales = part_of(codes, expert, pieces), part_of(scales, expert, pieces)
+        own_offsets = part_of(offsets, expert, pieces)
         tiles = (high - low + most - 1) // most
         first = unit % grains * grain
         for block in range(first, min(first + grain, blocks)):
-            source = codes + block * block_bytes
-            its_scales, its_offsets = scales + block * scale_bytes, offsets + block * scale_bytes
-            its_bias = bias + block * width * size if bias != 0 else 0
+            source = own + block * block_bytes
+            its_scales, its_offsets = own_scales + block * scale_bytes, own_offsets + block * scale_bytes
+            its_bias = bias + (expert * columns + block * width) * size if bias != 0 else 0
             target, count = y + block * width * size, min(width, columns - block * width)
             for tile in range(tiles):
                 # Tiles of equal size: a last one of a single row would take as long as one of four.
@@ -298,4 +315,4 @@ def _multiply_units(team, arguments, like, scale_like, bits_like):
                 )  # fmt: skip
 
 
-_multiply = Kernel(_multiply_units, "q" * 13)
+_multiply = Kernel(_multiply_units, "q" * 14)
