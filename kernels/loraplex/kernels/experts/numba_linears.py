@@ -71,7 +71,7 @@ class NumbaExperts(PackedExperts):
 
 
 def _by_table(experts: LinearByExpert) -> PackedExperts:
-    """As they are where the linears are of several kinds, or of torch's."""
+    """The same with one kernel for all experts; unchanged where the linears are of several kinds, or of torch's."""
     linears = experts.linears
     blocked = [each for each in linears if isinstance(each, BlockedLinear)]
     if len(blocked) < len(linears) or len({type(each) for each in blocked}) > 1:
