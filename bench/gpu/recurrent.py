@@ -1,4 +1,4 @@
-"""Gated delta nets on a GPU: the rule against float64, the same bits in any step, and how near its floor.
+"""Gated delta nets and Mamba-2 on a GPU: the rule against float64, the same bits in any step, and how near its floor.
 
 Without a GPU it runs interpreted, and gives no times.
 """
@@ -37,26 +37,31 @@ class RecurrentCase:
     heads: RecurrentHeads
     units: int
     rows: int
+    mamba: bool = False
 
 
 def small_cases() -> list[RecurrentCase]:
-    return [RecurrentCase("3 value heads of each key head", RecurrentHeads(1, 3, 32, 64), 2, 3)]
+    return [
+        RecurrentCase("3 value heads of each key head", RecurrentHeads(1, 3, 32, 64), 2, 3),
+        RecurrentCase("Mamba-2 of 2 groups", RecurrentHeads(2, 4, 32, 32), 2, 3, mamba=True),
+    ]
 
 
 def full_cases() -> list[RecurrentCase]:
-    """Qwen3.5's sizes."""
+    """The sizes of Qwen3.5, and of Granite 4.0 H-Micro."""
     shapes = {
         "0.8B": RecurrentHeads(16, 16, 128, 128),
         "9B": RecurrentHeads(16, 32, 128, 128),
         "27B": RecurrentHeads(16, 48, 128, 128),
+        "H-Micro": RecurrentHeads(1, 48, 128, 64),
     }
     decodes = [
-        RecurrentCase(f"{name} decode, {rows} rows", heads, rows, 1)
+        RecurrentCase(f"{name} decode, {rows} rows", heads, rows, 1, name == "H-Micro")
         for name, heads in shapes.items()
         for rows in (64, 16, 1, 256)
     ]
     prompts = [
-        RecurrentCase(f"{name}, {units} prompts of {rows}", heads, units, rows)
+        RecurrentCase(f"{name}, {units} prompts of {rows}", heads, units, rows, name == "H-Micro")
         for name, heads in shapes.items()
         for units, rows in ((1, 2048), (4, 512))
     ]
@@ -67,7 +72,7 @@ def run_case(case: RecurrentCase, device: torch.device, ceilings: Ceilings | Non
     """`ok`: in float32 the convolution and the rule are those of float64, and steps of a few rows have the bits of one
     step. With `ceilings` a layer's kernels are timed in bfloat16. `floor_ms`, of the rule: one read of states, keys and
     updates, or of a prompt's rows."""
-    own = sequence(case.heads, _CUTS[-1], 30.0)
+    own = sequence(case.heads, _CUTS[-1], 30.0, mamba=case.mamba)
     want = in_float64(own)
     whole, cut = (_in_steps(own, cuts, device) for cuts in (_CUTS[-1:], _CUTS))
     error, same = relative_error(whole, want), torch.equal(whole, cut)
@@ -92,6 +97,7 @@ def _in_steps(own: Sequence, ends: tuple[int, ...], device: torch.device) -> tor
     moved = Sequence(
         own.heads,
         *(part.to(device) for part in (own.x, own.decay, own.beta, own.weight)),
+        None if own.skip is None else own.skip.to(device),
     )
     for end in ends:
         unit = RecurrentUnit(range(end - start), start, 0, 0, targets_of(start, end - start, 0))
@@ -116,7 +122,7 @@ class _Layer:
 
     def __init__(self, case: RecurrentCase, device: torch.device) -> None:
         heads, total = case.heads, case.units * case.rows
-        self.heads, self.ops = heads, triton_ops(device=device).recurrent
+        self.mamba, self.heads, self.ops = case.mamba, heads, triton_ops(device=device).recurrent
         self.memory = _memory(heads, case.units, torch.bfloat16, device)
         self.rows = self._lay_out(case, device)
         values = heads.value_heads * heads.value_dim
@@ -145,6 +151,8 @@ class _Layer:
     def parts(self) -> dict[str, Any]:
         heads, ops = self.heads, self.ops
         b, a = self.gates.chunk(2, 1)
+        if self.mamba:
+            return self._mamba_parts(a)
         x, z = self.y[:, : heads.channels], self.y[:, heads.channels :]
         qkv = ops.convolve(x, self.weight, self.rows, self.memory)
         beta, decay = ops.delta_gates(b, a, self.rates, self.rates)
@@ -154,4 +162,15 @@ class _Layer:
             "convolution": lambda: ops.convolve(x, self.weight, self.rows, self.memory),
             "gates": lambda: ops.delta_gates(b, a, self.rates, self.rates),
             "norm": lambda: ops.gated_norm(out, z, self.norm, 1e-6),
+        }
+
+    def _mamba_parts(self, dt: torch.Tensor) -> dict[str, Any]:
+        """Its norm is that of other layers."""
+        x, ops = self.y[:, -self.heads.channels :], self.ops
+        xbc = ops.convolve(x, self.weight, self.rows, self.memory)
+        step, decay = ops.step_gates(dt, self.rates, self.rates, 0.0, 3e38)
+        return {
+            "rule": lambda: ops.state_rule(xbc, decay, step, self.rates, self.rows, self.memory, self.heads),
+            "convolution": lambda: ops.convolve(x, self.weight, self.rows, self.memory),
+            "gates": lambda: ops.step_gates(dt, self.rates, self.rates, 0.0, 3e38),
         }

@@ -26,7 +26,7 @@ from loraplex.kernels.linear import (
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.ops import Ops
-from loraplex.kernels.recurrent import torch_recurrent, triton_convolve, triton_gates, triton_rule
+from loraplex.kernels.recurrent import triton_convolve, triton_gates, triton_rule
 from loraplex.kernels.recurrent.kernel import RecurrentOps
 from loraplex.kernels.weight_form import WeightForm
 
@@ -83,8 +83,8 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
             delta_rule=triton_rule.delta_rule,
             gated_norm=triton_gates.gated_norm,
             output_gate=triton_gates.output_gate,
-            step_gates=torch_recurrent.step_gates,
-            state_rule=torch_recurrent.state_rule,
+            step_gates=triton_gates.step_gates,
+            state_rule=triton_rule.state_rule,
         ),
         experts=torch_experts.expert_ops(pack, triton_activation.act_and_mul),
         short_conv=triton_short_conv.short_conv,

@@ -180,13 +180,13 @@ def test_gates(ops, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_of_mamba(ops_of_cpus, dtype):
+def test_steps_of_mamba(ops, dtype):
     """As transformers rounds them: the sum, and its softplus."""
     torch.manual_seed(0)
     dt = (torch.randn(9, 10).to(dtype) * 8)[:, 2:7]
     a_log, dt_bias = torch.randn(5), torch.randn(5).to(dtype).float()
     for low, high in ((0.0, 3e38), (0.5, 3.0)):
-        step, decay = ops_of_cpus.step_gates(dt, a_log, dt_bias, low, high)
+        step, decay = ops.step_gates(dt, a_log, dt_bias, low, high)
         assert step.dtype is decay.dtype is torch.float32
         want = torch.nn.functional.softplus(dt + dt_bias.to(dtype)).clamp(low, high)
         few_differ(step.to(dtype), want)

@@ -1,5 +1,5 @@
 """The Triton kernels of recurrent layers and short convolutions, compiled for GPUs that are not there, as they are
-launched for Qwen3.5's and LFM2's sizes.
+launched for Qwen3.5's, Granite 4's, Nemotron-H's and LFM2's sizes.
 
 After a change that is meant to take more: RECORD_AOT=1 python -m pytest tests/kernels/recurrent/test_recurrent_aot.py
 """
@@ -19,6 +19,8 @@ from loraplex.kernels.layers import triton_short_conv
 from loraplex.kernels.recurrent import triton_convolve, triton_gates, triton_rule
 from loraplex.kernels.recurrent.types import (
     RecurrentHeads,
+    RecurrentMemory,
+    RecurrentRows,
     RecurrentUnit,
     lay_out_units,
     recurrent_bytes,
@@ -27,12 +29,13 @@ from loraplex.kernels.recurrent.types import (
 from support.kernels.triton_aot import ARCHS, Recorder, Variant, check, launched_variant
 
 RECORD = Path(__file__).parents[1] / "aot" / "recurrent.json"
-DTYPE = torch.bfloat16
+DTYPE, ROWS = torch.bfloat16, 18
 HEADS = {"0.8B": RecurrentHeads(16, 16, 128, 128), "27B": RecurrentHeads(16, 48, 128, 128)}
+MAMBAS = {"H-Micro": RecurrentHeads(1, 48, 128, 64), "Nemotron-H": RecurrentHeads(8, 128, 128, 64)}
 PROGRAMS = {
     triton_short_conv: ("short_conv_program",),
     triton_convolve: ("convolve_program",),
-    triton_gates: ("gates_program", "gated_norm_program", "output_gate_program"),
+    triton_gates: ("gates_program", "steps_program", "gated_norm_program", "output_gate_program"),
     triton_rule: ("rule_program", "keep_program"),
 }
 
@@ -42,6 +45,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     return [
         *recorded("0.8B", lambda: run_layer(HEADS["0.8B"]), PROGRAMS, monkeypatch),
         *recorded("27B", lambda: run_layer(HEADS["27B"]), [triton_rule], monkeypatch),
+        *recorded("H-Micro", lambda: run_mamba(MAMBAS["H-Micro"]), PROGRAMS, monkeypatch),
+        *recorded("Nemotron-H", lambda: run_mamba(MAMBAS["Nemotron-H"]), [triton_rule], monkeypatch),
         *recorded("LFM2", run_short_conv, PROGRAMS, monkeypatch),
     ]
 
@@ -75,11 +80,26 @@ def run_short_conv() -> None:
     triton_short_conv.short_conv(gates, cache, slots, places, torch.zeros(3, 2048), None)
 
 
-def run_layer(heads: RecurrentHeads) -> None:
-    rows, values = 18, heads.value_heads * heads.value_dim
+def memory_and_units(heads: RecurrentHeads) -> tuple[RecurrentMemory, RecurrentRows]:
     sizes = recurrent_bytes(heads, DTYPE)
     memory = recurrent_memory(heads, DTYPE, *(torch.zeros(1, size, dtype=torch.uint8) for size in sizes))
-    units = lay_out_units([RecurrentUnit(range(rows), 0, 0, 0, (0,))])
+    return memory, lay_out_units([RecurrentUnit(range(ROWS), 0, 0, 0, (0,))])
+
+
+def run_mamba(heads: RecurrentHeads) -> None:
+    memory, units = memory_and_units(heads)
+    inner = heads.value_heads * heads.value_dim
+    y = torch.zeros(ROWS, inner + heads.channels + heads.value_heads, dtype=DTYPE)
+    floats, end = torch.zeros(heads.value_heads), inner + heads.channels
+    weight, bias = torch.zeros(heads.width, heads.channels), torch.zeros(heads.channels)
+    mixed = triton_convolve.convolve(y[:, inner:end], weight, units, memory, bias)
+    step, decay = triton_gates.step_gates(y[:, end:], floats, floats, 0.0, 3e38)
+    triton_rule.state_rule(mixed, decay, step, floats, units, memory, heads)
+
+
+def run_layer(heads: RecurrentHeads) -> None:
+    rows, values = ROWS, heads.value_heads * heads.value_dim
+    memory, units = memory_and_units(heads)
     y = torch.zeros(rows, heads.channels + values, dtype=DTYPE)
     mixed = triton_convolve.convolve(
         y[:, : heads.channels], torch.zeros(heads.width, heads.channels), units, memory
@@ -101,11 +121,11 @@ def test_all_compile_and_take_no_more_than_recorded(
     archs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variants = launched(monkeypatch)
-    assert len(variants) == 9
+    assert len(variants) == 15
     report = check(variants, RECORD, compiled=[replace(variant, archs=archs) for variant in variants])
     for name, by_arch in report.items():
         for arch, usage in by_arch.items():
             assert usage.spill_bytes == 0, f"{name} on {arch}"
             assert usage.tensor_cores == 0, f"{name} on {arch}"  # TF32 would cost states half their digits
             # Single numbers alone are read narrow.
-            assert usage.wide_loads > 0 or name.startswith("gates"), f"{name} on {arch}"
+            assert usage.wide_loads > 0 or name.startswith(("gates", "steps")), f"{name} on {arch}"

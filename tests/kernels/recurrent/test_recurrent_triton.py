@@ -1,4 +1,4 @@
-"""Gated delta nets in Triton, interpreted: the rule against float64, the same bits in any step, recorded steps."""
+"""Gated delta nets and Mamba-2 in Triton, interpreted: rules against float64, the same bits in any step, recordings."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from loraplex.kernels.triton_backend import triton_ops
 from support.kernels.recurrent import (
     INTERPRETED,
     in_float64,
+    rule_in_float64,
     run_in_steps,
     run_rows,
     run_whole,
@@ -28,6 +29,8 @@ from support.kernels.triton_interpreter import repair_bfloat16
 
 OPS = triton_ops(device=torch.device("cpu")).recurrent
 SHAPES = [RecurrentHeads(1, 2, 32, 32), RecurrentHeads(1, 1, 48, 64, 3)]
+GROUPED = RecurrentHeads(2, 4, 48, 32)
+"""Of Mamba-2."""
 PARTS = ("states", "tails", "updates", "keys", "decays", "inputs")
 
 pytestmark = [
@@ -46,13 +49,35 @@ def test_the_rule_is_that_of_float64_at_any_decay(heads, strength):
     assert (got - want).abs().max() <= 1e-6 * want.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strength", [0.05, 30.0])
+def test_mambas_rule_is_that_of_float64_at_any_decay(strength, dtype, monkeypatch):
+    """In groups of heads. In bfloat16 the answers are rounded, and the convolution before them: the rule is given what
+    that made."""
+    repair_bfloat16(monkeypatch)
+    own, rows = sequence(GROUPED, 34, strength, dtype, mamba=True), range(34)
+    units = lay_out_units([RecurrentUnit(rows, 0, 1, 2, (2, 2))])
+    assert own.skip is not None
+    got = OPS.state_rule(own.x, own.decay, own.beta, own.skip, units, spoilt_memory(GROUPED, dtype), GROUPED)
+    want = rule_in_float64(own, own.x.double())
+    assert got.dtype is dtype
+    assert (got - want).abs().max() <= (1e-6 if dtype is torch.float32 else 2**-8) * want.abs().max()
+
+
 @pytest.mark.parametrize(
-    ("heads", "dtype"), [(SHAPES[0], torch.float32), (SHAPES[1], torch.bfloat16)], ids=str
+    ("heads", "dtype", "mamba"),
+    [
+        (SHAPES[0], torch.float32, False),
+        (SHAPES[1], torch.bfloat16, False),
+        (GROUPED, torch.float32, True),
+        (GROUPED, torch.bfloat16, True),
+    ],
+    ids=str,
 )
-def test_a_row_has_the_same_bits_in_any_step(heads, dtype, monkeypatch):
+def test_a_row_has_the_same_bits_in_any_step(heads, dtype, mamba, monkeypatch):
     """From memory full of NaN, among others' rows, with drafts thrown away and states that are not written in place."""
     repair_bfloat16(monkeypatch)
-    own = sequence(heads, 36, 1.0, dtype)
+    own = sequence(heads, 36, 1.0, dtype, mamba=mamba)
     want = run_whole(OPS, own, spoilt_memory(heads, dtype))
     assert want.isfinite().all()
     for seed in range(2):
@@ -60,11 +85,11 @@ def test_a_row_has_the_same_bits_in_any_step(heads, dtype, monkeypatch):
         assert torch.equal(got, want), seed
 
 
-def test_a_step_that_begins_a_window_leaves_what_its_rows_alone_leave():
+@pytest.mark.parametrize("heads", [SHAPES[0], GROUPED], ids=str)
+def test_a_step_that_begins_a_window_leaves_what_its_rows_alone_leave(heads):
     """Keys and decays of the window, which programs of other columns may not have read yet; in every state the last of
     the ends that write it."""
-    heads = SHAPES[0]
-    own, ends = sequence(heads, 45, 1.0), {}
+    own, ends = sequence(heads, 45, 1.0, mamba=heads is GROUPED), {}
     for name, cuts in {"whole": (14, 45), "rows": (14, *range(15, 46))}.items():
         memory, start = spoilt_memory(heads, torch.float32), 0
         for end in cuts:
@@ -79,10 +104,10 @@ def test_a_step_that_begins_a_window_leaves_what_its_rows_alone_leave():
         assert torch.equal(whole, by_rows)
 
 
-def test_a_recording_serves_steps_of_other_sequences():
-    """What it launches has room for any; its table lies where it lay."""
-    heads = SHAPES[0]
-    own = sequence(heads, 20, 1.0)
+@pytest.mark.parametrize("heads", [SHAPES[0], GROUPED], ids=str)
+def test_a_recording_serves_steps_of_other_sequences(heads):
+    """What it launches has room for any; its table lies where it lay. What no row of a step has stays untouched."""
+    own = sequence(heads, 20, 1.0, mamba=heads is GROUPED)
     recorded = RecurrentRows(
         (), torch.zeros(table_size(20, 4), dtype=torch.int64), most_units(20, 4, prompts=True)
     )

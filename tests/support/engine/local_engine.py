@@ -93,6 +93,17 @@ class LocalEngine:
             )
         )
 
+    def pin(self, *adapters: AdapterRef, timeout_s: float = 60.0) -> None:
+        """Have them on the device."""
+        for adapter in adapters:
+            self.core.pin(adapter)
+        end = time.monotonic() + timeout_s
+        while any(self.core.residency().get(adapter.digest) != "hot" for adapter in adapters):
+            if time.monotonic() > end:
+                raise TimeoutError("the adapters did not come onto the device")
+            self.step()
+            time.sleep(0.001)
+
     def embed(
         self,
         request_id: str,

@@ -56,10 +56,12 @@ def ask_mixed(
     tokens: int,
     **sampling: Any,
 ) -> Answered:
-    """Questions to the base, to `all` and to `many-ranks` in turns, many of them with a common start; all at once.
-    `sampling` as for `LocalEngine.add`."""
+    """Questions to the base, to `all` and to `many-ranks` in turns, many of them with a common start; all at once, and
+    with the adapters on the device: steps depend on the seed alone. Every other answer has a token more, so that some
+    go on when others have ended. `sampling` as for `LocalEngine.add`."""
     rng = random.Random(seed)
     refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
+    engine.pin(*refs.values())
     shared = [rng.randrange(3, VOCAB) for _ in range(LONGEST_START)]
     asked = []
     for number in range(requests):
@@ -67,7 +69,9 @@ def ask_mixed(
         prompt = shared[: rng.choice([0, 16, LONGEST_START])]
         prompt += [rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9]))]
         asked.append((name, prompt))
-        engine.add(str(number), prompt, refs[name] if name else None, max_tokens=tokens, **sampling)
+        engine.add(
+            str(number), prompt, refs[name] if name else None, max_tokens=tokens + number % 2, **sampling
+        )
     engine.run()
     return [(name, prompt, engine.tokens(str(number))) for number, (name, prompt) in enumerate(asked)]
 

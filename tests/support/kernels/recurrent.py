@@ -126,7 +126,12 @@ def in_float64(own: Sequence) -> torch.Tensor:
     heads, length = own.heads, len(own)
     padded = torch.cat((torch.zeros(heads.width - 1, heads.channels), own.x.float())).double()
     rows = sum(padded[step : step + length] * own.weight[step].double() for step in range(heads.width))
-    rows = torch.nn.functional.silu(rows)
+    return rule_in_float64(own, torch.nn.functional.silu(rows))
+
+
+def rule_in_float64(own: Sequence, rows: torch.Tensor) -> torch.Tensor:
+    """Of rows [T, C] that are convolved."""
+    heads, length = own.heads, len(own)
     keys, values, skip = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim, own.skip
     q, k, v = (
         rows.split((keys, keys, values), 1) if skip is None else rows.split((values, keys, keys), 1)[::-1]

@@ -34,7 +34,7 @@ from loraplex.kernels.numba_runtime.vectors import (
     write_float32,
 )
 from loraplex.kernels.recurrent import COLUMNS, HEADER_BYTES, UNIT_BYTES, WINDOW
-from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentMemory, RecurrentRows
+from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentMemory, RecurrentRows, check_operands
 
 _F32, _ONE, _SMALLEST = np.float32(0), np.float32(1), np.float32(1e-24)
 _EPS = np.float32(1e-6)
@@ -84,19 +84,7 @@ def _run(
     heads: RecurrentHeads,
 ) -> torch.Tensor:
     """`skip`: None for the delta rule. `places`: of the first query, key and value of a row."""
-    per_head = (len(x), heads.value_heads)
-    if (
-        x.shape[1] != heads.channels
-        or decay.shape != per_head
-        or beta.shape != per_head
-        or not (x.is_contiguous() and decay.is_contiguous() and beta.is_contiguous())
-        or not decay.dtype is beta.dtype is torch.float32
-        or not (skip is None or (skip.shape == per_head[1:] and skip.dtype is torch.float32))
-    ):
-        raise ValueError(
-            f"rows {list(x.shape)}, decays {list(decay.shape)} {decay.dtype} and betas {list(beta.shape)} "
-            f"{beta.dtype} do not fit {heads}"
-        )
+    check_operands(x, decay, beta, skip, heads)
     out = torch.empty(len(x), heads.value_heads * heads.value_dim, dtype=x.dtype)
     _all_units.run(
         (LIKE[x.dtype],),

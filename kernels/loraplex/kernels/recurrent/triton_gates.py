@@ -1,4 +1,4 @@
-"""The gates and the gated norm around the delta rule in Triton: the functions of
+"""The gates and the gated norm around the rules in Triton: the functions of
 `loraplex.kernels.recurrent.torch_recurrent`."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -61,6 +61,57 @@ def gates_program(
     soft = tl.where(x > 20.0, x, tl.log(1 + tl.exp(x)))
     rate = tl.exp(tl.load(a_log_ptr + head, mask=there, other=0.0).to(tl.float64))
     tl.store(decay_ptr + at, tl.exp(-rate * soft).to(tl.float32), mask=there)
+
+
+def step_gates(
+    dt: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raises ValueError where they do not fit."""
+    rows, heads = dt.shape
+    if dt.stride(1) != 1 or any(
+        each.shape != (heads,) or each.dtype is not torch.float32 for each in (a_log, dt_bias)
+    ):
+        raise ValueError(f"a_log and dt_bias must be [{heads}] float32, as dt has {heads} heads in its rows")
+    step, decay = torch.empty(2, rows, heads, device=dt.device).unbind()
+    if rows:
+        steps_program[(triton.cdiv(rows * heads, _GATES),)](
+            dt, a_log, dt_bias, step, decay, rows * heads, dt.stride(0), low, high,
+            HEADS=heads, BLOCK=_GATES, num_warps=4,
+        )  # fmt: skip
+    return step, decay
+
+
+@triton.jit(do_not_specialize=["count"])
+def steps_program(
+    dt_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    step_ptr,
+    decay_ptr,
+    count,
+    dt_row,
+    low,
+    high,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """In float64, like `gates_program`. Grid: rows · HEADS ÷ BLOCK."""
+    dtype = dt_ptr.dtype.element_ty
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = at < count
+    head = at % HEADS
+    own = tl.load(dt_ptr + (at // HEADS).to(tl.int64) * dt_row + head, mask=there, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias_ptr + head, mask=there, other=0.0).to(dtype).to(tl.float32)
+    x = (own + bias).to(dtype).to(tl.float64)
+    # The quotient takes off what the sum lost: a step may be far below 1.
+    grown = tl.exp(x)
+    whole = 1 + grown
+    soft = tl.where(whole == 1, grown, tl.log(whole) * (grown / (whole - 1)))
+    step = tl.where(x > 20.0, x, soft).to(tl.float32).to(dtype).to(tl.float32)
+    step = tl.where(step < low, low, tl.where(step > high, high, step))
+    tl.store(step_ptr + at, step, mask=there)
+    rate = tl.exp(tl.load(a_log_ptr + head, mask=there, other=0.0).to(tl.float64))
+    tl.store(decay_ptr + at, tl.exp(-rate * step.to(tl.float64)).to(tl.float32), mask=there)
 
 
 def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

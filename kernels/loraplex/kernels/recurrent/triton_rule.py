@@ -1,4 +1,5 @@
-"""The gated delta rule in Triton: `delta_rule` of `loraplex.kernels.recurrent.torch_recurrent`.
+"""The gated delta rule and Mamba-2's in Triton: `delta_rule` and `state_rule` of
+`loraplex.kernels.recurrent.torch_recurrent`.
 
 A program has 32 columns of a value head's state in registers and computes a sequence's rows one after the other, a
 decoded row by the instructions of a prompt's: a row has the same bits in any step. Keys of the open window are common
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from loraplex.kernels.recurrent import COLUMNS, HEADER_BYTES, UNIT_BYTES, WINDOW
 from loraplex.kernels.recurrent.torch_recurrent import SMALLEST
-from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentMemory, RecurrentRows
+from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentMemory, RecurrentRows, check_operands
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _WINDOW = tl.constexpr(WINDOW)
@@ -34,19 +35,38 @@ def delta_rule(
     heads: RecurrentHeads,
 ) -> torch.Tensor:
     """See the module. Rows of no unit hold anything. Raises ValueError where the tensors do not fit."""
-    per_head = (len(qkv), heads.value_heads)
-    if (
-        qkv.shape[1] != heads.channels
-        or decay.shape != per_head
-        or beta.shape != per_head
-        or not (qkv.is_contiguous() and decay.is_contiguous() and beta.is_contiguous())
-        or not decay.dtype is beta.dtype is torch.float32
-    ):
-        raise ValueError(
-            f"rows {list(qkv.shape)}, decays {list(decay.shape)} {decay.dtype} and betas {list(beta.shape)} "
-            f"{beta.dtype} do not fit {heads}"
-        )
-    out = torch.empty(len(qkv), heads.value_heads * heads.value_dim, dtype=qkv.dtype, device=qkv.device)
+    keys = heads.key_heads * heads.key_dim
+    return _run(qkv, decay, beta, None, (0, keys, 2 * keys), rows, memory, heads)
+
+
+def state_rule(
+    xbc: torch.Tensor,
+    decay: torch.Tensor,
+    step: torch.Tensor,
+    skip: torch.Tensor,
+    rows: RecurrentRows,
+    memory: RecurrentMemory,
+    heads: RecurrentHeads,
+) -> torch.Tensor:
+    """Mamba-2's. Raises as `delta_rule` does."""
+    values = heads.value_heads * heads.value_dim
+    places = values + heads.key_heads * heads.key_dim, values, 0
+    return _run(xbc, decay, step, skip, places, rows, memory, heads)
+
+
+def _run(
+    x: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    skip: torch.Tensor | None,
+    places: tuple[int, int, int],
+    rows: RecurrentRows,
+    memory: RecurrentMemory,
+    heads: RecurrentHeads,
+) -> torch.Tensor:
+    """`skip`: None for the delta rule. `places`: of the first query, key and value of a row."""
+    check_operands(x, decay, beta, skip, heads)
+    out = torch.empty(len(x), heads.value_heads * heads.value_dim, dtype=x.dtype, device=x.device)
     most = rows.most
     if not most.units:
         return out
@@ -54,13 +74,14 @@ def delta_rule(
     block = triton.next_power_of_2(heads.key_dim)
     sizes |= {"KEY_DIM": heads.key_dim, "BLOCK_K": block}
     # Of the last, open window of sequences that ended another one.
-    new_keys = keys.new_empty((len(qkv), heads.key_heads, heads.key_dim)) if most.begins_windows else keys
+    new_keys = keys.new_empty((len(x), heads.key_heads, heads.key_dim)) if most.begins_windows else keys
     strips = heads.value_dim // COLUMNS
     rule_program[(most.units * heads.value_heads * strips,)](
         rows.table,
-        qkv,
+        x,
         decay,
         beta,
+        decay if skip is None else skip,
         memory.states,
         keys,
         memory.updates,
@@ -70,7 +91,9 @@ def delta_rule(
         memory.states.stride(0),
         keys.stride(0),
         heads.key_dim**-0.5,
+        *places,
         STRIPS=strips,
+        DELTA=skip is None,
         **sizes,
         # A thread has 64 numbers of the state.
         num_warps=max(1, block // 64),
@@ -86,9 +109,10 @@ def delta_rule(
 @triton.jit
 def rule_program(
     table_ptr,
-    qkv_ptr,
+    x_ptr,
     decay_ptr,
     beta_ptr,
+    skip_ptr,
     states_ptr,
     keys_ptr,
     updates_ptr,
@@ -98,13 +122,18 @@ def rule_program(
     state_row,
     window_row,
     query_scale,
+    query_at,
+    key_at,
+    value_at,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STRIPS: tl.constexpr,
+    DELTA: tl.constexpr,
 ):
-    """32 columns of a value head of a sequence. Grid: units · VALUE_HEADS · STRIPS. Strides are in float32s."""
+    """32 columns of a value head of a sequence, by the delta rule or by Mamba-2's. Grid: units · VALUE_HEADS · STRIPS.
+    Strides are in float32s."""
     strip = tl.program_id(0) % STRIPS
     head = tl.program_id(0) // STRIPS % VALUE_HEADS
     unit = tl.program_id(0) // (STRIPS * VALUE_HEADS)
@@ -145,21 +174,27 @@ def rule_program(
         last = tl.minimum(first + count - opened, _WINDOW)
         for place in range(tl.maximum(first - opened, 0), last):
             row = tl.load(rows_ptr + opened + place - first)
-            qkv_row = qkv_ptr + row * (2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * STRIPS * _COLUMNS)
-            query = _unit_length(qkv_row + key_head * KEY_DIM + k, is_key) * query_scale
-            key = _unit_length(qkv_row + (KEY_HEADS + key_head) * KEY_DIM + k, is_key)
-            value_ptr = qkv_row + 2 * KEY_HEADS * KEY_DIM + own_strip * _COLUMNS
-            value = tl.load(value_ptr + c).to(tl.float32)
+            x_row = x_ptr + row * (2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * STRIPS * _COLUMNS)
+            own_key = x_row + key_head * KEY_DIM + k
+            query = tl.load(own_key + query_at, mask=is_key, other=0.0).to(tl.float32)
+            key = tl.load(own_key + key_at, mask=is_key, other=0.0).to(tl.float32)
+            if DELTA:
+                query, key = _unit_length(query) * query_scale, _unit_length(key)
+            value = tl.load(x_row + value_at + own_strip * _COLUMNS + c).to(tl.float32)
             decay = tl.load(decay_ptr + row * VALUE_HEADS + head)
             own, behind = _decayed(own, behind, places, place, decay)
             is_row = places[:, None] == place
             keys = tl.where(is_row, key[None, :], keys)
-            by_key = tl.where(places < place, behind * tl.sum(keys * key[None, :], 1), 0.0)
             by_query = tl.where(places <= place, behind * tl.sum(keys * query[None, :], 1), 0.0)
-            found = own * tl.sum(state * key[:, None], 0) + tl.sum(updates * by_key[:, None], 0)
-            update = (value - found) * tl.load(beta_ptr + row * VALUE_HEADS + head)
+            update = value
+            if DELTA:
+                by_key = tl.where(places < place, behind * tl.sum(keys * key[None, :], 1), 0.0)
+                update -= own * tl.sum(state * key[:, None], 0) + tl.sum(updates * by_key[:, None], 0)
+            update *= tl.load(beta_ptr + row * VALUE_HEADS + head)
             updates = tl.where(is_row, update[None, :], updates)
             answer = own * tl.sum(state * query[:, None], 0) + tl.sum(updates * by_query[:, None], 0)
+            if not DELTA:
+                answer += tl.load(skip_ptr + head) * value
             out_row = out_ptr + row * VALUE_HEADS * STRIPS * _COLUMNS + own_strip * _COLUMNS
             tl.store(out_row + c, answer.to(out_ptr.dtype.element_ty))
             tl.store(updates_ptr + place * _COLUMNS + c, update)
@@ -227,6 +262,5 @@ def _kept(coefficient):
 
 
 @triton.jit
-def _unit_length(x_ptr, there):
-    x = tl.load(x_ptr, mask=there, other=0.0).to(tl.float32)
+def _unit_length(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + _EPS)

@@ -133,6 +133,29 @@ class RecurrentHeads:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
+def check_operands(
+    x: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    skip: torch.Tensor | None,
+    heads: RecurrentHeads,
+) -> None:
+    """Raises ValueError where the operands of a rule do not fit. `skip`: None for the delta rule."""
+    per_head = (len(x), heads.value_heads)
+    if (
+        x.shape[1] != heads.channels
+        or decay.shape != per_head
+        or beta.shape != per_head
+        or not (x.is_contiguous() and decay.is_contiguous() and beta.is_contiguous())
+        or not decay.dtype is beta.dtype is torch.float32
+        or not (skip is None or (skip.shape == per_head[1:] and skip.dtype is torch.float32))
+    ):
+        raise ValueError(
+            f"rows {list(x.shape)}, decays {list(decay.shape)} {decay.dtype} and betas {list(beta.shape)} "
+            f"{beta.dtype} do not fit {heads}"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentMemory:
     """The memory of one layer, of S states and P windows."""

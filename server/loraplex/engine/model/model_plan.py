@@ -27,7 +27,7 @@ from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.families.table import has_experts, is_fused
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import attention_needs, decoder_shape
-from loraplex.engine.model.layer_kinds import MambaKind, ShortConvKind
+from loraplex.engine.model.layer_kinds import ShortConvKind
 from loraplex.engine.model.plans import KeptPlans, ReadConfig
 from loraplex.engine.model.served_config import ServedConfig, read_served_config, wrapped_shape
 from loraplex.engine.model.wrapped import wrapped_attention
@@ -370,12 +370,6 @@ def _attention(
             "alone; choose --attention auto, or serve with --kv-cache-dtype auto"
         )
     mixers = {type(kind.mixer) for kind in spec.layers}
-    # Kernels to plan with have torch's attention in place of Triton's.
-    if kernels.backend == "triton" and MambaKind in mixers:
-        raise ModelUnsupported(
-            f"the Mamba-2 layers of {spec.model_type} do not run beside triton's kernels; serve on a CPU, or with "
-            "--kernels torch"
-        )
     convolves = ShortConvKind in mixers
     if convolves:
         assert isinstance(choice.kernel, TellsPrevious)

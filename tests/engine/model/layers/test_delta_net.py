@@ -82,19 +82,12 @@ def test_fields_that_transformers_does_not_read_may_say_what_it_computes(base: P
     assert sorted(map(repr, spec.layers)) == sorted(map(repr, plain.layers))
 
 
-def test_a_plan_for_a_gpu_has_the_states_of_one_for_a_cpu(base: Path) -> None:
-    settings = ModelSettings(dtype="float32")
-    plan = make_plan(base, settings, kernels_elsewhere(torch.device("cuda")))
+@pytest.mark.parametrize("shape", [SHAPES[2], "olmo_hybrid", "granite4-h"])
+def test_a_plan_for_a_gpu_has_the_states_of_one_for_a_cpu(shape: str, tmp_path: Path) -> None:
+    base = save_tiny(tmp_path, FAMILIES[shape])
+    plan = make_plan(base, ModelSettings(dtype="float32"), kernels_elsewhere(torch.device("cuda")))
     assert plan.shape == plan_model(base).shape
     assert slot_bytes(plan.shape.caches) > 0
-
-
-def test_mamba_beside_tritons_kernels_is_refused(tmp_path: Path) -> None:
-    base = save_tiny(tmp_path, FAMILIES["granite4-h"])
-    with pytest.raises(
-        ModelUnsupported, match="the Mamba-2 layers of granitemoehybrid do not run beside triton's"
-    ):
-        make_plan(base, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
 
 
 def test_a_head_that_predicts_further_tokens_is_not_read(base: Path, tmp_path: Path) -> None:
