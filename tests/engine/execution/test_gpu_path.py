@@ -86,7 +86,7 @@ def test_tokens_are_those_of_transformers_and_peft(
         max_num_seqs=6,
         recorded_prompt_rows=prompt_rows,
     )
-    answered = ask_mixed(engine, adapters, seed=family, requests=requests, tokens=tokens)
+    answered = ask_mixed(engine, adapters, seed=family, requests=requests, tokens=tokens, loaded=True)
     engine.close()
     assert engine.built.info.attention == attention
     assert engine.built.info.recorded_decodes == (1, 2, 4, 6)
@@ -239,7 +239,9 @@ def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(
         **settings,
     )
     assert mixed.built.info.same_bits
-    answered = ask_mixed(mixed, adapters, seed=family, requests=requests, tokens=tokens, logprobs=0)
+    answered = ask_mixed(
+        mixed, adapters, seed=family, requests=requests, tokens=tokens, loaded=True, logprobs=0
+    )
     stats = mixed.core.stats()
     mixed.close()
     # Prompts and their neighbours in recorded steps too, a few rows of logits in each.

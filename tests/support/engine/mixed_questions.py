@@ -54,14 +54,16 @@ def ask_mixed(
     seed: str,
     requests: int,
     tokens: int,
+    loaded: bool = False,
     **sampling: Any,
 ) -> Answered:
-    """Questions to the base, to `all` and to `many-ranks` in turns, many of them with a common start; all at once, and
-    with the adapters on the device: steps depend on the seed alone. Every other answer has a token more, so that some
-    go on when others have ended. `sampling` as for `LocalEngine.add`."""
+    """Questions to the base, to `all` and to `many-ranks` in turns, many of them with a common start; all at once.
+    `loaded`: steps depend on the seed alone, as the adapters are on the device before; and every other answer has a
+    token more, so that some go on when others have ended. `sampling` as for `LocalEngine.add`."""
     rng = random.Random(seed)
     refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
-    engine.pin(*refs.values())
+    if loaded:
+        engine.pin(*refs.values())
     shared = [rng.randrange(3, VOCAB) for _ in range(LONGEST_START)]
     asked = []
     for number in range(requests):
@@ -69,9 +71,8 @@ def ask_mixed(
         prompt = shared[: rng.choice([0, 16, LONGEST_START])]
         prompt += [rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 9]))]
         asked.append((name, prompt))
-        engine.add(
-            str(number), prompt, refs[name] if name else None, max_tokens=tokens + number % 2, **sampling
-        )
+        most = tokens + number % 2 if loaded else tokens
+        engine.add(str(number), prompt, refs[name] if name else None, max_tokens=most, **sampling)
     engine.run()
     return [(name, prompt, engine.tokens(str(number))) for number, (name, prompt) in enumerate(asked)]
 
