@@ -30,12 +30,9 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     ),
     (
         _OWN_CODE,
-        {
-            "bloom": "BLOOM", "codegen": "CodeGen", "cpmant": "CPM-Ant", "falcon": "Falcon", "gpt_neo": "GPT-Neo",
-            "gpt_neox_japanese": "GPT-NeoX Japanese", "gptj": "GPT-J", "mpt": "MPT", "xglm": "XGLM",
-        },
+        {"cpmant": "CPM-Ant", "gpt_neox_japanese": "GPT-NeoX Japanese", "xglm": "XGLM"},
     ),
-    (_OWN_SIZES, {"ctrl": "CTRL", "dbrx": "DBRX", "gpt_bigcode": "StarCoder"}),
+    (_OWN_SIZES, {"ctrl": "CTRL", "dbrx": "DBRX"}),
     ("its attention subtracts one map from another, which the paged attention does not compute",
      {"diffllama": "DiffLlama"}),
     ("its attention masks keys by their values, which the paged attention does not compute", {"doge": "Doge"}),

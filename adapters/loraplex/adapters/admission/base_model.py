@@ -20,7 +20,7 @@ from loraplex.adapters.admission.base_families import (
     obstacle_of,
     text_fields,
 )
-from loraplex.adapters.admission.model_parts import ModelParts, parts_of
+from loraplex.adapters.admission.model_parts import LAYER_LISTS, ModelParts, parts_of
 from loraplex.adapters.admission.safetensors_header import CHECKPOINT_LIMITS, read_header
 from loraplex.adapters.base_weights.fingerprint import base_fingerprint
 from loraplex.adapters.base_weights.gguf import FILE, is_indexed, read_index
@@ -31,6 +31,7 @@ from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import (
+    ATTENTION_OUT,
     EMBEDDING,
     FLOAT_SITES,
     HEAD,
@@ -40,8 +41,12 @@ from loraplex.kernels.lora.site_groups import (
 )
 
 _SITE_NAME = re.compile(
-    rf"((?:.*\.)?)layers\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})|(?:.*\.)?({MODEL_PROJECTION})"
+    rf"((?:.*\.)?)(?:{'|'.join(LAYER_LISTS)})\.(\d+)\.(?:.*\.)?({'|'.join(LAYER_SITES)})|(?:.*\.)?({MODEL_PROJECTION})"
 )
+_ATTENTION_OUT = ".attn.c_proj"
+"""The end of a path whose leaf the feed-forward has too: StarCoder's and GPT-2's."""
+_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What families call the number of layers in config.json."""
 _HEAD_NAME = f"{HEAD}.weight"
 _FLOATS = FLOAT_SITES | {EMBEDDING}
 """Sites whose weights the engine keeps in its dtype."""
@@ -73,7 +78,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     if obstacle := obstacle_of(raw):
         raise BaseModelInvalid(f"{obstacle} ({model_dir})")
     model_type: str = config["model_type"]
-    num_layers = config.get("num_hidden_layers")
+    num_layers = next((config[name] for name in _LAYER_COUNTS if config.get(name) is not None), None)
     if num_layers is None and parts.others:
         num_layers = _count_layers(locate_tensors(model_dir), parts)
     if type(num_layers) is not int or num_layers < 1:
@@ -267,7 +272,8 @@ def find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[
         match = _SITE_NAME.fullmatch(path)
         layer = int(match[2] or 0) if match else 0
         if match and layer < num_layers and not is_of_expert(path):
-            site = SiteShape(layer, match[3] or match[4], in_features, out_features, path)
+            leaf = ATTENTION_OUT if path.endswith(_ATTENTION_OUT) else match[3] or match[4]
+            site = SiteShape(layer, leaf, in_features, out_features, path)
             listed.setdefault(match[1], []).append(site)
     most = max((len(sites) for before, sites in listed.items() if before is not None), default=0)
     found = [

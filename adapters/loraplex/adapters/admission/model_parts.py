@@ -20,13 +20,16 @@ DECODERS: tuple[tuple[str, str], ...] = (
     ("language_model.model.", "a multimodal model before transformers 4.52"),
     ("model.text_model.", "Idefics and SmolVLM, with their head"),
     ("text_model.", "Idefics and SmolVLM, without their head"),
+    ("transformer.", "GPT-J, Falcon, BLOOM (`h` in place of `layers`) and MPT (`blocks`), with their head"),
     ("thinker.model.", "Qwen2.5-Omni and Qwen3-Omni with their speech, in transformers 4"),
     ("thinker.model.language_model.", "Qwen2.5-Omni and Qwen3-Omni with their speech, in transformers 5"),
 )
 """Prefixes before "layers" in the path of a decoder's module, and the model that each belongs to."""
+LAYER_LISTS = ("layers", "h", "blocks")
+"""What decoders call the list of their layers; the last two are GPT-2's, and of those that came after it."""
 _OF_DECODERS = frozenset(
     {
-        "layers",
+        *LAYER_LISTS,
         "embed_tokens",
         "norm",
         "embed_tokens_per_layer",

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from loraplex.adapters.admission.model_parts import DECODERS, part_behind, parts_of
+from loraplex.adapters.admission.model_parts import DECODERS, LAYER_LISTS, part_behind, parts_of
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import BaseSpec
 from loraplex.kernels.lora.site_groups import HEAD
@@ -34,6 +34,7 @@ WRAPPERS: tuple[tuple[str, str], ...] = (
 _WRAPPER = re.compile(rf"(?<![^.])(?:{'|'.join(word for word, _ in WRAPPERS)})\\?\.")
 PREFIX = "base_model.model."
 """The prefix that PEFT gives the path of a module."""
+_LAYERS = re.compile(rf"(?<![^.])(?:{'|'.join(LAYER_LISTS)})\.\d")
 _BEFORE = re.compile(r"(?:module\.)+(?=base_model\.model\.)")
 """The prefix of DataParallel, before PEFT's."""
 
@@ -114,9 +115,8 @@ def names_of(modules: Iterable[str], base: BaseSpec) -> ModuleNames:
 
 def _decoder_of(base: BaseSpec) -> str:
     for shape in base.sites.values():
-        before, found, _ = shape.module_path.partition("layers.")
-        if found:
-            return before
+        if found := _LAYERS.search(shape.module_path):
+            return shape.module_path[: found.start()]
     return "model."
 
 

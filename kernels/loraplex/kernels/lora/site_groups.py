@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+ATTENTION_OUT = "attn_c_proj"
+"""The output of an attention whose leaf name, c_proj, is that of the feed-forward's output too."""
+
 LAYER_SITES: tuple[str, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
     "per_layer_input_gate", "per_layer_projection",
     "dense", "out_proj", "fc1", "fc2", "c_fc", "c_proj", "query_key_value", "dense_h_to_4h", "dense_4h_to_h",
     "input_linear", "output_linear", "g_proj", "in_proj", "w1", "w2", "w3",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "b_proj", "a_proj",
+    "c_attn", ATTENTION_OUT, "fc_in", "fc_out", "Wqkv",
 )  # fmt: skip
-"""Every linear of a decoder layer that an adapter may carry, by its leaf name. `qkv_proj` and `gate_up_proj` are those
-of families whose checkpoints hold Q, K and V, or gate and up, as one linear (Phi-3): one A and one B over all its rows,
-Q before K before V, gate before up. `per_layer_input_gate` and `per_layer_projection` are those of a layer's own input
-(Gemma 4). `in_proj_qkv` to `in_proj_a`, and `out_proj`, are those of a gated delta net (Qwen3.5), `b_proj` and
-`a_proj` its gates' in OLMo Hybrid. `in_proj` to `w3`, and `out_proj`, are LFM2's, and `g_proj` LFM3's; those from
-`dense` on are names of families that run through transformers:
-Phi, OPT, StarCoder2, GPT-NeoX, Granite 4, Laguna. There a linear is adapted as it stands: the rows of a
+"""Every linear of a decoder layer that an adapter may carry, by its leaf name. `qkv_proj` and `gate_up_proj` are
+those of families whose checkpoints hold Q, K and V, or gate and up, as one linear (Phi-3): one A and one B over all
+its rows, Q before K before V, gate before up. `per_layer_input_gate` and `per_layer_projection` are those of a
+layer's own input (Gemma 4). `in_proj_qkv` to `in_proj_a`, and `out_proj`, are those of a gated delta net (Qwen3.5),
+`b_proj` and `a_proj` its gates' in OLMo Hybrid. `in_proj` to `w3`, and `out_proj`, are LFM2's, and `g_proj` LFM3's;
+those from `dense` on are names of families that run through transformers: Phi, OPT, StarCoder2, GPT-NeoX, Granite 4,
+Laguna, and from `c_attn` on StarCoder, GPT-2, GPT-J and MPT. There a linear is adapted as it stands: the rows of a
 `query_key_value` are in the family's own order."""
 
 FLOAT_SITES = frozenset({"in_proj_b", "in_proj_a", "b_proj", "a_proj"})

@@ -85,6 +85,11 @@ _MOST: Mapping[str, int] = {
     "linear_key_head_dim": 1 << 16,
     "linear_value_head_dim": 1 << 16,
     "linear_conv_kernel_dim": 1 << 16,
+    **dict.fromkeys(("n_layer", "n_layers", "num_layers"), 10_000),
+    **dict.fromkeys(("n_embd", "d_model"), 1 << 20),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_kv_heads"), 1 << 16),
+    **dict.fromkeys(("n_positions", "max_seq_len", "seq_length"), 1 << 24),
+    "n_inner": 1 << 24,
 }
 
 

@@ -13,6 +13,7 @@ from loraplex.adapters.admission.base_families import CONVOLUTION, SINKS, not_se
 from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.engine.model.base import Model, ModelUnsupported
 from loraplex.engine.model.config_fields import refusing
+from loraplex.engine.model.families.own_attention import has_own_attention
 from loraplex.engine.model.fused import DecoderReader, FusedDecoder
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.model.probe import probe
@@ -67,7 +68,7 @@ def load_wrapped(
             model_dir,
             config=copy.deepcopy(config),  # the attention is chosen by writing into it
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=_attention_name(config),
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
@@ -97,7 +98,7 @@ def lay_out_wrapped(plan: ModelPlan) -> TransformersDecoder:
             model = _auto_class(plan.config).from_config(
                 copy.deepcopy(plan.config),
                 dtype=plan.dtype,
-                attn_implementation=ATTENTION_NAME,
+                attn_implementation=_attention_name(plan.config),
                 trust_remote_code=False,
             )
         model = _text_alone(model)
@@ -107,6 +108,10 @@ def lay_out_wrapped(plan: ModelPlan) -> TransformersDecoder:
             raise ModelUnsupported(not_served(plan.model_type, SINKS))
         decoder = TransformersDecoder(model, plan.shape)
     return decoder
+
+
+def _attention_name(config: Any) -> str:
+    return "eager" if has_own_attention(config.model_type) else ATTENTION_NAME
 
 
 def _auto_class(config: Any) -> Any:

@@ -24,6 +24,7 @@ from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.base_head import HEAD_MODULE, BaseHead, base_head
 from loraplex.engine.model.config_fields import read_config_json, refusing
+from loraplex.engine.model.families.own_attention import uses_alibi
 from loraplex.engine.model.families.table import has_experts, is_fused
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import attention_needs, decoder_shape
@@ -332,6 +333,11 @@ def _plan_wrapped(
         )
     # Its linears are torch's.
     dtype = _dtype(settings.dtype, stored, multiplies(_DTYPES[stored], kernels.device))
+    if settings.kv_cache_dtype == "int8" and uses_alibi(config):
+        raise ModelUnsupported(
+            f"--kv-cache-dtype int8: {kind} adds the positions of keys, which codes of 8 bits do not hold; serve with "
+            "--kv-cache-dtype auto"
+        )
     head = base_head(model_dir, served.raw)
     if head is not None and head.answers is not None:
         raise ModelUnsupported(

@@ -67,12 +67,14 @@ def _refusal(model: Any, reason: str) -> str:
 def _eager_logits(decoder: TransformersDecoder, prompt: list[int]) -> torch.Tensor:
     """[L, V] float32 by transformers alone."""
     model = decoder.eager_model
-    model.set_attn_implementation("eager")
+    if not decoder.has_own_attention:
+        model.set_attn_implementation("eager")
     try:
         ids = torch.tensor([prompt], device=decoder.device)
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        if not decoder.has_own_attention:
+            model.set_attn_implementation(ATTENTION_NAME)
     return logits
 
 

@@ -16,9 +16,19 @@ from loraplex.adapters.store.files import shown
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import check_sizes, refusing
+from loraplex.engine.model.families.own_attention import (
+    ALIBI_SIZE,
+    check_own_attention,
+    own_kv_heads,
+    uses_alibi,
+)
 from loraplex.engine.model.rope import STATIC_ROPE_TYPES
 
 _NO_LIMIT = 1 << 62
+_LONGEST = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""Fields of the longest sequence; MPT's and BLOOM's are the last."""
+_LONGEST_BLOOM = 2048
+"""BLOOM's where its config says nothing, as most do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +104,13 @@ def wrapped_shape(config: Any) -> ModelShape:
             f"the layers of {config.model_type} differ in {', '.join(by_layer)} by its per_layer_config, which models "
             "that run through transformers cannot have here"
         )
+    check_own_attention(text)
     heads = _number(text, "num_attention_heads")
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    kv_heads = own_kv_heads(text) or getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or _number(text, "hidden_size") // heads
-    max_positions = min(_number(text, "max_position_embeddings"), *_rope_limits(text))
+    if uses_alibi(text):
+        head_dim += ALIBI_SIZE
+    max_positions = min(_longest(text), *_rope_limits(text))
     return ModelShape(
         caches=tuple(CacheKind(kv_heads, head_dim, window) for window in _windows(text, max_positions)),
         vocab_size=_number(text, "vocab_size"),
@@ -113,6 +126,13 @@ def _windows(config: Any, max_positions: int) -> list[int | None]:
         return [None] * count
     is_shorter = 0 < window < max_positions
     return [window if is_shorter and kind == "sliding_attention" else None for kind in types]
+
+
+def _longest(config: Any) -> int:
+    name = next((name for name in _LONGEST if getattr(config, name, None) is not None), None)
+    if name is None and config.model_type == "bloom":
+        return _LONGEST_BLOOM
+    return _number(config, name or _LONGEST[0])
 
 
 def _number(config: Any, name: str) -> int:

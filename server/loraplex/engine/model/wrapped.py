@@ -20,6 +20,7 @@ from loraplex.adapters.admission.base_families import NO_SITES, not_served
 from loraplex.adapters.admission.base_model import find_sites as site_shapes
 from loraplex.engine.kv.layers import keeping_all
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
+from loraplex.engine.model.families.own_attention import has_own_attention, replace_attention
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, transform_queries
@@ -73,6 +74,9 @@ class TransformersDecoder:
         if (table := _find_embedding(model)) is not None:
             self.embedding_shape = table.num_embeddings, table.embedding_dim
             table.register_forward_hook(_adapt_embedding)
+        self.has_own_attention = has_own_attention(model.config.model_type)
+        """Whether transformers has no choice of it."""
+        replace_attention(model, _InStep())
         for module in model.modules():
             if type(module) is torch.nn.Linear:
                 module.forward = partial(_linear, module)  # type: ignore[method-assign]
@@ -160,6 +164,38 @@ def _attention(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelUnsupported("the model's attention does not know its layer (it has no layer_idx)")
+    return _paged(layer, query, key, value, scaling, sliding_window, softcap), None
+
+
+class _InStep:
+    """The attention of the forward pass that runs in this thread."""
+
+    def positions(self) -> torch.Tensor | None:
+        batch = _BATCH.get(None)
+        return None if batch is None else batch.positions
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        return _paged(layer, query, key, value, scaling, window, None)
+
+
+def _paged(
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
     batch = _BATCH.get()
     cache = batch.kv.layer(layer)
     if key.shape != value.shape or key.shape[1] != cache.shape[3] or key.shape[3] != head_dim_of(cache):
@@ -186,7 +222,7 @@ def _attention(
     out = kernel.run(
         q, cache, batch.attention_of(layer), scale=scaling, window=sliding_window, softcap=softcap
     )
-    return out.to(query.dtype)[None], None
+    return out.to(query.dtype)[None]
 
 
 def _linear(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
