@@ -34,12 +34,12 @@ _MODULES = """\
 Fused names (`qkv_proj`, `gate_up_proj`) are those of bases whose checkpoints have them as one linear (Phi-3); on
 others they are refused as `base_mismatch`, as every module is that the base does not have. The names from `dense` on
 are those of bases that run through transformers: Phi and OPT (`dense`, `out_proj`, `fc1`, `fc2`), StarCoder2 (`c_fc`,
-`c_proj`), GPT-NeoX, Laguna (`g_proj`), and from `c_attn` on StarCoder, GPT-J, CodeGen and MPT, where `attn_c_proj`
-stands for the `c_proj` of an attention; the others are LFM2's and LFM3's, Qwen3.5's and OLMo Hybrid's, and Granite
-4's (`in_proj`, `out_proj`, `input_linear`, `output_linear`). A module may have another size in some layers, or be
-missing there. A shared expert, which all tokens go through, has sites as a dense layer has. LoRA on any other module
-of the base is `unsupported_feature`, with the module's name; on the routed experts of a mixture with `experts`. On
-the vision or audio part of a multimodal model it is left out, or refused with `other_towers`
+`c_proj`), GPT-NeoX, Laguna (`g_proj`), and from `c_attn` on StarCoder, GPT-2, GPT-J, CodeGen and MPT, where
+`attn_c_proj` stands for the `c_proj` of an attention; the others are LFM2's and LFM3's, Qwen3.5's and OLMo Hybrid's,
+and Granite 4's (`in_proj`, `out_proj`, `input_linear`, `output_linear`). A module may have another size in some
+layers, or be missing there. A shared expert, which all tokens go through, has sites as a dense layer has. LoRA on any
+other module of the base is `unsupported_feature`, with the module's name; on the routed experts of a mixture with
+`experts`. On the vision or audio part of a multimodal model it is left out, or refused with `other_towers`
 ([models.md](models.md#multimodal-models)).
 """
 

@@ -89,9 +89,9 @@ def test_both_names_of_a_tensor_are_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"architectures": ["GPT2LMHeadModel"], "n_layer": 12}, "GPT-2 is not served: it stores its linears as"),
-        ({"model_type": "gpt2", "n_layer": 12}, "GPT-2 is not served: it stores its linears as"),
-        ({"architectures": ["OpenAIGPTLMHeadModel"]}, "GPT is not served: "),
+        ({"architectures": ["OpenAIGPTLMHeadModel"], "n_layer": 12}, "GPT is not served: it stores its linears as"),
+        ({"model_type": "openai-gpt", "n_layer": 12}, "GPT is not served: it stores its linears as"),
+        ({"architectures": ["GPT2LMHeadModel"], "n_layer": 12}, "config.json (of 'GPT2LMHeadModel') has no model_type"),
         ({"model_type": "gpt_oss", "num_hidden_layers": 24}, "gpt-oss is not served: its attention has sinks"),
         ({"architectures": ["BertForMaskedLM"]}, "BERT is not served: it is an encoder"),
         ({"model_type": "t5", "num_layers": 6}, "T5 is not served: it is an encoder with a decoder"),

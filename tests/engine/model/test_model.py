@@ -329,14 +329,9 @@ def test_an_untested_architecture_that_matches_is_served(name, tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        {"model_type": "bloom", "n_head": 4, "n_layer": 2},
-        {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2},
         {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2},
         {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
         {"model_type": "recurrent_gemma"},
-        {"model_type": "falcon", "num_kv_heads": 4},
-        {"model_type": "gptj", "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4},
-        {"model_type": "codegen", "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4},
         {"model_type": "diffllama"},
         {"model_type": "doge"},
         # Its chunks of attention are longer than the probe, and only its masks tell of them.

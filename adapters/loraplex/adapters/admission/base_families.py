@@ -26,7 +26,7 @@ _ENCODER = "it is an encoder, which writes no text"
 _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     (
         "it stores its linears as [in, out], in an own kind of module",
-        {"gpt2": "GPT-2", "openai-gpt": "GPT"},
+        {"openai-gpt": "GPT"},
     ),
     (
         _OWN_CODE,

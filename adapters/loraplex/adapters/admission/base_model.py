@@ -45,8 +45,6 @@ _SITE_NAME = re.compile(
 )
 _ATTENTION_OUT = ".attn.c_proj"
 """The end of a path whose leaf the feed-forward has too: StarCoder's and GPT-2's."""
-_LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What families call the number of layers in config.json."""
 _HEAD_NAME = f"{HEAD}.weight"
 _FLOATS = FLOAT_SITES | {EMBEDDING}
 """Sites whose weights the engine keeps in its dtype."""
@@ -78,7 +76,7 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     if obstacle := obstacle_of(raw):
         raise BaseModelInvalid(f"{obstacle} ({model_dir})")
     model_type: str = config["model_type"]
-    num_layers = next((config[name] for name in _LAYER_COUNTS if config.get(name) is not None), None)
+    num_layers = config.get(parts.layer_count, config.get("num_hidden_layers"))
     if num_layers is None and parts.others:
         num_layers = _count_layers(locate_tensors(model_dir), parts)
     if type(num_layers) is not int or num_layers < 1:
@@ -93,6 +91,8 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     }
     stored = stored_scheme(config, tensors)
     linears = {name.removesuffix(".weight"): shape for name, shape in _linear_shapes(tensors, stored).items()}
+    if parts.transposed:
+        linears = {name: shape[::-1] for name, shape in linears.items()}
     sites = _without_shared(find_sites(linears, num_layers), config, num_layers)
     if not sites:
         raise BaseModelInvalid(not_served(model_type, NO_SITES))
@@ -144,6 +144,8 @@ class BaseWeights:
             found = _weight_of(self._base, self._tensors, layer, site)
             self._check_unchanged(found.path)
             floats = iter_rows(found.path, found.tensor)
+            if site in LAYER_SITES and parts_of(self._base.model_type).transposed:
+                floats = iter((np.concatenate([*floats]).T,))
         for rows in floats:
             # Rows of the embedding are looked up, not multiplied, and gates stay as they are.
             if self._base.quantise == "none" or site in _FLOATS:

@@ -20,13 +20,12 @@ DECODERS: tuple[tuple[str, str], ...] = (
     ("language_model.model.", "a multimodal model before transformers 4.52"),
     ("model.text_model.", "Idefics and SmolVLM, with their head"),
     ("text_model.", "Idefics and SmolVLM, without their head"),
-    ("transformer.", "GPT-J, Falcon, BLOOM (`h` in place of `layers`) and MPT (`blocks`), with their head"),
     ("thinker.model.", "Qwen2.5-Omni and Qwen3-Omni with their speech, in transformers 4"),
     ("thinker.model.language_model.", "Qwen2.5-Omni and Qwen3-Omni with their speech, in transformers 5"),
 )
 """Prefixes before "layers" in the path of a decoder's module, and the model that each belongs to."""
 LAYER_LISTS = ("layers", "h", "blocks")
-"""What decoders call the list of their layers; the last two are GPT-2's, and of those that came after it."""
+"""Names of the list of layers in a decoder; the last two are GPT-2's, and of those that came after it."""
 _OF_DECODERS = frozenset(
     {
         *LAYER_LISTS,
@@ -54,6 +53,10 @@ class ModelParts:
     """Parts of names within a layer, each with the one of now."""
     is_converted: bool = False
     """Whether transformers makes modules of other names, or sizes, of the tensors of `others`."""
+    layer_count: str = "num_hidden_layers"
+    """The field of config.json with the number of layers."""
+    transposed: bool = False
+    """Whether the linears of the layers are stored as [in, out]."""
     unread: tuple[str, ...] = ()
     """How the names begin of tensors that transformers makes no modules of: a head that predicts further tokens."""
 
@@ -218,7 +221,13 @@ MULTIMODAL: Mapping[str, ModelParts] = {
 """The parts of a multimodal model by its `model_type`."""
 
 
+# Some files are of the decoder alone.
+_GPT = ModelParts(renamed=(("h.", "transformer.h."),), layer_count="n_layer")
 _TEXTS: Mapping[str, ModelParts] = {
+    **dict.fromkeys(("bloom", "codegen", "gpt_bigcode", "gptj"), _GPT),
+    "gpt2": replace(_GPT, transposed=True),
+    "gpt_neo": replace(_GPT, layer_count="num_layers"),
+    "mpt": ModelParts(layer_count="n_layers"),
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
     "lfm3": ModelParts(inside=_LFM3_INSIDE),
     "olmo_hybrid": ModelParts(
@@ -230,7 +239,7 @@ _TEXTS: Mapping[str, ModelParts] = {
     "qwen3_5_text": ModelParts(unread=_PREDICTS),
     "laguna": ModelParts(inside=((".mlp.shared_expert.", ".mlp.shared_experts."),)),
 }
-"""Text models that transformers saves under other names than their modules have."""
+"""Text models whose names, sizes or tensors are stored otherwise than those of others."""
 
 
 def parts_of(model_type: object) -> ModelParts:

@@ -195,9 +195,7 @@ def _parse_settings(
         notes=(),
     )
     if parse(False, _flag, settings, "fan_in_fan_out"):
-        notes.append(
-            "fan_in_fan_out is taken for false, as PEFT takes it: every linear here is stored as [out, in]"
-        )
+        notes.append("fan_in_fan_out is not read: as in PEFT, how the base stores its linears decides")
     return replace(found, notes=tuple(notes))
 
 

@@ -197,7 +197,7 @@ CONFIG_FIELDS: tuple[ConfigField, ...] = (
         "fan_in_fan_out",
         (False, True, None),
         ("yes",),
-        "without effect on linears, as in PEFT, which warns and takes it for false; the report warns too",
+        "not read: as in PEFT, how the base stores its linears decides, and the report warns",
     ),
     _read(
         "ensure_weight_tying",

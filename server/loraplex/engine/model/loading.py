@@ -125,4 +125,18 @@ def _text_alone(model: Any) -> Any:
     """A model without the parts that no text goes through."""
     for part in parts_of(model.config.model_type).others:
         setattr(model.model, part, None)
+    if parts_of(model.config.model_type).transposed:
+        _turn_linears(model)
     return model.eval()
+
+
+def _turn_linears(model: Any) -> None:
+    """Put linears in place of GPT-2's modules, whose weights are [in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    for name, module in [*model.named_modules()]:
+        if isinstance(module, Conv1D):
+            linear = torch.nn.Linear(module.nx, module.nf, device="meta", dtype=module.weight.dtype)
+            linear.weight = torch.nn.Parameter(module.weight.T.contiguous(), requires_grad=False)
+            linear.bias = torch.nn.Parameter(module.bias, requires_grad=False)
+            model.set_submodule(name, linear)

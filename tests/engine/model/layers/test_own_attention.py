@@ -6,10 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
+from transformers import AutoModel
 
-from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.base_model import BaseWeights, load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.engine.model.base import ModelUnsupported
 from support.adapters.peft_zoo import PeftReference
@@ -26,6 +29,7 @@ LINEARS = {
     "bloom": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "codegen": ["qkv_proj", "out_proj", "fc_in", "fc_out"],
     "falcon": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
     "gpt_bigcode": ["c_attn", "c_proj", "c_fc"],
     "gpt_neo": ["q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"],
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"],
@@ -49,7 +53,7 @@ MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom, other heads": ("bloom", {"n_head": 12, "hidden_size": 96, "n_layer": 2}),
     "gpt_bigcode, heads of their own": ("gpt_bigcode", {"multi_query": False}),
 }
-SHORT = ("bloom, other heads", "gpt_neo", "gpt_bigcode", "falcon 40b")
+SHORT = ("bloom, other heads", "gpt_neo", "gpt2", "falcon 40b")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_base_and_adapters_in_one_batch_answer_as_in_peft(member: str, tmp_path:
     base = save_family(family, tmp_path / "base", **sizes)
     chosen = {
         "all": {"r": 8, "lora_alpha": 16, "target_modules": LINEARS[family]},
-        "one": {"r": 3, "lora_alpha": 6, "target_modules": LINEARS[family][:1]},
+        "one": {"r": 3, "lora_alpha": 6, "target_modules": LINEARS[family][:1], "use_dora": True},
     }
     adapters = save_adapters(base, tmp_path, chosen)
     engine = LocalEngine(
@@ -91,7 +95,7 @@ def test_an_adapter_on_all_linears_is_taken_from_the_headers(family: str, tmp_pa
         adapter / "adapter_config.json", adapter / "adapter_model.safetensors", spec, max_rank=8
     )
     # Each linear of each layer is a site of its own, c_proj of the attention and of the feed-forward too.
-    assert len(found.sites) == spec.num_layers * (4 if family == "gpt_bigcode" else len(LINEARS[family]))
+    assert len(found.sites) == spec.num_layers * (4 if "c_attn" in LINEARS[family] else len(LINEARS[family]))
 
 
 @pytest.mark.parametrize(
@@ -114,3 +118,25 @@ def test_blooms_longest_sequence_is_the_configs_or_what_it_was_trained_with(
     said: dict[str, int], longest: int, tmp_path: Path
 ) -> None:
     assert plan_model(save_family("bloom", tmp_path, **said)).shape.max_positions == longest
+
+
+@pytest.mark.parametrize("family", ["bloom", "gpt2"])
+def test_files_of_the_decoder_alone_have_the_same_sites(family: str, tmp_path: Path) -> None:
+    """The hub has BLOOM and GPT-2 so: h.0 in place of transformer.h.0."""
+    whole = load_base_spec(save_family(family, tmp_path / "whole"))
+    alone = AutoModel.from_pretrained(tmp_path / "whole")
+    alone.save_pretrained(tmp_path / "alone")
+    assert "h.0.ln_1.weight" in alone.state_dict() or family == "bloom"
+    found = load_base_spec(tmp_path / "alone")
+    assert found.sites.items() <= whole.sites.items()
+    assert len(found.sites) >= 4 * found.num_layers
+
+
+def test_gpt2s_weights_are_read_as_linears_have_them(tmp_path: Path) -> None:
+    base = load_base_spec(save_family("gpt2", tmp_path))
+    stored, weights = load_file(tmp_path / "model.safetensors"), BaseWeights(base)
+    for site, name in (("attn_c_proj", "attn.c_proj"), ("c_fc", "mlp.c_fc")):
+        weight = stored[f"transformer.h.1.{name}.weight"]
+        np.testing.assert_array_equal(
+            np.concatenate([*weights.rows(1, site, np.dtype(np.float32))]), weight.T
+        )
