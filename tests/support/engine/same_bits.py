@@ -242,6 +242,14 @@ class Asked:
         self.engine.run()
         return self.take(name)
 
+    def together(self, questions: Sequence[Question], check: Callable[[Question, Answer], None]) -> None:
+        """Ask these questions at one moment, under the names q0, q1 and so on."""
+        for number, question in enumerate(questions):
+            self.add(f"q{number}", question)
+        self.engine.run()
+        for number, question in enumerate(questions):
+            check(question, self.take(f"q{number}"))
+
     def among_neighbours(
         self,
         questions: Sequence[Question],
@@ -249,13 +257,15 @@ class Asked:
         check: Callable[[Question, Answer], None],
         *,
         most: int = 8,
+        first: int = 0,
     ) -> None:
-        """Ask these questions in their order, each beside up to `most`-1 others that come and go."""
+        """Ask these questions in their order, each beside up to `most`-1 others that come and go. `first`: the number
+        in the first one's name."""
         open_questions: dict[str, Question] = {}
         asked = 0
         while asked < len(questions) or open_questions:
             while asked < len(questions) and len(open_questions) < most and rng.random() < 0.5:
-                name = f"q{asked}"
+                name = f"q{first + asked}"
                 open_questions[name] = questions[asked]
                 self.add(name, questions[asked])
                 asked += 1
