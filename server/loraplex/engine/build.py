@@ -263,10 +263,6 @@ def _timed(
 ) -> tuple[Speculation | None, str, StepBound | None]:
     """The parts that go by the time of steps: an engine's drafts, or None and why it has none, and the steps' bound."""
     obstacle = obstacle_to_speculation(config.speculation, lookahead, device.kernels)
-    if parts.kv_size.num_states and not parts.kv_size.num_windows:
-        obstacle = (
-            obstacle or "a rejected token could not be taken back from the states of the model's layers"
-        )
     if obstacle and not config.max_step_ms:
         return None, obstacle, None
     limits = StepLimits(parts.max_step_tokens, config.max_num_seqs, blocks_for(parts.kv_size.max_model_len))
@@ -340,7 +336,7 @@ def _info(
         arena_pages=loaded.num_pages,
         adapter_cpu_bytes=host.num_bytes,
         max_adapter_rank=config.max_adapter_rank,
-        max_num_seqs=kv_size.num_places or config.max_num_seqs,
+        max_num_seqs=kv_size.num_windows or config.max_num_seqs,
         max_waiting=config.max_waiting,
         max_num_batched_tokens=parts.max_step_tokens,
         base_fingerprint=opened.base.fingerprint,

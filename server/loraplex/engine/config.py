@@ -109,7 +109,7 @@ class SchedulerConfig:
     num_states: int = 0
     """States, of a model with layers that keep one (`loraplex.engine.kv.states`)."""
     num_windows: int = 0
-    """Windows behind states, one for each running sequence; 0: a layer writes over its state at each position."""
+    """Windows behind states, one for each running sequence; 0: no layer keeps a state."""
 
     @property
     def block_needs(self) -> BlockNeeds:

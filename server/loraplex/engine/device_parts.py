@@ -165,10 +165,10 @@ def build_device(
         size = make_kv.size(budget)
         kv = make_kv(size.num_blocks, size.num_states, size.num_windows)
         steps.record_again(kv)
-    if 0 < size.num_places < config.max_num_seqs:
+    if 0 < size.num_windows < config.max_num_seqs:
         _log.warning(
             "--kv-cache-memory has states for %d sequences at once, not for %d: they take half of it",
-            size.num_places,
+            size.num_windows,
             config.max_num_seqs,
         )
     runner = ModelRunner(

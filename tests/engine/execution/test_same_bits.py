@@ -312,7 +312,9 @@ def compared(
         def check(question: Question, answer: Answer, name: str = name) -> None:
             differing[name] += answer != expected[question]
 
-        rng = random.Random(f"{name} {count}")  # how many steps an engine takes changes no other one's questions
+        rng = random.Random(
+            f"{name} {count}"
+        )  # how many steps an engine takes changes no other one's questions
         fitting = [q for q in asked if len(q.prompt) + 50 <= given.get("max_model_len", LONGEST)]
         # Random neighbours may leave no room for a draft where a span ends, and no two long answers may meet.
         scripted = GROWING if "max_model_len" in given else [asked[CROSSING]]

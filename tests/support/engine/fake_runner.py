@@ -166,9 +166,8 @@ class FakeRunner:
     tokens (1 and more) a sampling row brings, as speculative decoding would. `has_matcher` says whether the matcher of
     a request with a grammar was built, `is_live` whether the sequence of a row has not ended. `windows`: of each group
     of layers; one sees all. Each group writes to blocks of its own, and those with a window must read theirs,
-    as far as they see. With `num_states` a layer keeps a state too: a slot must hold the recurrence over the positions
-    of the sequence that reads it, from its position 0 on. With `num_windows` the layer has windows: a state holds the
-    recurrence up to a multiple of 16, and only a row at the end of a window writes one, which no other sequence of the
+    as far as they see. With `num_states` a layer keeps a state too: it holds the recurrence over a sequence's own
+    positions up to a multiple of 16, and only a row at the end of a window writes one, which no other sequence of the
     step may use, and which is not named (`is_named`)."""
 
     num_blocks: int
@@ -216,13 +215,10 @@ class FakeRunner:
             self.complaints.append("more steps are in flight than the lookahead allows")
         if self.keep_plans:
             self.plans.append(plan)
-        slots = [row.state_slot for row in plan.scheduled]
-        if self.num_windows:
+        if self.num_states:
             self.complaints += wrong_units(plan, self.num_states, self.num_windows, self.is_named)
-        elif {*slots} - {*range(self.num_states)} if self.num_states else {*slots} - {-1}:
-            self.complaints.append(f"a step has rows in state slots {slots} of {self.num_states}")
-        elif self.num_states and len({*slots}) < len(slots):
-            self.complaints.append("a step has two slices in one state slot")
+        elif any(row.state_slot >= 0 for row in plan.scheduled):
+            self.complaints.append("a step has rows in windows of a model that keeps no state")
         handle = _Handle(plan, self.fault(plan))
         hit = plan.parts if handle.fault.at else [plan.parts[index] for index in handle.fault.rows]
         if not handle.fault.memory:
@@ -354,10 +350,7 @@ class FakeRunner:
         mark = self._mark(row)
         tenant = row.request.tenant_id
         value = self._values[self._place(row, row.start - 1)] if row.start else 0
-        if self.num_windows:
-            state, targets = self._boundary(row), [*row.state_targets]
-        else:
-            state = self._states[row.state_slot] if self.num_states and row.start else 0
+        state, targets = self._boundary(row) if self.num_states else 0, [*row.state_targets]
         for position, token in enumerate(tokens, row.start):
             if value != POISON:
                 value = GARBAGE if token == GARBAGE else attend(value, mark, token)
@@ -366,15 +359,12 @@ class FakeRunner:
                 self._values[place] = self._of_group(value, group)
                 self._noticed.pop(place, None)
                 self._tenants[place] = tenant
-            if not self.num_windows:
-                state = advance(state, value)
+            if not self.num_states:
                 continue
             window = self._windows[row.state_slot]
             window[position % BLOCK_SIZE] = value
             if position % BLOCK_SIZE == BLOCK_SIZE - 1:
                 state = self._states[targets.pop(0)] = reduce(advance, window, state)
-        if self.num_states and not self.num_windows:
-            self._states[row.state_slot] = state
 
     def _boundary(self, row: ScheduledSequence, end: int = 0) -> int:
         """The state behind the last full window before `end`, or before the slice."""
@@ -415,11 +405,8 @@ class FakeRunner:
             ):
                 self.complaints.append(f"{row.request_id} reads other KV where it sees {window} positions")
         if self.num_states and self.is_live(row) and POISON not in values[:end]:
-            if self.num_windows:
-                window = self._windows[row.state_slot]
-                state = reduce(advance, window[: end % BLOCK_SIZE], self._boundary(row, end))
-            else:
-                state = GARBAGE if row.drafted else self._states[row.state_slot]
+            window = self._windows[row.state_slot]
+            state = reduce(advance, window[: end % BLOCK_SIZE], self._boundary(row, end))
             if state != reduce(advance, values[:end], 0):
                 self.complaints.append(f"{row.request_id} has another state than its own, or drafts")
         return tuple(values[:end])

@@ -14,7 +14,7 @@ from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import MEASURE_STEPS, Sequence, SequenceState
 from support.adapters.cache_integrity import check_cache
-from support.simulator.kv_integrity import check_blocks, check_states, check_tables
+from support.simulator.kv_integrity import check_blocks, check_tables, check_windows
 
 
 def check_core(core: EngineCore) -> None:
@@ -43,7 +43,7 @@ def check_scheduler(scheduler: Scheduler, live: Iterable[Sequence]) -> None:
     check_tables(blocks, begun)
     held = [blocks.held(seq.block_ids) for seq in begun]
     check_blocks(blocks, held, scheduler._cache.residency().__contains__)
-    check_states(blocks.places, (seq.state_slot for seq in begun if seq.state_slot >= 0))
+    check_windows(blocks.places, (seq.state_slot for seq in begun if seq.state_slot >= 0))
     if blocks.states is not None:
         held_states = [[state for _, state in seq.states] for seq in begun]
         check_blocks(blocks.states, held_states, scheduler._cache.residency().__contains__)

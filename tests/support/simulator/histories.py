@@ -59,8 +59,7 @@ FAIR_EVERY = 8
 
 class History:
     """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`). With
-    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state, with
-    `windows` one with a window behind it."""
+    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state."""
 
     def __init__(
         self,
@@ -69,7 +68,6 @@ class History:
         fair: bool | None = None,
         drafts: DrafterKind | None = None,
         states: bool = False,
-        windows: bool = False,
     ) -> None:
         self.seed = seed
         self.now = 100.0
@@ -84,9 +82,6 @@ class History:
         if drafts is not None:
             world.lookahead, world.config = 0, replace(world.config, lookahead=0)
         if states:
-            num_states = self._guessing.randint(1, world.config.max_num_seqs + 1)
-            world.config = replace(world.config, num_states=num_states)
-        if windows:
             places = self._guessing.randint(1, world.config.max_num_seqs + 1)
             num_states = places + self._guessing.randint(1, 3 * places)
             world.config = replace(world.config, num_states=num_states, num_windows=places)
@@ -424,14 +419,13 @@ def play(
     fair: bool | None = None,
     drafts: DrafterKind | None = None,
     states: bool = False,
-    windows: bool = False,
 ) -> Summary:
     """One history. Raises Violation."""
     log = logging.getLogger("loraplex")
     level = log.level
     log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
     try:
-        return History(seed, fair=fair, drafts=drafts, states=states, windows=windows).play()
+        return History(seed, fair=fair, drafts=drafts, states=states).play()
     finally:
         log.setLevel(level)
 

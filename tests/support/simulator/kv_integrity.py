@@ -10,7 +10,7 @@ from itertools import chain
 from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.kv.layers import blocks_for, blocks_unseen
 from loraplex.engine.kv.sequence_blocks import GIVEN_BACK, SequenceBlocks
-from loraplex.engine.kv.states import StateSlots
+from loraplex.engine.kv.states import Places
 from loraplex.engine.types import Sequence
 
 
@@ -56,11 +56,9 @@ def check_tables(blocks: SequenceBlocks, seqs: Iterable[Sequence]) -> None:
             assert sum(gone[:unseen]) == unseen == sum(gone), f"{name} gave back the wrong blocks"
 
 
-def check_states(states: StateSlots, slots: Iterable[int]) -> None:
-    """Raise AssertionError unless `slots`, of all sequences that have begun, are the held ones, each once."""
-    found = sorted(slots)
-    assert found == sorted(states._held), (
-        f"state slots {sorted(states._held)} are held, sequences have {found}"
-    )
-    every = sorted((*states._held, *states._free))
-    assert every == [*range(states.num_slots)], f"of {states.num_slots} state slots there are {every}"
+def check_windows(places: Places, taken: Iterable[int]) -> None:
+    """Raise AssertionError unless `taken`, of all sequences that have begun, are the held ones, each once."""
+    found = sorted(taken)
+    assert found == sorted(places._held), f"places {sorted(places._held)} are held, sequences have {found}"
+    every = sorted((*places._held, *places._free))
+    assert every == [*range(places.num_places)], f"of {places.num_places} places there are {every}"

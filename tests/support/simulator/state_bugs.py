@@ -1,4 +1,4 @@
-"""Bugs to plant into state slots, of sequences of a model with layers that keep a state."""
+"""Bugs to plant into windows and states, of sequences of a model with layers that keep a state."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
-from loraplex.engine.kv.states import StateSlots
+from loraplex.engine.kv.sequence_states import SequenceStates
+from loraplex.engine.kv.states import Places
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import Sequence
 
 
-def slot_kept_by_a_preempted_sequence(patch: pytest.MonkeyPatch) -> None:
+def place_kept_by_a_preempted_sequence(patch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler._preempt
 
     def keep(self: Scheduler, draft: Any, seq: Sequence) -> None:
@@ -23,13 +24,13 @@ def slot_kept_by_a_preempted_sequence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_preempt", keep)
 
 
-def slot_still_held_given_out(patch: pytest.MonkeyPatch) -> None:
-    take = StateSlots.take
+def place_still_held_given_out(patch: pytest.MonkeyPatch) -> None:
+    take = Places.take
 
-    def share(self: StateSlots) -> int:
+    def share(self: Places) -> int:
         return min(self._held) if len(self._held) > 1 else take(self)
 
-    patch.setattr(StateSlots, "take", share)
+    patch.setattr(Places, "take", share)
 
 
 def states_go_on_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
@@ -39,36 +40,7 @@ def states_go_on_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SequenceBlocks, "begin_again", go_on)
 
 
-def prefix_found_without_its_state(patch: pytest.MonkeyPatch) -> None:
-    find, computed = SequenceBlocks.find, SequenceBlocks.computed
-
-    def without_states(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrong(self: SequenceBlocks, *given: Any) -> Any:
-            kept, self.places.num_slots = self.places.num_slots, 0
-            try:
-                return call(self, *given)
-            finally:
-                self.places.num_slots = kept
-
-        return wrong
-
-    patch.setattr(SequenceBlocks, "find", without_states(find))
-    patch.setattr(SequenceBlocks, "computed", without_states(computed))
-
-
-def two_slices_of_a_state_in_one_step(patch: pytest.MonkeyPatch) -> None:
-    schedule = Scheduler._schedule
-
-    def go_on(self: Scheduler, draft: Any, seq: Sequence, **limits: Any) -> None:
-        schedule(self, draft, seq, **limits)
-        part = draft.scheduled.get(seq)
-        if part is not None and part.slot != seq.slot and seq.num_computed == seq.request.adapter_from:
-            draft.activated.append(seq)
-
-    patch.setattr(Scheduler, "_schedule", go_on)
-
-
-def slot_lost_at_an_early_end(patch: pytest.MonkeyPatch) -> None:
+def place_lost_at_an_early_end(patch: pytest.MonkeyPatch) -> None:
     def leak(self: SequenceBlocks, seq: Sequence) -> None:
         if not seq.num_outputs:
             seq.state_slot = -1
@@ -78,22 +50,52 @@ def slot_lost_at_an_early_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SequenceBlocks, "drop", leak)
 
 
-def slot_released_twice(patch: pytest.MonkeyPatch) -> None:
-    release = StateSlots.release
+def place_released_twice(patch: pytest.MonkeyPatch) -> None:
+    release = Places.release
 
-    def twice(self: StateSlots, slot: int) -> None:
-        release(self, slot)
-        self._free.append(slot)
+    def twice(self: Places, place: int) -> None:
+        release(self, place)
+        self._free.append(place)
 
-    patch.setattr(StateSlots, "release", twice)
+    patch.setattr(Places, "release", twice)
+
+
+def a_named_state_is_written(patch: pytest.MonkeyPatch) -> None:
+    advance = SequenceStates.advance
+
+    def write(self: SequenceStates, seq: Sequence, end: int) -> tuple[int, ...] | None:
+        targets = advance(self, seq, end)
+        return None if targets is None else tuple(seq.states[0][1] for _ in targets)
+
+    patch.setattr(SequenceStates, "advance", write)
+
+
+def a_prefix_is_found_without_its_state(patch: pytest.MonkeyPatch) -> None:
+    def begin(self: SequenceStates, seq: Sequence, num_found: int, num_cached: int) -> None:
+        seq.states = ((num_found, self.allocate(1)[0]),)
+
+    patch.setattr(SequenceStates, "longest", lambda self, keys: len(keys))
+    patch.setattr(SequenceStates, "begin", begin)
+
+
+def what_is_in_flight_gets_a_name(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: SequenceStates, seq: Sequence, *, keeps: bool = True) -> None:
+        for number, state in seq.states[-1:]:
+            if number:
+                self._name(seq, number, state)
+        self.release([state for _, state in seq.states])
+        seq.states = ()
+
+    patch.setattr(SequenceStates, "drop", drop)
 
 
 STATE_BUGS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
-    slot_kept_by_a_preempted_sequence,
-    slot_still_held_given_out,
+    place_kept_by_a_preempted_sequence,
+    place_still_held_given_out,
     states_go_on_when_memory_runs_out,
-    prefix_found_without_its_state,
-    two_slices_of_a_state_in_one_step,
-    slot_lost_at_an_early_end,
-    slot_released_twice,
+    a_named_state_is_written,
+    a_prefix_is_found_without_its_state,
+    what_is_in_flight_gets_a_name,
+    place_lost_at_an_early_end,
+    place_released_twice,
 )

@@ -173,7 +173,7 @@ def divide_memory(
         max_model_len=size.max_model_len,
         total=device.memory,
         free=free - arena - size.num_bytes - activations,
-        places=_places(size, size.num_places or wanted.max_num_seqs),
+        places=_places(size, size.num_windows or wanted.max_num_seqs),
         settings=settings,
     )
 

@@ -76,8 +76,6 @@ class EngineCore:
         self._cache = cache
         self._clock = clock
         assert speculation is None or config.lookahead == 0, "a draft behind a token that is not known"
-        can_draft = config.num_states == 0 or config.num_windows > 0
-        assert speculation is None or can_draft, "a draft that no state could be rid of"
         self._scheduler = Scheduler(config, cache, speculation, bound)
         self._tracker = RequestTracker(
             self._scheduler, cache, eos_ids=eos_ids, clock=clock, on_end=self._close_grammar

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from loraplex.engine.execution.riders.tokens import Tokens
 from loraplex.engine.execution.step_results import RowFailure, RowResult
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
-from loraplex.engine.model.base import StateRows
 from loraplex.engine.types import ScheduledSequence, StepPlan
 from loraplex.kernels.recurrent.types import RecurrentRows, RecurrentUnit
 
@@ -45,9 +43,8 @@ class FlatStep:
     """The rows whose logits are wanted."""
     hidden_rows: torch.Tensor | None
     """The rows whose hidden states are wanted."""
-    states: StateRows | None
     recurrent: RecurrentRows | None
-    """The same sequences, for layers whose state is behind a window."""
+    """The sequences, for layers that keep a state."""
     adapters: StepAdapters
     tokens: Tokens
     riders: tuple[Rider, ...]
@@ -100,17 +97,7 @@ class StepRows:
 
     @property
     def prevents_replay(self) -> bool:
-        # A recorded pass reads no state slots.
-        return (
-            self._keeps_states
-            or self.tokens.prevents_replay
-            or any(rider.prevents_replay for rider in self.riders)
-        )
-
-    @property
-    def _keeps_states(self) -> bool:
-        """Whether layers keep a state without a window."""
-        return self._items[0].state_slot >= 0 > self._items[0].state
+        return self.tokens.prevents_replay or any(rider.prevents_replay for rider in self.riders)
 
     def _add(self, index: int, item: ScheduledSequence) -> None:
         """The slice with this index in the plan."""
@@ -185,7 +172,6 @@ class StepRows:
             fresh_blocks=inputs.ints(self._fresh),
             logits_rows=logits_rows,
             hidden_rows=None if self._pooled is None else self._pooled.rows,
-            states=self._send_states(inputs) if self._keeps_states else None,
             recurrent=self._send_recurrent(inputs) if self._items[0].state >= 0 else None,
             adapters=begin_adapters(
                 inputs,
@@ -196,14 +182,6 @@ class StepRows:
             ),
             tokens=self.tokens,
             riders=self.riders,
-        )
-
-    def _send_states(self, inputs: StepInputs) -> StateRows:
-        items = self._items
-        return StateRows(
-            slots=inputs.ints([item.state_slot for item in items]),
-            ends=inputs.ints([*accumulate(item.num_tokens for item in items)]),
-            fresh=inputs.ints([item.state_slot for item in items if item.start == 0]),
         )
 
     def _send_recurrent(self, inputs: StepInputs) -> RecurrentRows:

@@ -15,7 +15,7 @@ from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs
-from loraplex.engine.kv.states import most_slots, num_snapshots, slot_bytes, state_bytes
+from loraplex.engine.kv.states import most_places, num_snapshots, slot_bytes, state_bytes
 from loraplex.engine.model.base import ModelShape
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -44,14 +44,9 @@ class KVSize:
     needs: BlockNeeds
     num_states: int
     num_windows: int
-    """0: no layer has one."""
+    """The sequences that may run at once by their states; 0: no layer keeps one, as many as one likes."""
     num_bytes: int
     """Blocks, states and windows together."""
-
-    @property
-    def num_places(self) -> int:
-        """Sequences that may run at once by their states; 0: as many as one likes."""
-        return self.num_windows or self.num_states
 
 
 class WatchedKVCache(KVCache):
@@ -105,9 +100,9 @@ def size_kv_cache(
 ) -> KVSize:
     """The number of blocks of a KV cache in `dtype` for `kv_cache_memory` bytes (0: for `budget` bytes; None: a
     share of the `available` bytes; None: of what is free now, for one of `num_sharing` engines), never more than
-    `max_num_seqs` sequences can use. Where layers keep states, their slots come first, one for each of these sequences,
-    fewer where they would take more than half. Where they have windows, states for the prefix cache come next, in
-    `state_cache` bytes (0: chosen).
+    `max_num_seqs` sequences can use. Where layers keep states, a state and a window for each of these sequences come
+    first, fewer where they would take more than half, and then states for the prefix cache, in `state_cache` bytes (0:
+    chosen).
 
     `most_ahead`: positions of one sequence that steps in flight compute. `max_model_len` 0 means what the model's
     positions and the memory allow. Raises KVMemoryTooSmall where one sequence of an asked `max_model_len` does not fit,
@@ -122,10 +117,10 @@ def size_kv_cache(
         budget = kv_cache_memory or _choose_budget(device, available, num_sharing)
     wanted = max_model_len or shape.max_positions
     needs = block_needs(shape.caches, most_ahead)
-    num_states = most_slots(max_num_seqs, slot, budget, needs.of(max_model_len or 1) * one)
-    rest, state, snapshots = budget - num_states * slot, state_bytes(shape.caches), 0
-    if any(layer.window_bytes for layer in shape.caches):
-        snapshots = num_snapshots(state, rest, needs.of(max_model_len or 1) * one, state_cache)
+    least = needs.of(max_model_len or 1) * one
+    num_windows = most_places(max_num_seqs, slot, budget, least)
+    rest, state = budget - num_windows * slot, state_bytes(shape.caches)
+    snapshots = num_snapshots(state, rest, least, state_cache) if num_windows else 0
     num_blocks = max(0, rest - snapshots * state) // one
     per_sequence = needs.of(wanted)
     longest = wanted if per_sequence <= num_blocks else needs.longest(num_blocks)
@@ -135,13 +130,12 @@ def size_kv_cache(
         remedy = "raise kv_cache_memory" if kv_cache_memory else "free memory, or set kv_cache_memory"
         raise KVMemoryTooSmall(
             f"the KV cache has room for {longest} tokens ({origin}: {_mib(budget)}), a sequence "
-            f"of {-(-need // BLOCK_SIZE) * BLOCK_SIZE} needs {_mib(needs.of(need) * one + slot)}; {remedy}"
+            f"of {-(-need // BLOCK_SIZE) * BLOCK_SIZE} needs {_mib(needs.of(need) * one + slot + state)}; {remedy}"
             + (" or lower max_model_len" if max_model_len else "")
         )
-    num_blocks = min(num_blocks, (num_states or max_num_seqs) * per_sequence)
-    num_bytes = num_blocks * one + num_states * slot + snapshots * state
-    num_windows = num_states if snapshots else 0
-    return KVSize(num_blocks, longest, needs, num_states + snapshots, num_windows, num_bytes)
+    num_blocks = min(num_blocks, (num_windows or max_num_seqs) * per_sequence)
+    num_bytes = num_blocks * one + num_windows * slot + snapshots * state
+    return KVSize(num_blocks, longest, needs, num_windows + snapshots, num_windows, num_bytes)
 
 
 def available_memory(device: torch.device) -> int:

@@ -67,7 +67,6 @@ class ModelRunner:
         self.num_groups = kv.num_groups
         # For slices of made-up tokens.
         self.num_windows = len(kv.state_windows) if kv.state_windows.numel() else 0
-        self.num_places = self.num_windows or (len(kv.states) if kv.states.numel() else 0)
         self._executor = executor
         self._eos_ids = eos_ids
         self._lora = lora
@@ -175,8 +174,6 @@ class ModelRunner:
         logits = inputs.replay(adapters.any_lora)
         if logits is not None:
             return Forward(self._sampler, logits[: step.logits_rows.shape[0]])
-        if step.states is not None:
-            self._kv.clear_states(step.states.fresh)
         hidden: list[torch.Tensor] = []
         logits = self._model.forward(
             ForwardBatch(
@@ -191,7 +188,6 @@ class ModelRunner:
                 token_rows=adapters.by_token,
                 hidden_rows=step.hidden_rows,
                 take_hidden=None if step.hidden_rows is None else hidden.append,
-                states=step.states,
                 recurrent=step.recurrent,
             )
         )

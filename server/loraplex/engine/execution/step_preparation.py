@@ -66,9 +66,8 @@ class StepPreparation:
         # Triton need not be there where it does not run.
         from loraplex.engine.execution.cuda_graphs import CudaRecorder, prepare_inputs
 
-        has_slots = kv.states.numel() > 0 and not kv.state_windows.numel()
-        if not isinstance(self._model.attention, RecordableAttention) or has_slots:
-            self._recorder = None  # a recorded pass reads no state slots
+        if not isinstance(self._model.attention, RecordableAttention):
+            self._recorder = None
         elif self._recorder is None and self._model.device.type == "cuda":
             self._recorder = CudaRecorder()
         self.inputs = prepare_inputs(

@@ -98,7 +98,7 @@ def made_up_slice(
     """A prompt of `count` tokens 0, behind `start` others. `num_scored` positions of it are scored; its last `drafted`
     tokens are drafts. `place`: its own in the batch, where layers keep states."""
     ends = (start + count) // BLOCK_SIZE - start // BLOCK_SIZE
-    place = place % runner.num_places if runner.num_places else -1
+    place = place % runner.num_windows if runner.num_windows else -1
     tokens = (0,) * count
     return ScheduledSequence(
         request=EngineRequest(name, "", tokens, sampling, pooling=pooling),
@@ -118,6 +118,6 @@ def made_up_slice(
         pool_start=None if pooling is None else 0,
         drafted=tokens[:drafted],
         state_slot=place,
-        state=place if runner.num_windows else -1,
+        state=place,
         state_targets=(place,) * ends if runner.num_windows else (),
     )

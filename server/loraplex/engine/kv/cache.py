@@ -105,7 +105,7 @@ class KVCache:
         return self._layers[index]
 
     def state(self, index: int) -> torch.Tensor:
-        """[num_states, bytes] uint8: the layer's part of each state slot, from a multiple of 64 bytes on. A view."""
+        """[num_states, bytes] uint8: the layer's part of each state, from a multiple of 64 bytes on. A view."""
         start, end = self._state_offsets[index : index + 2]
         return self.states[:, start:end]
 
@@ -121,10 +121,6 @@ class KVCache:
             found = recurrent_memory(heads, dtype, self.state(index), self.window(index))
             self._recurrent[index] = found
         return found
-
-    def clear_states(self, slots: torch.Tensor) -> None:
-        """Clear the slots of sequences whose position 0 is computed in this step. slots: [n] int64."""
-        self.states.index_fill_(0, slots, 0)
 
     def expect(self, blocks: torch.Tensor) -> None:
         """A step will begin to write to these blocks. blocks: [n] int64. For the thread that plans."""

@@ -20,7 +20,7 @@ from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.kv.layers import BlockNeeds, blocks_for, blocks_unseen
 from loraplex.engine.kv.sequence_states import SequenceStates
-from loraplex.engine.kv.states import StateSlots
+from loraplex.engine.kv.states import Places
 from loraplex.engine.types import BlockKey, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -42,8 +42,8 @@ class SequenceBlocks(BlockManager):
     def __init__(self, num_blocks: int, needs: BlockNeeds, num_states: int = 0, num_windows: int = 0) -> None:
         super().__init__(num_blocks)
         self.needs = needs
-        self.places = StateSlots(num_windows or num_states)
-        """The places of windows; without windows, those of states that each position writes."""
+        self.places = Places(num_windows)
+        """Those of windows."""
         self.states = SequenceStates(num_states, num_windows) if num_windows else None
         self._num_groups = len(needs.windows)
         self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -51,7 +51,7 @@ class SequenceBlocks(BlockManager):
     @property
     def num_states_used(self) -> int:
         """States that sequences hold."""
-        return (self.places if self.states is None else self.states).num_used
+        return 0 if self.states is None else self.states.num_used
 
     def lacks_place(self) -> bool:
         """Whether one sequence more finds no place, or, until a step in flight is collected, no state."""
@@ -103,8 +103,6 @@ class SequenceBlocks(BlockManager):
 
     def find(self, seq: Sequence) -> list[int]:
         """The table of the beginning of a waiting sequence, as far as the prefix cache has it."""
-        if self.places.num_slots and self.states is None:
-            return []  # blocks alone do not hold what the positions left in a state
         keys = prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]
         found = self._find(keys)
         if self.states is not None:
@@ -148,21 +146,20 @@ class SequenceBlocks(BlockManager):
         seq.num_given_back = len(found) - len(held)
         seq.blocks_done = len(found) // self._num_groups
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
-        if not self.places.num_slots or seq.measured is not None:
+        if self.states is None or seq.measured is not None:
             return
         seq.state_slot = self.places.take()
-        if self.states is not None:
-            keys = [] if seq.request.is_shadow else prefix_keys.extend_keys(seq)
-            keys = keys[: prefix_keys.findable_blocks(seq)]
-            self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
+        keys = [] if seq.request.is_shadow else prefix_keys.extend_keys(seq)
+        keys = keys[: prefix_keys.findable_blocks(seq)]
+        self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
 
     def begin_again(self, seq: Sequence, start: int) -> None:
         """The positions of a running sequence from `start` on are computed again, and those before too where a state
         may have been written over."""
         start = min(seq.num_computed, start)
         known: int | None = start
-        if seq.state_slot >= 0:
-            known = None if self.states is None else self.states.go_back(seq, start)
+        if self.states is not None and seq.state_slot >= 0:
+            known = self.states.go_back(seq, start)
         if known is not None:
             if known < start:
                 seq.lost_until = max(seq.lost_until, seq.num_computed)
@@ -180,8 +177,7 @@ class SequenceBlocks(BlockManager):
         """Positions start … end-1 of a slice were computed and collected, and no row before `end` will be computed
         again: the blocks that they filled can be found by their keys, and those that no later row sees are given
         back."""
-        has_names = self.states is not None or not self.places.num_slots
-        if not seq.request.is_shadow and has_names:
+        if not seq.request.is_shadow:
             named = prefix_keys.filled(seq, scheduled, start, end, self._num_groups)
             self.register_all(named, is_spare=seq.request.batch)
         done = end // BLOCK_SIZE

@@ -1,17 +1,11 @@
-"""State slots: what layers keep of a sequence in one size, however long the sequence is. No torch.
+"""States and windows: what layers keep of a sequence in one size, however long the sequence is. No torch.
 
-A layer whose `CacheKind` has `state_bytes` writes over its state at each position. So no state can be shared, found by
-a prefix key, or cut back to an earlier position. A slot holds one sequence's states of all such layers.
+A layer whose `CacheKind` has `state_bytes` has `window_bytes` too. It writes a state at the end of a window of 16
+positions alone (`loraplex.engine.kv.sequence_states`), and what came since into the window, its sequence's own.
 
-A sequence takes a slot when it starts, or resumes after a preemption, and releases it when it ends or is preempted
-(`SequenceBlocks`). The step that computes its position 0 clears the slot before any layer runs: the last owner may have
-left anything there, and a step in flight may still write for that owner. Steps run in the order of submission.
-
-A layer with `window_bytes` too writes its state at the end of a window alone: `loraplex.engine.kv.sequence_states` has
-those states, and the slots here are the places of windows.
-
-What computes a position twice begins at position 0 again: a sequence whose step did not fit into the device's memory,
-and one that was preempted. Tokens are not drafted, for a rejected one could not be taken back.
+A sequence takes the place of a window when it starts, or resumes after a preemption, and releases it when it ends or
+is preempted (`SequenceBlocks`). Nothing is cleared: each row of a window is written before it is read. A step in flight
+may still write for the last owner. Steps run in the order of submission.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ from loraplex.engine.kv.layers import CacheKind
 _ALIGN = 64
 _SNAPSHOTS_OF_REST = 4
 _MOST_OF_BUDGET = 2
-"""Slots take at most one part in this number of the memory that they share with the blocks."""
+"""Places take at most one part in this number of the memory that they share with the blocks."""
 
 
 def offsets(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -51,42 +45,38 @@ def num_snapshots(state: int, rest: int, for_blocks: int, wanted: int = 0) -> in
     return max(1, min(wanted or rest // _SNAPSHOTS_OF_REST, rest - for_blocks) // state)
 
 
-def most_slots(max_num_seqs: int, num_bytes: int, budget: int, for_blocks: int) -> int:
-    """The number of slots of `num_bytes` each, in `budget` bytes for slots and blocks, where blocks need at least
-    `for_blocks`: one a running sequence, fewer where they would take too much, and one at least. 0 where slots have no
+def most_places(max_num_seqs: int, num_bytes: int, budget: int, for_blocks: int) -> int:
+    """The number of places of `num_bytes` each, in `budget` bytes for places and blocks, where blocks need at least
+    `for_blocks`: one a running sequence, fewer where they would take too much, and one at least. 0 where places have no
     bytes."""
     if not num_bytes:
         return 0
     return min(max_num_seqs, max(1, min(budget // _MOST_OF_BUDGET, budget - for_blocks) // num_bytes))
 
 
-class StateSlots:
-    """The slots, numbered from 0, and which of them are free. With 0 slots no layer keeps a state.
+class Places:
+    """The places of windows, numbered from 0, and which of them are free. With 0 of them no layer keeps a state.
 
-    Taking a slot where none is free, and releasing one that is not held, are bugs of the engine's own and raise
+    Taking one where none is free, and releasing one that is not held, are bugs of the engine's own and raise
     AssertionError.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = [*reversed(range(num_slots))]
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self._free = [*reversed(range(num_places))]
         self._held: set[int] = set()
 
-    @property
-    def num_used(self) -> int:
-        return len(self._held)
-
     def lacks(self, count: int) -> bool:
-        """Whether `count` more sequences find no slot each."""
-        return 0 < self.num_slots < len(self._held) + count
+        """Whether `count` more sequences find no place each."""
+        return self.num_places > 0 and len(self._free) < count
 
     def take(self) -> int:
-        assert self._free, "no state slot is free: check lacks first"
-        slot = self._free.pop()
-        self._held.add(slot)
-        return slot
+        assert self._free, "no place is free: check lacks first"
+        place = self._free.pop()
+        self._held.add(place)
+        return place
 
-    def release(self, slot: int) -> None:
-        assert slot in self._held, f"state slot {slot} is released, but nobody holds it"
-        self._held.remove(slot)
-        self._free.append(slot)
+    def release(self, place: int) -> None:
+        assert place in self._held, f"place {place} is released, but nobody holds it"
+        self._held.remove(place)
+        self._free.append(place)

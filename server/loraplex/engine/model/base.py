@@ -54,18 +54,6 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StateRows:
-    """The sequences of a step by their state slots, in the order of their rows. Each is there once."""
-
-    slots: torch.Tensor
-    """[S] int64"""
-    ends: torch.Tensor
-    """[S] int64: the rows of sequence i end before row ends[i], and begin where those of the one before end."""
-    fresh: torch.Tensor
-    """[n] int64: the slots of sequences whose position 0 is among these rows. The runner has cleared them."""
-
-
-@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """The rows of one step, T in all, flat: sequences one after another, each with its next positions.
 
@@ -74,8 +62,7 @@ class ForwardBatch:
     `logits_rows` [S] int64 are the rows whose logits are wanted. `take_hidden` is called with the hidden states behind
     the final norm, [P, C], of `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a
     new tensor. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
-    `logits_rows`, where none has one that changes the head. `states` is None where no layer keeps a state, `recurrent`
-    where none has a window behind it.
+    `logits_rows`, where none has one that changes the head. `recurrent` is None where no layer keeps a state.
     """
 
     token_ids: torch.Tensor
@@ -90,7 +77,6 @@ class ForwardBatch:
     take_hidden: Callable[[torch.Tensor], None] | None = None
     logits_out: torch.Tensor | None = None
     token_rows: TokenRows | None = None
-    states: StateRows | None = None
     recurrent: RecurrentRows | None = None
 
     def attention_of(self, layer: int) -> Any:

@@ -127,7 +127,7 @@ class BackgroundSequences:
         (self.begun if seq.state is SequenceState.RUNNING else self._waiting)[seq] = None
 
     def make_room(self, running: Iterable[Sequence], queued: Iterable[Sequence]) -> None:
-        """Give up blocks and state slots, the latest sequence's first, until as many are free as the other sequences
+        """Give up blocks and places, the latest sequence's first, until as many are free as the other sequences
         may take in this step: those that run, and all that are queued."""
         if not self.begun:
             return

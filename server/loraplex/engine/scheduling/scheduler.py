@@ -62,7 +62,7 @@ class Scheduler:
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
         # A place takes a window or a state, where there are any.
-        places = config.num_windows or config.num_states or config.max_num_seqs
+        places = config.num_windows or config.max_num_seqs
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens, places)
         self._max_scored = config.max_scored_tokens
         self.blocks = SequenceBlocks(
@@ -320,7 +320,7 @@ class Scheduler:
             seq.first_scheduled = draft.now
         if seq.num_charged < len(request.prompt_ids):
             self._charge.prompt(seq, end, self._charge.prices.prefill)
-        if slot != seq.slot and end == request.adapter_from and (seq.state_slot < 0 or seq.states):
+        if slot != seq.slot and end == request.adapter_from:
             draft.activated.append(seq)
         seq.num_computed = end
         seq.num_pending += part.samples
@@ -328,7 +328,7 @@ class Scheduler:
     def _go_on_activated(self, draft: StepDraft) -> None:
         """Give sequences whose slice ends where their adapter begins to act another slice of this step, as far as there
         is room: what follows is short as a rule, and a step of its own would delay the first token. Each layer writes
-        the KV of all rows before it reads any. A state has one slice a step."""
+        the KV of all rows before it reads any."""
         for seq in draft.activated:
             has_room = draft.has_room and draft.score_budget > 0 and draft.num_slices < draft.max_running
             has_room &= self.blocks.states is None or self.blocks.states.can_advance(seq)
