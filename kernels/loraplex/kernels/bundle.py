@@ -21,12 +21,12 @@ MakeLoraPass = Callable[[LoraWeights, Scratch, Mapping[int, Sequence[Segment]], 
 
 
 class Compilation(Protocol):
-    """Kernels that are compiled before the first step, for a model in a dtype; `codes`: its linears are codes,
-    `kv_codes`: its keys and values are; `recurrent`: it has layers with a state."""
+    """Kernels that are compiled before the first step, for a model in a dtype. `parts` says by name what it has:
+    linears that are `codes`, keys and values that are (`kv_codes`), `recurrent` layers with a state, `experts`."""
 
-    def is_done(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool, recurrent: bool) -> bool: ...
+    def is_done(self, dtype: torch.dtype, **parts: bool) -> bool: ...
 
-    def run(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool, recurrent: bool) -> None:
+    def run(self, dtype: torch.dtype, **parts: bool) -> None:
         """In the thread that will run the steps. Raises whatever the compiler does."""
         ...
 

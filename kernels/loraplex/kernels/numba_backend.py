@@ -101,22 +101,18 @@ def _obstacle_to_same_bits(dtype: torch.dtype, batch_invariant: bool) -> str | N
 class _Compilation:
     """See `Compilation`. Compiled code is kept on the disk where that can be written to."""
 
-    def is_done(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool, recurrent: bool) -> bool:
+    def is_done(self, dtype: torch.dtype, **parts: bool) -> bool:
         from loraplex.kernels.numba_runtime.cache import KERNELS
 
-        return KERNELS.is_compiled(_name(dtype, codes, kv_codes, recurrent))
+        return KERNELS.is_compiled(_name(dtype, parts))
 
-    def run(self, dtype: torch.dtype, *, codes: bool, kv_codes: bool, recurrent: bool) -> None:
+    def run(self, dtype: torch.dtype, **parts: bool) -> None:
         from loraplex.kernels import numba_warm_up
         from loraplex.kernels.numba_runtime.cache import KERNELS
 
         ops = numba_ops()
-        KERNELS.compile(
-            _name(dtype, codes, kv_codes, recurrent),
-            lambda: numba_warm_up.warm_up(dtype, ops, codes=codes, kv_codes=kv_codes, recurrent=recurrent),
-        )
+        KERNELS.compile(_name(dtype, parts), lambda: numba_warm_up.warm_up(dtype, ops, **parts))
 
 
-def _name(dtype: torch.dtype, codes: bool, kv_codes: bool, recurrent: bool) -> str:
-    parts = {"codes": codes, "kv-codes": kv_codes, "recurrent": recurrent}
+def _name(dtype: torch.dtype, parts: dict[str, bool]) -> str:
     return "-".join([str(dtype).removeprefix("torch."), *(name for name, wanted in parts.items() if wanted)])

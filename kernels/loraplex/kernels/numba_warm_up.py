@@ -9,6 +9,7 @@ import torch
 from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from loraplex.kernels.attention.numba_attention_products import BLOCK
+from loraplex.kernels.experts.types import ExpertActivation, ExpertOps, RouterKind
 from loraplex.kernels.linear import numba_dense, numba_dense_tiles
 from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.lora import numba_lora
@@ -32,11 +33,17 @@ from loraplex.kernels.weight_form import WeightForm
 
 
 def warm_up(
-    dtype: torch.dtype, ops: Ops, *, codes: bool = False, kv_codes: bool = False, recurrent: bool = False
+    dtype: torch.dtype,
+    ops: Ops,
+    *,
+    codes: bool = False,
+    kv_codes: bool = False,
+    recurrent: bool = False,
+    experts: bool = False,
 ) -> None:
     """Compile all kernels for a model in `dtype`; `codes`: those of linears in groups too; `kv_codes`: for a KV cache
-    of codes; `recurrent`: for layers with a state. `ops` are numba's. Kernels do not depend on sizes. For the thread
-    that will run the steps."""
+    of codes; `recurrent`: for layers with a state; `experts`: for mixtures of experts. `ops` are numba's. Kernels do
+    not depend on sizes. For the thread that will run the steps."""
     if dtype not in LIKE:
         return
     x = torch.zeros(1, 64, dtype=dtype)
@@ -61,6 +68,8 @@ def warm_up(
         _warm_up_codes(dtype, ops)
     if recurrent:
         _warm_up_recurrent(dtype, ops.recurrent)
+    if experts:
+        _warm_up_experts(dtype, ops.experts)
     numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     log_sum_exp(logits)
@@ -83,6 +92,16 @@ def _warm_up_recurrent(dtype: torch.dtype, ops: RecurrentOps) -> None:
     ops.state_rule(qkv, decay, step, ones, rows, memory, heads)
     ops.gated_norm(out, out, torch.ones(COLUMNS, dtype=dtype), 1e-6)
     ops.output_gate(out[:, None], out[:, None])
+
+
+def _warm_up_experts(dtype: torch.dtype, ops: ExpertOps) -> None:
+    """All but their linears, which have the kernels of any linear."""
+    x = torch.zeros(1, 2, dtype=dtype)
+    for logits in (x, x.float()):
+        routes = ops.route(logits, RouterKind("softmax", 2, 1))
+    rows = ops.group(routes, 2)
+    ops.act(x, ExpertActivation("clamped"))
+    ops.combine(ops.gather(x, rows), routes, rows)
 
 
 def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:

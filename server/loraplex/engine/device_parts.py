@@ -263,21 +263,16 @@ def compile_kernels(
     dtype: torch.dtype,
     executor: Executor,
     on_stage: Callable[[str], None],
-    *,
-    codes: bool,
-    kv_codes: bool,
-    recurrent: bool,
+    **parts: bool,
 ) -> None:
-    """Compile what must be before the first step. Arguments as of `Compilation`. Raises CompilationFailed."""
+    """Compile what must be before the first step. `parts` as of `Compilation`. Raises CompilationFailed."""
     compilation = kernels.compilation
     if compilation is None:
         return
-    if not compilation.is_done(dtype, codes=codes, kv_codes=kv_codes, recurrent=recurrent):
+    if not compilation.is_done(dtype, **parts):
         on_stage("compiling kernels for this processor (once; 10 to 20 s, minutes where the machine is slow)")
     try:
-        executor.submit(
-            lambda: compilation.run(dtype, codes=codes, kv_codes=kv_codes, recurrent=recurrent)
-        ).result()
+        executor.submit(lambda: compilation.run(dtype, **parts)).result()
     except Exception as error:  # of any kind: what is compiled depends on the processor
         raise CompilationFailed(describe_failure(kernels.backend, error)) from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from loraplex.kernels.experts.types import ExpertActivation, RouterKind, Routes
 from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.numba_backend import numba_ops
 from loraplex.kernels.numba_layers import NumbaRecordedLayers
+from loraplex.kernels.numba_warm_up import warm_up
 from loraplex.kernels.recorded_layers import LayerInputs
 from loraplex.kernels.weight_form import FLOATS, WeightForm
 
@@ -109,3 +112,18 @@ def test_a_recorded_call_serves_any_routes() -> None:
         assert found is not None
         assert torch.equal(found[0], mixture(x))
     assert len(lists) == 1, "recorded once"
+
+
+@pytest.mark.slow  # it compiles all that a model needs
+def test_all_are_compiled_before_the_first_step_of_a_model_that_has_experts() -> None:
+    called: set[str] = set()
+
+    def noted(name: str) -> Any:
+        return lambda *given: called.add(name) or getattr(EACH, name)(*given)
+
+    names = [field.name for field in dataclasses.fields(EACH)]
+    watched = dataclasses.replace(OPS, experts=type(EACH)(*map(noted, names)))
+    warm_up(torch.bfloat16, watched)
+    assert not called
+    warm_up(torch.bfloat16, watched, experts=True)
+    assert called == set(names) - {"pack"}, "their linears are compiled as any"
