@@ -48,20 +48,20 @@ def small_cases() -> list[RecurrentCase]:
 
 
 def full_cases() -> list[RecurrentCase]:
-    """The sizes of Qwen3.5, and of Granite 4.0 H-Micro."""
+    """The sizes of Qwen3.5, and of Granite 4.0 H-1B."""
     shapes = {
         "0.8B": RecurrentHeads(16, 16, 128, 128),
         "9B": RecurrentHeads(16, 32, 128, 128),
         "27B": RecurrentHeads(16, 48, 128, 128),
-        "H-Micro": RecurrentHeads(1, 48, 128, 64),
+        "H-1B": RecurrentHeads(1, 48, 128, 64),
     }
     decodes = [
-        RecurrentCase(f"{name} decode, {rows} rows", heads, rows, 1, name == "H-Micro")
+        RecurrentCase(f"{name} decode, {rows} rows", heads, rows, 1, name == "H-1B")
         for name, heads in shapes.items()
         for rows in (64, 16, 1, 256)
     ]
     prompts = [
-        RecurrentCase(f"{name}, {units} prompts of {rows}", heads, units, rows, name == "H-Micro")
+        RecurrentCase(f"{name}, {units} prompts of {rows}", heads, units, rows, name == "H-1B")
         for name, heads in shapes.items()
         for units, rows in ((1, 2048), (4, 512))
     ]

@@ -63,6 +63,7 @@ def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
                 "mistral-window",
                 "lfm3",
                 "lfm2-biases",
+                "granite4-h-limits",
             )
             for lookahead, prompt_rows in ((0, 80), (1, 0), (1, 40))
         ),
@@ -217,6 +218,7 @@ def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
         pytest.param("gemma3", 14, 6, 4, 0, marks=pytest.mark.soak),
         pytest.param("lfm2", 14, 6, 4, 0, marks=pytest.mark.soak),
         pytest.param("qwen3_5-2", 14, 6, 4, 0, marks=pytest.mark.soak),
+        pytest.param("granite4-h", 14, 6, 4, 0, marks=pytest.mark.soak),
     ],
 )
 def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(

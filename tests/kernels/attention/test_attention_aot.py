@@ -112,7 +112,7 @@ def fused() -> list[Variant]:
         dict.fromkeys(("x_ptr", "residual_ptr", "out_ptr", "weight_ptr"), "*bf16")
         | dict.fromkeys(("inner", "x_outer", "x_inner", "residual_row"), "i32")
         | {"eps": "fp32", "scale": "fp32"},
-        {"COLUMNS": 4096, "BLOCK": 4096, "ADD": True, "SCALE": False},
+        {"COLUMNS": 4096, "WEIGHT_ROW": 0, "BLOCK": 4096, "ADD": True, "SCALE": False},
         num_warps=8,
         multiples_of_16=("x_outer", "x_inner", "residual_row"),
     )

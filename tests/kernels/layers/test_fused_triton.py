@@ -71,6 +71,17 @@ def test_a_sum_is_scaled_after_it_was_rounded(dtype):
     close(got, reference, dtype, times=3)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_of_a_row_have_norms_of_their_own(dtype):
+    """As Nemotron-H's Mamba-2 has."""
+    x, weight = draw(5, 3 * 40, dtype=dtype), draw(3, 24, dtype=dtype, seed=2)
+    got = triton_norm.rms_norm(x[:, 8:80], weight, 1e-5)
+    assert got.shape == (5, 72)
+    close(got, rms(x[:, 8:80].unflatten(1, (3, 24)), weight, 1e-5).flatten(1), dtype)
+    with pytest.raises(ValueError, match=r"no norm of \[5, 120\] with a weight of \[3, 24\]"):
+        triton_norm.rms_norm(x, weight, 1e-5)
+
+
 def test_heads_of_a_wider_row_are_normed_as_they_lie():
     wide = draw(3, 7, 64)
     heads, weight = wide[:, 2:5], draw(64, seed=1)

@@ -42,13 +42,14 @@ def rope(x: torch.Tensor) -> torch.Tensor:
     "function",
     [
         lambda x: triton_norm.rms_norm(x, WEIGHT, 1e-5),
+        lambda x: triton_norm.rms_norm(x, WEIGHT.view(3, -1), 1e-5),
         add_norm,
         lambda x: triton_activation.act_and_mul(x, False),
         lambda x: triton_activation.act_and_mul(x, True),
         rope,
         lambda x: log_sum_exp(x, tile=32),
     ],
-    ids=["rms_norm", "add_rms_norm", "silu", "gelu", "rope", "log_sum_exp"],
+    ids=["rms_norm", "rms_norm by group", "add_rms_norm", "silu", "gelu", "rope", "log_sum_exp"],
 )
 def test_a_row_has_the_same_bits_beside_any_others(function: Function) -> None:
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0)).to(DEVICE)

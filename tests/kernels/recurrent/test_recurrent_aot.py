@@ -31,7 +31,7 @@ from support.kernels.triton_aot import ARCHS, Recorder, Variant, check, launched
 RECORD = Path(__file__).parents[1] / "aot" / "recurrent.json"
 DTYPE, ROWS = torch.bfloat16, 18
 HEADS = {"0.8B": RecurrentHeads(16, 16, 128, 128), "27B": RecurrentHeads(16, 48, 128, 128)}
-MAMBAS = {"H-Micro": RecurrentHeads(1, 48, 128, 64), "Nemotron-H": RecurrentHeads(8, 128, 128, 64)}
+MAMBAS = {"H-1B": RecurrentHeads(1, 48, 128, 64), "Nemotron-H": RecurrentHeads(8, 128, 128, 64)}
 PROGRAMS = {
     triton_short_conv: ("short_conv_program",),
     triton_convolve: ("convolve_program",),
@@ -45,7 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     return [
         *recorded("0.8B", lambda: run_layer(HEADS["0.8B"]), PROGRAMS, monkeypatch),
         *recorded("27B", lambda: run_layer(HEADS["27B"]), [triton_rule], monkeypatch),
-        *recorded("H-Micro", lambda: run_mamba(MAMBAS["H-Micro"]), PROGRAMS, monkeypatch),
+        *recorded("H-1B", lambda: run_mamba(MAMBAS["H-1B"]), PROGRAMS, monkeypatch),
         *recorded("Nemotron-H", lambda: run_mamba(MAMBAS["Nemotron-H"]), [triton_rule], monkeypatch),
         *recorded("LFM2", run_short_conv, PROGRAMS, monkeypatch),
     ]

@@ -13,10 +13,12 @@ _MAX_COLUMNS = 1 << 16
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last axis, in float32 inside, rounded once.
 
-    x: [..., C] of up to three axes, the last contiguous; weight: [C] of any floating dtype; returns a contiguous
-    tensor of x's shape and dtype. Raises ValueError for other shapes.
+    x: [..., C] of up to three axes, the last contiguous; weight: [C] of any floating dtype, or [G, C] with x
+    [T, G·C]; returns a contiguous tensor of x's shape and dtype. Raises ValueError for other shapes.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if weight.dim() == 2 and x.dim() == 2 and x.shape[1] == weight.numel():
+        x = torch.unflatten(x, 1, weight.shape)
     _launch(x, None, out, weight, eps, 1.0)
     return out
 
@@ -45,7 +47,13 @@ def _launch(
 ) -> None:
     columns = x.shape[-1]
     plain = residual is None or (residual.dim() == 2 and residual.stride(-1) == 1)
-    if weight.shape != (columns,) or columns > _MAX_COLUMNS or not plain:
+    groups = x.shape[1:2] if weight.dim() == 2 and x.dim() == 3 else ()
+    if (
+        weight.shape != (*groups, columns)
+        or not weight.is_contiguous()
+        or columns > _MAX_COLUMNS
+        or not plain
+    ):
         raise ValueError(f"no norm of {list(x.shape)} with a weight of {list(weight.shape)}")
     if x.dim() > 3 or x.stride(-1) != 1:
         raise ValueError("the kernel takes up to three axes; the last must be contiguous")
@@ -65,6 +73,7 @@ def _launch(
         eps,
         scale,
         COLUMNS=columns,
+        WEIGHT_ROW=columns if groups else 0,
         BLOCK=block,
         ADD=residual is not None,
         SCALE=scale != 1.0,
@@ -86,6 +95,7 @@ def rms_norm_program(
     eps,
     scale,
     COLUMNS: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     SCALE: tl.constexpr,
@@ -105,6 +115,6 @@ def rms_norm_program(
             rounded = (rounded.to(tl.float32) * scale).to(residual_ptr.dtype.element_ty)
         tl.store(sum_ptr, rounded, mask=there)
         x = rounded.to(tl.float32)
-    weight = tl.load(weight_ptr + c, mask=there, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + row % inner * WEIGHT_ROW + c, mask=there, other=0.0).to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / COLUMNS + eps) * weight
     tl.store(out_ptr + row.to(tl.int64) * COLUMNS + c, y.to(out_ptr.dtype.element_ty), mask=there)

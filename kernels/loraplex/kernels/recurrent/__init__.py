@@ -7,5 +7,7 @@ WINDOW = 16
 """Positions of a window: the state is written at its end. A KV block has as many."""
 COLUMNS = 32
 """Columns of a state that lie together."""
+SMALLEST = 1e-24
+"""Coefficients of a state and of updates below are zero."""
 HEADER_BYTES, UNIT_BYTES = 64, 64
 """Bytes of a step's table before its units, and of each unit (`types.RecurrentRows`)."""

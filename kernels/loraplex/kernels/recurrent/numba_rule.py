@@ -33,10 +33,10 @@ from loraplex.kernels.numba_runtime.vectors import (
     store,
     write_float32,
 )
-from loraplex.kernels.recurrent import COLUMNS, HEADER_BYTES, UNIT_BYTES, WINDOW
+from loraplex.kernels.recurrent import COLUMNS, HEADER_BYTES, SMALLEST, UNIT_BYTES, WINDOW
 from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentMemory, RecurrentRows, check_operands
 
-_F32, _ONE, _SMALLEST = np.float32(0), np.float32(1), np.float32(1e-24)
+_F32, _ONE, _SMALLEST = np.float32(0), np.float32(1), np.float32(SMALLEST)
 _EPS = np.float32(1e-6)
 _STRIP = COLUMNS * 4
 """Bytes of 32 columns of one row."""

@@ -27,12 +27,10 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from loraplex.kernels.layers.norm import rms_norm
-from loraplex.kernels.recurrent import COLUMNS, WINDOW
+from loraplex.kernels.recurrent import COLUMNS, SMALLEST, WINDOW
 from loraplex.kernels.recurrent.kernel import RecurrentOps
 from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentMemory, RecurrentRows, RecurrentUnit
 
-SMALLEST = 1e-24
-"""Coefficients below are zero."""
 _NORM_EPS = 1e-6
 
 

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from loraplex.kernels.recurrent import COLUMNS, HEADER_BYTES, UNIT_BYTES, WINDOW
-from loraplex.kernels.recurrent.torch_recurrent import SMALLEST
+from loraplex.kernels.recurrent import COLUMNS, HEADER_BYTES, SMALLEST, UNIT_BYTES, WINDOW
 from loraplex.kernels.recurrent.types import RecurrentHeads, RecurrentMemory, RecurrentRows, check_operands
 
 _COLUMNS = tl.constexpr(COLUMNS)
