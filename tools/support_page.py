@@ -39,8 +39,8 @@ are those of bases that run through transformers: Phi and OPT (`dense`, `out_pro
 and Granite 4's (`in_proj`, `out_proj`, `input_linear`, `output_linear`). A module may have another size in some
 layers, or be missing there. A shared expert, which all tokens go through, has sites as a dense layer has. LoRA on any
 other module of the base is `unsupported_feature`, with the module's name; on the routed experts of a mixture with
-`experts`. On the vision or audio part of a multimodal model it is left out, or refused with `other_towers`
-([models.md](models.md#multimodal-models)).
+`experts`, and [the form that was found](#lora-on-routed-experts). On the vision or audio part of a multimodal model it
+is left out, or refused with `other_towers` ([models.md](models.md#multimodal-models)).
 """
 
 _KINDS_OF_ADAPTERS = """\

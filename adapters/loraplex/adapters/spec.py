@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from loraplex.adapters.pooled import HeadTask
 
@@ -24,13 +24,25 @@ class SiteShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The routed experts of a layer, in the module `module_path` ("model.layers.3.mlp.experts"). Each has three
+    linears: gate and up from `hidden_size` to `inner_size`, down back."""
+
+    layer: int
+    module_path: str
+    count: int
+    hidden_size: int
+    inner_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class BaseSpec:
     """The base model as admission sees it. `fingerprint` (64 hex characters) is a SHA-256 over its
     architecture and weights. `sites` is keyed by (layer, site). `tied_head`: the config ties the head to the
     embedding. `quantise`: "int8" where the engine serves its linears as codes (`base_weights.grouped`), else "none";
     the fingerprint is of the checkpoint in both cases. `stored`: the scheme of a checkpoint that is quantised itself
     (`base_weights.schemes`), else empty. `multimodal`: the model type (`admission.model_parts`) whose text part it
-    is, else empty."""
+    is, else empty. `experts`: the routed experts of a mixture, by layer."""
 
     fingerprint: str
     model_type: str
@@ -41,6 +53,7 @@ class BaseSpec:
     quantise: str = "none"
     stored: str = ""
     multimodal: str = ""
+    experts: Mapping[int, ExpertShape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +80,30 @@ class SiteWeights:
     a: TensorSlice
     b: TensorSlice
     magnitude: TensorSlice | None = None
+
+
+ExpertSite = Literal["gate", "up", "gate_up", "down"]
+"""A linear of an expert. `gate_up`: gate and up as one, in the order of rows that the base has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """LoRA on one site of one expert, or in a stack on that of all experts of a layer."""
+
+    layer: int
+    site: ExpertSite
+    expert: int
+    """-1: all, in a stack."""
+    rank: int
+    """The rank of one expert."""
+    scaling: float
+    a: TensorSlice
+    """[rank, in_features]. In a stack [experts·rank, in_features], row e·rank + i is row i of expert e."""
+    b: TensorSlice
+    """[out_features, rank]. In a stack [out_features, rank·experts], column i·experts + e is column i of expert e."""
+    turned: bool = False
+    """Whether `a` and `b` of a stack are of the transposed weights: then expert e's A is the transpose of its part of
+    `b`, and its B that of its part of `a`."""
 
 
 @dataclass(frozen=True, slots=True)

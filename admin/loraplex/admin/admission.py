@@ -16,6 +16,7 @@ import anyio
 import structlog
 
 from loraplex.adapters.admission.chat_files import ChatFiles, read_chat_files
+from loraplex.adapters.admission.safetensors_header import adapter_limits
 from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.errors import LoraplexError
 from loraplex.admin.problem import Problem
@@ -97,6 +98,7 @@ def _unpack(services: AdminServices, staged: StagedUpload, received: Received) -
             max_bytes=services.max_upload_bytes,
             fault=staging.fault,
             reserve=staged.unpack,
+            limits=adapter_limits(services.catalog.base),
         )
     return read_chat_files(staging.directory)
 

@@ -11,8 +11,9 @@ import struct
 import tarfile
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
@@ -20,6 +21,7 @@ from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
 from loraplex.adapters.mlx.convert import convert_mlx
+from loraplex.adapters.spec import ExpertShape
 from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import ArtifactStore
 from support.adapters.archives import CONFIG, CONTENT, LIMIT, MAKERS, TENSORS, Box, make_tar, make_zip, tar_of
@@ -34,6 +36,7 @@ from support.adapters.drafts import (
 from support.adapters.mlx_adapters import mlx_config, mlx_files, mlx_tensors
 from support.adapters.whole_reads import parse_peft_config
 from support.fuzz.fuzzing import Target
+from support.models.expert_adapters import Arrays, pairs, stacks, three_dimensions, write
 
 READ_BUFFERS = 8 << 20
 """What readers may hold beside what they return: windows, blocks, directories."""
@@ -180,6 +183,34 @@ def adapters(directory: Path) -> Target:
     return Target("an adapter", corpus, run, 4 * READ_BUFFERS)
 
 
+def expert_adapters(directory: Path) -> Target:
+    """As `adapters`, for a mixture, with LoRA on its experts in each form that is read."""
+    experts = {layer: ExpertShape(layer, f"model.layers.{layer}.mlp.experts", 2, 8, 6) for layer in range(2)}
+    base = replace(load_base_spec(write_base(directory / "base", TinyBase())), experts=experts)
+    config, tensors = directory / CONFIG, directory / TENSORS
+    corpus = []
+    parameters = {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj"]}
+    forms: list[tuple[Arrays, dict[str, Any]]] = [
+        (pairs(experts), {}),
+        (stacks(experts), parameters),
+        (stacks(experts, turned=True), parameters | {"alpha_pattern": {r".*\.gate_up_proj": 3}}),
+        (three_dimensions(experts, 2), {"r": 2}),
+    ]
+    for number, (arrays, fields) in enumerate(forms):
+        made = write(directory / f"adapter-{number}", arrays, **fields)
+        text = (made / CONFIG).read_bytes()
+        corpus.append(struct.pack("<H", len(text)) + text + (made / TENSORS).read_bytes())
+
+    def run(data: bytes) -> None:
+        size = int.from_bytes(data[:2], "little")
+        config.write_bytes(data[2 : 2 + size])
+        tensors.write_bytes(data[2 + size :])
+        with _refusals():
+            inspect_adapter(config, tensors, base, max_rank=64)
+
+    return Target("an adapter on experts", corpus, run, 4 * READ_BUFFERS)
+
+
 def mlx_adapters(directory: Path) -> Target:
     """The two files of mlx-lm, as `adapters` has those of PEFT: they become PEFT's, which the inspection takes or
     refuses; or they stay as they were."""
@@ -234,6 +265,7 @@ TARGETS = {
     "header": headers,
     "config": configs,
     "adapter": adapters,
+    "experts": expert_adapters,
     "mlx": mlx_adapters,
     "split": split_adapters,
 }

@@ -28,6 +28,7 @@ from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
 from loraplex.adapters.base_weights.schemes import StoredLinears, read_linears
 from loraplex.adapters.base_weights.tensors import QuantisedTensors
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
+from loraplex.adapters.expert_shapes import find_experts
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import (
@@ -113,6 +114,9 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
         quantise=quantise,
         stored="" if stored is None else stored.scheme.name,
         multimodal=raw["model_type"] if parts.others else "",
+        experts=find_experts(
+            linears, {name: entry.tensor.shape for name, entry in tensors.items()}, num_layers
+        ),
     )
 
 

@@ -21,13 +21,17 @@ from loraplex.adapters.admission.config.token_indices import (
     check_tied_rows,
     find_token_rows,
 )
+from loraplex.adapters.admission.experts.checks import note_untrained, refuse_experts
+from loraplex.adapters.admission.experts.places import ExpertTensors, expert_paths, take_experts
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import ModuleNames, names_of
 from loraplex.adapters.admission.modules import (
     are_in_parts,
     check_coverage,
     check_embedding,
+    check_magnitudes,
     check_modules,
+    check_shapes,
     check_tying,
     has_tied_head,
     leave_out_parts,
@@ -41,13 +45,12 @@ from loraplex.adapters.admission.pooled.heads import (
     take_head,
     told,
 )
-from loraplex.adapters.admission.safetensors_header import read_header
+from loraplex.adapters.admission.safetensors_header import adapter_limits, read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, unwrap, weight_names
 from loraplex.adapters.admission.trained_base import CHECK, compare_bases
 from loraplex.adapters.admission.values import (
     SiteNorm,
     check_copies,
-    check_dtype,
     measure_site,
     note_magnitude_order,
 )
@@ -196,9 +199,10 @@ def _inspect(
     names: ModuleNames | None = None
     settings: LoraSettings | None = None
     tensors: AdapterTensors | None = None
+    experts = ExpertTensors()
     # First: what the config says of modules, it says by the names that the tensors have.
     with report.check("header"):
-        header, head_tensors = take_head(unwrap(read_header(tensors_path)))
+        header, head_tensors = take_head(unwrap(read_header(tensors_path, adapter_limits(base))))
         names = names_of(weight_names(header), base)
     named = names or names_of((), base)
     by_path = {named.in_file(shape.module_path): shape for shape in base.sites.values()}
@@ -206,26 +210,27 @@ def _inspect(
         faults = Faults()
         settings = read_settings(
             config_path,
-            by_path,
+            [*by_path, *expert_paths(weight_names(header or {}), base, named)],
             faults,
             header or (),
             lambda saved: not refuse_towers and are_in_parts(saved, base, named, thorough=deep),
+            has_experts=bool(base.experts),
         )
         faults.raise_any()
         assert settings is not None
-        scaling = ", rank-stabilised scaling" if settings.use_rslora else ""
-        kind = "aLoRA" if settings.invocation else "DoRA" if settings.use_dora else "plain LoRA"
-        report.done(kind + scaling)
+        report.done(_kind(settings))
         report.warn(settings.notes)
     if header is not None and names is not None:
         report.begin_check("header")
         report.done(f"{len(header)} tensors")
         with report.check("names"):
-            tensors = _sort(header, names, by_path, base, report, deep, refuse_towers)
+            tensors, experts = _sort(header, names, base, report, deep, refuse_towers)
+    settings = settings and settings.with_names(named)
+    if tensors is not None:
+        _check_names(tensors, experts, by_path, base, named, settings, max_rank, report)
     report.end_without(settings, tensors)
     assert settings is not None
     assert tensors is not None
-    settings = settings.with_names(named)
     with report.check("head"):
         head = find_head(head_tensors, settings, base)
         if head is not None:
@@ -233,10 +238,7 @@ def _inspect(
             report.done(told(head))
     sites, tokens = _check_agreement(settings, tensors, by_path, base, named, max_rank, deep, report)
     if tensors.base_copies:
-        with report.check("base_weights"):
-            check_copies(tensors_path, tensors.base_copies, base, named, deep)
-            report.modules_ignored += len(tensors.base_copies)
-            report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
+        _check_copies(tensors_path, tensors, base, named, deep, report)
     if deep:
         with report.check("values"):
             report.norm = _measure(tensors_path, sites, base, has_more=bool(tokens) or head is not None)
@@ -262,25 +264,62 @@ def _inspect(
     )
 
 
+def _check_copies(
+    tensors_path: Path,
+    tensors: AdapterTensors,
+    base: BaseSpec,
+    names: ModuleNames,
+    deep: bool,
+    report: _Report,
+) -> None:
+    with report.check("base_weights"):
+        check_copies(tensors_path, tensors.base_copies, base, names, deep)
+        report.modules_ignored += len(tensors.base_copies)
+        report.done(f"{len(tensors.base_copies)} copies of the base's weights were dropped")
+
+
 def _sort(
     header: dict[str, TensorSlice],
     names: ModuleNames,
-    by_path: dict[str, SiteShape],
     base: BaseSpec,
     report: _Report,
     deep: bool,
     refuse_towers: bool,
-) -> AdapterTensors:
-    """Sort the tensors by their purpose, without those that are left out."""
+) -> tuple[AdapterTensors, ExpertTensors]:
+    """Sort the tensors by their purpose, without those that are left out. Those on routed experts come apart."""
     if not refuse_towers:
         header, left_out = leave_out_parts(header, base, names, thorough=deep)
         report.modules_ignored += left_out.total()
         report.warn(told_left_out(left_out))
     found = sort_tensors(header)
-    check_modules(found, by_path, base, names)
-    report.modules_matched = len(found.a)
-    report.done(f"{len(found.a)} modules of the base")
-    return found
+    return found, take_experts(found, base, names)
+
+
+def _kind(settings: LoraSettings) -> str:
+    kind = "aLoRA" if settings.invocation else "DoRA" if settings.use_dora else "plain LoRA"
+    return kind + (", rank-stabilised scaling" if settings.use_rslora else "")
+
+
+def _check_names(
+    tensors: AdapterTensors,
+    experts: ExpertTensors,
+    by_path: dict[str, SiteShape],
+    base: BaseSpec,
+    names: ModuleNames,
+    settings: LoraSettings | None,
+    max_rank: int,
+    report: _Report,
+) -> None:
+    """Check that all tensors are of modules that are served."""
+    faults_before = len(report.refused)
+    with report.check("experts"):
+        refuse_experts(experts, tensors, by_path, base, settings, max_rank)
+    with report.check("names"):
+        check_modules(tensors, by_path, base, names)
+        report.modules_matched = len(tensors.a)
+        report.done(f"{len(tensors.a)} modules of the base")
+    if len(report.refused) > faults_before:
+        report.end()
 
 
 def _check_agreement(
@@ -302,8 +341,8 @@ def _check_agreement(
         report.warn(check_tying(settings, tensors, base, names))
     with report.check("shapes"):
         check_embedding(tensors, by_path, settings)
-        _check_magnitudes(tensors, by_path, settings)
-        sites = _check_shapes(tensors, by_path, settings, max_rank)
+        check_magnitudes(tensors, by_path, settings)
+        sites = check_shapes(tensors, by_path, settings, max_rank)
         ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
         report.rank_by_module = ranks
         stored = [tensor for s in sites for tensor in (s.a, s.b, s.magnitude) if tensor is not None]
@@ -324,72 +363,11 @@ def _check_agreement(
             report.done(f"acts from {len(settings.invocation)} invocation tokens on")
     with report.check("coverage"):
         notes = check_coverage(tensors, by_path, settings, base, names, thorough=deep)
+        notes += note_untrained(settings, base, names)
         report.done("tensors came for every module of the base that the config names")
         report.warn(notes)
     report.end()
     return sites, tokens
-
-
-def _check_magnitudes(tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings) -> None:
-    for module in tensors.a:
-        magnitude = tensors.magnitudes.get(module)
-        if magnitude is None:
-            if settings.use_dora:
-                _refuse("missing_tensor", f"use_dora is set, but {module} has no lora_magnitude_vector")
-            continue
-        if not settings.use_dora:
-            _refuse("unexpected_tensor", f"{module} has a lora_magnitude_vector, but use_dora is not set")
-        check_dtype(module, "lora_magnitude_vector", magnitude)
-        if magnitude.shape != (by_path[module].out_features,):
-            _refuse(
-                "shape_mismatch",
-                f"{module}: lora_magnitude_vector is {list(magnitude.shape)}, not one for each of the "
-                f"{by_path[module].out_features} outputs",
-            )
-
-
-def _check_shapes(
-    tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings, max_rank: int
-) -> tuple[SiteWeights, ...]:
-    sites: list[SiteWeights] = []
-    widths: dict[str, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
-    misfit: SiteWeights | None = None
-    for module, a in tensors.a.items():
-        b, shape = tensors.b[module], by_path[module]
-        check_dtype(module, "lora_A", a)
-        check_dtype(module, "lora_B", b)
-        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
-            _refuse(
-                "shape_mismatch",
-                f"{module}: lora_A {list(a.shape)} and lora_B {list(b.shape)} do not make a product",
-            )
-        rank = a.shape[0]
-        if rank > max_rank:
-            _refuse("rank_exceeds_max", f"{module} has rank {rank}; this server accepts at most {max_rank}")
-        declared, scaling = settings.rank_and_scaling(module, rank)
-        if rank != declared:
-            _refuse("shape_mismatch", f"{module} has rank {rank} in the tensors and {declared} in the config")
-        site = SiteWeights(shape.layer, shape.site, rank, scaling, a, b, tensors.magnitudes.get(module))
-        found, wanted = (a.shape[1], b.shape[0]), (shape.in_features, shape.out_features)
-        widths.setdefault(shape.site, []).append((found, wanted))
-        if misfit is None and found != wanted:
-            misfit = site
-        sites.append(site)
-    if misfit is not None:
-        _refuse_misfit(misfit, widths[misfit.site], by_path)
-    return tuple(sorted(sites, key=lambda s: (s.layer, SITES.index(s.site))))
-
-
-def _refuse_misfit(
-    misfit: SiteWeights, widths: list[tuple[tuple[int, int], tuple[int, int]]], by_path: dict[str, SiteShape]
-) -> NoReturn:
-    shape = next(s for s in by_path.values() if (s.layer, s.site) == (misfit.layer, misfit.site))
-    found, wanted = (misfit.a.shape[1], misfit.b.shape[0]), (shape.in_features, shape.out_features)
-    what = f"{shape.module_path} is {wanted[0]} -> {wanted[1]} in the base, {found[0]} -> {found[1]} in the adapter"
-    # Of one size in every layer, or right in none: another architecture. Wrong in one place: a broken file.
-    if len({size for size, _ in widths}) == 1 or all(size != own for size, own in widths):
-        _refuse("base_mismatch", f"{what}: the adapter is for another model")
-    _refuse("shape_mismatch", what)
 
 
 def _measure(

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import NoReturn
 
 from loraplex.adapters.admission.base_model import BaseTensor, is_of_expert, locate_module_weights
 from loraplex.adapters.admission.config.patterns import suffixes
+from loraplex.adapters.admission.experts.checks import experts_not_served
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.model_parts import ModelParts, parts_of
 from loraplex.adapters.admission.module_names import PREFIX, ModuleNames
 from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.admission.tensor_names import AdapterTensors
+from loraplex.adapters.admission.values import check_dtype
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
+from loraplex.adapters.expert_shapes import LEAVES
+from loraplex.adapters.spec import BaseSpec, SiteShape, SiteWeights, TensorSlice
 from loraplex.adapters.store.files import shown
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SITES
 
 _MAX_TOLD = 8
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value")
-"""Linears of the attention, which no mixture has among its experts."""
 _FUSED = frozenset({"in_proj_qkvz", "in_proj_ba"})
 """Linears that hold several of a delta net's. Tools order their rows in several ways."""
 _LORA, _BASE_LAYER = ".lora_", ".base_layer."
@@ -212,7 +214,9 @@ def check_coverage(
             f"layers_to_transform names layer {_list(str(index) for index in beyond)}, but the base has "
             f"{base.num_layers}; tensors came for all of its own that are named"
         )
-    named = {suffix for module in by_path for suffix in suffixes(module)}
+    named = {suffix for module in by_path for suffix in suffixes(module)} | (
+        LEAVES.keys() if base.experts else set()
+    )
     unused = sorted(target for target in selection.targets or () if target not in named)
     if unused and thorough:
         _refuse_missing(unused, base, names)
@@ -241,6 +245,76 @@ def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> No
             )
 
 
+def check_magnitudes(tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings) -> None:
+    for module in tensors.a:
+        magnitude = tensors.magnitudes.get(module)
+        if magnitude is None:
+            if settings.use_dora:
+                raise AdapterRefused(
+                    "missing_tensor", f"use_dora is set, but {module} has no lora_magnitude_vector"
+                )
+            continue
+        if not settings.use_dora:
+            raise AdapterRefused(
+                "unexpected_tensor", f"{module} has a lora_magnitude_vector, but use_dora is not set"
+            )
+        check_dtype(module, "lora_magnitude_vector", magnitude)
+        if magnitude.shape != (by_path[module].out_features,):
+            raise AdapterRefused(
+                "shape_mismatch",
+                f"{module}: lora_magnitude_vector is {list(magnitude.shape)}, not one for each of the "
+                f"{by_path[module].out_features} outputs",
+            )
+
+
+def check_shapes(
+    tensors: AdapterTensors, by_path: dict[str, SiteShape], settings: LoraSettings, max_rank: int
+) -> tuple[SiteWeights, ...]:
+    sites: list[SiteWeights] = []
+    widths: dict[str, list[tuple[tuple[int, int], tuple[int, int]]]] = {}
+    misfit: SiteWeights | None = None
+    for module, a in tensors.a.items():
+        b, shape = tensors.b[module], by_path[module]
+        check_dtype(module, "lora_A", a)
+        check_dtype(module, "lora_B", b)
+        if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+            raise AdapterRefused(
+                "shape_mismatch",
+                f"{module}: lora_A {list(a.shape)} and lora_B {list(b.shape)} do not make a product",
+            )
+        rank = a.shape[0]
+        if rank > max_rank:
+            raise AdapterRefused(
+                "rank_exceeds_max", f"{module} has rank {rank}; this server accepts at most {max_rank}"
+            )
+        declared, scaling = settings.rank_and_scaling(module, rank)
+        if rank != declared:
+            raise AdapterRefused(
+                "shape_mismatch", f"{module} has rank {rank} in the tensors and {declared} in the config"
+            )
+        site = SiteWeights(shape.layer, shape.site, rank, scaling, a, b, tensors.magnitudes.get(module))
+        found, wanted = (a.shape[1], b.shape[0]), (shape.in_features, shape.out_features)
+        widths.setdefault(shape.site, []).append((found, wanted))
+        if misfit is None and found != wanted:
+            misfit = site
+        sites.append(site)
+    if misfit is not None:
+        _refuse_misfit(misfit, widths[misfit.site], by_path)
+    return tuple(sorted(sites, key=lambda s: (s.layer, SITES.index(s.site))))
+
+
+def _refuse_misfit(
+    misfit: SiteWeights, widths: list[tuple[tuple[int, int], tuple[int, int]]], by_path: dict[str, SiteShape]
+) -> NoReturn:
+    shape = next(s for s in by_path.values() if (s.layer, s.site) == (misfit.layer, misfit.site))
+    found, wanted = (misfit.a.shape[1], misfit.b.shape[0]), (shape.in_features, shape.out_features)
+    what = f"{shape.module_path} is {wanted[0]} -> {wanted[1]} in the base, {found[0]} -> {found[1]} in the adapter"
+    # Of one size in every layer, or right in none: another architecture. Wrong in one place: a broken file.
+    if len({size for size, _ in widths}) == 1 or all(size != own for size, own in widths):
+        raise AdapterRefused("base_mismatch", f"{what}: the adapter is for another model")
+    raise AdapterRefused("shape_mismatch", what)
+
+
 def _feature(module: str, known: Mapping[str, BaseTensor], parts: ModelParts, mixture: bool) -> str | None:
     """The feature that an unserved module belongs to; None if the base has no such module."""
     if parts.part_of(module) is not None:
@@ -257,12 +331,7 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
     sites = {site for _, site in base.sites}
     served = ", ".join(name for name in SITES if name in sites)
     if feature == "experts":
-        attention = ", ".join(f'"{name}"' for name in _ATTENTION if name in sites)
-        return (
-            f"LoRA on the experts of a mixture ({which}) is not served; on this base LoRA is served outside of the "
-            f"experts, on {served}. PEFT leaves the experts out where target_modules names linears of the attention "
-            f"alone: target_modules=[{attention}]"
-        )
+        return experts_not_served(which, base)
     if feature == "other_towers":
         return (
             f"LoRA on another part than the language model ({which}) is not served with --adapter-towers refuse; in "

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from loraplex.adapters.admission.config.invocation import parse_invocation
 from loraplex.adapters.admission.config.patterns import Pattern, RankPattern, parse_alphas, parse_ranks
-from loraplex.adapters.admission.config.selection import Selection, parse_selection
+from loraplex.adapters.admission.config.selection import Selection, parse_parameters, parse_selection
 from loraplex.adapters.admission.config.token_indices import parse_token_indices
 from loraplex.adapters.admission.faults import Faults, as_json, invalid, unsupported
 from loraplex.adapters.admission.module_names import ModuleNames, without_wrappers
@@ -39,6 +39,7 @@ _MAX_ALPHA = 1e6
 _MAX_SAVED = 16
 """Names of modules_to_save that are looked up in the base."""
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
+_RELEASE = re.compile(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})(?:\.post\d{1,4})?")
 _T = TypeVar("_T")
 
 
@@ -47,7 +48,8 @@ class LoraSettings:
     """Ranks, scaling and changed modules from an adapter's config. `ties_weights` is ensure_weight_tying.
     `token_indices` are the tokens whose rows are replaced, by the name of their module. `invocation`: of an activated
     LoRA (`config.invocation`), else empty. `task_type` and `saves_head`, whether modules_to_save names a head, are of
-    the training. `notes` are warnings for the report."""
+    the training. `target_parameters` are parameters of experts, by the ends of their paths, and `release` is that of
+    the PEFT that saved the files, None where it is not told. `notes` are warnings for the report."""
 
     rank: int
     alpha: float
@@ -63,6 +65,8 @@ class LoraSettings:
     task_type: str | None
     saves_head: bool
     notes: tuple[str, ...]
+    target_parameters: tuple[str, ...] = ()
+    release: tuple[int, ...] | None = None
 
     def rank_and_scaling(self, module_path: str, tensor_rank: int | None = None) -> tuple[int, float]:
         """Rank and scaling of a module of the base: alpha/r, under rsLoRA alpha/sqrt(r). `tensor_rank` is taken where
@@ -88,10 +92,13 @@ def read_settings(
     faults: Faults,
     tensors: Iterable[str] = (),
     is_left_out: Callable[[list[str]], bool] = lambda saved: False,
+    *,
+    has_experts: bool = False,
 ) -> LoraSettings | None:
     """Read and check an adapter_config.json, with refusals added to `faults`; `module_paths` are the base's linears.
     None if a field that counts cannot be read. `tensors`: the names of those that came with the config.
     `is_left_out`: whether the names of modules_to_save stand for parts of the base whose tensors are left out.
+    `has_experts`: whether the base has experts whose LoRA is read: then target_parameters counts.
 
     Raises AdapterRefused where nothing of the config can be."""
     config = _read(path)
@@ -106,7 +113,9 @@ def read_settings(
     notes: list[str] = []
     _drop_unused_head(config, notes)
     _drop_left_out(config, notes, is_left_out)
-    settings |= {name: config.get(name) for name in ("task_type", "modules_to_save")}
+    settings |= {name: config.get(name) for name in ("task_type", "modules_to_save", "peft_version")}
+    if has_experts:
+        settings["target_parameters"] = config.pop("target_parameters", None)
     for name, value in config.items():
         with faults.collect():
             _check_other(name, value, unconverted, notes)
@@ -193,10 +202,18 @@ def _parse_settings(
         task_type=task if isinstance(task := settings.get("task_type"), str) else None,
         saves_head=bool(saved := settings.get("modules_to_save")) and is_of_heads(saved),
         notes=(),
+        target_parameters=parse((), parse_parameters, settings.get("target_parameters")),
+        release=_release(settings.get("peft_version")),
     )
     if parse(False, _flag, settings, "fan_in_fan_out"):
         notes.append("fan_in_fan_out is not read: as in PEFT, how the base stores its linears decides")
     return replace(found, notes=tuple(notes))
+
+
+def _release(version: Any) -> tuple[int, ...] | None:
+    """A pre-release is told as nothing: what it has of its release is not known."""
+    found = _RELEASE.fullmatch(version) if isinstance(version, str) else None
+    return tuple(map(int, found.groups())) if found else None
 
 
 def _flag(settings: Mapping[str, Any], name: str) -> bool:

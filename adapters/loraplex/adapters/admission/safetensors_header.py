@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.contents.kinds import START_BYTES, identify
 from loraplex.adapters.errors import AdapterRefused
-from loraplex.adapters.spec import TensorSlice
+from loraplex.adapters.spec import BaseSpec, TensorSlice
 from loraplex.adapters.store.files import open_regular, read_into, shown
 
 DTYPE_BITS = {
@@ -61,6 +61,18 @@ ADAPTER_LIMITS = HeaderLimits(max_bytes=2 << 20, max_tensors=8192)
 
 CHECKPOINT_LIMITS = HeaderLimits(max_bytes=100_000_000, max_tensors=1_000_000)
 """Limits of the operator's own base model: the format's own bound."""
+
+
+_TENSORS_OF_EXPERT = 6
+"""lora_A and lora_B of its three linears."""
+_BYTES_OF_TENSOR = 256
+
+
+def adapter_limits(base: BaseSpec) -> HeaderLimits:
+    """Limits of uploads for a base: an adapter with a pair for each of its experts is within them."""
+    experts = sum(shape.count for shape in base.experts.values())
+    tensors = max(ADAPTER_LIMITS.max_tensors, _TENSORS_OF_EXPERT * experts + ADAPTER_LIMITS.max_tensors // 2)
+    return HeaderLimits(max(ADAPTER_LIMITS.max_bytes, _BYTES_OF_TENSOR * tensors), tensors)
 
 
 def read_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> dict[str, TensorSlice]:

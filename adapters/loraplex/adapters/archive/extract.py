@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from loraplex.adapters.admission.safetensors_header import ADAPTER_LIMITS, HeaderLimits
 from loraplex.adapters.archive.sink import MemberSink, bad_archive
 from loraplex.adapters.archive.tar_reader import ByteStream, read_tar
 from loraplex.adapters.archive.zip_reader import read_zip
@@ -46,6 +47,7 @@ def extract_upload(
     max_bytes: int,
     fault: Fault = no_fault,
     reserve: Callable[[int], None] = lambda num_bytes: None,
+    limits: HeaderLimits = ADAPTER_LIMITS,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors from `archive` into the existing folder `dest`, and the
     files of `CHAT_FILE_BYTES` that lie beside them.
@@ -54,17 +56,17 @@ def extract_upload(
     the one folder below that holds both (the archive is read again then). mlx-lm's adapters.safetensors stands for the
     tensors too. Other files are skipped (in a tar they count for `max_bytes`, which bounds what is unpacked). Streams
     in bounded memory, in time proportional to the bytes read and written. `reserve` hears of each file's size before it
-    is written, and may raise. On failure nothing is left in `dest`.
+    is written, and may raise. `limits` are those of the tensor file's header. On failure nothing is left in `dest`.
 
     Raises AdapterRefused: bad_archive (damaged, encrypted, ambiguous, links, devices, absolute or ".." names,
     a file missing), not_safetensors (weights of another format instead, or a file of more than 1 MiB that does not
     begin as one; it is unpacked no further), too_large. StoreFull, StoreFailed, OSError.
     """
     with disk_failures_named(), open_regular(archive) as file:
-        with MemberSink(dest, max_bytes, fault, reserve) as sink:
+        with MemberSink(dest, max_bytes, fault, reserve, limits=limits) as sink:
             deeper = _read(file, sink, max_bytes)
         if deeper is not None:
-            with MemberSink(dest, max_bytes, fault, reserve, only=deeper) as sink:
+            with MemberSink(dest, max_bytes, fault, reserve, deeper, limits) as sink:
                 _read(file, sink, max_bytes)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NoReturn, Self
 
-from loraplex.adapters.admission.safetensors_header import check_start
+from loraplex.adapters.admission.safetensors_header import ADAPTER_LIMITS, HeaderLimits, check_start
 from loraplex.adapters.contents.kinds import START_BYTES
 from loraplex.adapters.contents.places import Contents, Folder, folders_shown, weights_kind
 from loraplex.adapters.errors import AdapterRefused
@@ -51,8 +51,10 @@ class MemberSink:
         fault: Fault = no_fault,
         reserve: Callable[[int], None] = lambda num_bytes: None,
         only: Folder | None = None,
+        limits: HeaderLimits = ADAPTER_LIMITS,
     ) -> None:
         self._dest = dest
+        self._limits = limits
         self._fault = fault
         self._reserve = reserve
         self._max_bytes = max_bytes
@@ -172,7 +174,7 @@ class MemberSink:
             # to it.
             self._start += bytes(data[: START_BYTES - len(self._start)])
             if len(self._start) == START_BYTES:
-                check_start(self._start, self._tensors_size)
+                check_start(self._start, self._tensors_size, self._limits)
         path = self._dest / name
         if name not in self._files:
             self._fault(FaultPoint.UNPACK_CREATE, path)

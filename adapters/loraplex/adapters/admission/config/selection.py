@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from loraplex.kernels.lora.site_groups import EMBEDDING
 
 _SETS = ("target_modules", "exclude_modules")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
+_WEIGHT = ".weight"
 _NOT_EVALUATED = "which is not evaluated: the tensors tell the modules, and a missing one is not noticed"
 
 
@@ -70,7 +71,9 @@ def parse_selection(config: Mapping[str, Any], notes: list[str], faults: Faults)
     pattern: tuple[str, ...] = ()
     exact = is_list = True
     with faults.collect():
-        targets, is_list, exact = _parse_targets(config.get("target_modules"), notes)
+        targets, is_list, exact = _parse_targets(
+            config.get("target_modules"), parse_parameters(config.get("target_parameters")), notes
+        )
     with faults.collect():
         excluded, all_named = _parse_excluded(config.get("exclude_modules"), notes)
         exact = exact and all_named
@@ -103,8 +106,16 @@ def is_equal_but_for_order(one: bytes, other: bytes) -> bool:
     return json.dumps(found[0]) == json.dumps(found[1])
 
 
-def _parse_targets(value: Any, notes: list[str]) -> tuple[frozenset[str] | None, bool, bool]:
-    """The target names (None: all-linear, or an expression), whether they came as a list, and whether they tell."""
+def parse_parameters(value: Any) -> tuple[str, ...]:
+    """The names of target_parameters. Raises AdapterRefused("config_invalid")."""
+    return () if is_neutral(value) else tuple(sorted(_names("target_parameters", value)))
+
+
+def _parse_targets(
+    value: Any, parameters: Iterable[str], notes: list[str]
+) -> tuple[frozenset[str] | None, bool, bool]:
+    """The target names (None: all-linear, or an expression), whether they came as a list, and whether they tell. A
+    router is a parameter to PEFT, and a linear here."""
     if isinstance(value, str) and value:
         if value.lower() == "all-linear":
             return None, False, True
@@ -112,8 +123,9 @@ def _parse_targets(value: Any, notes: list[str]) -> tuple[frozenset[str] | None,
             notes.append(f"target_modules {as_json(value)} is a regular expression, {_NOT_EVALUATED}")
             return None, False, False
         return frozenset((without_wrappers(value),)), False, True
-    names = _names("target_modules", value)
-    if not names:
+    names = frozenset() if parameters and is_neutral(value) else _names("target_modules", value)
+    names |= {name.removesuffix(_WEIGHT) for name in parameters if name.endswith(_WEIGHT)}
+    if not names and not parameters:
         invalid("target_modules must be a list of module names, as PEFT saves it")
     return names, True, True
 

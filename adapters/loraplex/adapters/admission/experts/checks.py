@@ -1,0 +1,116 @@
+"""Checks of LoRA on a mixture's experts: the refusal, and warnings for the report of a version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from loraplex.adapters.admission.experts.forms import ExpertForms, read_experts
+from loraplex.adapters.admission.experts.places import PARAMETERS, ExpertTensors
+from loraplex.adapters.admission.module_names import ModuleNames
+from loraplex.adapters.admission.peft_config import LoraSettings
+from loraplex.adapters.admission.tensor_names import AdapterTensors
+from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.expert_shapes import LEAVES, SPELLINGS
+from loraplex.adapters.spec import BaseSpec, SiteShape
+from loraplex.adapters.store.files import shown
+from loraplex.kernels.lora.site_groups import SITES
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value")
+"""Linears of the attention, which no mixture has among its experts."""
+
+
+def refuse_experts(
+    experts: ExpertTensors,
+    tensors: AdapterTensors,
+    by_path: Mapping[str, SiteShape],
+    base: BaseSpec,
+    settings: LoraSettings | None,
+    max_rank: int,
+) -> None:
+    """Refuse what lies on experts: by the name of what could never be read, else as what is not served, with the form
+    that was found where the config can be read. Raises AdapterRefused."""
+    modules = list(experts.modules())
+    if not modules:
+        return
+    found = ""
+    try:
+        if settings is not None:
+            forms = read_experts(experts, base.experts, settings, max_rank)
+            found = "; ".join(["", _told(forms), *forms.notes, *_left_out(tensors, by_path, settings)])
+    except AdapterRefused as refusal:
+        if refusal.feature is not None:
+            raise
+        found = f"; served or not, {refusal.message}"
+    which = shown(modules[0], 160) + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
+    raise AdapterRefused(
+        "unsupported_feature", f"{experts_not_served(which, base)}{found}", feature="experts"
+    )
+
+
+def experts_not_served(which: str, base: BaseSpec) -> str:
+    """The refusal of LoRA on routed experts, with what is served instead."""
+    sites = {site for _, site in base.sites}
+    served = ", ".join(name for name in SITES if name in sites)
+    attention = ", ".join(f'"{name}"' for name in _ATTENTION if name in sites)
+    return (
+        f"LoRA on the experts of a mixture ({which}) is not served; on this base LoRA is served outside of the "
+        f"experts, on {served}. PEFT leaves the experts out where target_modules names linears of the attention "
+        f"alone: target_modules=[{attention}]"
+    )
+
+
+def _told(forms: ExpertForms) -> str:
+    ranks = sorted({weights.rank for weights in forms.weights})
+    layers = len({weights.layer for weights in forms.weights})
+    sites = ", ".join(dict.fromkeys(weights.site for weights in forms.weights))
+    return (
+        f"the file is whole, and has {forms.form}: {sites} of {layers} layers, rank {' and '.join(map(str, ranks))} an "
+        "expert"
+    )
+
+
+def note_untrained(settings: LoraSettings, base: BaseSpec, names: ModuleNames) -> list[str]:
+    """Warnings about an adapter without tensors for experts, whose config names them. Raises
+    AdapterRefused("missing_tensor") where target_parameters does."""
+    if not base.experts:
+        return []
+    parameters = [name for name in settings.target_parameters if name.rpartition(".")[2] in PARAMETERS]
+    if parameters:
+        raise AdapterRefused(
+            "missing_tensor",
+            f"target_parameters names {shown(parameters[0])}, but no tensors came for the experts of any layer",
+        )
+    named = _names_experts(settings, base, names)
+    if named is None:
+        return []
+    return [
+        f"the experts were not trained: {named}, and no tensors came for them. The adapter changes what lies outside "
+        "of them alone. PEFT before 0.19 leaves out experts that transformers has in stacks, and later releases do so "
+        'in some families; target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them'
+    ]
+
+
+def _left_out(
+    tensors: AdapterTensors, by_path: Mapping[str, SiteShape], settings: LoraSettings
+) -> Iterator[str]:
+    """The linears that PEFT does not train where it moves the names of target_modules to parameters of experts."""
+    left = [path for path, shape in by_path.items() if shape.site in SPELLINGS[0] and path not in tensors.a]
+    if left and not set(PARAMETERS).isdisjoint(settings.target_parameters):
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        yield (
+            f"PEFT left the shared experts and dense layers out of the training ({left[0]}{more}): it takes gate_proj, "
+            "up_proj and down_proj of target_modules for the stacked experts alone"
+        )
+
+
+def _names_experts(settings: LoraSettings, base: BaseSpec, names: ModuleNames) -> str | None:
+    """The part of the config that would have trained experts, each in a module of its own."""
+    selection = settings.selection
+    if not selection.exact:
+        return None
+    if selection.targets is None:
+        return 'target_modules is "all-linear"'
+    shape = next(iter(base.experts.values()))
+    path = names.in_file(shape.module_path)
+    leaves = [leaf for leaf in LEAVES if selection.selects(f"{path}.0.{leaf}")]
+    return f"target_modules names {', '.join(leaves)}" if leaves else None
