@@ -53,6 +53,7 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
         add_rms_norm=numba_norm.add_rms_norm,
         add=numba_norm.add,
         act_and_mul=numba_activation.act_and_mul,
+        squared_relu=numba_activation.squared_relu,
         rotate_and_write=numba_rope.rotate_and_write,
         pack=pack,
         to_float32=numba_widen.to_float32,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from loraplex.kernels.experts.types import ExpertOps
+from loraplex.kernels.layers.activation import squared_relu
 from loraplex.kernels.layers.short_conv import short_conv
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.recurrent.kernel import RecurrentOps
@@ -88,5 +89,6 @@ class Ops:
     recurrent: RecurrentOps
     experts: ExpertOps
     short_conv: ShortConv = short_conv
+    squared_relu: Callable[[torch.Tensor], torch.Tensor] = squared_relu
     record_layers: Callable[[], NumbaRecordedLayers] | None = None
     """Begins with a decoder whose layers call these functions; None: steps are not recorded."""

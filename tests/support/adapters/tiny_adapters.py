@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from support.adapters.peft_zoo import ALL_SITES, train
+from support.adapters.peft_zoo import ALL_SITES, any_linear, train
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 8, "lora_alpha": 16, "target_modules": ALL_SITES},
@@ -106,7 +106,7 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
         targets += ["out_proj", "g_proj"] if model_type == "lfm3" else []
     if model_type == "qwen3_5_text":
         targets += [site for known, sites in DELTA.items() if known in targets for site in sites]
-    if model_type == "granitemoehybrid":
+    if model_type in ("granitemoehybrid", "nemotron_h"):
         targets += [
             site for known, site in (("q_proj", "in_proj"), ("o_proj", "out_proj")) if known in targets
         ]
@@ -129,9 +129,9 @@ def save_adapters(
     if model_type in ("gemma3", "gemma4", "gemma4_unified"):  # only the text part is served
         adapters = {n: options | {"exclude_modules": ".*vision_tower.*"} for n, options in chosen.items()}
     for number, (name, options) in enumerate(adapters.items()):
-        model = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(base), LoraConfig(task_type="CAUSAL_LM", **options)
-        )
+        plain = AutoModelForCausalLM.from_pretrained(base)
+        with any_linear():
+            model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **options))
         train(model, number, std)
         model.create_or_update_model_card = lambda folder: (
             None

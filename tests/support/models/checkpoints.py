@@ -164,8 +164,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite4-h-limits": {
         "model_type": "granitemoehybrid", "layer_types": ["full_attention", "linear_attention", "linear_attention"],
         "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 48, "mamba_n_heads": 8,
-        "mamba_d_state": 16, "mamba_d_head": 16, "mamba_expand": 4, "mamba_conv_bias": False,
+        "mamba_d_state": 16, "mamba_d_head": 16, "mamba_expand": 4, "mamba_conv_bias": False, "mamba_n_groups": 4,
         "position_embedding_type": "rope", "time_step_limit": [0.4, 0.9],
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "chunk_size": 16,
+    },
+    "nemotron_h-biases": {
+        "model_type": "nemotron_h", "layers_block_type": ["mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 8, "ssm_state_size": 16, "conv_kernel": 3,
+        "use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.4, "chunk_size": 16,
     },
     "granite4": {
         "model_type": "granitemoehybrid", "layer_types": ["full_attention"] * 3, "num_local_experts": 0,

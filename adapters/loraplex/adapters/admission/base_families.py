@@ -58,7 +58,7 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
         _RECURRENT,
         {
             "bamba": "Bamba", "falcon_h1": "Falcon-H1", "falcon_mamba": "Falcon Mamba", "jamba": "Jamba",
-            "mamba": "Mamba", "mamba2": "Mamba 2", "minimax": "MiniMax", "nemotron_h": "Nemotron-H",
+            "mamba": "Mamba", "mamba2": "Mamba 2", "minimax": "MiniMax",
             "recurrent_gemma": "RecurrentGemma", "rwkv": "RWKV", "xlstm": "xLSTM",
             "zamba": "Zamba", "zamba2": "Zamba2", "zaya": "ZAYA",
         },
@@ -90,7 +90,9 @@ _FAMILIES: Mapping[str, tuple[str, str]] = {
 _CLASSES: Mapping[str, str] = {
     model_type.replace("-", "").replace("_", ""): model_type for model_type in _FAMILIES
 }
-_KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types")
+_PATTERN = "hybrid_override_pattern"
+"""The kinds of Nemotron-H's layers, a letter each."""
+_KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", _PATTERN)
 _LAYER_KINDS: Mapping[str, frozenset[str]] = {
     _RECURRENT: frozenset({"linear_attention", "mamba", "recurrent", "hybrid", "hybrid_sliding"}),
     CONVOLUTION: frozenset({"conv"}),
@@ -101,12 +103,13 @@ _LAYER_KINDS: Mapping[str, frozenset[str]] = {
         }
     ),
     _CHUNKED: frozenset({"chunked_attention"}),
+    "its layers have experts, which the fused decoder does not compute": frozenset({"moe", "E"}),
 }  # fmt: skip
 """Kinds of layers, of those that transformers knows, by what is in the way: in families that are not listed too."""
 _SERVED_KINDS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("lfm2", "lfm3"), frozenset({"conv"})),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_text"), frozenset({"linear_attention"})),
-    "granitemoehybrid": frozenset({"mamba", "linear_attention"}),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), frozenset({"mamba", "linear_attention"})),
 }
 _SIZES: Mapping[str, str] = {
     "kv_lora_rank": _LATENT,
@@ -140,12 +143,21 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     config = whole_fields(config)
     text = config.get("text_config")
     if not isinstance(text, dict):
-        return dict(config)
+        return _with_count(config)
     fields, tied = {**config, **text}, "tie_word_embeddings"
     whole, part = config.get(tied), text.get(tied)
     if tied in fields:
         says_nothing = part is True if whole is False else whole is None and part is False
         fields[tied] = None if says_nothing else part if whole is None else whole
+    return fields
+
+
+def _with_count(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, with the number of layers that Nemotron-H's kinds of layers are."""
+    fields = dict(config)
+    kinds = fields.get("layers_block_type") or fields.get(_PATTERN)
+    if fields.get("model_type") == "nemotron_h" and isinstance(kinds, list | str):
+        fields["num_hidden_layers"] = len(kinds)
     return fields
 
 
@@ -193,7 +205,8 @@ def _property_of(config: Mapping[str, Any]) -> str | None:
     """The reason, and the field that tells of it."""
     for field in _KINDS_OF_LAYERS:
         found = config.get(field)
-        kinds = {kind for kind in found if isinstance(kind, str)} if isinstance(found, list) else set()
+        listed = found if isinstance(found, list) or (field == _PATTERN and isinstance(found, str)) else ()
+        kinds = {kind for kind in listed if isinstance(kind, str)}
         kinds -= _served_kinds(config)
         for reason, names in _LAYER_KINDS.items():
             if told := sorted(kinds & names):

@@ -20,6 +20,7 @@ DECODERS: tuple[tuple[str, str], ...] = (
     ("language_model.model.", "a multimodal model before transformers 4.52"),
     ("model.text_model.", "Idefics and SmolVLM, with their head"),
     ("text_model.", "Idefics and SmolVLM, without their head"),
+    ("backbone.", "Nemotron-H by its own code"),
     ("thinker.model.", "Qwen2.5-Omni and Qwen3-Omni with their speech, in transformers 4"),
     ("thinker.model.language_model.", "Qwen2.5-Omni and Qwen3-Omni with their speech, in transformers 5"),
 )
@@ -30,6 +31,7 @@ _OF_DECODERS = frozenset(
     {
         *LAYER_LISTS,
         "embed_tokens",
+        "embeddings",
         "norm",
         "embed_tokens_per_layer",
         "per_layer_projection_norm",
@@ -236,6 +238,7 @@ _TEXTS: Mapping[str, ModelParts] = {
             (".feedforward_layer_norm.", ".post_attention_layernorm."),
         )
     ),
+    "nemotron_h": ModelParts(renamed=(("backbone.", "model."),), unread=_PREDICTS),
     "qwen3_5_text": ModelParts(unread=_PREDICTS),
     "laguna": ModelParts(inside=((".mlp.shared_expert.", ".mlp.shared_experts."),)),
 }

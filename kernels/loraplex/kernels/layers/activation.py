@@ -1,4 +1,4 @@
-"""The gated activation of a feed-forward."""
+"""The activations of a feed-forward."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def act_and_mul(gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = Non
     """
     gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     return (_gelu(gate, approximate="tanh") if gelu else silu(gate)).mul_(up)
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)² (So et al., "Primer", 2021), rounded once. x: [T, I]; returns its shape."""
+    return x.relu().square_()

@@ -10,8 +10,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last axis, in float32 inside (Zhang and Sennrich, 2019).
 
     x: [..., C]; weight: [C] of x's dtype, or of float32 where it must not be rounded first, as Gemma's; returns x's
-    shape and dtype.
+    shape and dtype. With a weight [G, C], x is [..., G·C], and each group of C numbers has a norm of its own.
     """
+    if weight.dim() > 1:
+        groups = x.float().view(*x.shape[:-1], *weight.shape)
+        return (_rms_norm(groups, weight.shape[-1:], None, eps) * weight).to(x.dtype).view(x.shape)
     if weight.dtype is x.dtype:
         return _rms_norm(x, weight.shape, weight, eps)
     return _rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The gated activation on a CPU, compiled by numba: the functions of `loraplex.kernels.layers.activation`."""
+"""The activations of a feed-forward on a CPU, compiled by numba: the functions of `loraplex.kernels.layers.activation`."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from loraplex.kernels.numba_runtime.vectors import (
     fma,
     jit,
     load_some,
+    maximum,
     read_int64,
     rounded,
     size_of,
@@ -23,6 +24,7 @@ from loraplex.kernels.numba_runtime.vectors import (
 )
 
 _F32, _ONE = np.float32(0), np.float32(1)
+_SILU, _GELU, _RELU = range(3)
 
 
 def act_and_mul(gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,18 +38,29 @@ def act_and_mul(gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = Non
         up = gate_up[:, gate_up.shape[1] // 2 :]
     elif up.shape != gate_up.shape or up.dtype is not gate_up.dtype or up.stride(1) != 1:
         raise ValueError(f"a gate of {list(gate_up.shape)} does not fit {list(up.shape)} {up.dtype}")
+    return _activate(gate_up, up, _GELU if gelu else _SILU)
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)², of x [T, I] whose last axis is contiguous."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"{list(x.shape)} of strides {x.stride()} are not rows")
+    return _activate(x, x, _RELU)
+
+
+def _activate(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
     rows, columns = up.shape
-    out = torch.empty((rows, columns), dtype=gate_up.dtype)
-    size = gate_up.element_size()
+    out = torch.empty((rows, columns), dtype=gate.dtype)
+    size = gate.element_size()
     arguments = (
-        LIKE[gate_up.dtype],
-        gate_up.data_ptr(),
-        gate_up.stride(0) * size,
+        LIKE[gate.dtype],
+        gate.data_ptr(),
+        gate.stride(0) * size,
         up.data_ptr(),
         up.stride(0) * size,
         out.data_ptr(),
         columns,
-        int(gelu),
+        activation,
     )
     alone = rows * columns <= SMALL // 2
     _activate_all.run(arguments[:1], *arguments[1:], rows, rows_of_unit(rows), alone=alone)
@@ -80,12 +93,24 @@ def _gate_columns_by_gelu(gate, up, target, columns, like):
 
 
 @jit
-def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, is_gelu, first, last):
+def _gate_columns_by_relu(gate, up, target, columns, like):
+    """One row of relu(gate) · up."""
+    size, zero = size_of(like), splat(_F32)
+    for c in range(0, columns, 16):
+        left = columns - c
+        value = maximum(zero, load_some(gate + c * size, left, like))
+        store_some(value * load_some(up + c * size, left, like), target + c * size, left, like)
+
+
+@jit
+def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation, first, last):
     for row in range(first, last):
         gate, up = gates + row * gate_row, ups + row * up_row
         target = out + row * columns * size_of(like)
-        if is_gelu != 0:
+        if activation == _GELU:
             _gate_columns_by_gelu(gate, up, target, columns, like)
+        elif activation == _RELU:
+            _gate_columns_by_relu(gate, up, target, columns, like)
         else:
             _gate_columns(gate, up, target, columns, like)
 
@@ -93,14 +118,14 @@ def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, is_gelu, fi
 def _activate_units(team, arguments, like):
     gates, gate_row, ups = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     up_row, out, columns = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
-    is_gelu, rows, share = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
+    activation, rows, share = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
     units = (rows + share - 1) // share
     while True:
         first = take_unit(team, units) * share
         if first >= rows:
             break
         last = min(first + share, rows)
-        _activate_rows(like, gates, gate_row, ups, up_row, out, columns, is_gelu, first, last)
+        _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation, first, last)
 
 
 _activate_all = Kernel(_activate_units, "qqqqqqqqq")

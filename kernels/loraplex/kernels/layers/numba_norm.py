@@ -30,15 +30,16 @@ _F32, _ONE = np.float32(0), np.float32(1)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last axis, in float32 inside, rounded once.
 
-    x: [..., C]; weight: [C] of any dtype of `LIKE`; returns a contiguous tensor of x's shape and dtype. Raises
-    ValueError for other shapes.
+    x: [..., C]; weight: [C] of any dtype of `LIKE`, or [G, C] with x [..., G·C]; returns a contiguous tensor of x's
+    shape and dtype. Raises ValueError for other shapes.
     """
     out = torch.empty(x.shape, dtype=x.dtype)
-    columns = x.shape[-1]
-    if x.dim() != 2 or x.stride(1) != 1:
+    columns = weight.shape[-1] if weight.dim() > 1 else x.shape[-1]
+    if x.dim() != 2 or x.stride(1) != 1 or weight.dim() > 1:
         x = x.contiguous()
     rows = x.numel() // columns if columns else 0
-    _norm(x, x.stride(0) if x.dim() == 2 else columns, None, out, rows, weight, eps, 1.0)
+    own = x.dim() == 2 and weight.dim() == 1
+    _norm(x, x.stride(0) if own else columns, None, out, rows, weight, eps, 1.0)
     return out
 
 
@@ -73,9 +74,11 @@ def _check_sum(x, residual) -> None:
 
 
 def _norm(x, stride, residual, out, rows, weight, eps, scale) -> None:
-    columns = x.shape[-1]
-    if weight is not None and (weight.shape != (columns,) or not weight.is_contiguous()):
-        raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit rows of {columns}")
+    columns, groups = x.shape[-1], 1
+    if weight is not None:
+        if weight.numel() != columns or not weight.is_contiguous():
+            raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit rows of {columns}")
+        groups, columns = columns // weight.shape[-1], weight.shape[-1]
     size = x.element_size()
     arguments = (
         LIKE[x.dtype],
@@ -89,6 +92,7 @@ def _norm(x, stride, residual, out, rows, weight, eps, scale) -> None:
         columns,
         float(eps),
         float(scale),
+        groups,
     )
     alone = rows * columns <= SMALL
     _norm_all.run(arguments[:2], *arguments[2:], rows, rows_of_unit(rows), alone=alone)
@@ -108,8 +112,9 @@ def scaled(source, target, weight, columns, squares, eps, like, weight_like):
 
 @jit
 def _norm_rows(
-    like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, first, last
+    like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, groups, first, last
 ):
+    """Row r has the weights of group r % groups."""
     size = size_of(like)
     for row in range(first, last):
         source = x + row * stride
@@ -130,7 +135,8 @@ def _norm_rows(
                 value = load_some(source + c * size, columns - c, like)
                 squares = fma(value, value, squares)
         if weight != 0:
-            scaled(source, out + row * columns * size, weight, columns, squares, eps, like, weight_like)
+            own = weight + row % groups * columns * size_of(weight_like)
+            scaled(source, out + row * columns * size, own, columns, squares, eps, like, weight_like)
 
 
 def _norm_units(team, arguments, like, weight_like):
@@ -138,7 +144,7 @@ def _norm_units(team, arguments, like, weight_like):
     residual_stride, out = read_int64(arguments + 24), read_int64(arguments + 32)
     weight, columns = read_int64(arguments + 40), read_int64(arguments + 48)
     eps, scale = read_float64(arguments + 56), np.float32(read_float64(arguments + 64))
-    rows, share = read_int64(arguments + 72), read_int64(arguments + 80)
+    groups, rows, share = read_int64(arguments + 72), read_int64(arguments + 80), read_int64(arguments + 88)
     units = (rows + share - 1) // share
     while True:
         first = take_unit(team, units) * share
@@ -146,8 +152,8 @@ def _norm_units(team, arguments, like, weight_like):
             break
         last = min(first + share, rows)
         _norm_rows(
-            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, first, last
+            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, groups, first, last
         )  # fmt: skip
 
 
-_norm_all = Kernel(_norm_units, "qqqqqqqddqq")
+_norm_all = Kernel(_norm_units, "qqqqqqqddqqq")

@@ -23,6 +23,7 @@ from loraplex.engine.model.layer_kinds import (
     ModuleNames,
     Multipliers,
     NormKind,
+    SquaredKind,
 )
 from loraplex.engine.model.rope import RopePlan, plan_rope
 
@@ -66,7 +67,10 @@ class DecoderSpec:
     @property
     def intermediate_size(self) -> int:
         """The widest layer's."""
-        return max(kind.feed_forward.size for kind in self.layers)
+        parts = (part for kind in self.layers for part in (kind.feed_forward, kind.mixer))
+        return max(
+            (part.size for part in parts if isinstance(part, GatedKind | SquaredKind)), default=self.hidden_size
+        )
 
 
 def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) -> DecoderSpec:
@@ -76,6 +80,8 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
     family = FAMILIES[config.model_type]
     named = family.config_fields
     ignored = check_fields(config, raw, named, family.harmless)
+    if family.check is not None:
+        family.check(config, raw)
     window = getattr(config, "sliding_window", None)
     if window is not None and "sliding_window" not in named:
         raise ModelUnsupported(f"sliding_window {window} is not known for {config.model_type}")
@@ -167,6 +173,7 @@ def _with_family(kind: LayerKind, config: Any, family: Family) -> LayerKind:
             raise ModelUnsupported(
                 f"{family.own_input_vocab} is {vocab_size:.0f}, fewer than the {config.vocab_size} tokens there are"
             )
+        assert kind.feed_forward is not None
         own_input = InputKind(size, int(vocab_size), kind.feed_forward.activation)
     return replace(kind, own_input=own_input, is_scaled=family.scales_layers)
 
@@ -190,6 +197,7 @@ def _with_sharing(
         mixer = msgspec.structs.replace(
             kind.mixer, values_are_keys=False, cache=replace(kind.mixer.cache, shares=source)
         )
+        assert kind.feed_forward is not None
         wide = replace(kind.feed_forward, size=times * kind.feed_forward.size)
         kinds[index] = replace(kind, mixer=mixer, feed_forward=wide)
     return tuple(kinds)
@@ -240,8 +248,10 @@ def _layer_kind(
         wide_norm=row.wide_norm,
         output_gate=row.output_gate,
     )
-    size = getattr(config, row.mlp_size) if row.mlp_size_of is None else row.mlp_size_of(config)
-    gated = GatedKind(size, row.activation, mlp_bias, row.mlp_sites)
+    gated = None
+    if row.mlp_sites:
+        size = getattr(config, row.mlp_size) if row.mlp_size_of is None else row.mlp_size_of(config)
+        gated = GatedKind(size, row.activation, mlp_bias, row.mlp_sites)
     return LayerKind(
         mixer if row.mixer is None else row.mixer(config),
         gated,

@@ -53,7 +53,7 @@ class LayerWeights:
     """The weights that `MIXERS` read."""
     mixer_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
-    mlp: GatedWeights
+    mlp: GatedWeights | None
     mlp_out_norm: torch.Tensor | None
     own_input: InputWeights | None
     scale: float
@@ -187,10 +187,11 @@ class FusedDecoder:
             x = run(kind.mixer, layer.mixer, x, given.cos_sin, batch, linears, self.attention, scaling)
             x = linears.apply_and_norm(layer.mixer.o, x, batch, layer.mixer_out_norm)
             x = x if times == 1.0 else x.mul_(times)
-            x = linears.add_rms_norm(x, residual, layer.mlp_norm)
-            x = linears.gate(layer.mlp.gate_up, x, batch, kind.feed_forward.activation)
-            x = linears.apply_and_norm(layer.mlp.down, x, batch, layer.mlp_out_norm)
-            x = x if times == 1.0 else x.mul_(times)
+            if kind.feed_forward is not None and layer.mlp is not None:
+                x = linears.add_rms_norm(x, residual, layer.mlp_norm)
+                x = linears.gate(layer.mlp.gate_up, x, batch, kind.feed_forward.activation)
+                x = linears.apply_and_norm(layer.mlp.down, x, batch, layer.mlp_out_norm)
+                x = x if times == 1.0 else x.mul_(times)
             if kind.own_input is not None and layer.own_input is not None and given.own_inputs is not None:
                 size = kind.own_input.size
                 part = given.own_inputs[:, index * size : (index + 1) * size]
@@ -237,7 +238,7 @@ def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
     of_layer: list[tuple[SiteGroup, ...]] = [
         (
             *MIXERS[type(kind.mixer)].groups(kind.mixer, hidden),
-            *gated_groups(kind.feed_forward, hidden),
+            *(() if kind.feed_forward is None else gated_groups(kind.feed_forward, hidden)),
             *(() if kind.own_input is None else input_groups(kind.own_input, hidden)),
         )
         for kind in spec.layers
@@ -275,11 +276,13 @@ class DecoderReader:
         # A checkpoint of the model without its head is named without the "model." before each tensor, that of a
         # model that sees too has its text model one level down.
         roots = ("", "model.language_model.", "model.text_model.")
-        self._root = next((root for root in roots if f"{root}embed_tokens.weight" in checkpoint), "model.")
+        name = f"{spec.names.embedding}.weight"
+        self._root = next((root for root in roots if f"{root}{name}" in checkpoint), "model.")
 
     def decoder(self) -> FusedDecoder:
         spec = self._spec
-        embed = self._tensors.tensor(f"{self._root}embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        name = f"{self._root}{spec.names.embedding}.weight"
+        embed = self._tensors.tensor(name, spec.vocab_size, spec.hidden_size)
         layers = [self.layer(index) for index in range(spec.num_layers)]
         head = None if self._codes is None else self._codes.read(self._head_names())
         head = self._head(embed) if head is None else head
@@ -324,7 +327,7 @@ class DecoderReader:
     def _head_names(self) -> dict[str, tuple[int, int]]:
         has_own = self._codes is not None and self._codes.stores("lm_head")
         has_own = has_own or "lm_head.weight" in self._checkpoint
-        stored = "lm_head" if has_own else f"{self._root}embed_tokens"
+        stored = "lm_head" if has_own else f"{self._root}{self._spec.names.embedding}"
         return {stored: (self._spec.vocab_size, self._spec.hidden_size)}
 
     def final_norm(self) -> torch.Tensor:
@@ -334,20 +337,21 @@ class DecoderReader:
         kind, prefix = self._spec.layers[index], f"{self._root}layers.{index}."
         mixer, groups = MIXERS[type(kind.mixer)], self._groups[index]
         count = len(mixer.groups(kind.mixer, self._spec.hidden_size))
-        gate_up, down, *own = groups[count:]
-        names = self._spec.names
+        names, feed_forward = self._spec.names, kind.feed_forward
+        of_mlp, own = groups[count : count + 2], groups[count + 2 :]
+        module = f"{prefix}{names.mixer or mixer.name}."
         behind, first, last = (
             names.with_norms_behind if kind.norms_behind else ("", names.feed_forward_norm, "")
         )
         before = kind.norms_before
         return LayerWeights(
             input_norm=self._norm(f"{prefix}{names.input_norm}") if before else None,
-            mixer=mixer.read(kind.mixer, self._tensors, prefix, index, *groups[:count]),
+            mixer=mixer.read(kind.mixer, self._tensors, module, index, *groups[:count]),
             mixer_out_norm=self._norm(f"{prefix}{behind}") if behind else None,
-            mlp_norm=self._norm(f"{prefix}{first}") if before else None,
-            mlp=read_gated(
-                kind.feed_forward, self._tensors, f"{prefix}{names.feed_forward}.", index, gate_up, down
-            ),
+            mlp_norm=self._norm(f"{prefix}{first}") if before and feed_forward is not None else None,
+            mlp=None
+            if feed_forward is None
+            else read_gated(feed_forward, self._tensors, f"{prefix}{names.feed_forward}.", index, *of_mlp),
             mlp_out_norm=self._norm(f"{prefix}{last}") if last else None,
             own_input=read_input(self._tensors, prefix, index, *own[:2]) if own else None,
             scale=self._tensors.number(f"{prefix}layer_scalar") if kind.is_scaled else 1.0,

@@ -100,6 +100,14 @@ class MambaKind(MixerKind, frozen=True):
     """The smallest and the largest."""
 
 
+class SquaredKind(MixerKind, frozen=True):
+    """A feed-forward in a mixer's place: down(relu(up(x))²). Its `cache` is empty."""
+
+    size: int
+    bias: bool
+    """Whether both linears have one."""
+
+
 @dataclass(frozen=True, slots=True)
 class GatedKind:
     """A feed-forward: down(activation(gate(x)) · up(x))."""
@@ -126,10 +134,10 @@ class InputKind:
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """A mixer and a feed-forward, each with a norm before it (`norms_before`), behind it, before its result is added
-    (`norms_behind`), or both."""
+    (`norms_behind`), or both; or a mixer alone."""
 
-    mixer: AttentionKind | ShortConvKind | DeltaKind | MambaKind
-    feed_forward: GatedKind
+    mixer: AttentionKind | ShortConvKind | DeltaKind | MambaKind | SquaredKind
+    feed_forward: GatedKind | None
     norms_behind: bool
     norms_before: bool = True
     own_input: InputKind | None = None
@@ -141,7 +149,10 @@ class LayerKind:
 class ModuleNames:
     """The names of a family's modules."""
 
+    embedding: str = "embed_tokens"
     input_norm: str = "input_layernorm"
+    mixer: str = ""
+    """Of all kinds; empty: each has its own name (`layers.mixers`)."""
     feed_forward: str = "mlp"
     feed_forward_norm: str = "post_attention_layernorm"
     final_norm: str = "norm"

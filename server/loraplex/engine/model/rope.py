@@ -95,7 +95,7 @@ def plan_rope(
     Raises ModelUnsupported.
     """
     config = next(iter(configs.values()))
-    parameters = config.rope_parameters or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     stray = sorted(parameters.keys() - by_kind) if by_kind else ()
     if stray:
         raise ModelUnsupported(

@@ -175,7 +175,8 @@ def long_run(*args: Any) -> Any:
         (SHAPES[2], 1, 5, 1),
         ("olmo_hybrid", 1, 4, 1),
         ("granite4-h", 1, 4, 1),
-        *(long_run(shape, 10, 20, 2) for shape in (*SHAPES, "olmo_hybrid", "granite4-h")),
+        ("nemotron_h", 1, 4, 1),
+        *(long_run(shape, 10, 20, 2) for shape in (*SHAPES, "olmo_hybrid", "granite4-h", "nemotron_h")),
     ],
 )
 def test_adapters_and_the_base_in_one_engine(

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from loraplex.engine.model.layer_kinds import Activation, DeltaKind, MambaKind, ModuleNames, ShortConvKind
+from loraplex.engine.model.layer_kinds import (
+    Activation,
+    DeltaKind,
+    MambaKind,
+    ModuleNames,
+    ShortConvKind,
+    SquaredKind,
+)
 
 _NAMES = ModuleNames()
 
@@ -46,9 +53,10 @@ class LayerRow:
     head_gate: str = ""
     output_gate: bool = False
     mlp_sites: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Empty: the mixer is all that the layer has."""
     mlp_size_of: Callable[[Any], int] | None = None
     """Makes the width of a config; None: `mlp_size` is it."""
-    mixer: Callable[[Any], ShortConvKind | DeltaKind | MambaKind] | None = None
+    mixer: Callable[[Any], ShortConvKind | DeltaKind | MambaKind | SquaredKind] | None = None
     """Makes the mixer of a config; None: attention."""
 
     @property
@@ -98,6 +106,8 @@ class Family:
     """The number of experts: above 0, the model runs through transformers."""
     scales_layers: bool = False
     """Whether what leaves a layer is multiplied by its `layer_scalar`."""
+    check: Callable[[Any, Mapping[str, Any]], None] | None = None
+    """Raises ModelUnsupported for a config, with its config.json, that means something else than ours."""
     harmless: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Values of config fields that change nothing here; any other is refused."""
     fields: frozenset[str] = frozenset()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from loraplex.engine.model.families import granite, lfm2, qwen3_5
+from loraplex.engine.model.families import lfm2, mamba, qwen3_5
 from loraplex.engine.model.families.rows import Family, LayerRow
 from loraplex.engine.model.layer_kinds import ModuleNames
 from loraplex.engine.model.rope import SCALE_FIELD
@@ -98,6 +98,8 @@ _GRANITE = LayerRow(
     mlp_size="shared_intermediate_size",
     mlp_sites=("input_linear", "output_linear"),
 )
+# Each layer is a mixer, attention or a feed-forward alone, and nothing is rotated.
+_NEMOTRON = LayerRow(qkv_bias=False, o_bias=False, activation_field="", mlp_sites=())
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,  # SmolLM and SmolLM2 are of this model type too
     "mistral": _MISTRAL,
@@ -140,14 +142,28 @@ FAMILIES: Mapping[str, Family] = {
         fields=qwen3_5.OLMO_FIELDS,
     ),
     "granitemoehybrid": Family(
-        {_FULL: _GRANITE, "linear_attention": replace(_GRANITE, mixer=granite.mamba_kind)},
+        {_FULL: _GRANITE, "linear_attention": replace(_GRANITE, mixer=mamba.granite_kind)},
         ModuleNames(feed_forward="shared_mlp"),
-        rotates=granite.rotates,
+        rotates=mamba.rotates,
         embedding_multiplier="embedding_multiplier",
         residual_multiplier="residual_multiplier",
         logits_divisor="logits_scaling",
         experts="num_local_experts",
-        fields=granite.FIELDS,
+        fields=mamba.FIELDS,
+    ),
+    "nemotron_h": Family(
+        {
+            _FULL: _NEMOTRON,
+            "linear_attention": replace(_NEMOTRON, mixer=mamba.nemotron_kind),
+            "mlp": replace(_NEMOTRON, mixer=mamba.squared_kind),
+        },
+        mamba.NEMOTRON_NAMES,
+        "layer_norm_epsilon",
+        norm_in_float32=True,
+        rotates=lambda config: False,
+        check=mamba.check_nemotron,
+        harmless=mamba.NEMOTRON_HARMLESS,
+        fields=mamba.NEMOTRON_FIELDS,
     ),
 }
 

@@ -32,7 +32,7 @@ class AdaptedLinears:
         self.eps = self._eps = eps
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
-        self.act_and_mul = ops.act_and_mul
+        self.act_and_mul, self.squared_relu = ops.act_and_mul, ops.squared_relu
         self.add = ops.add
         self.recurrent, self.short_conv = ops.recurrent, ops.short_conv
 

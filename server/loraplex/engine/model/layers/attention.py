@@ -48,17 +48,16 @@ def read_attention(
     kind: AttentionKind, tensors: LayerTensors, prefix: str, layer: int, qkv: SiteGroup, *others: SiteGroup
 ) -> AttentionWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
-    names, norm = f"{prefix}self_attn.", kind.head_norm
-    head_dim, own = kind.cache.head_dim, kind.cache.shares is None
+    norm, head_dim, own = kind.head_norm, kind.cache.head_dim, kind.cache.shares is None
     q_heads, k_heads = (kind.num_heads, kind.cache.kv_heads) if kind.wide_norm else (1, 1)
     *gate, o = others
     return AttentionWeights(
-        qkv=tensors.linear(names, layer, qkv, kind.qkv_bias),
-        q_norm=tensors.norm(f"{names}q_{norm}", q_heads * head_dim) if kind.qk_norm else None,
-        k_norm=tensors.norm(f"{names}k_{norm}", k_heads * head_dim) if kind.qk_norm and own else None,
+        qkv=tensors.linear(prefix, layer, qkv, kind.qkv_bias),
+        q_norm=tensors.norm(f"{prefix}q_{norm}", q_heads * head_dim) if kind.qk_norm else None,
+        k_norm=tensors.norm(f"{prefix}k_{norm}", k_heads * head_dim) if kind.qk_norm and own else None,
         v_norm=tensors.unit_norm(head_dim) if kind.v_norm and own else None,
-        gate=tensors.linear(names, layer, gate[0], False) if gate else None,
-        o=tensors.linear(names, layer, o, kind.o_bias),
+        gate=tensors.linear(prefix, layer, gate[0], False) if gate else None,
+        o=tensors.linear(prefix, layer, o, kind.o_bias),
     )
 
 

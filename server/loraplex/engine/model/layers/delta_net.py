@@ -61,25 +61,24 @@ def read_delta(
     o: SiteGroup,
 ) -> DeltaWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
-    own = f"{prefix}linear_attn."
     return DeltaWeights(
-        given=tensors.linear(own, layer, given, bias=False),
-        gates=tensors.linear(own, layer, gates, bias=False),
-        conv=_pad(kind, _convolution(kind, tensors, own)[:, 0].T.float()).contiguous(),
+        given=tensors.linear(prefix, layer, given, bias=False),
+        gates=tensors.linear(prefix, layer, gates, bias=False),
+        conv=_pad(kind, _convolution(kind, tensors, prefix)[:, 0].T.float()).contiguous(),
         # In the model's dtype first, as transformers loads them.
-        a_log=tensors.tensor(f"{own}A_log", kind.value_heads).float(),
-        dt_bias=tensors.tensor(f"{own}dt_bias", kind.value_heads).float(),
-        norm=tensors.tensor(f"{own}{kind.norm}.weight", kind.value_dim),
-        o=tensors.linear(own, layer, o, bias=False),
+        a_log=tensors.tensor(f"{prefix}A_log", kind.value_heads).float(),
+        dt_bias=tensors.tensor(f"{prefix}dt_bias", kind.value_heads).float(),
+        norm=tensors.tensor(f"{prefix}{kind.norm}.weight", kind.value_dim),
+        o=tensors.linear(prefix, layer, o, bias=False),
     )
 
 
-def _convolution(kind: DeltaKind, tensors: LayerTensors, own: str) -> torch.Tensor:
+def _convolution(kind: DeltaKind, tensors: LayerTensors, prefix: str) -> torch.Tensor:
     """[C, 1, W]. Of OLMo Hybrid it is stored in three parts: those of queries, keys and values, or, as transformers
     saves it, thirds of all channels."""
-    channels, names = _channels(kind), [f"{own}{part}_conv1d.weight" for part in "qkv"]
+    channels, names = _channels(kind), [f"{prefix}{part}_conv1d.weight" for part in "qkv"]
     if len(kind.sites) == 2 or names[0] not in tensors:
-        return tensors.tensor(f"{own}conv1d.weight", channels, 1, kind.width)
+        return tensors.tensor(f"{prefix}conv1d.weight", channels, 1, kind.width)
     keys, third = kind.key_heads * kind.key_dim, -(-channels // 3)
 
     def read(size: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ class MambaWeights:
     dt_bias: torch.Tensor
     skip: torch.Tensor
     norm: torch.Tensor
-    """[H·P]"""
+    """[H·P]; of several groups [G, H·P/G]: each is normed by itself."""
     o: Linear
 
 
@@ -54,18 +54,18 @@ def read_mamba(
     kind: MambaKind, tensors: LayerTensors, prefix: str, layer: int, given: SiteGroup, o: SiteGroup
 ) -> MambaWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
-    own, channels = f"{prefix}mamba.", _channels(kind)
-    conv = tensors.tensor(f"{own}conv1d.weight", channels, 1, kind.width)[:, 0].T.float()
-    bias = tensors.tensor(f"{own}conv1d.bias", channels).float() if kind.conv_bias else None
+    channels, norm = _channels(kind), tensors.tensor(f"{prefix}norm.weight", o.in_features)
+    conv = tensors.tensor(f"{prefix}conv1d.weight", channels, 1, kind.width)[:, 0].T.float()
+    bias = tensors.tensor(f"{prefix}conv1d.bias", channels).float() if kind.conv_bias else None
     return MambaWeights(
-        given=tensors.linear(own, layer, given, kind.bias),
+        given=tensors.linear(prefix, layer, given, kind.bias),
         conv=_pad(kind, conv).contiguous(),
         bias=None if bias is None else _pad(kind, bias),
-        a_log=tensors.tensor(f"{own}A_log", kind.num_heads).float(),
-        dt_bias=tensors.tensor(f"{own}dt_bias", kind.num_heads).float(),
-        skip=tensors.tensor(f"{own}D", kind.num_heads).float(),
-        norm=tensors.tensor(f"{own}norm.weight", o.in_features),
-        o=tensors.linear(own, layer, o, kind.bias),
+        a_log=tensors.tensor(f"{prefix}A_log", kind.num_heads).float(),
+        dt_bias=tensors.tensor(f"{prefix}dt_bias", kind.num_heads).float(),
+        skip=tensors.tensor(f"{prefix}D", kind.num_heads).float(),
+        norm=norm if kind.num_groups == 1 else norm.view(kind.num_groups, -1),
+        o=tensors.linear(prefix, layer, o, kind.bias),
     )
 
 

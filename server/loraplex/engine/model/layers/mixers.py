@@ -9,11 +9,19 @@ from typing import Any
 import torch
 
 from loraplex.engine.kv.layers import CacheKind
-from loraplex.engine.model.layer_kinds import AttentionKind, DeltaKind, MambaKind, MixerKind, ShortConvKind
+from loraplex.engine.model.layer_kinds import (
+    AttentionKind,
+    DeltaKind,
+    MambaKind,
+    MixerKind,
+    ShortConvKind,
+    SquaredKind,
+)
 from loraplex.engine.model.layers.attention import attend, attention_groups, read_attention
 from loraplex.engine.model.layers.delta_net import delta_cache, delta_groups, read_delta, run_delta
 from loraplex.engine.model.layers.mamba import mamba_cache, mamba_groups, read_mamba, run_mamba
 from loraplex.engine.model.layers.short_conv import convolve, read_short_conv, short_conv_groups
+from loraplex.engine.model.layers.squared import read_squared, run_squared, squared_groups
 from loraplex.kernels.lora.site_groups import SiteGroup
 
 
@@ -21,18 +29,21 @@ from loraplex.kernels.lora.site_groups import SiteGroup
 class Mixer:
     """Functions of a kind; what they have beside it is as `attend` and `read_attention` have it."""
 
+    name: str
+    """Of its module in a layer."""
     groups: Callable[[Any, int], tuple[SiteGroup, ...]]
     """The linears that read the layer's input, and last that of its output."""
     read: Callable[..., Any]
-    """Reads a mixer's weights; their `o` is the output's linear."""
+    """Reads a mixer's weights, below the module's prefix; their `o` is the output's linear."""
     run: Callable[..., torch.Tensor]
     cache: Callable[[Any, torch.dtype], CacheKind] = lambda kind, dtype: kind.cache
     """Makes the cache of a model of a dtype."""
 
 
 MIXERS: Mapping[type[MixerKind], Mixer] = {
-    AttentionKind: Mixer(attention_groups, read_attention, attend),
-    ShortConvKind: Mixer(short_conv_groups, read_short_conv, convolve),
-    DeltaKind: Mixer(delta_groups, read_delta, run_delta, delta_cache),
-    MambaKind: Mixer(mamba_groups, read_mamba, run_mamba, mamba_cache),
+    AttentionKind: Mixer("self_attn", attention_groups, read_attention, attend),
+    ShortConvKind: Mixer("conv", short_conv_groups, read_short_conv, convolve),
+    DeltaKind: Mixer("linear_attn", delta_groups, read_delta, run_delta, delta_cache),
+    MambaKind: Mixer("mamba", mamba_groups, read_mamba, run_mamba, mamba_cache),
+    SquaredKind: Mixer("mlp", squared_groups, read_squared, run_squared),
 }

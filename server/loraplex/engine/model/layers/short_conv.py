@@ -37,13 +37,13 @@ def read_short_conv(
     kind: ShortConvKind, tensors: LayerTensors, prefix: str, layer: int, gates: SiteGroup, o: SiteGroup
 ) -> ShortConvWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
-    own, channels = f"{prefix}conv.", o.in_features
-    weight = tensors.tensor(f"{own}conv.weight", channels, 1, kind.width)
+    channels = o.in_features
+    weight = tensors.tensor(f"{prefix}conv.weight", channels, 1, kind.width)
     return ShortConvWeights(
-        gates=tensors.linear(own, layer, gates, kind.bias),
+        gates=tensors.linear(prefix, layer, gates, kind.bias),
         weight=weight[:, 0].T.float().contiguous(),
-        bias=tensors.tensor(f"{own}conv.bias", channels).float() if kind.bias else None,
-        o=tensors.linear(own, layer, o, kind.bias),
+        bias=tensors.tensor(f"{prefix}conv.bias", channels).float() if kind.bias else None,
+        o=tensors.linear(prefix, layer, o, kind.bias),
     )
 
 
