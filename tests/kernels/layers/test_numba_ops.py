@@ -75,6 +75,31 @@ def test_a_sum_is_scaled_after_it_was_rounded_and_may_go_without_a_norm(dtype):
     assert torch.equal(plain, residual + x)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights", ["own", "float32"])
+def test_groups_of_a_row_are_normed_by_themselves(weights, dtype):
+    torch.manual_seed(4)
+    x = torch.randn(5, 3 * 37, dtype=dtype) * torch.logspace(-2, 2, 3).repeat_interleave(37).to(dtype)
+    weight = torch.randn(3, 37, dtype=torch.float32 if weights == "float32" else dtype)
+    got = OURS.rms_norm(x, weight, 1e-5)
+    few_differ(got, TORCH.rms_norm(x, weight, 1e-5), share=0.05)
+    for number in range(3):
+        span = slice(37 * number, 37 * (number + 1))
+        assert torch.equal(got[:, span], OURS.rms_norm(x[:, span].contiguous(), weight[number], 1e-5))
+    with pytest.raises(ValueError, match="does not fit"):
+        OURS.rms_norm(x[:, 1:], weight, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_square_of_what_is_above_0(dtype):
+    x = torch.randn(7, 45, dtype=dtype)[:, :37]
+    x[1, 2], x[3, 4], x[0, 36] = NAN, float("inf"), -float("inf")
+    assert torch.equal(OURS.squared_relu(x).nan_to_num(-1), TORCH.squared_relu(x).nan_to_num(-1))
+    assert OURS.squared_relu(x)[1, 2].isnan()
+    with pytest.raises(ValueError, match="are not rows"):
+        OURS.squared_relu(x.T)
+
+
 @pytest.mark.parametrize("by_gelu", [False, True])
 def test_a_gate_may_lie_apart_from_what_it_is_for(by_gelu):
     gate_up, wide = torch.randn(3, 74), torch.randn(3, 200)

@@ -168,11 +168,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope", "time_step_limit": [0.4, 0.9],
     },
     "nemotron_h": {
-        "model_type": "nemotron_h", "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
-        "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "chunk_size": 16,
+        "model_type": "nemotron_h", "head_dim": 8, "mamba_num_heads": 4,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "chunk_size": 16,
     },
     "nemotron_h-biases": {
-        "model_type": "nemotron_h", "layers_block_type": ["mlp", "full_attention", "linear_attention"],
+        "model_type": "nemotron_h", "layers_block_type": ["mlp", "full_attention", "linear_attention"], "head_dim": 8,
         "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 8, "ssm_state_size": 16, "conv_kernel": 3,
         "use_bias": True, "mlp_bias": True, "use_conv_bias": False, "time_step_min": 0.4, "chunk_size": 16,
     },

@@ -41,6 +41,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 4, "num_local_experts": 0, "num_experts_per_tok": 0,
     },
     "gemma4_text": {"global_head_dim": 32},
+    # Without the experts of the default.
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"], "mamba_num_heads": 4,
+        "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 16,
+    },
     "gemma4_unified_text": {"global_head_dim": 32},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,

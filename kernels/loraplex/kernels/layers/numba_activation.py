@@ -1,4 +1,4 @@
-"""The activations of a feed-forward on a CPU, compiled by numba: the functions of `loraplex.kernels.layers.activation`."""
+"""The functions of `loraplex.kernels.layers.activation` on a CPU, compiled by numba."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
@@ -118,7 +118,11 @@ def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation,
 def _activate_units(team, arguments, like):
     gates, gate_row, ups = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     up_row, out, columns = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
-    activation, rows, share = read_int64(arguments + 48), read_int64(arguments + 56), read_int64(arguments + 64)
+    activation, rows, share = (
+        read_int64(arguments + 48),
+        read_int64(arguments + 56),
+        read_int64(arguments + 64),
+    )
     units = (rows + share - 1) // share
     while True:
         first = take_unit(team, units) * share

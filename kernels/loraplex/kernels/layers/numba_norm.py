@@ -112,7 +112,20 @@ def scaled(source, target, weight, columns, squares, eps, like, weight_like):
 
 @jit
 def _norm_rows(
-    like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, groups, first, last
+    like,
+    weight_like,
+    x,
+    stride,
+    residual,
+    residual_stride,
+    out,
+    weight,
+    columns,
+    eps,
+    scale,
+    groups,
+    first,
+    last,
 ):
     """Row r has the weights of group r % groups."""
     size = size_of(like)
@@ -152,7 +165,8 @@ def _norm_units(team, arguments, like, weight_like):
             break
         last = min(first + share, rows)
         _norm_rows(
-            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, groups, first, last
+            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, groups, first,
+            last,
         )  # fmt: skip
 
 

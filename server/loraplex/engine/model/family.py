@@ -69,7 +69,8 @@ class DecoderSpec:
         """The widest layer's."""
         parts = (part for kind in self.layers for part in (kind.feed_forward, kind.mixer))
         return max(
-            (part.size for part in parts if isinstance(part, GatedKind | SquaredKind)), default=self.hidden_size
+            (part.size for part in parts if isinstance(part, GatedKind | SquaredKind)),
+            default=self.hidden_size,
         )
 
 

@@ -149,10 +149,7 @@ class LayerKind:
 class ModuleNames:
     """The names of a family's modules."""
 
-    embedding: str = "embed_tokens"
     input_norm: str = "input_layernorm"
-    mixer: str = ""
-    """Of all kinds; empty: each has its own name (`layers.mixers`)."""
     feed_forward: str = "mlp"
     feed_forward_norm: str = "post_attention_layernorm"
     final_norm: str = "norm"
@@ -160,6 +157,9 @@ class ModuleNames:
         "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
     )  # fmt: skip
     """Those behind the mixer, before the feed-forward and behind it, where the halves of a layer have norms behind."""
+    embedding: str = "embed_tokens"
+    mixer: str = ""
+    """Of mixers of all kinds; empty: each kind has its own name (`layers.mixers`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("base"), FAMILIES["qwen3_5-3"])
 
 
+@pytest.fixture(scope="module")
+def nemotron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("nemotron"), FAMILIES["nemotron_h"])
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -66,6 +72,80 @@ def test_a_config_that_means_something_else_is_refused_by_name(
     (tmp_path / "config.json").write_bytes((base / "config.json").read_bytes())
     edit_config(tmp_path, **changes)
     assert words in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit [0.0, 0.1] is not served"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias is true"),
+        ({"residual_in_fp32": True}, "residual_in_fp32 is true"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act is 'gelu'"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001, and its layer_norm_epsilon says 1e-05"),
+        ({"attention_head_dim": 16}, "attention_head_dim is 16, and its head_dim says 8"),
+        ({"num_hidden_layers": 5}, "num_hidden_layers is 5, and its layers_block_type says 4"),
+        ({"hybrid_override_pattern": "M*-*"}, "hybrid_override_pattern 'M*-*' and layers_block_type"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"sliding_window": 64}, "sliding_window 64"),
+        ({"ssm_state_size": 24}, "ssm_state_size 24 is no multiple of 16"),
+        ({"n_groups": 3}, "mamba_num_heads 4 is no multiple of n_groups 3"),
+        ({"n_groups": 0}, "n_groups is 0"),
+        ({"conv_kernel": 5}, "conv_kernel 5 is not served"),
+        ({"time_step_min": -1.0}, "no range of a Mamba-2's steps"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "none of the layers of this nemotron_h has attention"),
+        ({"layers_block_type": ["attention", "moe"]}, "its layers have experts"),
+    ],
+)  # fmt: skip
+def test_a_nemotron_that_means_something_else_is_refused_by_name(
+    changes: dict[str, Any], words: str, nemotron: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_bytes((nemotron / "config.json").read_bytes())
+    edit_config(tmp_path, **changes)
+    assert words in refusal(tmp_path)
+
+
+def test_nemotrons_layers_by_a_pattern_and_its_first_names(nemotron: Path, tmp_path: Path) -> None:
+    """As NVIDIA's files have them."""
+    (tmp_path / "config.json").write_bytes((nemotron / "config.json").read_bytes())
+    edit_config(
+        tmp_path, layers_block_type=None, hybrid_override_pattern="M*-M", num_hidden_layers=4, rms_norm_eps=1e-5,
+        attention_head_dim=8, time_step_limit=[0.0, math.inf],
+    )  # fmt: skip
+    (tmp_path / "model.safetensors").write_bytes((nemotron / "model.safetensors").read_bytes())
+    spec, plain = plan_model(tmp_path).spec, plan_model(nemotron).spec
+    assert spec is not None
+    assert plain is not None
+    assert spec.layers == plain.layers
+    assert load_base_spec(tmp_path).sites == load_base_spec(nemotron).sites
+
+
+@pytest.mark.parametrize("leaf", ["conv1d", "norm", "embeddings"])
+def test_an_adapter_on_no_linear_of_nemotron_is_refused_by_name(
+    leaf: str, nemotron: Path, tmp_path: Path
+) -> None:
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj"]}
+    folder = save_adapters(nemotron, tmp_path, {"one": options})["one"]
+
+    def change(tensors: dict[str, Any], config: dict[str, Any]) -> Any:
+        old = "layers.0.mixer.in_proj"
+        new = "embeddings" if leaf == "embeddings" else f"layers.0.mixer.{leaf}"
+        return {name.replace(old, new): t for name, t in tensors.items()}, config | {
+            "target_modules": ["in_proj", leaf]
+        }
+
+    words = admission(nemotron, folder, change)
+    assert leaf in words
+    assert "not served" in words
+
+
+def test_an_adapter_with_numbers_of_a_mamba_is_refused_by_name(nemotron: Path, tmp_path: Path) -> None:
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj"]}
+    folder = save_adapters(nemotron, tmp_path, {"one": options})["one"]
+    name = "base_model.model.model.layers.0.mixer.A_log"
+    words = admission(nemotron, folder, lambda tensors, config: (tensors | {name: torch.ones(4)}, config))
+    assert f"unexpected tensor '{name}'" in words
 
 
 def test_fields_that_transformers_does_not_read_may_say_what_it_computes(base: Path, tmp_path: Path) -> None:

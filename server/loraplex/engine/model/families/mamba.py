@@ -51,7 +51,11 @@ _GRANITE_NAMES = (
 _NEMOTRON_NAMES = (
     "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias",
 )  # fmt: skip
-_UNREAD = {"rms_norm_eps": "layer_norm_epsilon", "attention_head_dim": "head_dim", "hidden_act": "mlp_hidden_act"}
+_UNREAD = {
+    "rms_norm_eps": "layer_norm_epsilon",
+    "attention_head_dim": "head_dim",
+    "hidden_act": "mlp_hidden_act",
+}
 """Fields of Nemotron-H's files that transformers does not read, and those that it reads in their place."""
 _MOST_WIDTH = 4
 _STEP = 16
@@ -103,7 +107,9 @@ def check_nemotron(config: Any, raw: Mapping[str, Any]) -> None:
         )
     for name in ("rope_scaling", "tie_word_embeddings"):
         if raw.get(name):
-            raise ModelUnsupported(f"the config's {name} is {shown(raw[name])}, which {config.model_type} has not")
+            raise ModelUnsupported(
+                f"the config's {name} is {shown(raw[name])}, which {config.model_type} has not"
+            )
 
 
 def _kind(config: Any, names: tuple[str, ...], limits: Any) -> MambaKind:
