@@ -71,6 +71,8 @@ OTHER_PLANS = {
     "lfm2": FAMILIES["lfm2"],
     # Delta nets, whose states are shared and kept as blocks are, and attention's heads that take more room.
     "qwen3_5": FAMILIES["qwen3_5-2"] | {"head_dim": 128},
+    # Mamba-2 of several groups, and layers of one part.
+    "nemotron_h": FAMILIES["nemotron_h"] | {"head_dim": 128},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "wide steps": {"max_num_batched_tokens": 700},

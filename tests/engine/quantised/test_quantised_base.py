@@ -73,7 +73,7 @@ def worst_error(
         ("llama-tied", "triton"),
         ("llama-tied", "torch"),
         ("qwen3_5-2", "numba"),
-        pytest.param("olmo_hybrid", "numba", marks=pytest.mark.soak),
+        *(pytest.param(family, "numba", marks=pytest.mark.soak) for family in ("olmo_hybrid", "nemotron_h")),
         pytest.param("phi3", "numba", marks=pytest.mark.soak),
         pytest.param("gemma2", "numba", marks=pytest.mark.soak),
         pytest.param("qwen3", "torch", marks=pytest.mark.soak),

@@ -82,7 +82,7 @@ def test_groups_of_a_row_are_normed_by_themselves(weights, dtype):
     x = torch.randn(5, 3 * 37, dtype=dtype) * torch.logspace(-2, 2, 3).repeat_interleave(37).to(dtype)
     weight = torch.randn(3, 37, dtype=torch.float32 if weights == "float32" else dtype)
     got = OURS.rms_norm(x, weight, 1e-5)
-    few_differ(got, TORCH.rms_norm(x, weight, 1e-5), share=0.05)
+    (assert_close if dtype is torch.float32 else few_differ)(got, TORCH.rms_norm(x, weight, 1e-5))
     for number in range(3):
         span = slice(37 * number, 37 * (number + 1))
         assert torch.equal(got[:, span], OURS.rms_norm(x[:, span].contiguous(), weight[number], 1e-5))

@@ -93,13 +93,13 @@ def _gate_columns_by_gelu(gate, up, target, columns, like):
 
 
 @jit
-def _gate_columns_by_relu(gate, up, target, columns, like):
-    """One row of relu(gate) · up."""
+def _square_columns(row, target, columns, like):
+    """One row of relu(x)²."""
     size, zero = size_of(like), splat(_F32)
     for c in range(0, columns, 16):
         left = columns - c
-        value = maximum(zero, load_some(gate + c * size, left, like))
-        store_some(value * load_some(up + c * size, left, like), target + c * size, left, like)
+        value = maximum(zero, load_some(row + c * size, left, like))
+        store_some(value * value, target + c * size, left, like)
 
 
 @jit
@@ -110,7 +110,7 @@ def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation,
         if activation == _GELU:
             _gate_columns_by_gelu(gate, up, target, columns, like)
         elif activation == _RELU:
-            _gate_columns_by_relu(gate, up, target, columns, like)
+            _square_columns(gate, target, columns, like)
         else:
             _gate_columns(gate, up, target, columns, like)
 

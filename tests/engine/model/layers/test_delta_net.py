@@ -256,6 +256,7 @@ def long_run(*args: Any) -> Any:
         ("olmo_hybrid", 1, 4, 1),
         ("granite4-h", 1, 4, 1),
         ("nemotron_h", 1, 4, 1),
+        long_run("nemotron_h-biases", 1, 4, 1),
         *(long_run(shape, 10, 20, 2) for shape in (*SHAPES, "olmo_hybrid", "granite4-h", "nemotron_h")),
     ],
 )
