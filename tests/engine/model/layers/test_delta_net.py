@@ -162,7 +162,7 @@ def test_fields_that_transformers_does_not_read_may_say_what_it_computes(base: P
     assert sorted(map(repr, spec.layers)) == sorted(map(repr, plain.layers))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[2], "olmo_hybrid", "granite4-h"])
+@pytest.mark.parametrize("shape", [SHAPES[2], "olmo_hybrid", "granite4-h", "nemotron_h"])
 def test_a_plan_for_a_gpu_has_the_states_of_one_for_a_cpu(shape: str, tmp_path: Path) -> None:
     base = save_tiny(tmp_path, FAMILIES[shape])
     plan = make_plan(base, ModelSettings(dtype="float32"), kernels_elsewhere(torch.device("cuda")))
