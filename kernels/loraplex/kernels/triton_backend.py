@@ -92,7 +92,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `layers.norm.rms_norm`. Groups are multiplied by their weights behind the kernel."""
+    """RMSNorm as in `layers.norm`; groups are multiplied by their weights behind the kernel."""
     if weight.dim() == 1:
         return triton_norm.rms_norm(x, weight, eps)
     ones = torch.ones(weight.shape[1], device=x.device)

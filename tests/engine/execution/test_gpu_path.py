@@ -64,6 +64,7 @@ def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
                 "lfm3",
                 "lfm2-biases",
                 "granite4-h-limits",
+                "nemotron_h",
             )
             for lookahead, prompt_rows in ((0, 80), (1, 0), (1, 40))
         ),

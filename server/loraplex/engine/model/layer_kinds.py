@@ -159,7 +159,7 @@ class ModuleNames:
     """Those behind the mixer, before the feed-forward and behind it, where the halves of a layer have norms behind."""
     embedding: str = "embed_tokens"
     mixer: str = ""
-    """Of mixers of all kinds; empty: each kind has its own name (`layers.mixers`)."""
+    """The name of mixers of all kinds; empty: each kind has its own (`layers.mixers`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class Mixer:
     """Functions of a kind; what they have beside it is as `attend` and `read_attention` have it."""
 
     name: str
-    """Of its module in a layer."""
+    """The name of its module in a layer."""
     groups: Callable[[Any, int], tuple[SiteGroup, ...]]
     """The linears that read the layer's input, and last that of its output."""
     read: Callable[..., Any]
