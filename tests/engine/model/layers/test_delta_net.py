@@ -278,7 +278,7 @@ def test_adapters_and_the_base_in_one_engine(
         base = save_tiny(folder / "base", FAMILIES[shape] | sizes, seed=seed)
         adapters = save_adapters(base, folder, chosen)
         caches = plan_model(base, dtype="float32").shape.caches
-        memory = max(8 * slot_bytes(caches), (14 + 2 * turns) * block_bytes(caches, torch.float32))
+        memory = max(8 * slot_bytes(caches), (6 + 10 * turns) * block_bytes(caches, torch.float32))
         engine = LocalEngine(
             base, folder / "work", dtype="float32", max_model_len=80 + 20 * turns, max_num_batched_tokens=40,
             max_num_seqs=8, kv_cache_memory=memory, adapter_memory=8 << 20, adapter_cpu_memory=8 << 20, num_threads=1,
