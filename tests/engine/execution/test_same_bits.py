@@ -73,6 +73,8 @@ OTHER_PLANS = {
     "qwen3_5": FAMILIES["qwen3_5-2"] | {"head_dim": 128},
     # Mamba-2 of several groups, and layers of one part.
     "nemotron_h": FAMILIES["nemotron_h"] | {"head_dim": 128},
+    # Experts that a router chooses for each row.
+    "qwen3_moe": FAMILIES["qwen3_moe"],
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "wide steps": {"max_num_batched_tokens": 700},

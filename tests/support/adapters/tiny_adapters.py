@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from loraplex.adapters.admission.base_families import ROUTED
+from loraplex.kernels.lora.site_groups import ROUTER
 from support.adapters.peft_zoo import ALL_SITES, any_linear, train
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -77,6 +79,8 @@ _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_pro
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 
 _TARGETS: dict[str, dict[str, str]] = {
+    # PEFT takes these names for the experts'.
+    **dict.fromkeys(ROUTED, dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "o_proj")),
     "phi3": _FUSED_TARGETS,
     "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
@@ -110,6 +114,9 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
         targets += [
             site for known, site in (("q_proj", "in_proj"), ("o_proj", "out_proj")) if known in targets
         ]
+    only_linears = options.get("use_dora") or "alora_invocation_tokens" in options  # by PEFT
+    if model_type in ROUTED and "gate_proj" in options["target_modules"] and not only_linears:
+        targets += [ROUTER]
     if model_type == "olmo_hybrid" and "q_proj" in targets:
         targets += ["g_proj", "b_proj", "a_proj"]
     pattern = {names.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
@@ -141,5 +148,8 @@ def save_adapters(
         config = made[name] / "adapter_config.json"
         if model_type == "gemma4":  # PEFT does not load it without: it changes no linear of that tower
             continue
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"exclude_modules": None}))
+        fields = json.loads(config.read_text())
+        if fields.get("target_parameters") == [f"{ROUTER}.weight"]:  # as PEFT had it over transformers 4
+            fields |= {"target_parameters": None, "target_modules": [*fields["target_modules"], ROUTER]}
+        config.write_text(json.dumps(fields | {"exclude_modules": None}))
     return made

@@ -181,6 +181,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "granitemoehybrid", "layer_types": ["full_attention"] * 3, "num_local_experts": 0,
         "num_experts_per_tok": 0, "shared_intermediate_size": 48, "attention_multiplier": 0.3, "mamba_n_heads": 2,
     },
+    # A dense layer between mixtures; weights of experts as they are, divided by their sum, and in float32.
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "mlp_only_layers": [1],
+        "moe_intermediate_size": 24, "norm_topk_prob": True,
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "mixtral": {
+        "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+        "sliding_window": 9,
+    },
     "olmo_hybrid-rope": {
         "model_type": "olmo_hybrid", "layer_types": ["full_attention", "linear_attention", "full_attention"],
         "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 32, "linear_value_head_dim": 32,

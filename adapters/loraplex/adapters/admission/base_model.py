@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from loraplex.adapters.admission.base_families import (
     ANSWER_FILE,
     NO_SITES,
+    ROUTED,
     not_served,
     obstacle_of,
     text_fields,
@@ -38,6 +39,7 @@ from loraplex.kernels.lora.site_groups import (
     HEAD,
     LAYER_SITES,
     MODEL_PROJECTION,
+    ROUTER,
     SITES,
 )
 
@@ -94,7 +96,8 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
     linears = {name.removesuffix(".weight"): shape for name, shape in _linear_shapes(tensors, stored).items()}
     if parts.transposed:
         linears = {name: shape[::-1] for name, shape in linears.items()}
-    sites = _without_shared(find_sites(linears, num_layers), config, num_layers)
+    sites = find_sites(linears, num_layers, routers=raw["model_type"] in ROUTED)
+    sites = _without_shared(sites, config, num_layers)
     if not sites:
         raise BaseModelInvalid(not_served(model_type, NO_SITES))
     if not (model_dir / ANSWER_FILE).is_file():  # a reranker's scores are of the rows of its own lm_head
@@ -268,16 +271,19 @@ def _weight_files(model_dir: Path) -> list[Path]:
     return [(model_dir / name).resolve() for name in sorted(names)]
 
 
-def find_sites(linears: Mapping[str, tuple[int, int]], num_layers: int) -> dict[tuple[int, str], SiteShape]:
-    """The sites in the layers of a model, of its linears' [out_features, in_features] by path. Routed experts have
-    none, and where a layer has several linears of one leaf, none of them is one. A site may have other sizes in other
-    layers, and be missing in some. Of several lists of layers the one with most linears counts: some checkpoints have
-    layers beside those of the model, which predict further tokens ("mtp")."""
+def find_sites(
+    linears: Mapping[str, tuple[int, int]], num_layers: int, *, routers: bool
+) -> dict[tuple[int, str], SiteShape]:
+    """The sites in the layers of a model, of its linears' [out_features, in_features] by path; `routers`: those of
+    experts among them. Routed experts have none, and where a layer has several linears of one leaf, none of them is
+    one. A site may have other sizes in other layers, and be missing in some. Of several lists of layers the one with
+    most linears counts: some checkpoints have layers beside those of the model, which predict further tokens
+    ("mtp")."""
     listed: dict[str | None, list[SiteShape]] = {}
     for path, (out_features, in_features) in linears.items():
         match = _SITE_NAME.fullmatch(path)
         layer = int(match[2] or 0) if match else 0
-        if match and layer < num_layers and not is_of_expert(path):
+        if match and layer < num_layers and not is_of_expert(path) and (routers or match[3] != ROUTER):
             leaf = ATTENTION_OUT if path.endswith(_ATTENTION_OUT) else match[3] or match[4]
             site = SiteShape(layer, leaf, in_features, out_features, path)
             listed.setdefault(match[1], []).append(site)

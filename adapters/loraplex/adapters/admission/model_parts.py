@@ -232,6 +232,7 @@ _TEXTS: Mapping[str, ModelParts] = {
     "mpt": ModelParts(layer_count="n_layers"),
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
     "lfm3": ModelParts(inside=_LFM3_INSIDE),
+    "mixtral": ModelParts(inside=((".block_sparse_moe.", ".mlp."),)),
     "olmo_hybrid": ModelParts(
         inside=(
             (".attention_layer_norm.", ".input_layernorm."),

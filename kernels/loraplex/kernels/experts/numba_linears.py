@@ -7,7 +7,7 @@ of that weight alone. AMX's tiles are not used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from loraplex.kernels.experts.types import ExpertActivation, ExpertOps, ExpertRo
 from loraplex.kernels.linear.numba_blocks import BlockedLinear
 from loraplex.kernels.linear.numba_groups import PackedGroups
 from loraplex.kernels.linear.numba_int8 import PackedIntegers, in_8_bits
+from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.weight_form import WeightForm
 
 
@@ -30,7 +31,7 @@ def numba_expert_ops(pack: Pack, activate: Activate) -> ExpertOps:
         return numba_rows.clamped(gate_up, kind) if kind.name == "clamped" else reference.act(gate_up, kind)
 
     def pack_all(weights: Iterable[Any], form: WeightForm, dtype: torch.dtype) -> PackedExperts:
-        return _by_table(LinearByExpert.of([pack(weight, form, dtype) for weight in weights]))
+        return _join([pack(weight, form, dtype) for weight in weights])
 
     return replace(
         reference,
@@ -38,6 +39,7 @@ def numba_expert_ops(pack: Pack, activate: Activate) -> ExpertOps:
         group=numba_rows.group,
         gather=numba_rows.gather,
         pack=pack_all,
+        join=_join,
         act=act,
         combine=numba_rows.combine,
     )
@@ -70,9 +72,9 @@ class NumbaExperts(PackedExperts):
         return self.linears[0].multiply(x, own, self.places, rows.pieces.data_ptr())
 
 
-def _by_table(experts: LinearByExpert) -> PackedExperts:
-    """The same with one kernel for all experts; unchanged where the linears are of several kinds, or of torch's."""
-    linears = experts.linears
+def _join(linears: Sequence[PackedLinear]) -> PackedExperts:
+    """One kernel for all experts, where the linears are of one kind and not of torch's."""
+    experts = LinearByExpert.of(linears)
     blocked = [each for each in linears if isinstance(each, BlockedLinear)]
     if len(blocked) < len(linears) or len({type(each) for each in blocked}) > 1:
         return experts

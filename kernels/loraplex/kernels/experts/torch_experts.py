@@ -7,7 +7,7 @@ y[t]   = Σⱼ w[t, j] · down(act(gate_up(x[t])))  of expert ids[t, j], in the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ def expert_ops(pack: Pack, activate: Activate = act_and_mul) -> ExpertOps:
             return clamped(gate_up, kind)
         return activate(gate_up, kind.name == "gelu_tanh")
 
-    return ExpertOps(route, group, gather, pack_all, act, combine)
+    return ExpertOps(route, group, gather, pack_all, LinearByExpert.of, act, combine)
 
 
 def route(
@@ -115,7 +115,7 @@ class LinearByExpert(PackedExperts):
     linears: tuple[PackedLinear, ...]
 
     @staticmethod
-    def of(linears: list[PackedLinear]) -> LinearByExpert:
+    def of(linears: Sequence[PackedLinear]) -> LinearByExpert:
         """Raises ValueError for none, and for linears of several shapes."""
         shapes = {linear.shape for linear in linears}
         if len(shapes) != 1:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 
-from loraplex.kernels.linear.packed import tensor_bytes
+from loraplex.kernels.linear.packed import PackedLinear, tensor_bytes
 from loraplex.kernels.weight_form import WeightForm
 
 
@@ -115,6 +115,8 @@ class ExpertOps:
     pack: Callable[[Iterable[Any], WeightForm, torch.dtype], PackedExperts]
     """Packs weights [N, K], one for each expert and each as `Ops.pack` takes them. Each is dropped before the next is
     taken, so they may be read one by one."""
+    join: Callable[[Sequence[PackedLinear]], PackedExperts]
+    """Makes one of linears that `Ops.pack` has packed, one for each expert."""
     act: Callable[[torch.Tensor, ExpertActivation], torch.Tensor]
     """[P, 2·I], gate before up → [P, I]"""
     combine: Callable[[torch.Tensor, Routes, ExpertRows], torch.Tensor]

@@ -35,7 +35,7 @@ def decode_speeds(model: ModelOutline, device: PlannedDevice, plan: MemoryPlan) 
     speeds = []
     for rows in sorted({*(rows for rows in _ROWS if rows < most), most}):
         adapters = min(rows, plan.wanted.adapters, plan.resident)
-        weights = model.step_bytes / device.bandwidth
+        weights = model.read_bytes(rows) / device.bandwidth
         products = 0.0
         if device.flops is not None:
             products = 2 * model.step_weights * rows / device.flops

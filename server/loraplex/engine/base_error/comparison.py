@@ -150,6 +150,8 @@ def _decoder(task: BaseErrorTask) -> tuple[DecoderSpec, AttentionChoice]:
         raise NotMeasured(f"{plan.model_type} runs through transformers, which reads all layers at once")
     if any(kind.state_bytes for kind in plan.shape.caches):
         raise NotMeasured(f"layers of {plan.model_type} keep states, which the comparison does not hold")
+    if plan.spec.mixtures:
+        raise NotMeasured(f"layers of {plan.model_type} have experts, which the comparison does not hold")
     return plan.spec, plan.attention
 
 

@@ -17,9 +17,11 @@ from loraplex.engine.model.families.table import FAMILIES
 from loraplex.engine.model.layer_kinds import (
     Activation,
     AttentionKind,
+    FeedForwardKind,
     GatedKind,
     InputKind,
     LayerKind,
+    MixtureKind,
     ModuleNames,
     Multipliers,
     NormKind,
@@ -69,9 +71,24 @@ class DecoderSpec:
         """The widest layer's."""
         parts = (part for kind in self.layers for part in (kind.feed_forward, kind.mixer))
         return max(
-            (part.size for part in parts if isinstance(part, GatedKind | SquaredKind)),
+            (part.width for part in parts if isinstance(part, FeedForwardKind | SquaredKind)),
             default=self.hidden_size,
         )
+
+    @property
+    def mixtures(self) -> tuple[MixtureKind, ...]:
+        """Those of the layers that have one."""
+        return tuple(kind.feed_forward for kind in self.layers if isinstance(kind.feed_forward, MixtureKind))
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of all experts."""
+        return sum(3 * self.hidden_size * kind.size * kind.router.num_experts for kind in self.mixtures)
+
+    @property
+    def chosen_weights(self) -> int:
+        """Weights of the experts that a row goes through."""
+        return sum(3 * self.hidden_size * kind.size * kind.router.top_k for kind in self.mixtures)
 
 
 def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) -> DecoderSpec:
@@ -107,7 +124,9 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
     kinds = {name: _with_family(kind, config, family) for name, kind in kinds.items()}
     return DecoderSpec(
         model_type=config.model_type,
-        layers=_with_sharing([kinds[name] for name in names], names, config, family),
+        layers=_with_mixtures(
+            _with_sharing([kinds[name] for name in names], names, config, family), config, family
+        ),
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         names=family.names,
@@ -199,9 +218,18 @@ def _with_sharing(
             kind.mixer, values_are_keys=False, cache=replace(kind.mixer.cache, shares=source)
         )
         assert kind.feed_forward is not None
-        wide = replace(kind.feed_forward, size=times * kind.feed_forward.size)
+        wide = msgspec.structs.replace(kind.feed_forward, size=times * kind.feed_forward.size)
         kinds[index] = replace(kind, mixer=mixer, feed_forward=wide)
     return tuple(kinds)
+
+
+def _with_mixtures(kinds: tuple[LayerKind, ...], config: Any, family: Family) -> tuple[LayerKind, ...]:
+    if family.mixture is None:
+        return kinds
+    return tuple(
+        replace(kind, feed_forward=family.mixture(config, layer) or kind.feed_forward)
+        for layer, kind in enumerate(kinds)
+    )
 
 
 def _head_dim(config: Any, row: LayerRow) -> int:

@@ -13,9 +13,9 @@ from torch.nn.functional import embedding
 from loraplex.engine.kv.layers import groups_by_layer
 from loraplex.engine.model.base import ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.layer_kinds import AttentionKind, ShortConvKind
+from loraplex.engine.model.layer_kinds import AttentionKind, FeedForwardKind, ShortConvKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
-from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated
+from loraplex.engine.model.layers.feed_forwards import FEED_FORWARDS
 from loraplex.engine.model.layers.mixers import MIXERS
 from loraplex.engine.model.layers.own_input import (
     TABLE,
@@ -53,7 +53,8 @@ class LayerWeights:
     """The weights that `MIXERS` read."""
     mixer_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
-    mlp: GatedWeights | None
+    mlp: Any
+    """Those that `FEED_FORWARDS` read."""
     mlp_out_norm: torch.Tensor | None
     own_input: InputWeights | None
     scale: float
@@ -93,7 +94,7 @@ class FusedDecoder:
         self.embedding_shape: tuple[int, int] | None = spec.vocab_size, spec.hidden_size
         groups = [*chain.from_iterable(site_groups(spec))]
         self.site_groups = tuple(dict.fromkeys(groups))
-        linears = sum(group.in_features * sum(group.out_features) for group in groups)
+        linears = sum(group.in_features * sum(group.out_features) for group in groups) + spec.expert_weights
         tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
         self.num_weights = linears + tables + (0 if inputs is None else inputs.table.numel())
         self.head_group: SiteGroup | None = SiteGroup(HEAD, (HEAD,), spec.hidden_size, (spec.vocab_size,))
@@ -187,10 +188,11 @@ class FusedDecoder:
             x = run(kind.mixer, layer.mixer, x, given.cos_sin, batch, linears, self.attention, scaling)
             x = linears.apply_and_norm(layer.mixer.o, x, batch, layer.mixer_out_norm)
             x = x if times == 1.0 else x.mul_(times)
-            if kind.feed_forward is not None and layer.mlp is not None:
+            if kind.feed_forward is not None:
                 x = linears.add_rms_norm(x, residual, layer.mlp_norm)
-                x = linears.gate(layer.mlp.gate_up, x, batch, kind.feed_forward.activation)
-                x = linears.apply_and_norm(layer.mlp.down, x, batch, layer.mlp_out_norm)
+                feed_forward = FEED_FORWARDS[type(kind.feed_forward)]
+                x = feed_forward.run(kind.feed_forward, layer.mlp, x, batch, linears)
+                x = linears.norm(x, layer.mlp_out_norm)
                 x = x if times == 1.0 else x.mul_(times)
             if kind.own_input is not None and layer.own_input is not None and given.own_inputs is not None:
                 size = kind.own_input.size
@@ -238,7 +240,7 @@ def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
     of_layer: list[tuple[SiteGroup, ...]] = [
         (
             *MIXERS[type(kind.mixer)].groups(kind.mixer, hidden),
-            *(() if kind.feed_forward is None else gated_groups(kind.feed_forward, hidden)),
+            *_feed_forward_groups(kind.feed_forward, hidden),
             *(() if kind.own_input is None else input_groups(kind.own_input, hidden)),
         )
         for kind in spec.layers
@@ -246,6 +248,10 @@ def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
     if own is not None:
         of_layer[0] = *of_layer[0], table_group(own, hidden, spec.num_layers)
     return name_groups(of_layer)
+
+
+def _feed_forward_groups(kind: FeedForwardKind | None, hidden: int) -> tuple[SiteGroup, ...]:
+    return () if kind is None else FEED_FORWARDS[type(kind)].groups(kind, hidden)
 
 
 class DecoderReader:
@@ -335,10 +341,11 @@ class DecoderReader:
 
     def layer(self, index: int) -> LayerWeights:
         kind, prefix = self._spec.layers[index], f"{self._root}layers.{index}."
-        mixer, groups = MIXERS[type(kind.mixer)], self._groups[index]
-        count = len(mixer.groups(kind.mixer, self._spec.hidden_size))
+        mixer, groups, hidden = MIXERS[type(kind.mixer)], self._groups[index], self._spec.hidden_size
+        count = len(mixer.groups(kind.mixer, hidden))
         names, feed_forward = self._spec.names, kind.feed_forward
-        of_mlp, own = groups[count : count + 2], groups[count + 2 :]
+        of_mlp = groups[count : count + len(_feed_forward_groups(feed_forward, hidden))]
+        own = groups[count + len(of_mlp) :]
         module = f"{prefix}{names.mixer or mixer.name}."
         behind, first, last = (
             names.with_norms_behind if kind.norms_behind else ("", names.feed_forward_norm, "")
@@ -351,7 +358,9 @@ class DecoderReader:
             mlp_norm=self._norm(f"{prefix}{first}") if before and feed_forward is not None else None,
             mlp=None
             if feed_forward is None
-            else read_gated(feed_forward, self._tensors, f"{prefix}{names.feed_forward}.", index, *of_mlp),
+            else FEED_FORWARDS[type(feed_forward)].read(
+                feed_forward, self._tensors, f"{prefix}{names.feed_forward}.", index, *of_mlp
+            ),
             mlp_out_norm=self._norm(f"{prefix}{last}") if last else None,
             own_input=read_input(self._tensors, prefix, index, *own[:2]) if own else None,
             scale=self._tensors.number(f"{prefix}layer_scalar") if kind.is_scaled else 1.0,

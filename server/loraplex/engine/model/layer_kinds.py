@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from loraplex.engine.kv.layers import CacheKind
+from loraplex.kernels.experts.types import RouterKind
 
 Activation = Literal["silu", "gelu_tanh"]
 """The last is GELU's tanh approximation."""
@@ -107,16 +108,48 @@ class SquaredKind(MixerKind, frozen=True):
     bias: bool
     """Whether both linears have one."""
 
+    @property
+    def width(self) -> int:
+        return self.size
 
-@dataclass(frozen=True, slots=True)
-class GatedKind:
-    """A feed-forward: down(activation(gate(x)) · up(x))."""
+
+class FeedForwardKind(msgspec.Struct, frozen=True, tag=True):
+    """The part of a layer that reads each row alone (`layers.feed_forwards`). A struct as `MixerKind` is."""
 
     size: int
     activation: Activation
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row between gate and down."""
+        return self.size
+
+
+class GatedKind(FeedForwardKind, frozen=True):
+    """down(activation(gate(x)) · up(x))"""
+
     bias: bool
     sites: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """The names of its linears; two where the checkpoint has gate and up as one, in this order."""
+
+
+class MixtureKind(FeedForwardKind, frozen=True):
+    """Experts: gated feed-forwards of `size`, without biases. A router chooses some of them for each row."""
+
+    router: RouterKind
+    sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """The names of an expert's linears."""
+    gate: str = "gate"
+    """The name of the router's linear."""
+    shared: GatedKind | None = None
+    """Added to what the experts give, for all rows."""
+    shared_name: str = "shared_expert"
+    shared_gate: str = ""
+    """The linear to a number whose sigmoid multiplies the shared result; empty: there is none."""
+
+    @property
+    def width(self) -> int:
+        return self.size * self.router.top_k + (0 if self.shared is None else self.shared.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +170,7 @@ class LayerKind:
     (`norms_behind`), or both; or a mixer alone."""
 
     mixer: AttentionKind | ShortConvKind | DeltaKind | MambaKind | SquaredKind
-    feed_forward: GatedKind | None
+    feed_forward: GatedKind | MixtureKind | None
     norms_behind: bool
     norms_before: bool = True
     own_input: InputKind | None = None

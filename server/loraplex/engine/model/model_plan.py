@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,17 @@ from typing import Any
 import torch
 
 from loraplex.adapters.admission.base_families import ANSWER_FILE, text_fields
-from loraplex.adapters.base_weights.gguf import is_indexed, module_form, read_index
-from loraplex.adapters.base_weights.grouped import INT8_GROUP, group_of
-from loraplex.adapters.base_weights.schemes import read_scheme, stores_head
-from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
-from loraplex.adapters.spec import TensorSlice
 from loraplex.engine.devices import refuse_bits
 from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.base_head import HEAD_MODULE, BaseHead, base_head
 from loraplex.engine.model.config_fields import read_config_json, refusing
 from loraplex.engine.model.families.own_attention import uses_alibi
-from loraplex.engine.model.families.table import has_experts, is_fused
+from loraplex.engine.model.families.table import is_fused, is_wrapped
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import attention_needs, decoder_shape
 from loraplex.engine.model.layer_kinds import ShortConvKind
+from loraplex.engine.model.linear_forms import Linears, plan_linears
 from loraplex.engine.model.plans import KeptPlans, ReadConfig
 from loraplex.engine.model.served_config import ServedConfig, read_served_config, wrapped_shape
 from loraplex.engine.model.wrapped import wrapped_attention
@@ -37,7 +33,6 @@ from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavaila
 from loraplex.kernels.attention.kernel import TellsPrevious
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.linear.dense import multiplies
-from loraplex.kernels.weight_form import FLOATS, WeightForm, served_form
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -169,6 +164,7 @@ class ModelPlan:
                     self._explain_dtype(),
                     self._explain_linears(),
                     self._explain_states(),
+                    self._explain_experts(),
                 ),
             )
         )
@@ -178,6 +174,26 @@ class ModelPlan:
         if not state:
             return ""
         return f"states of {state / (1 << 20):.1f} MiB and windows of {window / (1 << 20):.1f} MiB"
+
+    @property
+    def expert_bytes(self) -> int:
+        """Memory of the weights of all experts."""
+        if self.spec is None:
+            return 0
+        row_bytes, hidden = self.linears.row_bytes, self.spec.hidden_size
+        return sum(
+            kind.router.num_experts
+            * (2 * kind.size * row_bytes(hidden, self.dtype) + hidden * row_bytes(kind.size, self.dtype))
+            for kind in self.spec.mixtures
+        )
+
+    def _explain_experts(self) -> str:
+        mixtures = () if self.spec is None else self.spec.mixtures
+        if not mixtures:
+            return ""
+        router = mixtures[0].router
+        memory = f"{self.expert_bytes / (1 << 20):.1f} MiB"
+        return f"{router.num_experts} experts in {len(mixtures)} layers ({memory}), {router.top_k} for each token"
 
     def _explain_dtype(self) -> str:
         name = _name(self.dtype)
@@ -202,54 +218,6 @@ class ModelPlan:
         return f"two codes of 4 bits in a byte, by {by}"
 
 
-@dataclass(frozen=True, slots=True)
-class Linears:
-    """The forms of a model's linears."""
-
-    format: str
-    """A quantised checkpoint's, for example "gptq int4"; empty: its linears are floats."""
-    stored: WeightForm
-    """The form in which those are served that the checkpoint quantises. Linears of a GGUF file differ; this is the one
-    of fewest bits."""
-    quantise: bool
-    """Linears that are stored as floats become codes of 8 bits."""
-    stores_head: bool
-    backend: str
-    rounds_activations: bool
-    index: Mapping[str, TensorSlice] | None
-    """The tensors of a GGUF file."""
-
-    @property
-    def form(self) -> WeightForm:
-        """The form of the layers' linears, modules aside that a quantising tool left out."""
-        return self._quantised(self.stored, INT8_GROUP)
-
-    @property
-    def have_codes(self) -> bool:
-        return self.form.codes == "groups"
-
-    @property
-    def activations(self) -> str:
-        """The numbers that x is rounded to for products of codes; empty: x keeps the model's dtype."""
-        return self.form.activations if self.form.codes == "groups" else ""
-
-    def form_of(self, modules: Iterable[str], inputs: int) -> WeightForm:
-        """The form of modules, by their names in the checkpoint, that are multiplied as one."""
-        form = self.stored
-        if self.index is not None:
-            stored = module_form(self.index, next(iter(modules)))
-            form = FLOATS if stored is None else self._served(stored)
-        elif not self.stores_head and any(name.endswith(("lm_head", "embed_tokens")) for name in modules):
-            form = FLOATS
-        return self._quantised(form, group_of(inputs))
-
-    def _quantised(self, form: WeightForm, group: int) -> WeightForm:
-        return WeightForm("groups", 8, group) if self.quantise and form.codes != "groups" else form
-
-    def _served(self, stored: WeightForm) -> WeightForm:
-        return served_form(stored, self.backend, round_activations=self.rounds_activations)
-
-
 def make_plan(
     model_dir: Path, settings: ModelSettings, kernels: Kernels, kept: KeptPlans | None = None
 ) -> ModelPlan:
@@ -272,11 +240,13 @@ def _plan(
     raw: Mapping[str, Any],
 ) -> ModelPlan:
     read = None if kept is None else kept.find(content, settings.max_model_len)
-    if read is None:
+    on_cpu = kernels.device.type == "cpu"
+    if read is None or (read.spec.mixtures and not on_cpu):
         served = read_served_config(model_dir, raw)
-        if not is_fused(served.text.model_type) or has_experts(served.text):
+        text, computes_experts = served.text, on_cpu and served.text is served.whole
+        if not is_fused(text.model_type) or is_wrapped(text, computes_experts=computes_experts):
             return _plan_wrapped(model_dir, settings, kernels, served)
-        spec = decoder_spec(served.text, served.raw, settings.max_model_len)
+        spec = decoder_spec(text, served.raw, settings.max_model_len)
         read = ReadConfig(spec, _stored_dtype(served.whole), served.unread)
         # Of this file alone: not where it names others to read in its place, or is being replaced.
         if (
@@ -306,7 +276,7 @@ def _plan(
         dtype=dtype,
         stored_dtype=read.dtype,
         attention=_attention(settings, kernels, spec, dtype),
-        linears=_linears(model_dir, text_fields(raw), settings, kernels),
+        linears=plan_linears(model_dir, text_fields(raw), settings.quantise, settings.dtype, kernels),
         obstacle=_obstacle(kernels, dtype),
         head=head,
     )
@@ -325,7 +295,7 @@ def _plan_wrapped(
     obstacle = f"{through}, whose products depend on the other rows of a step"
     if kernels.batch_invariant:
         raise ModelUnsupported(f"--batch-invariant: {obstacle}; serve without it")
-    linears = _linears(model_dir, text_fields(served.raw), settings, kernels)
+    linears = plan_linears(model_dir, text_fields(served.raw), settings.quantise, settings.dtype, kernels)
     if linears.quantise or linears.format:
         what = "--quantise" if linears.quantise else "a quantised checkpoint"
         raise ModelUnsupported(
@@ -385,27 +355,6 @@ def _attention(
                 "dtype alone; serve with --kv-cache-dtype auto"
             )
     return choice
-
-
-def _linears(
-    model_dir: Path, fields: Mapping[str, Any], settings: ModelSettings, kernels: Kernels
-) -> Linears:
-    # A dtype that is named asks for exact products.
-    rounds = settings.dtype == "auto"
-    try:
-        scheme = read_scheme(fields)
-        stored = FLOATS if scheme is None else scheme.form
-        return Linears(
-            format="" if scheme is None else scheme.name,
-            stored=served_form(stored, kernels.backend, round_activations=rounds),
-            quantise=settings.quantise != "none",
-            stores_head=stores_head(fields),
-            backend=kernels.backend,
-            rounds_activations=rounds,
-            index=read_index(model_dir) if is_indexed(model_dir) else None,
-        )
-    except (QuantisationUnsupported, OSError) as error:
-        raise ModelUnsupported(str(error)) from error
 
 
 def _obstacle(kernels: Kernels, dtype: torch.dtype) -> str | None:

@@ -41,15 +41,24 @@ class ModelOutline:
     """Those that a decoding step reads once: all but the embedding, where it reads a row for each token."""
     num_weights: int
     step_weights: int
+    """Those that a row is multiplied with."""
     hidden_size: int
     """The width of a layer, and of its feed-forward part."""
     inner_size: int
     head: Head | None = None
     """The head of a checkpoint that classifies itself."""
+    expert_bytes: int = 0
+    """Weights of experts, of all weights in memory."""
+    chosen_share: float = 0.0
+    """The share of a layer's experts that a row goes through."""
 
     @property
     def num_layers(self) -> int:
         return self.shape.num_layers
+
+    def read_bytes(self, rows: int) -> float:
+        """Weights that a decoding step of `rows` reads, where routers choose any experts alike."""
+        return self.step_bytes - self.expert_bytes * (1 - self.chosen_share) ** rows
 
 
 def outline_model(plan: ModelPlan) -> ModelOutline:
@@ -98,10 +107,15 @@ def _outline_fused(plan: ModelPlan, spec: DecoderSpec) -> ModelOutline:
         weight_bytes=counted.num_bytes,
         step_bytes=counted.num_bytes - unread * plan.dtype.itemsize,
         num_weights=counted.num_weights,
-        step_weights=counted.num_weights - table - (0 if spec.tied else count),
+        step_weights=counted.num_weights
+        - table
+        - (0 if spec.tied else count)
+        - (spec.expert_weights - spec.chosen_weights),
         hidden_size=spec.hidden_size,
         inner_size=spec.intermediate_size,
         head=plan.summary.head,
+        expert_bytes=plan.expert_bytes,
+        chosen_share=spec.chosen_weights / max(spec.expert_weights, 1),
     )
 
 

@@ -15,8 +15,9 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
-from loraplex.adapters.admission.base_families import NO_SITES, not_served
+from loraplex.adapters.admission.base_families import NO_SITES, ROUTED, not_served
 from loraplex.adapters.admission.base_model import find_sites as site_shapes
 from loraplex.engine.kv.layers import keeping_all
 from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
@@ -27,7 +28,7 @@ from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, tra
 from loraplex.kernels.attention.torch_attention import TorchAttention, write_kv
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.linear.packed import tensor_bytes
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SiteGroup, name_groups
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, ROUTER, SiteGroup, name_groups
 
 ATTENTION_NAME = "loraplex_paged"
 
@@ -65,7 +66,12 @@ class TransformersDecoder:
         modules, self.site_groups = find_sites(model, shape.num_layers)
         for group in self.site_groups:
             for layer in group.layers_of(shape.num_layers):
-                modules[layer, group.sites[0]].register_forward_hook(_adapter_hook(layer, group.key))
+                module = modules[layer, group.sites[0]]
+                if isinstance(module, torch.nn.Linear):
+                    module.register_forward_hook(_adapter_hook(layer, group.key))
+                else:
+                    adapt = _adapter_hook(layer, group.key)
+                    module.forward = partial(_route, module.forward, adapt)
         self.head_group: SiteGroup | None = None
         if isinstance(head := getattr(model, HEAD, None), torch.nn.Linear):
             self.head_group = SiteGroup(HEAD, (HEAD,), head.in_features, (head.out_features,))
@@ -236,13 +242,33 @@ def _take_hidden(module: torch.nn.Module, args: Any, output: Any) -> None:
 
 
 def _adapter_hook(layer: int, group: str) -> Any:
-    def add_adapters(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def add_adapters(module: object, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         batch = _BATCH.get(None)
         if batch is not None and batch.lora is not None:
             x = args[0]
             batch.lora.apply(layer, group, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
 
     return add_adapters
+
+
+class _AdaptedProducts(TorchFunctionMode):
+    """Calls `adapt` with the rows and the results of linears, as a hook of a module."""
+
+    def __init__(self, adapt: Any) -> None:
+        super().__init__()
+        self._adapt = adapt
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear:
+            self._adapt(None, args, result)
+        return result
+
+
+def _route(forward: Any, adapt: Any, x: torch.Tensor) -> Any:
+    """The result of a router, which has no module for its linear."""
+    with _AdaptedProducts(adapt):
+        return forward(x)
 
 
 def _adapt_embedding(
@@ -288,11 +314,17 @@ def _change_logits(batch: ForwardBatch, x: torch.Tensor, logits: torch.Tensor) -
 
 def find_sites(
     model: Any, num_layers: int
-) -> tuple[dict[tuple[int, str], torch.nn.Linear], tuple[SiteGroup, ...]]:
-    """The linears that admission finds in the checkpoint of the model too, by (layer, site), and their groups, one for
-    each size of a site. Raises ModelUnsupported where there is none at all."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    shapes = site_shapes({n: (m.out_features, m.in_features) for n, m in linears.items()}, num_layers)
+) -> tuple[dict[tuple[int, str], torch.nn.Module], tuple[SiteGroup, ...]]:
+    """The linears that admission finds in the checkpoint of the model too, and routers, by (layer, site), and their
+    groups, one for each size of a site. Raises ModelUnsupported where there is none at all."""
+    routed = model.config.model_type in ROUTED
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) or (routed and name.endswith(f".{ROUTER}"))
+    }
+    sizes = {name: tuple(module.weight.shape) for name, module in linears.items()}
+    shapes = site_shapes(sizes, num_layers, routers=routed)
     if not shapes:
         raise ModelUnsupported(not_served(model.config.model_type, NO_SITES))
     of_layers: list[list[SiteGroup]] = [[] for _ in range(num_layers)]

@@ -10,6 +10,7 @@ from loraplex.engine.model.layer_kinds import (
     Activation,
     DeltaKind,
     MambaKind,
+    MixtureKind,
     ModuleNames,
     ShortConvKind,
     SquaredKind,
@@ -102,8 +103,10 @@ class Family:
     embedding_multiplier: str = ""
     residual_multiplier: str = ""
     logits_divisor: str = ""
-    experts: str = ""
-    """The number of experts: above 0, the model runs through transformers."""
+    mixture: Callable[[Any, int], MixtureKind | None] | None = None
+    """Makes the mixture of a config's layer, None of one that is dense; None: all are."""
+    is_wrapped: Callable[[Any], bool] = lambda config: False
+    """Whether a config's model runs through transformers."""
     scales_layers: bool = False
     """Whether what leaves a layer is multiplied by its `layer_scalar`."""
     check: Callable[[Any, Mapping[str, Any]], None] | None = None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from loraplex.engine.model.families import lfm2, mamba, qwen3_5
+from loraplex.engine.model.families import lfm2, mamba, mixtures, qwen3_5
 from loraplex.engine.model.families.rows import Family, LayerRow
 from loraplex.engine.model.layer_kinds import ModuleNames
 from loraplex.engine.model.rope import SCALE_FIELD
@@ -148,8 +148,8 @@ FAMILIES: Mapping[str, Family] = {
         embedding_multiplier="embedding_multiplier",
         residual_multiplier="residual_multiplier",
         logits_divisor="logits_scaling",
-        experts="num_local_experts",
-        fields=mamba.FIELDS,
+        is_wrapped=lambda config: config.num_local_experts > 0,
+        fields=mamba.FIELDS | mixtures.FIELDS,
     ),
     "nemotron_h": Family(
         {
@@ -165,6 +165,18 @@ FAMILIES: Mapping[str, Family] = {
         harmless=mamba.NEMOTRON_HARMLESS,
         fields=mamba.NEMOTRON_FIELDS,
     ),
+    "qwen3_moe": Family(
+        {_FULL: LayerRow(mlp_bias=False, qk_norm=True, window="sliding_window")},
+        mixture=mixtures.qwen3_mixture,
+        fields=mixtures.FIELDS,
+    ),
+    "olmoe": Family(
+        {_FULL: LayerRow(mlp_bias=False, qk_norm=True, wide_norm=True)},
+        mixture=mixtures.olmoe_mixture,
+        is_wrapped=lambda config: config.clip_qkv is not None,
+        fields=mixtures.FIELDS,
+    ),
+    "mixtral": Family({_SLIDING: _PLAIN}, mixture=mixtures.mixtral_mixture, fields=mixtures.FIELDS),
 }
 
 
@@ -172,7 +184,7 @@ def is_fused(model_type: str) -> bool:
     return model_type in FAMILIES
 
 
-def has_experts(config: Any) -> bool:
-    """Whether a model of a family has experts where its row has none: it runs through transformers."""
+def is_wrapped(config: Any, *, computes_experts: bool) -> bool:
+    """Whether a model of a family runs through transformers all the same."""
     family = FAMILIES[config.model_type]
-    return bool(family.experts and getattr(config, family.experts))
+    return family.is_wrapped(config) or not (computes_experts or family.mixture is None)

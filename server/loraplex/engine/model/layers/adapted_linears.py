@@ -34,7 +34,7 @@ class AdaptedLinears:
         self._rotate_and_write = ops.rotate_and_write
         self.act_and_mul, self.squared_relu = ops.act_and_mul, ops.squared_relu
         self.add = ops.add
-        self.recurrent, self.short_conv = ops.recurrent, ops.short_conv
+        self.recurrent, self.short_conv, self.experts = ops.recurrent, ops.short_conv, ops.experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[T, C]: see `loraplex.kernels.layers.norm`."""
@@ -111,5 +111,8 @@ class AdaptedLinears:
         self, linear: Linear, x: torch.Tensor, batch: ForwardBatch, weight: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, N]: the linear's result, normed where there is a weight."""
-        x = self.apply(linear, x, batch)
+        return self.norm(self.apply(linear, x, batch), weight)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """[T, C]: normed where there is a weight."""
         return x if weight is None else self.rms_norm(x, weight)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from loraplex.engine.model.base import ForwardBatch
 from loraplex.engine.model.layer_kinds import GatedKind
-from loraplex.engine.model.layers.adapted_linears import Linear
+from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.layers.tensors import LayerTensors
 from loraplex.kernels.lora.site_groups import SiteGroup
 
@@ -34,3 +37,11 @@ def read_gated(
         gate_up=tensors.linear(prefix, layer, gate_up, kind.bias),
         down=tensors.linear(prefix, layer, down, kind.bias),
     )
+
+
+def run_gated(
+    kind: GatedKind, weights: GatedWeights, x: torch.Tensor, batch: ForwardBatch, linears: AdaptedLinears
+) -> torch.Tensor:
+    """[T, C]"""
+    x = linears.gate(weights.gate_up, x, batch, kind.activation)
+    return linears.apply(weights.down, x, batch)

@@ -8,6 +8,7 @@ from loraplex.engine.model.layer_kinds import NormKind
 from loraplex.engine.model.layers.adapted_linears import Linear
 from loraplex.engine.model.stored_linears import PackedReader
 from loraplex.engine.model.weights import TensorSource
+from loraplex.kernels.experts.types import PackedExperts
 from loraplex.kernels.lora.site_groups import FLOAT_SITES, SiteGroup
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.weight_form import FLOATS
@@ -48,6 +49,19 @@ class LayerTensors:
         if weight is None:
             weight = self._ops.pack(self._stack(parts, "weight", group.in_features), FLOATS, self._dtype)
         return Linear(weight, packed_bias, layer, group.key)
+
+    def experts(self, prefix: str, count: int, parts: dict[str, int], inputs: int) -> PackedExperts:
+        """The linears `parts` of each expert, with their numbers of rows, one behind the other."""
+        all_parts = [
+            {f"{prefix}{expert}.{name}": rows for name, rows in parts.items()} for expert in range(count)
+        ]
+        if self._codes is not None:
+            shapes = [{name: (rows, inputs) for name, rows in own.items()} for own in all_parts]
+            packed = [linear for linear in map(self._codes.read, shapes) if linear is not None]
+            if len(packed) == count:
+                return self._ops.experts.join(packed)
+        read = (self._stack(own, "weight", inputs) for own in all_parts)
+        return self._ops.experts.pack(read, FLOATS, self._dtype)
 
     def norm(self, module: str, size: int) -> torch.Tensor:
         # 1 + w has too few digits for w in the model's own dtype.

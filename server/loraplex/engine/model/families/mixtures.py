@@ -1,0 +1,61 @@
+"""The parts of the configs of mixtures that no other family has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loraplex.adapters.store.files import shown
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.layer_kinds import MixtureKind
+from loraplex.kernels.experts.types import RouterKind
+
+FIELDS = frozenset(
+    {
+        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+        "decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef",
+        "router_jitter_noise",
+    }
+)  # fmt: skip
+"""Config fields beside those that other families have too. The last three are of training alone."""
+_MOST_EXPERTS = 1 << 12
+
+
+def qwen3_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+    if type(step) is not int or step < 1:
+        raise ModelUnsupported(f"decoder_sparse_step {shown(step)} is no number of layers")
+    if layer in dense or (layer + 1) % step or config.num_experts == 0:
+        return None
+    return _mixture(config, "moe_intermediate_size", normalise=bool(config.norm_topk_prob))
+
+
+def olmoe_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    return _mixture(config, "intermediate_size", normalise=bool(config.norm_topk_prob))
+
+
+def mixtral_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    return _mixture(
+        config, "intermediate_size", normalise=True, weights_in_float32=True, sites=("w1", "w3", "w2")
+    )
+
+
+def _mixture(
+    config: Any,
+    size_field: str,
+    *,
+    normalise: bool,
+    weights_in_float32: bool = False,
+    sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> MixtureKind:
+    count, top_k, size = config.num_experts, config.num_experts_per_tok, getattr(config, size_field)
+    if type(count) is not int or not 1 <= count <= _MOST_EXPERTS:
+        raise ModelUnsupported(f"num_experts {shown(count)} is not served; 1 to {_MOST_EXPERTS} are")
+    if type(top_k) is not int or not 1 <= top_k <= count:
+        raise ModelUnsupported(f"num_experts_per_tok {shown(top_k)} is no number of the {count} experts")
+    if type(size) is not int or not 1 <= size <= 1 << 24:
+        raise ModelUnsupported(f"{size_field} {shown(size)} is no width of an expert")
+    router = RouterKind("softmax", count, top_k, normalise=normalise, weights_in_float32=weights_in_float32)
+    return MixtureKind(size, "silu", router, sites)

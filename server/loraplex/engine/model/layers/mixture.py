@@ -1,0 +1,72 @@
+"""A layer's mixture: a router, the experts that it chooses for each row, and perhaps one that all rows go through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from loraplex.engine.model.base import ForwardBatch
+from loraplex.engine.model.layer_kinds import MixtureKind
+from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
+from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated, run_gated
+from loraplex.engine.model.layers.tensors import LayerTensors
+from loraplex.kernels.experts.types import ExpertActivation, PackedExperts
+from loraplex.kernels.lora.site_groups import SiteGroup
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """Gate and up of an expert are one linear. `correction` [E] float32 is added where experts are chosen."""
+
+    router: Linear
+    correction: torch.Tensor | None
+    gate_up: PackedExperts
+    down: PackedExperts
+    shared: GatedWeights | None
+    shared_gate: Linear | None
+
+
+def mixture_groups(kind: MixtureKind, hidden: int) -> tuple[SiteGroup, ...]:
+    """The router, and the linears of what all rows go through."""
+    router = SiteGroup("router", (kind.gate,), hidden, (kind.router.num_experts,))
+    shared = () if kind.shared is None else gated_groups(kind.shared, hidden)
+    gate = (SiteGroup("shared_gate", (kind.shared_gate,), hidden, (1,)),) if kind.shared_gate else ()
+    return router, *shared, *gate
+
+
+def read_mixture(
+    kind: MixtureKind, tensors: LayerTensors, prefix: str, layer: int, router: SiteGroup, *others: SiteGroup
+) -> MixtureWeights:
+    """Raises ModelUnsupported for tensors that do not fit."""
+    hidden, count = router.in_features, kind.router.num_experts
+    shared = None
+    if kind.shared is not None:
+        names = f"{prefix}{kind.shared_name}."
+        shared = read_gated(kind.shared, tensors, names, layer, *others[:2])
+    *gate_and_up, down = kind.sites
+    experts = f"{prefix}experts."
+    return MixtureWeights(
+        router=tensors.linear(prefix, layer, router, bias=False),
+        correction=tensors.tensor(f"{prefix}{kind.gate}.e_score_correction_bias", count).float()
+        if kind.router.scores == "sigmoid"
+        else None,
+        gate_up=tensors.experts(experts, count, dict.fromkeys(gate_and_up, kind.size), hidden),
+        down=tensors.experts(experts, count, {down: hidden}, kind.size),
+        shared=shared,
+        shared_gate=tensors.linear(prefix, layer, others[2], bias=False) if kind.shared_gate else None,
+    )
+
+
+def run_mixture(
+    kind: MixtureKind, weights: MixtureWeights, x: torch.Tensor, batch: ForwardBatch, linears: AdaptedLinears
+) -> torch.Tensor:
+    """[T, C]"""
+    ops = linears.experts
+    routes = ops.route(linears.apply(weights.router, x, batch), kind.router, weights.correction)
+    rows = ops.group(routes, kind.router.num_experts)
+    inner = ops.act(weights.gate_up(ops.gather(x, rows), rows), ExpertActivation(kind.activation))
+    out = ops.combine(weights.down(inner, rows), routes, rows)
+    if kind.shared is not None and weights.shared is not None:
+        linears.add(out, run_gated(kind.shared, weights.shared, x, batch, linears))
+    return out

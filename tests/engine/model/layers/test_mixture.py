@@ -1,0 +1,114 @@
+"""Layers with experts that a router chooses: which decoder serves them, what is refused, routers with adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from loraplex.adapters.base_weights.grouped import quantise_int8
+from loraplex.engine.devices import kernels_elsewhere
+from loraplex.engine.model.base import ModelUnsupported
+from loraplex.engine.model.model_plan import ModelSettings, make_plan
+from support.adapters.peft_zoo import PeftReference
+from support.adapters.tiny_adapters import save_adapters
+from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, edit_config, reference_logits, save_tiny
+from support.models.loading import load_model, outline_model, plan_model
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+PROMPT = [number * 7 % VOCAB for number in range(20)]
+QWEN3 = FAMILIES["qwen3_moe"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("qwen3_moe") / "base", QWEN3)
+
+
+def test_experts_are_computed_on_a_cpu_and_by_transformers_elsewhere(base: Path, tmp_path: Path) -> None:
+    words = "8 experts in 2 layers (0.1 MiB), 3 for each token"
+    assert plan_model(base).explain().endswith(words)
+    elsewhere = make_plan(base, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
+    assert elsewhere.decoder == "transformers"
+    clipped = save_tiny(tmp_path / "olmoe", FAMILIES["olmoe"])
+    assert plan_model(clipped).decoder == "fused"
+    edit_config(clipped, clip_qkv=0.5)
+    assert plan_model(clipped).decoder == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        ({"num_experts": 1 << 20, "num_local_experts": None}, "num_experts 1048576"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0"),
+        ({"moe_intermediate_size": -3}, "moe_intermediate_size -3"),
+        ({"mlp_only_layers": []}, "model.layers.1.mlp.gate.weight"),
+        ({"mlp_only_layers": [0, 1]}, "model.layers.0.mlp.gate_proj.weight"),
+    ],
+)
+def test_a_config_that_is_no_mixture_of_its_tensors_is_refused_by_name(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = save_tiny(tmp_path / "base", QWEN3)
+    edit_config(path, **changes)
+    with pytest.raises(ModelUnsupported, match=words):
+        load_model(path, "cpu")
+
+
+def test_experts_of_codes_compute_what_the_codes_stand_for(base: Path, tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    tensors = load_file(base / "model.safetensors")
+    for name, weight in tensors.items():
+        if "_proj" in name or name == "lm_head.weight":
+            tensors[name] = torch.from_numpy(quantise_int8(weight.numpy()).dense())
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    (dense / "config.json").write_bytes((base / "config.json").read_bytes())
+    model = load_model(base, "cpu", "float32", quantise=True)
+    run = PagedRun(model, [PROMPT])
+    run.step({0: len(PROMPT)})
+    error = (run.result(0) - reference_logits(dense, [PROMPT])[0]).abs().max()
+    assert error < 2e-4
+    outline = outline_model(base, torch.device("cpu"), "float32", quantise=True)
+    # A code and a share of a scale in place of four bytes.
+    assert outline.expert_bytes * 3 < outline_model(base, torch.device("cpu"), "float32").expert_bytes
+    assert outline.read_bytes(1) < outline.read_bytes(8) < outline.step_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_alone_and_beside_others(dtype: str, base: Path) -> None:
+    model = load_model(base, "cpu", dtype, kernels="numba", batch_invariant=True)
+    prompts = [[(number * step) % VOCAB for number in range(18 + step)] for step in (3, 5, 7, 11)]
+    together = PagedRun(model, prompts)
+    for counts in ({0: 7, 1: 23, 2: 1}, {3: 29, 0: 14, 2: 24}):
+        together.step(counts)
+    for index, prompt in enumerate(prompts):
+        alone = PagedRun(model, [prompt], seed=index)
+        for length in (1, 2, len(prompt) - 3):
+            alone.step({0: length})
+        assert torch.equal(alone.result(0), together.result(index))
+
+
+def test_routers_take_adapters_through_transformers_too(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["olmoe"] | {"clip_qkv": 0.7})
+    chosen = {"routed": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "gate_proj"]}}
+    adapters = save_adapters(base, tmp_path, chosen)
+    engine = LocalEngine(
+        base, tmp_path, dtype="float32", kv_cache_memory=8 << 20, adapter_memory=8 << 20, max_model_len=64
+    )
+    try:
+        engine.add("routed", PROMPT, engine.publish(adapters["routed"]), max_tokens=20)
+        engine.add("base", PROMPT, max_tokens=20)
+        engine.run()
+        answers, plain = engine.tokens("routed"), engine.tokens("base")
+    finally:
+        engine.close()
+    logits = PeftReference(base, adapters, torch.float32).logits("routed", PROMPT + answers)
+    assert answers == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    assert answers != plain
