@@ -71,6 +71,15 @@ _CHANGES: Mapping[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
     "siglip2_vision_model": {"num_patches": 16},
+    "emu3": {
+        "vocabulary_map": {
+            "<image>": 500, "<|extra_200|>": 501, **{f"<|visual token {n:06d}|>": 400 + n for n in range(8)},
+        },
+    },
+    "emu3_vqgan": {
+        "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "attn_resolutions": [2],
+        "hidden_size": 32, "embed_dim": 16, "codebook_size": 8, "z_channels": 16, "latent_channels": 4,
+    },
     "glm_ocr_text": {"rope_parameters": _MROPE},
     **{
         name: {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}

@@ -14,7 +14,6 @@ _RECURRENT = "it has recurrent states, which the KV cache does not hold"
 CONVOLUTION = "its layers mix neighbouring positions by convolutions, which the KV cache does not hold"
 _LATENT = "its attention keeps compressed keys and values (MLA), for which the KV cache has no layout"
 _INDEXED = "its attention reads the keys that an indexer chooses, which the paged attention does not compute"
-SINKS = "its attention has sinks, which the paged attention does not compute"
 _CHUNKED = "its attention reads chunks of positions, which the paged attention does not compute"
 _OWN_CODE = (
     "transformers computes its attention in the model's own code, which the paged attention cannot replace"
@@ -41,11 +40,8 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     ("it reads bytes in patches, through an encoder and a decoder of its own", {"blt": "BLT"}),
     (_CHUNKED, {"llama4_text": "Llama 4"}),
     (
-        SINKS,
-        {
-            "flint": "Flint", "gpt_oss": "gpt-oss", "granite_swa": "Granite SWA", "granitemoe_swa": "Granite MoE SWA",
-            "mimo_v2_flash": "MiMo-V2-Flash",
-        },
+        "its attention has sinks, which the paged attention does not compute",
+        {"gpt_oss": "gpt-oss", "mimo_v2_flash": "MiMo-V2-Flash"},
     ),
     (
         _LATENT,
@@ -57,7 +53,7 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     (
         _RECURRENT,
         {
-            "bamba": "Bamba", "falcon_h1": "Falcon-H1", "falcon_mamba": "Falcon Mamba", "jamba": "Jamba",
+            "falcon_h1": "Falcon-H1", "falcon_mamba": "Falcon Mamba", "jamba": "Jamba",
             "mamba": "Mamba", "mamba2": "Mamba 2", "minimax": "MiniMax",
             "recurrent_gemma": "RecurrentGemma", "rwkv": "RWKV", "xlstm": "xLSTM",
             "zamba": "Zamba", "zamba2": "Zamba2", "zaya": "ZAYA",
@@ -109,7 +105,7 @@ _LAYER_KINDS: Mapping[str, frozenset[str]] = {
 _SERVED_KINDS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("lfm2", "lfm3"), frozenset({"conv"})),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_text"), frozenset({"linear_attention"})),
-    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), frozenset({"mamba", "linear_attention"})),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h"), frozenset({"mamba", "linear_attention"})),
 }
 _SIZES: Mapping[str, str] = {
     "kv_lora_rank": _LATENT,

@@ -191,6 +191,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
         renamed=(("model.vision_model.", "model.vision_tower."),),
         is_converted=True,
     ),
+    "emu3": ModelParts(("vqmodel",), "text_model"),
     "exaone4_5": _QWEN_VL,
     "fuyu": ModelParts(("vision_embed_tokens",)),
     "glm46v": _QWEN_VL,

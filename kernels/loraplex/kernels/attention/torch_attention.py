@@ -5,7 +5,7 @@ For the query row t at position p of its sequence, query head h and KV head g = 
 
     s_j = scale · q[t, h] · K[j, g]                        j = 0 … p  (with a window w: j > p - w)
     s_j = softcap · tanh(s_j / softcap)                    if a softcap is given
-    out[t, h] = Σ_j softmax(s)_j · V[j, g]
+    out[t, h] = Σ_j softmax(s)_j · V[j, g]                 with a sink: softmax over s and sink[h], which has no value
 
 Legend of the shapes: T rows of the flat batch, Hq query heads, Hkv KV heads, D head size, N blocks of the cache,
 P positions in a block.
@@ -84,8 +84,10 @@ class TorchAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+        """`sinks` [Hq], float32."""
+        return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def build_attention_batch(
@@ -146,6 +148,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The formula above, after `write_kv` of the same step.
 
@@ -154,9 +157,9 @@ def paged_attention(
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for number, group in enumerate(batch.decode):
-        _decode(q, cache, batch, number, group, out, scale, window, softcap)
+        _decode(q, cache, batch, number, group, out, scale, window, softcap, sinks)
     for number, piece in enumerate(batch.prefill):
-        _prefill(q, cache, batch, number, piece, out, scale, window, softcap)
+        _prefill(q, cache, batch, number, piece, out, scale, window, softcap, sinks)
     return out
 
 
@@ -170,6 +173,7 @@ def _decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     block_size, num_kv_heads, head_dim = cache.shape[1], cache.shape[3], q.shape[2]
     size = group.rows.shape[0]
@@ -180,7 +184,8 @@ def _decode(
     kv = kv.view(size, view.num_blocks * block_size, 2, num_kv_heads, head_dim)[:, : view.length]
     k, v = kv[:, :, 0].transpose(1, 2), kv[:, :, 1].transpose(1, 2)  # [B, Hkv, L, D]
     grouped = q.index_select(0, group.rows).view(size, num_kv_heads, -1, head_dim)  # [B, Hkv, Hq/Hkv, D]
-    answer = _attend(grouped, k, v, view.mask, scale, softcap)
+    of_heads = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+    answer = _attend(grouped, k, v, view.mask, scale, softcap, of_heads)
     out.index_copy_(0, group.rows, answer.reshape(size, -1, head_dim))
 
 
@@ -194,6 +199,7 @@ def _prefill(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     block_size, num_kv_heads, head_dim = cache.shape[1], cache.shape[3], q.shape[2]
     num_rows = piece.num_rows
@@ -210,11 +216,12 @@ def _prefill(
     rows = slice(piece.first_row, piece.first_row + num_rows)
     grouped = q[rows].view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     result = out[rows].view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    if softcap is None and _only_causal(piece, window):
+    if softcap is None and sinks is None and _only_causal(piece, window):
         result.copy_(scaled_dot_product_attention(grouped, k, v, is_causal=True, scale=scale))
         return
-    # With a softcap the scores of all heads are there at once, in float32.
-    columns = view.length if softcap is None else view.length * q.shape[1]
+    # With a softcap or sinks the scores of all heads are there at once, in float32.
+    columns = view.length if softcap is None and sinks is None else view.length * q.shape[1]
+    of_heads = None if sinks is None else sinks.view(num_kv_heads, group, 1, 1)
     tile = min(num_rows, max(1, _MAX_MASK_ELEMENTS // columns))
     for first in range(0, num_rows, tile):
         last = min(first + tile, num_rows)
@@ -222,7 +229,7 @@ def _prefill(
             mask = view.mask if tile == num_rows else view.mask[first:last]
         else:
             mask = _causal_mask(view.num_past + first, last - first, view.length, window, q.dtype, q.device)
-        result[:, :, first:last] = _attend(grouped[:, :, first:last], k, v, mask, scale, softcap)
+        result[:, :, first:last] = _attend(grouped[:, :, first:last], k, v, mask, scale, softcap, of_heads)
 
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -237,13 +244,26 @@ def _only_causal(piece: PrefillSlice, window: int | None) -> bool:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    if softcap is None:
+    """`sinks`: one for each row of scores, or to be repeated for them."""
+    if softcap is None and sinks is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = (q @ k.transpose(-1, -2)).float()
-    scores.mul_(scale / softcap).tanh_().mul_(softcap).add_(mask)
-    return scores.softmax(dim=-1).to(q.dtype) @ v
+    if softcap is None:
+        scores.mul_(scale)
+    else:
+        scores.mul_(scale / softcap).tanh_().mul_(softcap)
+    scores.add_(mask)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    return scores.softmax(dim=-1)[..., : k.shape[-2]].to(q.dtype) @ v
 
 
 def _decode_view(group: DecodeGroup, window: int | None, block_size: int, dtype: torch.dtype) -> DecodeView:

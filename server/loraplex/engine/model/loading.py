@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.admission.base_families import CONVOLUTION, SINKS, not_served
+from loraplex.adapters.admission.base_families import CONVOLUTION, not_served
 from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.engine.model.base import Model, ModelUnsupported
 from loraplex.engine.model.config_fields import refusing
@@ -104,8 +104,6 @@ def lay_out_wrapped(plan: ModelPlan) -> TransformersDecoder:
         model = _text_alone(model)
         if any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
             raise ModelUnsupported(not_served(plan.model_type, CONVOLUTION))
-        if any("sink" in name.rpartition(".")[2] for name, _ in model.named_parameters()):
-            raise ModelUnsupported(not_served(plan.model_type, SINKS))
         decoder = TransformersDecoder(model, plan.shape)
     return decoder
 

@@ -34,7 +34,7 @@ ATTENTION_NAME = "loraplex_paged"
 
 _BATCH: ContextVar[ForwardBatch] = ContextVar("loraplex_forward_batch")
 """The batch of the forward pass that runs in this thread."""
-_KERNEL: ContextVar[AttentionKernel] = ContextVar("loraplex_attention_kernel")
+_KERNEL: ContextVar[TorchAttention] = ContextVar("loraplex_attention_kernel")
 """The kernel of the attention."""
 
 _IGNORED_ARGUMENTS = frozenset(
@@ -46,9 +46,13 @@ _WINDOWS_IN_MASKS = frozenset({"phimoe"})
 
 
 def wrapped_attention(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> AttentionChoice:
-    widest = max(shape.caches, key=lambda kind: kind.kv_heads * kind.head_dim)
-    kernel = TorchAttention(widest.kv_heads, widest.head_dim, dtype, device)
+    kernel = _attention_kernel(shape, dtype, device)
     return AttentionChoice(kernel, "models that run through transformers have no other")
+
+
+def _attention_kernel(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> TorchAttention:
+    widest = max(shape.caches, key=lambda kind: kind.kv_heads * kind.head_dim)
+    return TorchAttention(widest.kv_heads, widest.head_dim, dtype, device)
 
 
 class TransformersDecoder:
@@ -61,7 +65,8 @@ class TransformersDecoder:
         self.shape, self.num_layers = shape, shape.num_layers
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.attention = wrapped_attention(shape, self.dtype, self.device).kernel
+        self._kernel = _attention_kernel(shape, self.dtype, self.device)
+        self.attention: AttentionKernel = self._kernel
         self.num_weights = sum(parameter.numel() for parameter in model.parameters())
         modules, self.site_groups = find_sites(model, shape.num_layers)
         for group in self.site_groups:
@@ -102,7 +107,7 @@ class TransformersDecoder:
         arguments: dict[str, Any] = {"use_cache": False}
         if self._keeps_rows:
             arguments["logits_to_keep"] = batch.logits_rows
-        token, kernel_token = _BATCH.set(batch), _KERNEL.set(self.attention)
+        token, kernel_token = _BATCH.set(batch), _KERNEL.set(self._kernel)
         try:
             answer = self.eager_model(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], **arguments
@@ -151,6 +156,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]. Raises ModelUnsupported for anything
@@ -170,7 +176,8 @@ def _attention(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelUnsupported("the model's attention does not know its layer (it has no layer_idx)")
-    return _paged(layer, query, key, value, scaling, sliding_window, softcap), None
+    sinks = None if s_aux is None else s_aux.float()
+    return _paged(layer, query, key, value, scaling, sliding_window, softcap, sinks), None
 
 
 class _InStep:
@@ -190,7 +197,7 @@ class _InStep:
         scaling: float,
         window: int | None = None,
     ) -> torch.Tensor:
-        return _paged(layer, query, key, value, scaling, window, None)
+        return _paged(layer, query, key, value, scaling, window, None, None)
 
 
 def _paged(
@@ -201,6 +208,7 @@ def _paged(
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     batch = _BATCH.get()
     cache = batch.kv.layer(layer)
@@ -226,7 +234,13 @@ def _paged(
     write_kv(kv.permute(2, 0, 1, 3), cache, batch.attention_of(layer))
     q = q.transpose(0, 1)
     out = kernel.run(
-        q, cache, batch.attention_of(layer), scale=scaling, window=sliding_window, softcap=softcap
+        q,
+        cache,
+        batch.attention_of(layer),
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
     )
     return out.to(query.dtype)[None]
 

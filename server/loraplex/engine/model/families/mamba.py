@@ -1,4 +1,4 @@
-"""Mamba-2 in the configs of Granite 4 and Nemotron-H."""
+"""Mamba-2 in the configs of Granite 4, Bamba and Nemotron-H."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ FIELDS = frozenset(
     }
 )  # fmt: skip
 """Config fields of Granite 4 beside those that other families have too."""
+BAMBA_FIELDS = frozenset(
+    {"attn_layer_indices", "num_logits_to_keep", "z_loss_coefficient", "partial_rotary_factor"}
+)
+"""Those of Bamba beside them; transformers works the first and the last into others."""
 NEMOTRON_FIELDS = frozenset(
     {
         "layers_block_type", "hybrid_override_pattern", "ssm_state_size", "mamba_num_heads", "mamba_head_dim",

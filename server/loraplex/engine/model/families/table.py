@@ -141,6 +141,17 @@ FAMILIES: Mapping[str, Family] = {
         rotates=qwen3_5.olmo_rotates,
         fields=qwen3_5.OLMO_FIELDS,
     ),
+    "bamba": Family(
+        {
+            _FULL: LayerRow(mlp_bias=False),
+            "linear_attention": LayerRow(mlp_bias=False, mixer=mamba.granite_kind),
+        },
+        ModuleNames(
+            feed_forward="feed_forward", feed_forward_norm="pre_ff_layernorm", final_norm="final_layernorm"
+        ),
+        partial_rope=True,
+        fields=mamba.FIELDS | mamba.BAMBA_FIELDS,
+    ),
     "granitemoehybrid": Family(
         {_FULL: _GRANITE, "linear_attention": replace(_GRANITE, mixer=mamba.granite_kind)},
         ModuleNames(feed_forward="shared_mlp"),

@@ -1,5 +1,5 @@
-"""Families whose attention transformers computes in the model's own code, and those that name layers and linears as
-GPT-2 does."""
+"""Families whose attention transformers computes in the model's own code, those that name layers and linears as GPT-2
+does, attention with sinks, and Bamba."""
 
 from __future__ import annotations
 
@@ -25,17 +25,29 @@ from support.models.tiny_families import save_family
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 PROMPT = [number * 7 % VOCAB for number in range(40)]
+_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LINEARS = {
+    "bamba": [*_LLAMA, "in_proj", "out_proj"],
     "bloom": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "codegen": ["qkv_proj", "out_proj", "fc_in", "fc_out"],
     "falcon": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "flint": _LLAMA,
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "gpt_bigcode": ["c_attn", "c_proj", "c_fc"],
     "gpt_neo": ["q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"],
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"],
+    "granite_swa": _LLAMA,
+    "granitemoe_swa": ["q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"],
     "mpt": ["Wqkv", "out_proj", "up_proj", "down_proj"],
 }
 SIZES: dict[str, dict[str, Any]] = {
+    "bamba": {
+        "attn_layer_indices": [1, 3],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+    },
     # Heads that are no power of two have other slopes.
     "bloom": {"n_head": 8, "hidden_size": 96, "n_layer": 2},
     "codegen": {"rotary_dim": 8},
@@ -53,7 +65,7 @@ MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom, other heads": ("bloom", {"n_head": 12, "hidden_size": 96, "n_layer": 2}),
     "gpt_bigcode, heads of their own": ("gpt_bigcode", {"multi_query": False}),
 }
-SHORT = ("bloom, other heads", "gpt_neo", "gpt2", "falcon 40b")
+SHORT = ("bamba", "granite_swa", "bloom, other heads", "gpt_neo", "gpt2", "falcon 40b")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +98,7 @@ def test_base_and_adapters_in_one_batch_answer_as_in_peft(member: str, tmp_path:
     assert len({tuple(answer) for answer in answers.values()}) == 3
 
 
-@pytest.mark.parametrize("family", LINEARS)
+@pytest.mark.parametrize("family", ["bloom", "gpt2", "gpt_neo", "gptj", "mpt"])
 def test_an_adapter_on_all_linears_is_taken_from_the_headers(family: str, tmp_path: Path) -> None:
     base = save_family(family, tmp_path / "base", **SIZES.get(family, {}))
     adapter = save_adapters(base, tmp_path, {"all": {"r": 2, "target_modules": LINEARS[family]}})["all"]
