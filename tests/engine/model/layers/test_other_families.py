@@ -114,6 +114,8 @@ def test_an_adapter_on_all_linears_is_taken_from_the_headers(family: str, tmp_pa
     ("family", "changes", "settings", "words"),
     [
         ("falcon", {"alibi": True}, {}, "the config's alibi is true; falcon is served with false"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 16}}, {}, "alibi_bias_max is 16; transformers computes 8"),
+        ("mpt", {"no_bias": False}, {}, "no_bias is false; transformers computes true"),
         ("bloom", {}, {"kv_codes": True}, "--kv-cache-dtype int8: bloom adds the positions of keys"),
     ],
 )

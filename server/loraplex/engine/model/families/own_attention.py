@@ -39,6 +39,13 @@ class PagedAttention(Protocol):
         """query [1, Hq, T, D]; key, value [1, Hkv, T, D]; returns [1, T, Hq, D]."""
 
 
+_MPT: Mapping[str, Any] = {
+    "alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False,
+    "attn_uses_sequence_id": False, "no_bias": True, "logit_scale": None,
+}  # fmt: skip
+"""MPT's fields that transformers does not read, as it computes."""
+
+
 def has_own_attention(model_type: str) -> bool:
     return model_type in _MODULES
 
@@ -49,6 +56,13 @@ def uses_alibi(config: Any) -> bool:
 
 def check_own_attention(config: Any) -> None:
     """Raises ModelUnsupported for values of fields that are not served."""
+    if config.model_type == "mpt":
+        for name, served in _MPT.items():
+            value = getattr(config if hasattr(config, name) else config.attn_config, name)
+            if value != served:
+                raise ModelUnsupported(
+                    f"the config's {name} is {shown(value)}; transformers computes {shown(served)}, whatever it says"
+                )
     if config.model_type == "falcon" and config.alibi:
         raise ModelUnsupported(
             f"the config's alibi is {shown(config.alibi)}; falcon is served with false, where it rotates its keys"
