@@ -17,6 +17,7 @@ import torch
 from bench.gpu.models import (
     GEMMA2_2B,
     GEMMA3_1B,
+    GRANITE_4_H_1B,
     LLAMA_8B,
     QWEN3_0_6B,
     QWEN3_5_0_8B,
@@ -71,6 +72,10 @@ def small_cases() -> list[EqualityCase]:
 def full_cases() -> list[EqualityCase]:
     window = {"num_hidden_layers": 4, "sliding_window": 128}
     types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    mambas = {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    }
     return [
         EqualityCase("Llama-3.1-8B, 2 layers", LLAMA_8B, {"num_hidden_layers": 2}, torch.bfloat16),
         EqualityCase("Qwen3-0.6B, 4 layers", QWEN3_0_6B, {"num_hidden_layers": 4}, torch.bfloat16),
@@ -79,6 +84,7 @@ def full_cases() -> list[EqualityCase]:
             "Gemma-3-1B, 4 layers, window 128", GEMMA3_1B, window | {"layer_types": types}, torch.bfloat16
         ),
         EqualityCase("Qwen3.5-0.8B, 4 layers", QWEN3_5_0_8B, {"num_hidden_layers": 4}, torch.bfloat16),
+        EqualityCase("Granite-4.0-H-1B, 4 layers", GRANITE_4_H_1B, mambas, torch.bfloat16),
         EqualityCase("Llama-3.1-8B, 2 layers, fp16", LLAMA_8B, {"num_hidden_layers": 2}, torch.float16),
         EqualityCase("Qwen3-0.6B, whole", QWEN3_0_6B, {}, torch.bfloat16),
     ]

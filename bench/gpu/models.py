@@ -61,6 +61,14 @@ QWEN3_5_0_8B: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+GRANITE_4_H_1B: dict[str, Any] = {
+    "model_type": "granitemoehybrid", "vocab_size": 100352, "hidden_size": 1536, "intermediate_size": 4096,
+    "shared_intermediate_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "num_local_experts": 0,
+    "num_experts_per_tok": 0, "position_embedding_type": "nope", "mamba_n_heads": 48, "mamba_d_head": 64,
+    "mamba_d_state": 128, "embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0078125,
+}  # fmt: skip
 TINY: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
