@@ -70,7 +70,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         return found or pack_groups(weight, dtype, device=device)
 
     return Ops(
-        rms_norm=_rms_norm,
+        rms_norm=triton_norm.rms_norm,
         add_rms_norm=triton_norm.add_rms_norm,
         add=torch.Tensor.add_,
         act_and_mul=triton_activation.act_and_mul,
@@ -89,15 +89,6 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         experts=torch_experts.expert_ops(pack, triton_activation.act_and_mul),
         short_conv=triton_short_conv.short_conv,
     )
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm as in `layers.norm`; groups are multiplied by their weights behind the kernel."""
-    if weight.dim() == 1:
-        return triton_norm.rms_norm(x, weight, eps)
-    ones = torch.ones(weight.shape[1], device=x.device)
-    normed = triton_norm.rms_norm(x.float().view(-1, *weight.shape), ones, eps)
-    return (normed * weight).to(x.dtype).view(x.shape)
 
 
 def pack_groups(weight: GroupedWeight, dtype: torch.dtype, *, device: torch.device) -> PackedLinear:
