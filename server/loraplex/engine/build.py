@@ -184,6 +184,7 @@ def _build(
         codes=opened.plan.linears.have_codes,
         kv_codes=opened.plan.kv_dtype is torch.int8,
         recurrent=any(kind.state_bytes for kind in loaded.model.shape.caches),
+        experts=opened.plan.spec is not None and bool(opened.plan.spec.mixtures),
     )
     on_stage("preparing the memory and the first step")
     transport, heartbeat = _transport(config, opened, loaded, host, wake), StepHeartbeat()

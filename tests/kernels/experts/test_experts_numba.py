@@ -99,6 +99,17 @@ def test_codes_by_expert_are_multiplied_as_those_of_a_linear(name: str, dtype: t
         assert torch.equal(packed(x, rows), each(x, rows))
 
 
+def test_experts_in_groups_of_several_sizes_are_multiplied_one_by_one() -> None:
+    other = grouped(1, -9, 9)
+    wide = GroupedWeight(other.codes, other.scales[:, :1].contiguous(), None, HIDDEN)
+    weights = [grouped(0, -9, 9), wide]
+    packed = EACH.pack(weights, CODES, torch.float32)
+    rows = EACH.group(Routes(torch.tensor([[1], [0], [1]]), torch.ones(3, 1)), 2)
+    x = drawn(3, HIDDEN)
+    want = torch.stack([x[row] @ weights[expert].dense().T for row, expert in ((1, 0), (0, 1), (2, 1))])
+    torch.testing.assert_close(packed(x[rows.row_of], rows), want, rtol=1e-5, atol=1e-4)
+
+
 def test_a_recorded_call_serves_any_routes() -> None:
     mixture, recorded, lists = Mixture(torch.float32), NumbaRecordedLayers(), []
 

@@ -73,10 +73,11 @@ class NumbaExperts(PackedExperts):
 
 
 def _join(linears: Sequence[PackedLinear]) -> PackedExperts:
-    """One kernel for all experts, where the linears are of one kind and not of torch's."""
+    """One kernel for all experts, where the linears are of one kind, in groups of one size, and not of torch's."""
     experts = LinearByExpert.of(linears)
     blocked = [each for each in linears if isinstance(each, BlockedLinear)]
-    if len(blocked) < len(linears) or len({type(each) for each in blocked}) > 1:
+    kinds = {(type(each), getattr(each, "group", 0)) for each in blocked}
+    if len(blocked) < len(linears) or len(kinds) > 1:
         return experts
     blocked = _alike(blocked)
     parts = [[0 if part is None else part.data_ptr() for part in each.parts] for each in blocked]
