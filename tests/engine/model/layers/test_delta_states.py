@@ -1,4 +1,4 @@
-"""States of delta nets in an engine with its real kernels: what is found again, shared, and spoilt."""
+"""States of delta nets and of Mamba-2 in an engine with its real kernels: what is found again, shared, and spoilt."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.states import state_bytes
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.types import EngineRequest, SamplingParams
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
@@ -19,22 +20,24 @@ from support.engine.grammars import VOCAB_SIZE, regex_case, text_of
 from support.engine.local_engine import LocalEngine
 from support.models.byte_tokenizer import EOS_ID, write_byte_tokenizer
 from support.models.checkpoints import FAMILIES, save_tiny
+from support.models.loading import plan_model
 from support.simulator.core_integrity import check_core
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 INVOCATION = (1, 2)
 JUDGES = tuple(f"judge{number}" for number in range(8))
-STATE = 2 * 9728
-"""Bytes of the state of a sequence."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
-    root = tmp_path_factory.mktemp("delta")
-    base = save_tiny(
-        root / "base", FAMILIES["qwen3_5-2"] | {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
-    )
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_5-2", *(pytest.param(f, marks=pytest.mark.soak) for f in ("olmo_hybrid", "granite4-h"))],
+)
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Path]]:
+    root, family = tmp_path_factory.mktemp("delta"), FAMILIES[request.param]
+    base = save_tiny(root / "base", family | {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID})
     write_byte_tokenizer(base)
     judge = {**ADAPTERS["all"], "alora_invocation_tokens": list(INVOCATION)}
     chosen = {name: {**judge, "r": 1 + n} for n, name in enumerate(JUDGES)} | {"plain": ADAPTERS["all"]}
@@ -82,10 +85,11 @@ def unlucky() -> Unlucky:
 def engine(
     folders: tuple[Path, dict[str, Path]], unlucky: Unlucky, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LocalEngine]:
+    state = state_bytes(plan_model(folders[0]).shape.caches)
     made = LocalEngine(
         folders[0], tmp_path_factory.mktemp("engine"), dtype="float32", kernels="numba", max_model_len=256,
         max_num_seqs=12, num_threads=1, kv_cache_memory=8 << 20, max_num_batched_tokens=50, adapter_memory=4 << 20,
-        adapter_cpu_memory=4 << 20, state_cache=24 * STATE, wrap_model=unlucky.wrap,
+        adapter_cpu_memory=4 << 20, state_cache=24 * state, wrap_model=unlucky.wrap,
     )  # fmt: skip
     yield made
     check_core(made.core)
