@@ -71,7 +71,10 @@ def small_config(family: str, **changes: Any) -> Any:
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[family]
-    default, fields = config_class(), config_class.__dataclass_fields__
+    default = config_class()
+    fields = (
+        getattr(config_class, "__dataclass_fields__", None) or default.to_dict()
+    )  # the last: transformers 4
     values = {
         name: value
         for name, value in _SMALL.items()
