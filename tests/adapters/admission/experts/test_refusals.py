@@ -151,3 +151,18 @@ def test_limits_of_a_file_follow_from_the_base(tmp_path: Path) -> None:
         with pytest.raises(AdapterRefused) as caught:
             inspect_adapter(*files, made.plain_base(experts), max_rank=16)
         assert (caught.value.feature, caught.value.code) == (feature, code)
+
+
+def test_a_router_that_was_trained_as_a_parameter_is_served(tmp_path: Path, mixture: BaseSpec) -> None:
+    """PEFT's all-linear and `gate` train it so."""
+    fields = {"target_modules": [], "target_parameters": ["gate.weight"]}
+    router = attention(mixture, "gate")
+    spec = admit(mixture, tmp_path / "alone", router, **fields)
+    assert (spec.targets, len(spec.sites)) == (("gate",), mixture.num_layers)
+    assert "experts" not in warnings(spec)
+    fields["target_modules"] = ["q_proj"]
+    both = admit(mixture, tmp_path / "both", router | attention(mixture), **fields)
+    assert both.targets == ("q_proj", "gate")
+    assert refused(mixture, tmp_path / "lacking", attention(mixture), **fields).code == "missing_tensor"
+    fields["target_parameters"] = []
+    assert refused(mixture, tmp_path / "unnamed", router, **fields).code == "unexpected_tensor"
