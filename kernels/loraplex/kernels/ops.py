@@ -90,5 +90,9 @@ class Ops:
     experts: ExpertOps
     short_conv: ShortConv = short_conv
     squared_relu: Callable[[torch.Tensor], torch.Tensor] = squared_relu
+    times: Callable[[torch.Tensor, float], torch.Tensor] = torch.Tensor.mul_
+    """x · factor, of x [T, C]; x may be overwritten."""
+    norm_in_place: Callable[[torch.Tensor, torch.Tensor, float], object] | None = None
+    """Puts `rms_norm` of x [T, C] into x, whose rows may lie apart; None: by a copy."""
     record_layers: Callable[[], NumbaRecordedLayers] | None = None
     """Begins with a decoder whose layers call these functions; None: steps are not recorded."""

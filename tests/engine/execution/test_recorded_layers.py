@@ -25,7 +25,7 @@ from loraplex.kernels.weight_form import WeightForm
 from support.adapters.tiny_adapters import ADAPTERS, KINDS, save_adapters, with_gates
 from support.engine.local_engine import LocalEngine
 from support.models import loading
-from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -134,6 +134,25 @@ def test_repeated_layers_give_the_same_bits(family: str, dtype: str, threads: in
     engine.close()
     assert seen[True] > 25, "decoding, and the chunks of prompts that fit"
     assert seen[False] > 0, "steps of too many rows"
+
+
+@pytest.mark.parametrize("family", ["granite4-h", "olmo_hybrid", "nemotron_h"])
+def test_steps_of_states_are_recorded_with_multipliers_and_wide_norms_too(
+    family: str, tmp_path: Path
+) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES[family])
+    seen: Counter[bool] = Counter()
+    prompts, runs = [[number * 7 % VOCAB for number in range(length)] for length in (40, 18)], []
+    for change in (None, lambda: Counting(seen)):
+        with ops_that(change):
+            model = loading.load_model(base, "cpu", "bfloat16", kernels="numba", batch_invariant=True)
+        run = PagedRun(model, prompts)
+        for counts in ({0: 21, 1: 17}, {0: 1, 1: 1}, *[{0: 1}] * 12, {0: 6}):
+            run.step(counts)
+        runs.append(run)
+    for number in range(len(prompts)):
+        _equal(runs[1].result(number), runs[0].result(number), f"sequence {number}")
+    assert seen == {True: 15}
 
 
 def test_products_of_a_library_are_not_recorded(tmp_path: Path) -> None:

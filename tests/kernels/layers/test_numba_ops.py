@@ -100,6 +100,20 @@ def test_the_square_of_what_is_above_0(dtype):
         OURS.squared_relu(x.T)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_times_a_number_and_norms_in_their_own_place(dtype):
+    torch.manual_seed(5)
+    wide, weight = torch.randn(6, 90, dtype=dtype), torch.randn(37, dtype=dtype)
+    part = wide[:, 20:57]
+    assert torch.equal(OURS.times(part, 0.7), part * 0.7)
+    others, want = wide.clone(), OURS.rms_norm(part, weight, 1e-5)
+    OURS.norm_in_place(part, weight, 1e-5)
+    others[:, 20:57] = want
+    assert torch.equal(wide, others)
+    with pytest.raises(ValueError, match="are not rows"):
+        OURS.norm_in_place(wide.T, weight, 1e-5)
+
+
 @pytest.mark.parametrize("by_gelu", [False, True])
 def test_a_gate_may_lie_apart_from_what_it_is_for(by_gelu):
     gate_up, wide = torch.randn(3, 74), torch.randn(3, 200)

@@ -16,6 +16,7 @@ from loraplex.kernels.numba_runtime.vectors import (
     jit,
     load_some,
     maximum,
+    read_float64,
     read_int64,
     rounded,
     size_of,
@@ -24,7 +25,7 @@ from loraplex.kernels.numba_runtime.vectors import (
 )
 
 _F32, _ONE = np.float32(0), np.float32(1)
-_SILU, _GELU, _RELU = range(3)
+_SILU, _GELU, _RELU, _TIMES = range(4)
 
 
 def act_and_mul(gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = None) -> torch.Tensor:
@@ -48,7 +49,12 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return _activate(x, x, _RELU)
 
 
-def _activate(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+def times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x · factor, of x [T, I] whose last axis is contiguous."""
+    return _activate(x, x, _TIMES, factor)
+
+
+def _activate(gate: torch.Tensor, up: torch.Tensor, activation: int, factor: float = 1.0) -> torch.Tensor:
     rows, columns = up.shape
     out = torch.empty((rows, columns), dtype=gate.dtype)
     size = gate.element_size()
@@ -61,6 +67,7 @@ def _activate(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Te
         out.data_ptr(),
         columns,
         activation,
+        float(factor),
     )
     alone = rows * columns <= SMALL // 2
     _activate_all.run(arguments[:1], *arguments[1:], rows, rows_of_unit(rows), alone=alone)
@@ -103,7 +110,15 @@ def _square_columns(row, target, columns, like):
 
 
 @jit
-def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation, first, last):
+def _multiply_columns(row, target, columns, factor, like):
+    size = size_of(like)
+    for c in range(0, columns, 16):
+        left = columns - c
+        store_some(load_some(row + c * size, left, like) * factor, target + c * size, left, like)
+
+
+@jit
+def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation, factor, first, last):
     for row in range(first, last):
         gate, up = gates + row * gate_row, ups + row * up_row
         target = out + row * columns * size_of(like)
@@ -111,6 +126,8 @@ def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation,
             _gate_columns_by_gelu(gate, up, target, columns, like)
         elif activation == _RELU:
             _square_columns(gate, target, columns, like)
+        elif activation == _TIMES:
+            _multiply_columns(gate, target, columns, splat(factor), like)
         else:
             _gate_columns(gate, up, target, columns, like)
 
@@ -118,18 +135,15 @@ def _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation,
 def _activate_units(team, arguments, like):
     gates, gate_row, ups = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
     up_row, out, columns = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
-    activation, rows, share = (
-        read_int64(arguments + 48),
-        read_int64(arguments + 56),
-        read_int64(arguments + 64),
-    )
+    activation, factor = read_int64(arguments + 48), np.float32(read_float64(arguments + 56))
+    rows, share = read_int64(arguments + 64), read_int64(arguments + 72)
     units = (rows + share - 1) // share
     while True:
         first = take_unit(team, units) * share
         if first >= rows:
             break
         last = min(first + share, rows)
-        _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation, first, last)
+        _activate_rows(like, gates, gate_row, ups, up_row, out, columns, activation, factor, first, last)
 
 
-_activate_all = Kernel(_activate_units, "qqqqqqqqq")
+_activate_all = Kernel(_activate_units, "qqqqqqqdqq")

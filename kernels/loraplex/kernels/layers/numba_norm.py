@@ -43,6 +43,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
+def norm_in_place(x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """x [T, C] becomes its norm; rows may lie apart."""
+    if x.dim() != 2 or x.stride(1) != 1:
+        raise ValueError(f"{list(x.shape)} of strides {x.stride()} are not rows")
+    _norm(x, x.stride(0), None, x, x.shape[0], weight, eps, 1.0)
+
+
 def add(residual: torch.Tensor, x: torch.Tensor) -> None:
     """residual += x, in place; both as `add_rms_norm` has them."""
     _check_sum(x, residual)
@@ -88,6 +95,7 @@ def _norm(x, stride, residual, out, rows, weight, eps, scale) -> None:
         0 if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0) * size,
         0 if out is None else out.data_ptr(),
+        columns * size if out is not x else stride * size,
         0 if weight is None else weight.data_ptr(),
         columns,
         float(eps),
@@ -119,6 +127,7 @@ def _norm_rows(
     residual,
     residual_stride,
     out,
+    out_stride,
     weight,
     columns,
     eps,
@@ -149,15 +158,17 @@ def _norm_rows(
                 squares = fma(value, value, squares)
         if weight != 0:
             own = weight + row % groups * columns * size_of(weight_like)
-            scaled(source, out + row * columns * size, own, columns, squares, eps, like, weight_like)
+            scaled(source, out + row * out_stride, own, columns, squares, eps, like, weight_like)
 
 
 def _norm_units(team, arguments, like, weight_like):
     x, stride, residual = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
-    residual_stride, out = read_int64(arguments + 24), read_int64(arguments + 32)
-    weight, columns = read_int64(arguments + 40), read_int64(arguments + 48)
-    eps, scale = read_float64(arguments + 56), np.float32(read_float64(arguments + 64))
-    groups, rows, share = read_int64(arguments + 72), read_int64(arguments + 80), read_int64(arguments + 88)
+    residual_stride, out, out_stride = (
+        read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    )  # fmt: skip
+    weight, columns = read_int64(arguments + 48), read_int64(arguments + 56)
+    eps, scale = read_float64(arguments + 64), np.float32(read_float64(arguments + 72))
+    groups, rows, share = read_int64(arguments + 80), read_int64(arguments + 88), read_int64(arguments + 96)
     units = (rows + share - 1) // share
     while True:
         first = take_unit(team, units) * share
@@ -165,9 +176,9 @@ def _norm_units(team, arguments, like, weight_like):
             break
         last = min(first + share, rows)
         _norm_rows(
-            like, weight_like, x, stride, residual, residual_stride, out, weight, columns, eps, scale, groups, first,
-            last,
+            like, weight_like, x, stride, residual, residual_stride, out, out_stride, weight, columns, eps, scale,
+            groups, first, last,
         )  # fmt: skip
 
 
-_norm_all = Kernel(_norm_units, "qqqqqqqddqqq")
+_norm_all = Kernel(_norm_units, "qqqqqqqqddqqq")

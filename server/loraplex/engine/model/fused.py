@@ -187,13 +187,13 @@ class FusedDecoder:
             run = MIXERS[type(kind.mixer)].run
             x = run(kind.mixer, layer.mixer, x, given.cos_sin, batch, linears, self.attention, scaling)
             x = linears.apply_and_norm(layer.mixer.o, x, batch, layer.mixer_out_norm)
-            x = x if times == 1.0 else x.mul_(times)
+            x = x if times == 1.0 else linears.times(x, times)
             if kind.feed_forward is not None:
                 x = linears.add_rms_norm(x, residual, layer.mlp_norm)
                 feed_forward = FEED_FORWARDS[type(kind.feed_forward)]
                 x = feed_forward.run(kind.feed_forward, layer.mlp, x, batch, linears)
                 x = linears.norm(x, layer.mlp_out_norm)
-                x = x if times == 1.0 else x.mul_(times)
+                x = x if times == 1.0 else linears.times(x, times)
             if kind.own_input is not None and layer.own_input is not None and given.own_inputs is not None:
                 size = kind.own_input.size
                 part = given.own_inputs[:, index * size : (index + 1) * size]

@@ -33,7 +33,8 @@ class AdaptedLinears:
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
         self.act_and_mul, self.squared_relu = ops.act_and_mul, ops.squared_relu
-        self.add = ops.add
+        self.add, self.times = ops.add, ops.times
+        self._norm_in_place = ops.norm_in_place or (lambda x, *norm: x.copy_(ops.rms_norm(x, *norm)))
         self.recurrent, self.short_conv, self.experts = ops.recurrent, ops.short_conv, ops.experts
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -76,8 +77,8 @@ class AdaptedLinears:
         head_dim, attention = head_dim_of(cache), batch.attention_of(linear.layer)
         if q_norm is not None and k_norm is not None and len(q_norm) > head_dim:
             queries, keys = y[:, : len(q_norm)], y[:, len(q_norm) : len(q_norm) + len(k_norm)]
-            queries.copy_(self.rms_norm(queries, q_norm))
-            keys.copy_(self.rms_norm(keys, k_norm))
+            self._norm_in_place(queries, q_norm, self._eps)
+            self._norm_in_place(keys, k_norm, self._eps)
             q_norm = k_norm = None
         heads = y.view(y.shape[0], y.shape[1] // head_dim, head_dim)
         norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "v_norm": v_norm, "eps": self._eps}
