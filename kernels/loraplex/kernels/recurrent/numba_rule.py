@@ -196,6 +196,21 @@ def _fold_columns(typing, columns, target, own, left, updates, depth):
     return types.void(types.int64, types.int64, types.float32, *[types.int64] * 3), lower
 
 
+@intrinsic
+def _bring_near(typing, address, count):
+    """Prefetch `count` bytes."""
+
+    def lower(context, builder, signature, values):
+        def bring(at, nothing):
+            nir.prefetch(builder, builder.add(values[0], at))
+            return nothing
+
+        nir.loop(builder, values[1], 64, [], bring)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), lower
+
+
 @jit
 def _unit_length(source, target, dim, scale, like):
     squares = splat(_F32)
@@ -326,6 +341,7 @@ def _rule_units(team, arguments, like):
         window = read_int64(here + 24) * window_row
         state, target = read_int64(here + 32), table + read_int64(here + 40) * 8
         keys = all_keys + window + head * WINDOW * dk * 4
+        _bring_near(keys, (start % WINDOW) * dk * 4)
         done = 0
         while done < count:
             first = (start + done) % WINDOW
@@ -343,6 +359,9 @@ def _rule_units(team, arguments, like):
                     store(load(key + d * 4, _F32), keys + ((first + r) * dk + d) * 4, _F32)
                 _products(keys, key, query, first + r + 1, dk, by_key + r * _LANES, by_query + r * _LANES)
             ends = first + num == WINDOW
+            # What is read next, and too short for a processor to foresee.
+            for v in range(head * group * strips, (head + 1) * group * strips):
+                _bring_near(all_updates + window + v * WINDOW * _STRIP, first * _STRIP)
             goal = read_int64(target) if ends else state
             for v in range(head * group, (head + 1) * group):
                 for r in range(num):
