@@ -60,7 +60,8 @@ def _reason(name: str, message: str) -> str:
     """What a refusal says of all families with this reason."""
     message = message.partition("; docs/models.md")[0]
     message = message.partition(" is not served: ")[2] or message
-    return re.sub(rf"\b{re.escape(name)}\b", "it", re.sub(r" \(\w+: \w+\)$", "", message))
+    message = re.sub(r" \(\w+: \w+\)$", "", message).removesuffix(f" ({name})")
+    return re.sub(rf"\b{re.escape(name)}\b", "it", message)
 
 
 def render() -> str:

@@ -92,7 +92,7 @@ def test_both_names_of_a_tensor_are_one(tmp_path: Path) -> None:
         ({"architectures": ["OpenAIGPTLMHeadModel"], "n_layer": 12}, "GPT is not served: it stores its linears as"),
         ({"model_type": "openai-gpt", "n_layer": 12}, "GPT is not served: it stores its linears as"),
         ({"architectures": ["GPT2LMHeadModel"], "n_layer": 12}, "config.json (of 'GPT2LMHeadModel') has no model_type"),
-        ({"model_type": "gpt_oss", "num_hidden_layers": 24}, "gpt-oss is not served: its attention has sinks"),
+        ({"model_type": "mimo_v2_flash", "num_hidden_layers": 24}, "MiMo-V2-Flash is not served: its values are"),
         ({"architectures": ["BertForMaskedLM"]}, "BERT is not served: it is an encoder"),
         ({"model_type": "t5", "num_layers": 6}, "T5 is not served: it is an encoder with a decoder"),
         ({"model_type": "falcon_mamba", "num_hidden_layers": 2}, "Falcon Mamba is not served: it has recurrent"),

@@ -157,10 +157,10 @@ def test_what_is_served_for_certain_is_told_from_what_the_start_decides(tmp_path
     assert lines(outcome)["base model"] == "warn"
     assert "stablelm is not on the list of tested architectures: the start compares" in outcome.stdout
     refused = write_tiny_model(tmp_path / "refused")
-    edit_config(refused, model_type="gpt_oss")
+    edit_config(refused, model_type="mimo_v2_flash")
     outcome = doctor(tmp_path, "--model", str(refused))
     assert outcome.code == 1
-    said = "gpt-oss is not served: its attention has sinks"
+    said = "MiMo-V2-Flash is not served: its values are narrower than its keys"
     assert f"wrong base model: {said}" in outcome.stdout
     served = run_here("serve", *options(tmp_path), "--model", str(refused))
     assert served.code == 1

@@ -313,6 +313,13 @@ UNTESTED_GOOD = {
     "stablelm": {"model_type": "stablelm"},
     "phi": {"model_type": "phi"},
     "phimoe": {"model_type": "phimoe", "sliding_window": 9, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "head_dim": 8,
+        "sliding_window": 9,
+    },
 }
 
 
@@ -330,7 +337,6 @@ def test_an_untested_architecture_that_matches_is_served(name, tmp_path):
     "options",
     [
         {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2},
-        {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8},
         {"model_type": "recurrent_gemma"},
         {"model_type": "diffllama"},
         {"model_type": "doge"},

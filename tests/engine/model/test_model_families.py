@@ -175,7 +175,7 @@ def test_both_forms_of_gemma4s_config_are_one_plan(tmp_path):
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "gpt_oss", "num_hidden_layers": 24},
+        {"model_type": "mimo_v2_flash", "num_hidden_layers": 24},
         {"architectures": ["GPT2LMHeadModel"], "n_layer": 12},
         {"model_type": "bert", "num_hidden_layers": 12},
         {"model_type": "t5", "num_layers": 6},

@@ -88,6 +88,8 @@ def test_groups_of_a_row_are_normed_by_themselves(weights, dtype):
         assert torch.equal(got[:, span], OURS.rms_norm(x[:, span].contiguous(), weight[number], 1e-5))
     with pytest.raises(ValueError, match="does not fit"):
         OURS.rms_norm(x[:, 1:], weight, 1e-5)
+    with pytest.raises(ValueError, match="rows of 37 with 3 weights are 15, not 5"):
+        OURS.add_rms_norm(x, x.clone(), weight, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -261,8 +261,9 @@ def _attend(
     else:
         scores.mul_(scale / softcap).tanh_().mul_(softcap)
     scores.add_(mask)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    if sinks is None:
+        return scores.softmax(dim=-1).to(q.dtype) @ v
+    scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
     return scores.softmax(dim=-1)[..., : k.shape[-2]].to(q.dtype) @ v
 
 

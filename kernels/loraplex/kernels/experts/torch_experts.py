@@ -127,7 +127,8 @@ class LinearByExpert(PackedExperts):
         if x.shape != (len(rows.row_of), inputs) or (bias is not None and bias.shape != (experts, columns)):
             raise ValueError(f"x {list(x.shape)} does not fit weights {list(self.shape)}")
         y = torch.empty(len(x), columns, dtype=x.dtype, device=x.device)
-        starts = rows.starts.tolist()
+        # What is read on the host cannot be repeated: a copy is an operation that a recording refuses.
+        starts = rows.starts.clone().tolist()
         for expert, (first, last) in enumerate(itertools.pairwise(starts)):
             if first < last:
                 own = None if bias is None else bias[expert]

@@ -46,8 +46,8 @@ class RouterKind:
 
 @dataclass(frozen=True, slots=True)
 class ExpertActivation:
-    """silu(g)·u, gelu(g)·u with the tanh approximation, or of gpt-oss, with g ≤ limit and -limit ≤ u ≤ limit,
-    (u + 1)·g·sigmoid(alpha·g)."""
+    """The step between gate and down: silu(g)·u, gelu(g)·u with the tanh approximation, or gpt-oss's
+    (u + 1)·g·sigmoid(alpha·g), with g ≤ limit and -limit ≤ u ≤ limit."""
 
     name: Literal["silu", "gelu_tanh", "clamped"] = "silu"
     alpha: float = 1.702

@@ -106,7 +106,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
     names = _layer_names(config, family)
     rows = {name: family.layers[name] for name in names}
     if all(row.mixer is not None for row in rows.values()):
-        raise ModelUnsupported(f"none of the layers of this {config.model_type} has attention")
+        raise ModelUnsupported(f"none of its layers has attention ({config.model_type})")
     configs = {name: _config_of(config, family, name) for name in rows}
     rope, rope_of = plan_rope(
         configs,

@@ -126,7 +126,7 @@ class FeedForwardKind(msgspec.Struct, frozen=True, tag=True):
 
 
 class GatedKind(FeedForwardKind, frozen=True):
-    """down(activation(gate(x)) · up(x))"""
+    """A feed-forward with a gate: down(activation(gate(x)) · up(x))."""
 
     bias: bool
     sites: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")

@@ -18,6 +18,7 @@ from loraplex.engine.model.base import ModelShape, ModelUnsupported
 from loraplex.engine.model.config_fields import check_sizes, refusing
 from loraplex.engine.model.families.own_attention import (
     ALIBI_SIZE,
+    LONGEST_ALIBI,
     check_own_attention,
     own_kv_heads,
     uses_alibi,
@@ -132,7 +133,8 @@ def _longest(config: Any) -> int:
     name = next((name for name in _LONGEST if getattr(config, name, None) is not None), None)
     if name is None and config.model_type == "bloom":
         return _LONGEST_BLOOM
-    return _number(config, name or _LONGEST[0])
+    longest = _number(config, name or _LONGEST[0])
+    return min(longest, LONGEST_ALIBI) if uses_alibi(config) else longest
 
 
 def _number(config: Any, name: str) -> int:

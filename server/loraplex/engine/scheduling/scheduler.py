@@ -61,7 +61,7 @@ class Scheduler:
         self._bound = bound
         self._max_tokens = config.max_num_batched_tokens
         # Every running sequence must get a token into every step, or decodes could crowd each other out.
-        # A place takes a window or a state, where there are any.
+        # A place takes a window, where there are any.
         places = config.num_windows or config.max_num_seqs
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens, places)
         self._max_scored = config.max_scored_tokens

@@ -63,7 +63,7 @@ def nemotron(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"linear_key_head_dim": 40}, "linear_key_head_dim 40 is no multiple of 16"),
         ({"linear_num_key_heads": 2}, "linear_num_value_heads 3 is no multiple"),
         ({"linear_num_value_heads": 0}, "linear_num_value_heads is 0"),
-        ({"layer_types": ["linear_attention"] * 3}, "none of the layers of this qwen3_5_text has attention"),
+        ({"layer_types": ["linear_attention"] * 3}, "none of its layers has attention (qwen3_5_text)"),
     ],
 )  # fmt: skip
 def test_a_config_that_means_something_else_is_refused_by_name(
@@ -94,7 +94,7 @@ def test_a_config_that_means_something_else_is_refused_by_name(
         ({"n_groups": 0}, "n_groups is 0"),
         ({"conv_kernel": 5}, "conv_kernel 5 is not served"),
         ({"time_step_min": -1.0}, "no range of a Mamba-2's steps"),
-        ({"layers_block_type": ["mamba", "mlp"]}, "none of the layers of this nemotron_h has attention"),
+        ({"layers_block_type": ["mamba", "mlp"]}, "none of its layers has attention (nemotron_h)"),
         ({"layers_block_type": ["attention", "moe"]}, "its layers have experts"),
     ],
 )  # fmt: skip

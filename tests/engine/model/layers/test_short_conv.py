@@ -99,7 +99,7 @@ def test_what_short_convolutions_do_not_do_is_refused(tmp_path: Path) -> None:
     edit_config(path, block_ff_dim=48, block_multiple_of=16, conv_L_cache=1)
     assert "rows are 2 to 64" in refusal(path)
     edit_config(path, conv_L_cache=3, layer_types=["conv"] * 3)
-    assert "none of the layers of this lfm2 has attention" in refusal(path)
+    assert "none of its layers has attention (lfm2)" in refusal(path)
 
 
 def test_a_plan_for_a_gpu_has_room_for_the_places_before_rows(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from loraplex.engine.model.base import ModelUnsupported
 ALIBI_SIZE = 2
 """Numbers of a head that hold a position."""
 _DIGIT = 256
+LONGEST_ALIBI = _DIGIT**2
+"""Positions that two digits hold."""
 
 
 class PagedAttention(Protocol):
