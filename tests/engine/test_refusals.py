@@ -79,7 +79,7 @@ def said_by_all(path: Path, readers: tuple[Callable[[Path], Any], ...] = READERS
         ({"model_type": "deepseek_v32", "kv_lora_rank": 512, "index_topk": 2048}, r"\(MLA\)"),
         ({"model_type": "glm5_next_text", "index_topk": 2048}, "indexer"),
         ({"model_type": "deepseek_v4"}, r"\(MLA\)"),
-        ({"model_type": "mimo_v2_flash"}, "sinks"),
+        ({"model_type": "mimo_v2_flash"}, "values are narrower"),
         ({"model_type": "dbrx", "n_layers": 4}, "counts layers"),
         ({"model_type": "xglm", "num_layers": 4}, "own code"),
         ({"model_type": "xlm", "n_layers": 4, "emb_dim": 64}, "XLM is not served: it is an encoder"),
