@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
+from loraplex.adapters.admission.experts.checks import read_upload
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import PREFIX, ModuleNames, names_of
 from loraplex.adapters.admission.peft_config import LoraSettings, read_raw_config, read_settings
-from loraplex.adapters.admission.safetensors_header import adapter_limits, read_header
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, unwrap, weight_names
 from loraplex.adapters.admission.values import check_dtype
@@ -86,7 +86,7 @@ def join_split_linears(staging: Staging, base: BaseSpec, max_rank: int) -> list[
     Raises AdapterRefused for parts that do not make one linear, StoreFull, StoreFailed, OSError.
     """
     try:
-        header = unwrap(read_header(staging.tensors_path, adapter_limits(base)))
+        header = unwrap(read_upload(staging.tensors_path, base))
         if not any(f".{part}." in name for name in header for part in PARTS):
             return []
         names = names_of(weight_names(header), base)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.config.expressions import MAX_EXPRESSIONS, ExpressionRefused, match_paths
+from loraplex.adapters.admission.config.patterns import parse_ranks, suffixes
 from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload
@@ -223,3 +224,11 @@ def test_an_expression_for_ordinary_modules_is_evaluated_on_the_largest_bases() 
     paths = [site_module(layer, site) for layer in range(126) for site in ALL_SITES]
     found = match_paths([rf"layers\.({layer}|{layer + 1})\..*[qkvo]_proj" for layer in range(40)], paths)
     assert [len(modules) for modules in found] == [8] * 40
+
+
+def test_paths_of_an_upload_are_not_remembered() -> None:
+    suffixes.cache_clear()
+    paths = [f"model.layers.0.mlp.experts.{n}.q_proj" for n in range(50)]
+    found = parse_ranks({"q.proj": 3, "experts.7.q_proj": 2}, lambda rank, where: int(rank), paths)
+    assert found.loose == {3}
+    assert suffixes.cache_info().currsize == 0

@@ -21,7 +21,7 @@ from loraplex.adapters.admission.config.token_indices import (
     check_tied_rows,
     find_token_rows,
 )
-from loraplex.adapters.admission.experts.checks import note_untrained, refuse_experts
+from loraplex.adapters.admission.experts.checks import note_untrained, read_upload, refuse_experts
 from loraplex.adapters.admission.experts.places import ExpertTensors, expert_paths, take_experts
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import ModuleNames, names_of
@@ -45,7 +45,6 @@ from loraplex.adapters.admission.pooled.heads import (
     take_head,
     told,
 )
-from loraplex.adapters.admission.safetensors_header import adapter_limits, read_header
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, unwrap, weight_names
 from loraplex.adapters.admission.trained_base import CHECK, compare_bases
 from loraplex.adapters.admission.values import (
@@ -202,7 +201,7 @@ def _inspect(
     experts = ExpertTensors()
     # First: what the config says of modules, it says by the names that the tensors have.
     with report.check("header"):
-        header, head_tensors = take_head(unwrap(read_header(tensors_path, adapter_limits(base))))
+        header, head_tensors = take_head(unwrap(read_upload(tensors_path, base)))
         names = names_of(weight_names(header), base)
     named = names or names_of((), base)
     by_path = {named.in_file(shape.module_path): shape for shape in base.sites.values()}
@@ -396,7 +395,7 @@ def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report:
     """PEFT takes the first key that fits, and sorts the keys when it saves: an adapter can come back from disk
     with another scaling than it was trained with. What counts is what PEFT would load."""
     for module in modules:
-        if len(set(settings.alpha_pattern.values(module))) > 1:
+        if len(set(settings.alpha_pattern.values(settings.matched_path(module)))) > 1:
             report.warn(
                 [
                     f"several keys of alpha_pattern fit {module}; the first in the file counts, as it does when PEFT "

@@ -48,11 +48,16 @@ class ModuleNames:
     decoder: str
     head: str | None
     multimodal: str
+    inside: tuple[tuple[str, str], ...] = ()
+    """Parts of names within a layer that other versions of the base's model have, each with the base's own."""
+    inside_in_file: tuple[tuple[str, str], ...] = ()
+    """Those of them that the file has."""
 
     def in_file(self, path: str) -> str:
         """The file's name of a module or weight that the base calls `path`."""
         if _is_or_holds(HEAD, path):
             return (self.head or HEAD) + path.removeprefix(HEAD)
+        path = _replaced(path, [(own, other) for other, own in self.inside_in_file])
         part = part_behind(self.base_decoder, path)
         return path if part is None else self.decoder + part
 
@@ -62,6 +67,7 @@ class ModuleNames:
         for head in HEAD_NAMES:
             if _is_or_holds(head, name):
                 return HEAD + name.removeprefix(head)
+        name = _replaced(name, self.inside)
         for decoder in _known_decoders(self.base_decoder):
             part = part_behind(decoder, name)
             if part is not None:
@@ -96,6 +102,8 @@ def names_of(modules: Iterable[str], base: BaseSpec) -> ModuleNames:
     known = _known_decoders(own)
     decoders: dict[str, str] = {}
     heads: dict[str, str] = {}
+    inside = parts_of(base.model_type).inside
+    parts: dict[tuple[str, str], dict[str, str]] = {pair: {} for pair in inside}
     for module in modules:
         for decoder in known:
             if part_behind(decoder, module) is not None:
@@ -103,14 +111,35 @@ def names_of(modules: Iterable[str], base: BaseSpec) -> ModuleNames:
         for head in HEAD_NAMES:
             if _is_or_holds(head, module):
                 heads.setdefault(head, head)
-    for found, what in ((decoders, "layers"), (heads, "head")):
+        for pair, spellings in parts.items():
+            spellings.update((part, part.strip(".")) for part in pair if part in f".{module}.")
+    for found, what in (
+        (decoders, "layers"),
+        (heads, "head"),
+        *((spellings, "modules") for spellings in parts.values()),
+    ):
         if len(found) > 1:
             first, second, *_ = found.values()
             raise AdapterRefused(
                 "unexpected_tensor",
                 f"the file names the model's {what} in two ways, {first} and {second}: name all tensors in one",
             )
-    return ModuleNames(own, next(iter(decoders), own), next(iter(heads), None), base.multimodal)
+    return ModuleNames(
+        own,
+        next(iter(decoders), own),
+        next(iter(heads), None),
+        base.multimodal,
+        inside,
+        tuple(pair for pair in inside if pair[0] in parts[pair]),
+    )
+
+
+def _replaced(path: str, parts: Iterable[tuple[str, str]]) -> str:
+    """The path, or the end of one, with each of these parts replaced by another."""
+    whole = f".{path}."
+    for old, new in parts:
+        whole = whole.replace(old, new)
+    return whole[1:-1]
 
 
 def _decoder_of(base: BaseSpec) -> str:

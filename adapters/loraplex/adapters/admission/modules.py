@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 from loraplex.adapters.admission.base_model import BaseTensor, is_of_expert, locate_module_weights
-from loraplex.adapters.admission.config.patterns import suffixes
+from loraplex.adapters.admission.config.patterns import ends, suffixes
 from loraplex.adapters.admission.experts.checks import experts_not_served
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.model_parts import ModelParts, parts_of
@@ -236,7 +236,7 @@ def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> No
         suffix
         for name in locate_module_weights(base)
         if parts.part_of(name) is None and not is_of_expert(name)
-        for suffix in _ends(names.in_file(name).rpartition(".")[0])
+        for suffix in ends(names.in_file(name).rpartition(".")[0])
     }
     for target in unused:
         if target in others:
@@ -287,7 +287,7 @@ def check_shapes(
             raise AdapterRefused(
                 "rank_exceeds_max", f"{module} has rank {rank}; this server accepts at most {max_rank}"
             )
-        declared, scaling = settings.rank_and_scaling(module, rank)
+        declared, scaling = settings.rank_and_scaling(settings.matched_path(module), rank)
         if rank != declared:
             raise AdapterRefused(
                 "shape_mismatch", f"{module} has rank {rank} in the tensors and {declared} in the config"
@@ -347,13 +347,6 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
             f"LoRA on {which} is not served: {feature} is served where a layer computes with one of that name"
         )
     return f"LoRA on {which} is not served; on this base it is served on {served}"
-
-
-def _ends(path: str) -> Iterable[str]:
-    """`suffixes`, not remembered: a base has many modules."""
-    while path:
-        yield path
-        path = path.partition(".")[2]
 
 
 def _begins(path: str) -> Iterable[str]:

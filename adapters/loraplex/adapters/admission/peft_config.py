@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from loraplex.adapters.admission.config.invocation import parse_invocation
-from loraplex.adapters.admission.config.patterns import Pattern, RankPattern, parse_alphas, parse_ranks
-from loraplex.adapters.admission.config.selection import Selection, parse_parameters, parse_selection
+from loraplex.adapters.admission.config.patterns import Pattern, RankPattern, ends, parse_alphas, parse_ranks
+from loraplex.adapters.admission.config.selection import WEIGHT, Selection, parse_parameters, parse_selection
 from loraplex.adapters.admission.config.token_indices import parse_token_indices
 from loraplex.adapters.admission.faults import Faults, as_json, invalid, unsupported
 from loraplex.adapters.admission.module_names import ModuleNames, without_wrappers
@@ -48,7 +48,7 @@ class LoraSettings:
     """Ranks, scaling and changed modules from an adapter's config. `ties_weights` is ensure_weight_tying.
     `token_indices` are the tokens whose rows are replaced, by the name of their module. `invocation`: of an activated
     LoRA (`config.invocation`), else empty. `task_type` and `saves_head`, whether modules_to_save names a head, are of
-    the training. `target_parameters` are parameters of experts, by the ends of their paths, and `release` is that of
+    the training. `target_parameters` are parameters of experts or routers, by the ends of their paths; `release`: of
     the PEFT that saved the files, None where it is not told. `notes` are warnings for the report."""
 
     rank: int
@@ -75,6 +75,11 @@ class LoraSettings:
         alpha = next(iter(self.alpha_pattern.values(module_path)), self.alpha)
         return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def matched_path(self, module_path: str) -> str:
+        """The path that PEFT matches patterns with: that of the weight where target_parameters names the weight."""
+        weight = f"{module_path}{WEIGHT}"
+        return module_path if set(ends(weight)).isdisjoint(self.target_parameters) else weight
+
     def with_names(self, names: ModuleNames) -> LoraSettings:
         """The same settings where every path of a module is the one that the tensors have: a config may come from
         another version of transformers than they."""
@@ -83,6 +88,7 @@ class LoraSettings:
             selection=self.selection.with_names(names),
             rank_pattern=replace(self.rank_pattern, literal=self.rank_pattern.literal.with_names(names)),
             alpha_pattern=self.alpha_pattern.with_names(names),
+            target_parameters=tuple(map(names.own_name, self.target_parameters)),
         )
 
 
@@ -186,6 +192,9 @@ def _parse_settings(
             return default
 
     no_alphas: Pattern[float] = Pattern()
+    no_names: tuple[str, ...] = ()
+    parameters = parse(no_names, parse_parameters, settings.get("target_parameters"))
+    module_paths = [*module_paths, *_weights_named(parameters, module_paths)]
     rank_pattern, alpha_pattern = settings.get("rank_pattern"), settings.get("alpha_pattern")
     found = LoraSettings(
         rank=parse(1, _positive, settings.get("r", 8), "r"),
@@ -202,12 +211,18 @@ def _parse_settings(
         task_type=task if isinstance(task := settings.get("task_type"), str) else None,
         saves_head=bool(saved := settings.get("modules_to_save")) and is_of_heads(saved),
         notes=(),
-        target_parameters=parse((), parse_parameters, settings.get("target_parameters")),
+        target_parameters=parameters,
         release=_release(settings.get("peft_version")),
     )
     if parse(False, _flag, settings, "fan_in_fan_out"):
         notes.append("fan_in_fan_out is not read: as in PEFT, how the base stores its linears decides")
     return replace(found, notes=tuple(notes))
+
+
+def _weights_named(parameters: Iterable[str], module_paths: Iterable[str]) -> list[str]:
+    """The weights of modules that target_parameters may name, under any name of the modules."""
+    leaves = {name.removesuffix(WEIGHT).rpartition(".")[2] for name in parameters if name.endswith(WEIGHT)}
+    return [f"{path}{WEIGHT}" for path in module_paths if path.rpartition(".")[2] in leaves]
 
 
 def _release(version: Any) -> tuple[int, ...] | None:

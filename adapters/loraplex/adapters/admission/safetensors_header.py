@@ -44,6 +44,8 @@ DTYPE_BITS = {
 }
 """Bits of one element, by the format's own names."""
 
+LENGTH_BYTES = 8
+"""Bytes before the header: its length."""
 _MAX_DIMS = 8
 _MAX_NAME = 512
 
@@ -87,15 +89,28 @@ def read_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> dict[str, 
     except ValueError as error:
         _refuse(f"its header is not valid JSON: {error}")
     _check_metadata(header.pop("__metadata__", {}))
-    if len(header) > limits.max_tensors:
-        raise AdapterRefused(
-            "too_large", f"the file names {len(header)} tensors; at most {limits.max_tensors} are accepted"
-        )
-    data_start = 8 + len(raw)
+    check_count(len(header), limits)
+    data_start = LENGTH_BYTES + len(raw)
     slices = {name: _parse_tensor(name, value, data_start) for name, value in header.items()}
     ordered = sorted(slices.items(), key=lambda item: (item[1].start, item[1].end))
     _check_layout(ordered, data_start, size)
     return dict(ordered)
+
+
+def check_count(tensors: int, limits: HeaderLimits) -> None:
+    """Raises AdapterRefused("too_large")."""
+    if tensors > limits.max_tensors:
+        raise AdapterRefused(
+            "too_large", f"the file names {tensors} tensors; at most {limits.max_tensors} are accepted"
+        )
+
+
+def check_length(length: int, limits: HeaderLimits) -> None:
+    """Raises AdapterRefused("too_large")."""
+    if length > limits.max_bytes:
+        raise AdapterRefused(
+            "too_large", f"the safetensors header has {length} bytes; at most {limits.max_bytes} are accepted"
+        )
 
 
 def read_raw_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> tuple[bytes, int]:
@@ -117,10 +132,7 @@ def check_start(start: bytes, size: int, limits: HeaderLimits = ADAPTER_LIMITS) 
     length = int.from_bytes(start[:8], "little")
     if length > size - 8:
         _refuse(f"its header claims {length} bytes, the file holds {size - 8} after the length")
-    if length > limits.max_bytes:
-        raise AdapterRefused(
-            "too_large", f"the safetensors header has {length} bytes; at most {limits.max_bytes} are accepted"
-        )
+    check_length(length, limits)
     if not length or start[8:9] != b"{":
         _refuse("its header does not begin with '{'")
     return length

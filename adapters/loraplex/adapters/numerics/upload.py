@@ -20,6 +20,7 @@ import numpy as np
 import re2
 from numpy.typing import NDArray
 
+from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing
 from loraplex.adapters.numerics.probes import EMBEDDING_ROWS, HEAD_ROWS
 from loraplex.adapters.spec import BaseSpec
@@ -95,6 +96,7 @@ class Upload:
         self._path = tensors_path
         outside = {word for shape in base.sites.values() for word in _outside(shape.module_path)}
         self._outside = outside | _WHOLE
+        self._names = parts_of(base.model_type).inside
         pattern = self._config.get("alpha_pattern") or {}
         self._alphas = [(self._test(key), alpha) for key, alpha in pattern.items()]
         modules = {self._inside(shape.module_path): key for key, shape in base.sites.items()}
@@ -164,6 +166,9 @@ class Upload:
 
     def _scaling(self, module: str, rank: int) -> float:
         default = self._config.get("lora_alpha", 8)
+        parameters = [self._inside(name) for name in self._config.get("target_parameters") or ()]
+        if any(f".{self._inside(module)}.weight".endswith(f".{name}") for name in parameters):
+            module += ".weight"
         alpha = next((alpha for names, alpha in self._alphas if names(module)), default)
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
@@ -172,23 +177,31 @@ class Upload:
         behind a dot. Raises AdapterRefused."""
         name, whole = _unwrapped(key.removeprefix("^").removesuffix("$")), key.startswith("^")
         if _LETTERS.issuperset(name.replace("\\.", "")):
-            name = name.replace("\\.", ".")
+            name = self._renamed(name.replace("\\.", "."))
             at_end = _end_test(name, whole, lambda wanted, found: wanted == found)
         elif _LETTERS.issuperset(name.replace(".", "")):
+            name = self._renamed(name)
             at_end = _end_test(name, whole, _equal_but_for_dots)
         else:
             return _expression_test(_unwrapped(key))
         inside = self._inside(name)
-        return lambda module: at_end(module) or self._inside(module) == inside
+        return lambda module: at_end(self._renamed(module)) or self._inside(module) == inside
 
     def _inside(self, module: str) -> str:
         """The part of a path inside the decoder, if only words that name whole models stand before it: the same under
         all names of a module."""
+        module = self._renamed(module)
         before = _outside(module)
         if len(set(before)) < len(before) or not self._outside.issuperset(before):
             return module
         rest = module.split(".")[len(before) :]
         return "lm_head" if len(rest) == 1 and rest[0] in _HEADS else ".".join(rest)
+
+    def _renamed(self, module: str) -> str:
+        """A path, or the end of one, with the base's own names inside a layer."""
+        for other, own in self._names:
+            module = f".{module}.".replace(other, own)[1:-1]
+        return module
 
     def _is_beside_text(self, module: str) -> bool:
         """Whether a module of a multimodal model lies beside its language model, where no text goes through it."""

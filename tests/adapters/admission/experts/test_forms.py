@@ -249,6 +249,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, str | None]]] = {
     "stacks and pairs": (lambda: stacks(LAYERS) | pairs(LAYERS), STACKED, ("unexpected_tensor", None)),
     "two names for one expert": (lambda: pairs(LAYERS) | pairs(LAYERS, 4, ("w1", "w3", "w2")), {},
                                  ("unexpected_tensor", None)),
+    "two stacks for one layer": (lambda: stacks(LAYERS) | _renamed(stacks(LAYERS), ".mlp.", ".ffn."), STACKED,
+                                 ("unexpected_tensor", None)),
     "rows of no stack": (lambda: _cut_rows(stacks(LAYERS)), STACKED, ("shape_mismatch", None)),
     "another rank": (lambda: stacks(LAYERS, 2), STACKED, ("shape_mismatch", None)),
     "a rank beyond": (lambda: pairs(LAYERS, 17), {"r": 17}, ("rank_exceeds_max", None)),
@@ -284,3 +286,21 @@ def test_twice_the_rank_is_taken_of_a_whole_gate_up(tmp_path: Path) -> None:
     assert {(weights.site, weights.rank, weights.scaling) for weights in forms.weights} == {
         ("gate_up", 32, 2.0), ("down", 16, 2.0),
     }  # fmt: skip
+
+
+def test_experts_may_lie_right_in_their_layer(tmp_path: Path) -> None:
+    layers = {layer: ExpertShape(layer, f"model.layers.{layer}.experts", 3, 16, 12) for layer in (1, 2)}
+    parameters = [
+        f"model.layers.{layer}.experts.{name}_proj" for layer in layers for name in ("gate_up", "down")
+    ]
+    fields = {"target_modules": [], "target_parameters": parameters, "alpha_pattern": {parameters[-1]: 12}}
+    forms = read(write(tmp_path, stacks(layers), **fields), layers)
+    assert {(w.layer, w.site): w.scaling for w in forms.weights} == {
+        (1, "gate_up"): 2.0, (1, "down"): 2.0, (2, "gate_up"): 2.0, (2, "down"): 3.0,
+    }  # fmt: skip
+
+
+def test_paths_of_a_file_are_quoted_in_messages(tmp_path: Path) -> None:
+    tensors = _renamed(pairs(LAYERS, 17), ".mlp.", ".m_p.")
+    with pytest.raises(AdapterRefused, match=r"^'model\.layers\.1\.m_p\.experts\.0\.\w+' has rank 17"):
+        read(write(tmp_path, tensors, r=17), LAYERS)

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.experts.places import expert_paths
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.admission.module_names import names_of
 from loraplex.adapters.admission.safetensors_header import ADAPTER_LIMITS, adapter_limits
 from loraplex.adapters.errors import AdapterRefused
+from loraplex.adapters.numerics.upload import Upload, UploadedSite
 from loraplex.adapters.spec import AdapterSpec, BaseSpec, ExpertShape
 from support.models import expert_adapters as made
 from support.models.expert_adapters import Arrays, pairs, stacks, write
@@ -85,7 +88,7 @@ def test_a_fault_of_the_file_is_told_beside_it(tmp_path: Path, mixture: BaseSpec
     lacking = {name: array for name, array in tensors.items() if "layers.3.mlp.experts.2.up_proj" not in name}
     error = refused(mixture, tmp_path / "lacking", lacking)
     assert (error.code, error.feature) == ("unsupported_feature", "experts")
-    assert "the config names model.layers.3.mlp.experts.2.up_proj, but no tensors came" in error.message
+    assert "the config names 'model.layers.3.mlp.experts.2.up_proj', but no tensors came" in error.message
     error = refused(mixture, tmp_path / "dora", tensors, use_dora=True)
     assert (error.code, error.feature) == ("unsupported_feature", "experts_dora")
     # A module that is not served either is told too.
@@ -166,3 +169,94 @@ def test_a_router_that_was_trained_as_a_parameter_is_served(tmp_path: Path, mixt
     assert refused(mixture, tmp_path / "lacking", attention(mixture), **fields).code == "missing_tensor"
     fields["target_parameters"] = []
     assert refused(mixture, tmp_path / "unnamed", router, **fields).code == "unexpected_tensor"
+
+
+def scalings(folder: Path, base: BaseSpec, tensors: Arrays, **fields: Any) -> set[float]:
+    """Those of the router. The second reading has found the same."""
+    spec = admit(base, folder, tensors, **fields)
+    second = Upload(folder / "adapter_config.json", folder / "adapter_model.safetensors", base)
+    for site in spec.sites:
+        read = second.read(site.layer, site.site)
+        assert isinstance(read, UploadedSite)
+        assert read.scaling == site.scaling
+    return {site.scaling for site in spec.sites if site.site == "gate"}
+
+
+@pytest.mark.parametrize(
+    ("key", "scaling"),
+    [
+        ("gate.weight", 8.0),
+        ("mlp.gate", 2.0),
+        ("gate", 2.0),
+        (r".*\.gate", 2.0),
+        (r"mlp\.(gate|x)\.weight", 8.0),
+        ("model.layers.0.mlp.gate.weight", 8.0),
+    ],
+)
+def test_patterns_are_matched_with_the_weight_that_is_a_parameter(
+    key: str, scaling: float, tmp_path: Path, mixture: BaseSpec
+) -> None:
+    """As PEFT 0.21.2 does."""
+    fields = {"r": 8, "lora_alpha": 16, "target_modules": [], "target_parameters": ["gate.weight"]}
+    router = {
+        name: np.repeat(array, 2, axis=name.count("lora_B"))
+        for name, array in attention(mixture, "gate").items()
+    }
+    found = scalings(tmp_path / "alpha", mixture, router, alpha_pattern={key: 64}, **fields)
+    assert found == ({8.0, 2.0} if ".0." in key else {scaling})
+    # A rank of the router's own.
+    ranks = {"rank_pattern": {"gate.weight": 4}}
+    assert scalings(tmp_path / "rank", mixture, attention(mixture, "gate"), **fields, **ranks) == {4.0}
+    error = refused(
+        mixture, tmp_path / "module", attention(mixture, "gate"), **fields, rank_pattern={"gate": 4}
+    )
+    assert error.code == "shape_mismatch"
+
+
+def test_names_of_mixtral_in_transformers_4(tmp_path: Path) -> None:
+    base = load_base_spec(save_family("mixtral", tmp_path / "base"))
+    router = attention(base, "gate")
+    old = {name.replace(".mlp.", ".block_sparse_moe."): array for name, array in router.items()}
+    assert set(old) != set(router)
+    for number, (tensors, word) in enumerate(((router, "mlp"), (old, "block_sparse_moe"), (old, "mlp"))):
+        fields = {
+            "target_modules": [f"model.layers.{layer}.{word}.gate" for layer in range(base.num_layers)],
+            "alpha_pattern": {f"{word}.gate": 12},
+        }
+        assert scalings(tmp_path / f"{number}", base, tensors, **fields) == {3.0}
+    expression = {"target_modules": ["gate"], "alpha_pattern": {r".*block_sparse_moe\.gate": 12}}
+    assert scalings(tmp_path / "expression", base, old, **expression) == {3.0}
+    mixed = {name: array for name, array in router.items() if ".0." in name}
+    mixed |= {name: array for name, array in old.items() if ".0." not in name}
+    assert refused(base, tmp_path / "mixed", mixed, target_modules=["gate"]).code == "unexpected_tensor"
+    # The experts are found under either name.
+    trained = pairs(base.experts, 4, ("w1", "w3", "w2"))
+    trained = {name.replace(".mlp.", ".block_sparse_moe."): array for name, array in trained.items()}
+    error = refused(base, tmp_path / "experts", trained, target_modules=["w1", "w2", "w3"])
+    assert error.feature == "experts"
+    assert "a pair an expert: gate, up, down" in error.message
+
+
+def test_what_lies_outside_of_experts_is_held_to_the_limits_of_all(tmp_path: Path) -> None:
+    wide = made.plain_base({0: ExpertShape(0, "model.layers.0.mlp.experts", 20000, 2, 1)})
+    assert adapter_limits(wide).max_tensors > 100_000
+    other = {f"model.layers.{n}.x.lora_A.weight": np.ones(1, np.float32) for n in range(8193)}
+    error = refused(wide, tmp_path / "many", other)
+    assert (error.code, error.message) == (
+        "too_large", "the file names 8193 tensors; at most 8192 are accepted",
+    )  # fmt: skip
+    few = pairs({0: ExpertShape(0, "model.layers.0.mlp.experts", 1, 2, 1)})
+    assert refused(wide, tmp_path / "beside", other | few).code == "too_large"
+    long = {f"{n:05}{'x' * 400}.lora_A.weight": np.ones(1, np.float32) for n in range(5000)}
+    error = refused(wide, tmp_path / "long", long)
+    assert (error.code, "safetensors header has" in error.message) == ("too_large", True)
+
+
+def test_names_that_only_look_like_experts_are_no_paths(mixture: BaseSpec) -> None:
+    begin = "model.layers.0.mlp.experts"
+    deep = [f"{begin}{'.a' * 200}.n{n}.lora_velora_embed" for n in range(1000)]
+    deep += [f"model.layers.0.{'m' * 65}.experts.1.w1.lora_A", "model.layers.00.mlp.experts.1.w1.lora_A"]
+    real = [f"{begin}.1.up_proj.lora_A.weight", f"{begin}.w1.lora_A.weight"]
+    names = names_of(deep + real, mixture)
+    own = set(expert_paths((), mixture, names))
+    assert set(expert_paths(deep + real, mixture, names)) - own == {f"{begin}.1.up_proj", f"{begin}.w1"}

@@ -96,15 +96,17 @@ def parse_alphas(
     return Pattern(names, matched)
 
 
+def ends(module_path: str) -> Iterator[str]:
+    """ "a.b.c" itself, then "b.c", then "c"."""
+    while module_path:
+        yield module_path
+        module_path = module_path.partition(".")[2]
+
+
 @lru_cache(maxsize=4096)
 def suffixes(module_path: str) -> tuple[str, ...]:
-    """ "a.b.c" itself, then "b.c", then "c". For the base's modules: what an upload names may be of any number and
-    length, and is not to be remembered."""
-    found = []
-    while module_path:
-        found.append(module_path)
-        module_path = module_path.partition(".")[2]
-    return tuple(found)
+    """`ends`, remembered. For the base's modules: what an upload names may be of any number and length."""
+    return tuple(ends(module_path))
 
 
 def _literal_keys(module_path: str) -> Iterator[str]:
@@ -167,14 +169,15 @@ def _ambiguous(keys: set[str], module_paths: Sequence[str]) -> set[str]:
     found: set[str] = set()
     if not by_length:
         return found
-    ends: dict[int, set[str]] = {}
+    of_length: dict[int, set[str]] = {length: set() for length in by_length}
     for path in module_paths:
-        for suffix in suffixes(path):
-            ends.setdefault(len(suffix), set()).add(suffix)
+        for suffix in ends(path):
+            if len(suffix) in of_length:
+                of_length[len(suffix)].add(suffix)
     for length, group in by_length.items():
         rows = np.frombuffer("".join(group).encode("ascii"), np.uint8).reshape(-1, length)
         is_dot = rows == ord(".")
-        for suffix in ends.get(length, ()):
+        for suffix in of_length[length]:
             equal = rows == np.frombuffer(suffix.encode("ascii", "replace"), np.uint8)
             hits = (equal | is_dot).all(axis=1) & ~equal.all(axis=1)
             found.update(group[int(index)] for index in hits.nonzero()[0])

@@ -22,7 +22,7 @@ from loraplex.kernels.lora.site_groups import EMBEDDING
 
 _SETS = ("target_modules", "exclude_modules")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
-_WEIGHT = ".weight"
+WEIGHT = ".weight"
 _NOT_EVALUATED = "which is not evaluated: the tensors tell the modules, and a missing one is not noticed"
 
 
@@ -124,7 +124,7 @@ def _parse_targets(
             return None, False, False
         return frozenset((without_wrappers(value),)), False, True
     names = frozenset() if parameters and is_neutral(value) else _names("target_modules", value)
-    names |= {name.removesuffix(_WEIGHT) for name in parameters if name.endswith(_WEIGHT)}
+    names |= {name.removesuffix(WEIGHT) for name in parameters if name.endswith(WEIGHT)}
     if not names and not parameters:
         invalid("target_modules must be a list of module names, as PEFT saves it")
     return names, True, True

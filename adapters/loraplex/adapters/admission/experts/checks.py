@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from loraplex.adapters.admission.experts.forms import ExpertForms, read_experts
 from loraplex.adapters.admission.experts.places import PARAMETERS, ExpertTensors
 from loraplex.adapters.admission.module_names import ModuleNames
 from loraplex.adapters.admission.peft_config import LoraSettings
+from loraplex.adapters.admission.safetensors_header import (
+    ADAPTER_LIMITS,
+    LENGTH_BYTES,
+    adapter_limits,
+    check_count,
+    check_length,
+    read_header,
+)
 from loraplex.adapters.admission.tensor_names import AdapterTensors
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.expert_shapes import LEAVES, SPELLINGS
-from loraplex.adapters.spec import BaseSpec, SiteShape
+from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.files import shown
 from loraplex.kernels.lora.site_groups import SITES
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value")
 """Linears of the attention, which no mixture has among its experts."""
+
+
+def read_upload(path: Path, base: BaseSpec) -> dict[str, TensorSlice]:
+    """`read_header` with the limits of the base; what lies outside of its experts is held to those of any upload."""
+    header = read_header(path, adapter_limits(base))
+    others = sum("experts" not in name.split(".") for name in header)
+    check_count(others, ADAPTER_LIMITS)
+    if 0 < others == len(header):
+        check_length(next(iter(header.values())).start - LENGTH_BYTES, ADAPTER_LIMITS)
+    return header
 
 
 def refuse_experts(

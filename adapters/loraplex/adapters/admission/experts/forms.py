@@ -20,7 +20,7 @@ from loraplex.adapters.expert_shapes import LEAVES, SPELLINGS
 from loraplex.adapters.spec import ExpertShape, ExpertSite, ExpertWeights, TensorSlice
 from loraplex.adapters.store.files import shown
 
-_NUMBER = re.compile(r"(?<=layers\.)\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=layers\.)[0-9]+(?=\.|$)")
 _ORDER: tuple[ExpertSite, ...] = ("gate", "up", "gate_up", "down")
 _RIGHT_SINCE = (0, 19, 1)
 """The release of PEFT from which on all stacks lie one way."""
@@ -105,9 +105,14 @@ class _Reader:
                 path = pair.path if pair is not None else f"{module}.{expert}.{leaf}"
                 is_selected = selection.selects(path)
                 if pair is not None and not is_selected:
-                    _refuse("unexpected_tensor", f"tensors came for {path}, which the config does not name")
+                    _refuse(
+                        "unexpected_tensor",
+                        f"tensors came for {shown(path, 160)}, which the config does not name",
+                    )
                 if pair is None and is_selected and selection.exact:
-                    _refuse("missing_tensor", f"the config names {path}, but no tensors came for it")
+                    _refuse(
+                        "missing_tensor", f"the config names {shown(path, 160)}, but no tensors came for it"
+                    )
 
     def stacks(self) -> ExpertForms:
         parameters = self._parameters()
@@ -135,7 +140,7 @@ class _Reader:
                 if (layer, depth) not in self.tensors.stacks:
                     _refuse(
                         "missing_tensor",
-                        f"target_parameters names {module}.{parameter}, but no tensors came for it",
+                        f"target_parameters names {shown(f'{module}.{parameter}', 160)}, but no tensors came for it",
                     )
                 found[layer, depth] = parameter
         for key, pair in self.tensors.stacks.items():
@@ -206,13 +211,14 @@ class _Reader:
         most = self.max_rank * (2 if site == "gate_up" else 1)
         if rank > most:
             _refuse(
-                "rank_exceeds_max", f"{path} has rank {rank} an expert; this server accepts at most {most}"
+                "rank_exceeds_max",
+                f"{shown(path, 160)} has rank {rank} an expert; this server accepts at most {most}",
             )
         declared, scaling = self.settings.rank_and_scaling(path, rank)
         if rank != declared:
             _refuse(
                 "shape_mismatch",
-                f"{path} has rank {rank} an expert in the tensors and {declared} in the config",
+                f"{shown(path, 160)} has rank {rank} an expert in the tensors and {declared} in the config",
             )
         return scaling
 

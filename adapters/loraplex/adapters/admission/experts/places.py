@@ -14,9 +14,10 @@ from loraplex.adapters.expert_shapes import LEAVES
 from loraplex.adapters.spec import BaseSpec, ExpertShape, ExpertSite, TensorSlice
 from loraplex.adapters.store.files import shown
 
-_PLACE = re.compile(r"(.*)layers\.(\d{1,6})\.(?:[a-z_]+\.)?experts((?:\.[A-Za-z0-9_]+)*)")
+_NUMBER = "(0|[1-9][0-9]{0,5})"
+_PLACE = re.compile(rf"(.*)layers\.{_NUMBER}\.(?:[a-z_]{{1,64}}\.)?experts((?:\.[A-Za-z0-9_]+)*)")
 _STACKED = re.compile(r"(?:\.base_layer)*")
-_OF_ONE = re.compile(rf"\.(\d{{1,6}})\.({'|'.join(LEAVES)})")
+_OF_ONE = re.compile(rf"\.{_NUMBER}\.({'|'.join(LEAVES)})")
 _OF_ALL = re.compile(rf"\.({'|'.join(LEAVES)})")
 _MAX_DEPTH = 2
 PARAMETERS = ("gate_up_proj", "down_proj")
@@ -73,12 +74,15 @@ def take_experts(tensors: AdapterTensors, base: BaseSpec, names: ModuleNames) ->
 
 def expert_paths(names_in_file: Iterable[str], base: BaseSpec, names: ModuleNames) -> Iterator[str]:
     """Every path by which a config may give experts a rank or an alpha: of the parameters that are stacks, and of the
-    modules that tensors came for."""
+    linears that tensors came for."""
     for shape in base.experts.values():
         yield from (f"{names.in_file(shape.module_path)}.{parameter}" for parameter in PARAMETERS)
     if base.experts:
         modules = {name.partition(".lora_")[0] for name in names_in_file if ".experts." in name}
-        yield from (module for module in modules if _place(names.in_base(module), base) is not None)
+        for module in modules:
+            place = _place(names.in_base(module), base)
+            if place is not None and (_OF_ONE.fullmatch(place[1]) or _OF_ALL.fullmatch(place[1])):
+                yield module
 
 
 def _place(path: str, base: BaseSpec) -> tuple[ExpertShape, str] | None:
@@ -99,7 +103,10 @@ def _sort(into: ExpertTensors, shape: ExpertShape, rest: str, pair: Pair) -> Non
                 f"{shown(pair.path, 160)} is a third parameter of the experts that was trained, such as a bias: LoRA "
                 f"on experts is read on {' and '.join(PARAMETERS)}",
             )
-        into.stacks[shape.layer, depth] = pair
+        stack = (shape.layer, depth)
+        if stack in into.stacks:
+            _unexpected(pair.path, f"{shown(into.stacks[stack].path, 160)} stands for the same experts")
+        into.stacks[stack] = pair
         return
     if one := _OF_ONE.fullmatch(rest):
         expert = int(one[1])
