@@ -87,7 +87,9 @@ def _norm(x, stride, residual, out, rows, weight, eps, scale) -> None:
             raise ValueError(f"a norm's weight of {list(weight.shape)} does not fit rows of {columns}")
         groups, columns = columns // weight.shape[-1], weight.shape[-1]
         if rows * columns != x.numel():
-            raise ValueError(f"rows of {columns} with {groups} weights are {x.numel() // columns}, not {rows}")
+            raise ValueError(
+                f"rows of {columns} with {groups} weights are {x.numel() // columns}, not {rows}"
+            )
     size = x.element_size()
     arguments = (
         LIKE[x.dtype],
