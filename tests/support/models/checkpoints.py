@@ -187,6 +187,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24, "norm_topk_prob": True,
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+    "glm4_moe": {
+        "model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+        "topk_group": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 0,
+    },
     "mixtral": {
         "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
         "sliding_window": 9,
@@ -270,6 +275,8 @@ def _save(config: Any, out: Path, seed: int, save: dict[str, Any]) -> Path:
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5, generator=generator)
+        if name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.3, 0.3, generator=generator)
     model.save_pretrained(out, **save)
     return out
 

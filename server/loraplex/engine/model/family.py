@@ -54,6 +54,8 @@ class DecoderSpec:
     rope: RopePlan
     trained_positions: int
     """The longest sequence that the model can have."""
+    further_layers: int
+    """Layers of the checkpoint behind these, which are not read."""
     ignored: tuple[str, ...]
     """Fields of its config.json that are not defined anywhere."""
 
@@ -141,6 +143,7 @@ def decoder_spec(config: Any, raw: Mapping[str, Any], max_model_len: int = 0) ->
         logits_softcap=_softcap(config, family.logits_softcap),
         rope=rope,
         trained_positions=config.max_position_embeddings,
+        further_layers=getattr(config, family.further_layers) if family.further_layers else 0,
         ignored=ignored,
     )
 
@@ -267,7 +270,7 @@ def _layer_kind(
         softcap=_softcap(config, row.softcap),
         qkv_bias=qkv_bias,
         o_bias=attention_bias if row.o_bias is None else row.o_bias,
-        qk_norm=row.qk_norm,
+        qk_norm=_is_set(config, row.qk_norm),
         packed=row.packed,
         v_norm=row.v_norm,
         values_are_keys=_is_set(config, row.values_are_keys),

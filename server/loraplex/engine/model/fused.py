@@ -311,15 +311,18 @@ class DecoderReader:
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """How the names begin of tensors that a checkpoint may have for nothing: keys and values of layers that read
-        those of another."""
-        return tuple(
-            f"{self._root}layers.{index}.self_attn.{part}_{what}"
-            for index, kind in enumerate(self._spec.layers)
+        """How the names begin of tensors that a checkpoint may have for nothing: layers behind the model's own, and
+        keys and values of layers that read those of another."""
+        spec, layers = self._spec, f"{self._root}layers."
+        behind = (f"{layers}{spec.num_layers + index}." for index in range(spec.further_layers))
+        shared = (
+            f"{layers}{index}.self_attn.{part}_{what}"
+            for index, kind in enumerate(spec.layers)
             if kind.mixer.cache.shares is not None
             for part in "kv"
             for what in ("proj", "norm")
         )
+        return *behind, *shared
 
     def _head(self, embed: torch.Tensor) -> PackedLinear:
         if self._spec.tied and "lm_head.weight" not in self._checkpoint:

@@ -48,6 +48,7 @@ def test_experts_are_computed_on_a_cpu_and_by_transformers_elsewhere(base: Path,
         ({"num_experts": 1 << 20, "num_local_experts": None}, "num_experts 1048576"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step 0"),
         ({"moe_intermediate_size": -3}, "moe_intermediate_size -3"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok 0"),
         ({"mlp_only_layers": []}, "model.layers.1.mlp.gate.weight"),
         ({"mlp_only_layers": [0, 1]}, "model.layers.0.mlp.gate_proj.weight"),
     ],
@@ -59,6 +60,17 @@ def test_a_config_that_is_no_mixture_of_its_tensors_is_refused_by_name(
     edit_config(path, **changes)
     with pytest.raises(ModelUnsupported, match=words):
         load_model(path, "cpu")
+
+
+def test_a_layer_that_predicts_further_tokens_is_not_read(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "base", FAMILIES["glm4_moe"])
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(2, 2)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelUnsupported, match=r"model\.layers\.3\.eh_proj"):
+        load_model(path, "cpu")
+    edit_config(path, num_nextn_predict_layers=1)
+    assert load_model(path, "cpu").num_layers == 3
 
 
 def test_experts_of_codes_compute_what_the_codes_stand_for(base: Path, tmp_path: Path) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import ModelUnsupported
-from loraplex.engine.model.layer_kinds import MixtureKind
+from loraplex.engine.model.layer_kinds import GatedKind, MixtureKind
 from loraplex.kernels.experts.types import RouterKind
 
 FIELDS = frozenset(
     {
         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
         "decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef",
-        "router_jitter_noise",
+        "router_jitter_noise", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group",
+        "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers",
     }
 )  # fmt: skip
-"""Config fields beside those that other families have too. The last three are of training alone."""
+"""Config fields beside those that other families have too. Some are of training alone."""
 _MOST_EXPERTS = 1 << 12
 
 
@@ -42,6 +46,32 @@ def mixtral_mixture(config: Any, layer: int) -> MixtureKind | None:
     )
 
 
+def glm4_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    if layer < config.first_k_dense_replace:
+        return None
+    kind = _mixture(config, "moe_intermediate_size", normalise=bool(config.norm_topk_prob))
+    groups, top_groups, shared = config.n_group, config.topk_group, config.n_shared_experts
+    chosen_of = kind.router.num_experts // max(groups, 1) * top_groups
+    if not 1 <= top_groups <= groups or kind.router.num_experts % groups or chosen_of < kind.router.top_k:
+        raise ModelUnsupported(
+            f"n_group {shown(groups)} and topk_group {shown(top_groups)} do not fit the experts"
+        )
+    if shared < 1:
+        raise ModelUnsupported(f"n_shared_experts {shown(shared)} is no number of experts")
+    router = replace(
+        kind.router,
+        scores="sigmoid",
+        scaling=float(config.routed_scaling_factor),
+        groups=groups,
+        top_groups=top_groups,
+        weights_in_float32=True,
+    )
+    return msgspec.structs.replace(
+        kind, router=router, shared=GatedKind(shared * kind.size, "silu", False), shared_name="shared_experts"
+    )
+
+
 def _mixture(
     config: Any,
     size_field: str,
@@ -50,7 +80,8 @@ def _mixture(
     weights_in_float32: bool = False,
     sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> MixtureKind:
-    count, top_k, size = config.num_experts, config.num_experts_per_tok, getattr(config, size_field)
+    # Each config has this name, for its own field or another.
+    count, top_k, size = config.num_local_experts, config.num_experts_per_tok, getattr(config, size_field)
     if type(count) is not int or not 1 <= count <= _MOST_EXPERTS:
         raise ModelUnsupported(f"num_experts {shown(count)} is not served; 1 to {_MOST_EXPERTS} are")
     if type(top_k) is not int or not 1 <= top_k <= count:

@@ -27,7 +27,7 @@ class LayerRow:
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     mlp_bias: bool | None = None
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     wide_norm: bool = False
     packed: bool = False
     """Whether the checkpoint has qkv_proj."""
@@ -65,7 +65,7 @@ class LayerRow:
         sizes = {self.num_heads, self.kv_heads, self.head_dim, self.mlp_size}
         named = (
             self.activation_field, self.window, self.scale, self.softcap, self.values_are_keys, self.norms_behind,
-            self.head_gate, self.multiplier,
+            self.head_gate, self.multiplier, self.qk_norm,
         )  # fmt: skip
         return sizes | {name for name in named if isinstance(name, str)}
 
@@ -105,6 +105,8 @@ class Family:
     logits_divisor: str = ""
     mixture: Callable[[Any, int], MixtureKind | None] | None = None
     """Makes the mixture of a config's layer, None of one that is dense; None: all are."""
+    further_layers: str = ""
+    """The number of layers behind the model's own, whose tensors are not read: they predict further tokens."""
     is_wrapped: Callable[[Any], bool] = lambda config: False
     """Whether a config's model runs through transformers."""
     scales_layers: bool = False

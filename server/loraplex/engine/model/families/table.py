@@ -187,6 +187,13 @@ FAMILIES: Mapping[str, Family] = {
         is_wrapped=lambda config: config.clip_qkv is not None,
         fields=mixtures.FIELDS,
     ),
+    "glm4_moe": Family(
+        {_FULL: LayerRow(o_bias=False, mlp_bias=False, qk_norm="use_qk_norm")},
+        partial_rope=True,
+        mixture=mixtures.glm4_mixture,
+        further_layers="num_nextn_predict_layers",
+        fields=mixtures.FIELDS | {"partial_rotary_factor"},
+    ),
     "mixtral": Family({_SLIDING: _PLAIN}, mixture=mixtures.mixtral_mixture, fields=mixtures.FIELDS),
 }
 

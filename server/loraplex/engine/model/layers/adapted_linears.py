@@ -36,6 +36,7 @@ class AdaptedLinears:
         self.add, self.times = ops.add, ops.times
         self._norm_in_place = ops.norm_in_place or (lambda x, *norm: x.copy_(ops.rms_norm(x, *norm)))
         self.recurrent, self.short_conv, self.experts = ops.recurrent, ops.short_conv, ops.experts
+        self.to_float32 = ops.to_float32
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[T, C]: see `loraplex.kernels.layers.norm`."""

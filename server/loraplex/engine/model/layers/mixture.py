@@ -47,10 +47,12 @@ def read_mixture(
     *gate_and_up, down = kind.sites
     experts = f"{prefix}experts."
     return MixtureWeights(
-        router=tensors.linear(prefix, layer, router, bias=False),
-        correction=tensors.tensor(f"{prefix}{kind.gate}.e_score_correction_bias", count).float()
-        if kind.router.scores == "sigmoid"
-        else None,
+        router=tensors.linear(
+            prefix, layer, router, False, torch.float32 if kind.router.scores == "sigmoid" else None
+        ),
+        correction=None
+        if kind.router.scores != "sigmoid"
+        else tensors.tensor(f"{prefix}{kind.gate}.e_score_correction_bias", count, dtype=torch.float32),
         gate_up=tensors.experts(experts, count, dict.fromkeys(gate_and_up, kind.size), hidden),
         down=tensors.experts(experts, count, {down: hidden}, kind.size),
         shared=shared,
@@ -63,7 +65,8 @@ def run_mixture(
 ) -> torch.Tensor:
     """[T, C]"""
     ops = linears.experts
-    routes = ops.route(linears.apply(weights.router, x, batch), kind.router, weights.correction)
+    scored = linears.to_float32(x) if kind.router.scores == "sigmoid" else x
+    routes = ops.route(linears.apply(weights.router, scored, batch), kind.router, weights.correction)
     rows = ops.group(routes, kind.router.num_experts)
     inner = ops.act(weights.gate_up(ops.gather(x, rows), rows), ExpertActivation(kind.activation))
     out = ops.combine(weights.down(inner, rows), routes, rows)

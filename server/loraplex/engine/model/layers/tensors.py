@@ -39,15 +39,18 @@ class LayerTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
-    def linear(self, prefix: str, layer: int, group: SiteGroup, bias: bool) -> Linear:
-        """The group's sites, one behind the other. `prefix`: of their names."""
+    def linear(
+        self, prefix: str, layer: int, group: SiteGroup, bias: bool, dtype: torch.dtype | None = None
+    ) -> Linear:
+        """The group's sites, one behind the other. `prefix`: of their names. `dtype`: another than the model's."""
         parts = {f"{prefix}{site}": rows for site, rows in zip(group.sites, group.out_features, strict=True)}
         packed_bias = self._stack(parts, "bias") if bias else None
         weight = None
         if self._codes is not None and FLOAT_SITES.isdisjoint(group.sites):
             weight = self._codes.read({name: (rows, group.in_features) for name, rows in parts.items()})
         if weight is None:
-            weight = self._ops.pack(self._stack(parts, "weight", group.in_features), FLOATS, self._dtype)
+            rows, dtype = self._stack(parts, "weight", group.in_features), dtype or self._dtype
+            weight = self._ops.pack(rows.to(dtype), FLOATS, dtype)
         return Linear(weight, packed_bias, layer, group.key)
 
     def experts(self, prefix: str, count: int, parts: dict[str, int], inputs: int) -> PackedExperts:
@@ -82,8 +85,9 @@ class LayerTensors:
         found = self.tensor(name, 1)
         return 1.0 if found.is_meta else float(found)
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self._dtype, device=self._device)
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`dtype`: another than the model's."""
+        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         self._checkpoint.read_into(name, tensor)
         return tensor
 
