@@ -80,7 +80,7 @@ _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_pro
 
 _TARGETS: dict[str, dict[str, str]] = {
     # PEFT takes these names for the experts'.
-    **dict.fromkeys(ROUTED, dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "o_proj")),
+    **dict.fromkeys((*ROUTED, "glm4_moe"), dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "o_proj")),
     "phi3": _FUSED_TARGETS,
     "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
