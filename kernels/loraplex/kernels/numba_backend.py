@@ -65,6 +65,7 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
             delta_rule=numba_rule.delta_rule,
             gated_norm=numba_gates.gated_norm,
             output_gate=numba_gates.output_gate,
+            by_part=numba_gates.by_part,
             step_gates=numba_gates.step_gates,
             state_rule=numba_rule.state_rule,
         ),

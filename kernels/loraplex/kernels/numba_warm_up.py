@@ -92,6 +92,7 @@ def _warm_up_recurrent(dtype: torch.dtype, ops: RecurrentOps) -> None:
     ops.state_rule(qkv, decay, step, ones, rows, memory, heads)
     ops.gated_norm(out, out, torch.ones(COLUMNS, dtype=dtype), 1e-6)
     ops.output_gate(out[:, None], out[:, None])
+    ops.by_part(x, 1, (x.shape[1],))
 
 
 def _warm_up_experts(dtype: torch.dtype, ops: ExpertOps) -> None:
@@ -101,7 +102,7 @@ def _warm_up_experts(dtype: torch.dtype, ops: ExpertOps) -> None:
         routes = ops.route(logits, RouterKind("softmax", 2, 1))
     rows = ops.group(routes, 2)
     ops.act(x, ExpertActivation("clamped"))
-    ops.combine(ops.gather(x, rows), routes, rows)
+    ops.add_gated(ops.combine(ops.gather(x, rows), routes, rows), x, x[:, :1])
 
 
 def _warm_up_codes(dtype: torch.dtype, ops: Ops) -> None:

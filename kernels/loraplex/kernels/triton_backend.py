@@ -26,7 +26,7 @@ from loraplex.kernels.linear import (
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.linear.stored import GroupedWeight
 from loraplex.kernels.ops import Ops
-from loraplex.kernels.recurrent import triton_convolve, triton_gates, triton_rule
+from loraplex.kernels.recurrent import torch_recurrent, triton_convolve, triton_gates, triton_rule
 from loraplex.kernels.recurrent.kernel import RecurrentOps
 from loraplex.kernels.weight_form import WeightForm
 
@@ -83,6 +83,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
             delta_rule=triton_rule.delta_rule,
             gated_norm=triton_gates.gated_norm,
             output_gate=triton_gates.output_gate,
+            by_part=torch_recurrent.by_part,
             step_gates=triton_gates.step_gates,
             state_rule=triton_rule.state_rule,
         ),

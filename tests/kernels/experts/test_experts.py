@@ -163,6 +163,18 @@ def test_a_mixture_is_the_sum_of_its_experts(ops: Ops, name: str, dtype: torch.d
         assert (out.double() - want).abs().max() <= tolerance * want.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gated_sum_rounds_as_transformers(ops: Ops, dtype: torch.dtype) -> None:
+    for rows, columns in ((1, 8), (7, 50), (90, 64)):
+        out, y = drawn(rows, columns, dtype=dtype), drawn(rows, columns, seed=1, dtype=dtype)
+        gate = (8 * drawn(rows, 3, seed=2)).to(dtype)[:, 1:2]
+        want = out + gate.sigmoid() * y
+        ops.experts.add_gated(out, y, gate)
+        ulp = 2**-7 if dtype is torch.bfloat16 else 1e-6
+        torch.testing.assert_close(out, want, rtol=ulp, atol=ulp)
+        assert (out != want).float().mean() <= (0.02 if dtype is torch.bfloat16 else 1)
+
+
 def test_experts_of_other_shapes_are_refused(ops: Ops) -> None:
     with pytest.raises(ValueError, match="one shape"):
         ops.experts.pack([drawn(4, 8), drawn(6, 8)], FLOATS, torch.float32)

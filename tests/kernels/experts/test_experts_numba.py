@@ -49,7 +49,9 @@ class Mixture:
         rows = EACH.group(routes, EXPERTS)
         h = self.gate_up(EACH.gather(x, rows), rows, self.bias)
         h = EACH.act(h, ExpertActivation("clamped"))
-        return EACH.combine(self.down(h, rows), routes, rows)
+        out = EACH.combine(self.down(h, rows), routes, rows)
+        EACH.add_gated(out, x, self.router(x)[:, :1])
+        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -108,6 +110,13 @@ def test_experts_in_groups_of_several_sizes_are_multiplied_one_by_one() -> None:
     x = drawn(3, HIDDEN)
     want = torch.stack([x[row] @ weights[expert].dense().T for row, expert in ((1, 0), (0, 1), (2, 1))])
     torch.testing.assert_close(packed(x[rows.row_of], rows), want, rtol=1e-5, atol=1e-4)
+
+
+def test_a_gate_of_other_rows_is_refused() -> None:
+    out = drawn(3, 16)
+    for y, gate in ((drawn(3, 8), drawn(3, 1)), (drawn(3, 16), drawn(2, 1)), (drawn(3, 16), drawn(3, 16))):
+        with pytest.raises(ValueError, match="do not fit"):
+            EACH.add_gated(out, y, gate)
 
 
 def test_a_recorded_call_serves_any_routes() -> None:

@@ -217,6 +217,16 @@ def test_the_output_gate_of_heads_that_fill_no_whole_vectors(ops_of_cpus):
     few_differ(ops_of_cpus.output_gate(attended, gate), (attended * gate.sigmoid()).flatten(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_columns_by_head_become_columns_by_part(ops_of_cpus, dtype):
+    wide = torch.randn(9, 500).to(dtype)
+    for heads, sizes in ((3, (2, 2)), (4, (16, 16, 40, 40)), (1, (5,))):
+        x = wide[:, 7 : 7 + heads * sum(sizes)]
+        each = [head.split(sizes, 1) for head in x.chunk(heads, 1)]
+        want = torch.cat([head[part] for part in range(len(sizes)) for head in each], 1)
+        assert torch.equal(ops_of_cpus.by_part(x, heads, sizes), want)
+
+
 def few_differ(got, want):
     """By an ulp, near ties alone."""
     assert got.dtype is want.dtype

@@ -42,6 +42,7 @@ def numba_expert_ops(pack: Pack, activate: Activate) -> ExpertOps:
         join=_join,
         act=act,
         combine=numba_rows.combine,
+        add_gated=numba_rows.add_gated,
     )
 
 

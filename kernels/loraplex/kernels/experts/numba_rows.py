@@ -1,4 +1,4 @@
-"""Rows grouped by expert on a CPU, compiled by numba: `group`, `gather`, `clamped` and `combine` of
+"""Rows grouped by expert on a CPU, compiled by numba: `group`, `gather`, `clamped`, `combine` and `add_gated` of
 `loraplex.kernels.experts.torch_experts`."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
@@ -15,13 +15,16 @@ from loraplex.kernels.numba_runtime.thread_team import SMALL, Kernel, rows_of_un
 from loraplex.kernels.numba_runtime.vectors import (
     LIKE,
     exp,
+    first_lane,
     fma,
     jit,
+    load_first,
     load_some,
     maximum,
     read_float32,
     read_float64,
     read_int64,
+    rounded,
     size_of,
     splat,
     store_some,
@@ -217,3 +220,36 @@ def _combine_units(team, arguments, like):
 
 
 _combine_all = Kernel(_combine_units, "q" * 8)
+
+
+def add_gated(out: torch.Tensor, y: torch.Tensor, gate: torch.Tensor) -> None:
+    """Raises ValueError where they do not fit."""
+    rows, columns = out.shape
+    fits = y.shape == out.shape and gate.shape == (rows, 1) and out.dtype is y.dtype is gate.dtype
+    if not (fits and out.is_contiguous() and y.is_contiguous()):
+        raise ValueError(f"y {list(y.shape)} and its gate {list(gate.shape)} do not fit {list(out.shape)}")
+    _add_all.run(
+        (LIKE[out.dtype],), out.data_ptr(), y.data_ptr(), gate.data_ptr(), gate.stride(0) * gate.element_size(),
+        columns, rows, rows_of_unit(rows), alone=rows * columns <= SMALL,
+    )  # fmt: skip
+
+
+def _add_units(team, arguments, like):
+    out, y, gate = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    gate_row, columns = read_int64(arguments + 24), read_int64(arguments + 32)
+    rows, share = read_int64(arguments + 40), read_int64(arguments + 48)
+    units, size, one = (rows + share - 1) // share, size_of(like), splat(_ONE)
+    while True:
+        first = take_unit(team, units) * share
+        if first >= rows:
+            break
+        for row in range(first, min(first + share, rows)):
+            x = splat(_F32) - load_first(gate + row * gate_row, 1, like)
+            opened = splat(first_lane(rounded(one / (one + exp(x)), like)))
+            for c in range(0, columns, 16):
+                at, left = (row * columns + c) * size, columns - c
+                value = rounded(load_some(y + at, left, like) * opened, like)
+                store_some(load_some(out + at, left, like) + value, out + at, left, like)
+
+
+_add_all = Kernel(_add_units, "q" * 7)

@@ -42,7 +42,7 @@ def expert_ops(pack: Pack, activate: Activate = act_and_mul) -> ExpertOps:
             return clamped(gate_up, kind)
         return activate(gate_up, kind.name == "gelu_tanh")
 
-    return ExpertOps(route, group, gather, pack_all, LinearByExpert.of, act, combine)
+    return ExpertOps(route, group, gather, pack_all, LinearByExpert.of, act, combine, add_gated)
 
 
 def route(
@@ -106,6 +106,10 @@ def combine(y: torch.Tensor, routes: Routes, rows: ExpertRows) -> torch.Tensor:
     for weights, places in zip(routes.weights.T, rows.place_of.T, strict=True):
         total += weights[:, None] * y[places].float()
     return total.to(y.dtype)
+
+
+def add_gated(out: torch.Tensor, y: torch.Tensor, gate: torch.Tensor) -> None:
+    out.add_(y * gate.sigmoid())
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,3 +122,6 @@ class ExpertOps:
     combine: Callable[[torch.Tensor, Routes, ExpertRows], torch.Tensor]
     """y [P, H] → [T, H]: each row's places times their weights, summed in float32 in the order of the routes, and
     rounded once."""
+    add_gated: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """out, y [T, H] and a gate [T, 1]: out += y·sigmoid(gate), in place. The sigmoid, the product and the sum are
+    rounded."""

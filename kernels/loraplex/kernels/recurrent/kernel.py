@@ -68,5 +68,6 @@ class RecurrentOps:
     delta_rule: DeltaRule
     gated_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     output_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    by_part: Callable[[torch.Tensor, int, tuple[int, ...]], torch.Tensor]
     step_gates: StepGates
     state_rule: StateRule

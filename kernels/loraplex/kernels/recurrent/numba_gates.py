@@ -32,6 +32,7 @@ from loraplex.kernels.numba_runtime.vectors import (
 )
 
 _F32, _ONE = np.float32(0), np.float32(1)
+_MOST_PARTS = 4
 
 
 def delta_gates(
@@ -242,3 +243,44 @@ def _output_units(team, arguments, like):
 
 
 _output_all = Kernel(_output_units, "qqqqqqqqq")
+
+
+def by_part(x: torch.Tensor, heads: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Raises ValueError where they do not fit."""
+    rows, columns = x.shape
+    if len(sizes) > _MOST_PARTS or heads * sum(sizes) != columns or x.stride(1) != 1:
+        raise ValueError(f"{heads} heads of the parts {sizes} are not the columns of {list(x.shape)}")
+    out = torch.empty(rows, columns, dtype=x.dtype)
+    _part_all.run(
+        (LIKE[x.dtype],), x.data_ptr(), x.stride(0) * x.element_size(), out.data_ptr(), heads,
+        *sizes, *(0,) * (_MOST_PARTS - len(sizes)), columns, rows, rows_of_unit(rows),
+        alone=x.numel() <= SMALL,
+    )  # fmt: skip
+    return out
+
+
+def _part_units(team, arguments, like):
+    x, x_row, out, heads = (read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16),
+                            read_int64(arguments + 24))  # fmt: skip
+    columns, rows, share = (read_int64(arguments + 64), read_int64(arguments + 72),
+                            read_int64(arguments + 80))  # fmt: skip
+    units, size, head_columns = (rows + share - 1) // share, size_of(like), columns // heads
+    while True:
+        first = take_unit(team, units) * share
+        if first >= rows:
+            break
+        for row in range(first, min(first + share, rows)):
+            target, before = out + row * columns * size, 0
+            for part in range(_MOST_PARTS):
+                count = read_int64(arguments + 32 + part * 8)
+                for head in range(heads):
+                    source = x + row * x_row + (head * head_columns + before) * size
+                    for c in range(0, count, 16):
+                        store_some(
+                            load_some(source + c * size, count - c, like), target + c * size, count - c, like
+                        )
+                    target += count * size
+                before += count
+
+
+_part_all = Kernel(_part_units, "q" * 11)

@@ -35,7 +35,9 @@ _NORM_EPS = 1e-6
 
 
 def recurrent_ops() -> RecurrentOps:
-    return RecurrentOps(convolve, delta_gates, delta_rule, gated_norm, output_gate, step_gates, state_rule)
+    return RecurrentOps(
+        convolve, delta_gates, delta_rule, gated_norm, output_gate, by_part, step_gates, state_rule
+    )
 
 
 def convolve(
@@ -240,3 +242,9 @@ def output_gate(attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """attended·sigmoid(gate). attended: [T, H, D]; gate: [T, H, D] of the same dtype, rows and heads may lie apart.
     Returns [T, H·D]."""
     return (attended * gate.sigmoid()).flatten(1)
+
+
+def by_part(x: torch.Tensor, heads: int, sizes: tuple[int, ...]) -> torch.Tensor:
+    """The columns of x [T, H·Σ sizes], which has all parts of a head one behind the other, with the heads of a part one
+    behind the other: [T, H·size₀ … H·sizeₙ]. At most four parts."""
+    return torch.cat([part.flatten(1) for part in x.unflatten(1, (heads, -1)).split(sizes, 2)], 1)
