@@ -4,9 +4,9 @@ tensors."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-from loraplex.adapters.spec import ExpertShape, ExpertSite
+from loraplex.adapters.spec import ExpertShape, ExpertSite, TensorSlice
 
 SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's linears in checkpoints: gate, up and down."""
@@ -20,6 +20,31 @@ _LINEAR = re.compile(rf"{_EXPERTS}\.(\d{{1,6}})\.({'|'.join(LEAVES)})")
 _STACK = re.compile(rf"{_EXPERTS}\.(gate_up_proj|down_proj)(_blocks)?")
 _BLOCK = 32
 """Inputs of a block of MXFP4, whose tensors have two dimensions for them."""
+
+_MOST_EXPERTS = 1 << 12
+
+
+def split_stack(
+    name: str, tensor: TensorSlice, linears: tuple[str, ...]
+) -> Iterator[tuple[str, TensorSlice]]:
+    """A tensor of a checkpoint; where it is a stack [experts, out, in] of the weights of experts, with the linears
+    gate, up and down of these names, each of these. Gate and up lie in one stack, gate before up."""
+    found = _STACK.fullmatch(name.removesuffix(".weight")) if linears else None
+    parts = linears[:2] if found and found[3] == "gate_up_proj" else linears[2:]
+    if found is None or found[4] or not _is_stack(tensor.shape, len(parts)):
+        yield name, tensor
+        return
+    count, rows, inputs = tensor.shape
+    size = (tensor.end - tensor.start) // (count * len(parts))
+    for number in range(count * len(parts)):
+        expert, part = divmod(number, len(parts))
+        start = tensor.start + number * size
+        own = TensorSlice(tensor.dtype, (rows // len(parts), inputs), start, start + size)
+        yield f"{found[1]}.{expert}.{parts[part]}.weight", own
+
+
+def _is_stack(shape: tuple[int, ...], parts: int) -> bool:
+    return len(shape) == 3 and 1 <= shape[0] <= _MOST_EXPERTS and shape[1] % parts == 0
 
 
 def find_experts(

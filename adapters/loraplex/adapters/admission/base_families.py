@@ -59,10 +59,6 @@ _REASONS: tuple[tuple[str, Mapping[str, str]], ...] = (
             "zamba": "Zamba", "zamba2": "Zamba2", "zaya": "ZAYA",
         },
     ),
-    (
-        "its layers have experts behind gated delta nets, which the fused decoder does not compute",
-        {"qwen3_5_moe_text": "Qwen3.5-MoE", "qwen3_next": "Qwen3-Next"},
-    ),
     (CONVOLUTION, {"lfm2_moe": "LFM2-MoE", "inkling2": "Inkling 2"}),
     (
         _ENCODER,
@@ -104,7 +100,10 @@ _LAYER_KINDS: Mapping[str, frozenset[str]] = {
 """Kinds of layers, of those that transformers knows, by what is in the way: in families that are not listed too."""
 _SERVED_KINDS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("lfm2", "lfm3"), frozenset({"conv"})),
-    **dict.fromkeys(("olmo_hybrid", "qwen3_5", "qwen3_5_text"), frozenset({"linear_attention"})),
+    **dict.fromkeys(
+        ("olmo_hybrid", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        frozenset({"linear_attention"}),
+    ),
     **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h"), frozenset({"mamba", "linear_attention"})),
 }
 _SIZES: Mapping[str, str] = {
@@ -116,8 +115,8 @@ _SIZES: Mapping[str, str] = {
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config", "vq_config")
 _MULTIMODAL = ("phi4_multimodal",)
 """Types that have no config for what they see or hear where `_OTHER_INPUTS` would find it."""
-ROUTED = frozenset({"mixtral", "olmoe", "qwen3_moe"})
-"""Types of mixtures whose routers adapters may change."""
+ROUTED = frozenset({"mixtral", "olmoe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"})
+"""Types of mixtures whose routers, and gates of shared experts, adapters may change."""
 ANSWER_FILE = "1_LogitScore/config.json"
 """The file in which sentence-transformers names the tokens whose logits a reranker compares."""
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "Model")

@@ -29,7 +29,7 @@ from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
 from loraplex.adapters.base_weights.schemes import StoredLinears, read_linears
 from loraplex.adapters.base_weights.tensors import QuantisedTensors
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
-from loraplex.adapters.expert_shapes import find_experts
+from loraplex.adapters.expert_shapes import find_experts, split_stack
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import (
@@ -40,6 +40,7 @@ from loraplex.kernels.lora.site_groups import (
     LAYER_SITES,
     MODEL_PROJECTION,
     ROUTER,
+    SHARED_GATE,
     SITES,
 )
 
@@ -49,6 +50,7 @@ _SITE_NAME = re.compile(
 _ATTENTION_OUT = ".attn.c_proj"
 """The end of a path whose leaf the feed-forward has too: StarCoder's and GPT-2's."""
 _HEAD_NAME = f"{HEAD}.weight"
+_ROUTED_SITES = frozenset({ROUTER, SHARED_GATE})
 _FLOATS = FLOAT_SITES | {EMBEDDING}
 """Sites whose weights the engine keeps in its dtype."""
 _SINGLE_FILE = "model.safetensors"
@@ -62,6 +64,8 @@ class BaseTensor:
     path: Path
     tensor: TensorSlice
     stored_name: str
+    is_part: bool = False
+    """Whether that is the name of a stack that it lies in."""
 
 
 def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: str = "none") -> BaseSpec:
@@ -191,7 +195,8 @@ def locate_module_weights(base: BaseSpec) -> dict[str, BaseTensor]:
 
 
 def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
-    """Every tensor of the checkpoint by the name that transformers gives it. Raises BaseModelInvalid."""
+    """Every tensor of the checkpoint by the name that transformers gives it, those of experts each alone. Raises
+    BaseModelInvalid."""
     located: dict[str, BaseTensor] = {}
     parts = parts_of(_read_json(model_dir / "config.json").get("model_type"))
     if is_indexed(model_dir):
@@ -206,10 +211,10 @@ def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
         except (AdapterRefused, OSError) as error:
             raise BaseModelInvalid(f"cannot read {path}: {error}") from error
         for stored, tensor in header.items():
-            name = parts.module_name(stored)
-            if name in located:
-                raise BaseModelInvalid(f"{path} and {located[name].path} both hold {name}")
-            located[name] = BaseTensor(path, tensor, stored)
+            for name, part in split_stack(parts.module_name(stored), tensor, parts.expert_linears):
+                if name in located:
+                    raise BaseModelInvalid(f"{path} and {located[name].path} both hold {name}")
+                located[name] = BaseTensor(path, part, stored, part is not tensor)
     return located
 
 
@@ -275,15 +280,20 @@ def find_sites(
     linears: Mapping[str, tuple[int, int]], num_layers: int, *, routers: bool
 ) -> dict[tuple[int, str], SiteShape]:
     """The sites in the layers of a model, of its linears' [out_features, in_features] by path; `routers`: those of
-    experts among them. Routed experts have none, and where a layer has several linears of one leaf, none of them is
-    one. A site may have other sizes in other layers, and be missing in some. Of several lists of layers the one with
-    most linears counts: some checkpoints have layers beside those of the model, which predict further tokens
-    ("mtp")."""
+    experts, and gates of shared ones, among them. Routed experts have none, and where a layer has several linears of
+    one leaf, none of them is one. A site may have other sizes in other layers, and be missing in some. Of several lists
+    of layers the one with most linears counts: some checkpoints have layers beside those of the model, which predict
+    further tokens ("mtp")."""
     listed: dict[str | None, list[SiteShape]] = {}
     for path, (out_features, in_features) in linears.items():
         match = _SITE_NAME.fullmatch(path)
         layer = int(match[2] or 0) if match else 0
-        if match and layer < num_layers and not is_of_expert(path) and (routers or match[3] != ROUTER):
+        if (
+            match
+            and layer < num_layers
+            and not is_of_expert(path)
+            and (routers or match[3] not in _ROUTED_SITES)
+        ):
             leaf = ATTENTION_OUT if path.endswith(_ATTENTION_OUT) else match[3] or match[4]
             site = SiteShape(layer, leaf, in_features, out_features, path)
             listed.setdefault(match[1], []).append(site)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from loraplex.adapters.expert_shapes import SPELLINGS
 from loraplex.kernels.lora.site_groups import MODEL_PROJECTION
 
 DECODERS: tuple[tuple[str, str], ...] = (
@@ -61,6 +62,8 @@ class ModelParts:
     """Whether the linears of the layers are stored as [in, out]."""
     unread: tuple[str, ...] = ()
     """How the names begin of tensors that transformers makes no modules of: a head that predicts further tokens."""
+    expert_linears: tuple[str, ...] = ()
+    """Names of an expert's linears, gate, up and down, of types whose files may have stacks of them."""
 
     def part_of(self, name: str) -> str | None:
         """The part beside the language model that a module or tensor lies in, by its name of now."""
@@ -99,6 +102,7 @@ def part_behind(decoder: str, name: str) -> str | None:
 
 _TEXT = ModelParts()
 _PREDICTS = ("mtp.",)
+_EXPERTS = ModelParts(expert_linears=SPELLINGS[0])
 _LLAVA = ModelParts(("vision_tower", "multi_modal_projector", "image_newline", "vision_resampler"))
 _LFM3_INSIDE = ((".self_attn.gate_proj.", ".self_attn.g_proj."),)
 _COSMOS_INSIDE = (
@@ -171,6 +175,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     "qwen2_5_omni": replace(_QWEN_OMNI, unread=("talker.", "token2wav.")),
     "qwen2_5_omni_thinker": _QWEN_OMNI,
     "qwen3_5": replace(_QWEN_VL, unread=_PREDICTS),
+    "qwen3_5_moe": replace(_QWEN_VL, unread=_PREDICTS, expert_linears=_EXPERTS.expert_linears),
     "qwen3_vl": _QWEN_VL,
     "smolvlm": _IDEFICS,
     "video_llava": ModelParts(("image_tower", "video_tower", "multi_modal_projector")),
@@ -233,7 +238,8 @@ _TEXTS: Mapping[str, ModelParts] = {
     "mpt": ModelParts(layer_count="n_layers"),
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
     "lfm3": ModelParts(inside=_LFM3_INSIDE),
-    "mixtral": ModelParts(inside=((".block_sparse_moe.", ".mlp."),)),
+    **dict.fromkeys(("glm4_moe", "olmoe", "qwen3_moe"), _EXPERTS),
+    "mixtral": ModelParts(inside=((".block_sparse_moe.", ".mlp."),), expert_linears=SPELLINGS[1]),
     "olmo_hybrid": ModelParts(
         inside=(
             (".attention_layer_norm.", ".input_layernorm."),
@@ -242,6 +248,7 @@ _TEXTS: Mapping[str, ModelParts] = {
     ),
     "nemotron_h": ModelParts(renamed=(("backbone.", "model."),), unread=_PREDICTS),
     "qwen3_5_text": ModelParts(unread=_PREDICTS),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), replace(_EXPERTS, unread=_PREDICTS)),
     "laguna": ModelParts(inside=((".mlp.shared_expert.", ".mlp.shared_experts."),)),
 }
 """Text models whose names, sizes or tensors are stored otherwise than those of others."""

@@ -119,7 +119,7 @@ class Checkpoint:
         return entry
 
     def _tensor(self, entry: BaseTensor) -> torch.Tensor:
-        if entry.path in self._files:
+        if entry.path in self._files and not entry.is_part:
             stored: torch.Tensor = self._files[entry.path].get_tensor(entry.stored_name)
             return stored
         try:
