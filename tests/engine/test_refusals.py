@@ -69,11 +69,8 @@ def said_by_all(path: Path, readers: tuple[Callable[[Path], Any], ...] = READERS
     ("config", "words"),
     [
         ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "recurrent states"),
-        ({"model_type": "qwen3_5_moe_text", "num_hidden_layers": 4}, "experts behind gated delta nets"),
-        ({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}}, "experts behind gated"),
         ({"model_type": "nemotron_h", "layers_block_type": ["attention", "moe"]}, "experts.*layers_block_type: moe"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*E"}, "experts.*hybrid_override_pattern: E"),
-        ({"model_type": "qwen3_next", "num_hidden_layers": 4}, "experts behind gated delta nets"),
         ({"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"]}, "convolutions"),
         ({"model_type": "glm4_moe_lite", "kv_lora_rank": 512}, r"\(MLA\)"),
         ({"model_type": "deepseek_v32", "kv_lora_rank": 512, "index_topk": 2048}, r"\(MLA\)"),

@@ -136,8 +136,10 @@ def test_repeated_layers_give_the_same_bits(family: str, dtype: str, threads: in
     assert seen[False] > 0, "steps of too many rows"
 
 
-@pytest.mark.parametrize("family", ["granite4-h", "olmo_hybrid", "nemotron_h"])
-def test_steps_of_states_are_recorded_with_multipliers_and_wide_norms_too(
+@pytest.mark.parametrize(
+    "family", ["granite4-h", "olmo_hybrid", "nemotron_h", "qwen3_5_moe", "qwen3_next", "glm4_moe"]
+)
+def test_steps_of_states_and_experts_are_recorded_with_multipliers_and_wide_norms_too(
     family: str, tmp_path: Path
 ) -> None:
     base = save_tiny(tmp_path / "base", FAMILIES[family])

@@ -75,6 +75,9 @@ OTHER_PLANS = {
     "nemotron_h": FAMILIES["nemotron_h"] | {"head_dim": 128},
     # Experts that a router chooses for each row.
     "qwen3_moe": FAMILIES["qwen3_moe"],
+    "glm4_moe": FAMILIES["glm4_moe"] | {"head_dim": 128},
+    # States and experts, and a shared expert behind a gate.
+    "qwen3_next": FAMILIES["qwen3_next"] | {"head_dim": 128},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "wide steps": {"max_num_batched_tokens": 700},

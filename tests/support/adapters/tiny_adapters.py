@@ -79,8 +79,11 @@ _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_pro
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 
 _TARGETS: dict[str, dict[str, str]] = {
-    # PEFT takes these names for the experts'.
-    **dict.fromkeys((*ROUTED, "glm4_moe"), dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "o_proj")),
+    # PEFT takes these names for the experts', those of Qwen3.5 aside.
+    **dict.fromkeys(
+        {*ROUTED, "glm4_moe"} - {"qwen3_5_moe_text"},
+        dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "o_proj"),
+    ),
     "phi3": _FUSED_TARGETS,
     "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
@@ -99,6 +102,15 @@ _TARGETS: dict[str, dict[str, str]] = {
 
 DELTA = {"q_proj": ["in_proj_qkv", "in_proj_z", "in_proj_a"], "k_proj": ["in_proj_b"], "o_proj": ["out_proj"]}
 """Sites of the layers of Qwen3.5 that have none of these."""
+DELTA_OF = {
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA | {"v_proj": ["shared_expert_gate"]},
+    "qwen3_next": {
+        "q_proj": ["in_proj_qkvz"],
+        "k_proj": ["in_proj_ba"],
+        "o_proj": ["out_proj", "shared_expert_gate"],
+    },
+}
 
 
 def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -108,15 +120,19 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
     if model_type in ("lfm2", "lfm3") and "q_proj" in targets:
         targets += ["in_proj"]  # of the layers that have no q_proj
         targets += ["out_proj", "g_proj"] if model_type == "lfm3" else []
-    if model_type == "qwen3_5_text":
-        targets += [site for known, sites in DELTA.items() if known in targets for site in sites]
+    targets += [
+        site for known, sites in DELTA_OF.get(model_type, {}).items() if known in targets for site in sites
+    ]
     if model_type in ("granitemoehybrid", "nemotron_h"):
         targets += [
             site for known, site in (("q_proj", "in_proj"), ("o_proj", "out_proj")) if known in targets
         ]
     only_linears = options.get("use_dora") or "alora_invocation_tokens" in options  # by PEFT
     if model_type in ROUTED and "gate_proj" in options["target_modules"] and not only_linears:
-        targets += [ROUTER]
+        if model_type == "qwen3_5_moe_text":  # where PEFT knows the router by its parameter alone
+            options = options | {"target_parameters": [f"{ROUTER}.weight"]}
+        else:
+            targets += [ROUTER]
     if model_type == "olmo_hybrid" and "q_proj" in targets:
         targets += ["g_proj", "b_proj", "a_proj"]
     pattern = {names.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}

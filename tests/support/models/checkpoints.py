@@ -196,6 +196,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
         "sliding_window": 9,
     },
+    # Delta nets, and a shared expert behind a gate in each layer; by key head, with a dense layer.
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text", "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "head_dim": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next", "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": False,
+    },
     "olmo_hybrid-rope": {
         "model_type": "olmo_hybrid", "layer_types": ["full_attention", "linear_attention", "full_attention"],
         "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
@@ -268,7 +281,10 @@ def _save(config: Any, out: Path, seed: int, save: dict[str, Any]) -> Path:
     for name, weight in model.named_parameters():
         # Larger than usual, so that attention is sharp and an error anywhere shows in the logits.
         # Gemma before the fourth adds 1 to them.
-        centered = not config.model_type.startswith(("gemma", "qwen3_5")) or "gemma4" in config.model_type
+        centered = (
+            not config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next"))
+            or "gemma4" in config.model_type
+        )
         center = 1.0 if "norm" in name and name.endswith("weight") and centered else 0.0
         center = 1.0 if name.endswith("linear_attn.norm.weight") else center
         weight.data.normal_(center, 0.25, generator=generator)

@@ -72,8 +72,9 @@ class DeltaKind(MixerKind, frozen=True):
     width: int
     """Positions that a row of the convolution reads, its own included."""
     sites: tuple[str, ...] = ("in_proj_qkv", "in_proj_z")
-    """The names of the linears to queries, keys, values and the norm's gate: a pair, or one of each."""
-    gates: tuple[str, str] = ("in_proj_b", "in_proj_a")
+    """The names of the linears to queries, keys, values and the norm's gate: a pair, or one of each. One for all gives
+    the parts of a key head one behind the other, and so does one of both gates."""
+    gates: tuple[str, ...] = ("in_proj_b", "in_proj_a")
     out: str = "out_proj"
     """The name of the output's linear."""
     norm: str = "norm"

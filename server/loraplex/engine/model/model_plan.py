@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from loraplex.adapters.admission.base_families import ANSWER_FILE, text_fields
+from loraplex.adapters.admission.base_families import ANSWER_FILE, not_served, text_fields
 from loraplex.engine.devices import refuse_bits
 from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import ModelShape, ModelUnsupported
@@ -34,6 +34,7 @@ from loraplex.kernels.attention.kernel import TellsPrevious
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.linear.dense import multiplies
 
+_EXPERTS_BEHIND_STATES = "its layers have experts behind gated delta nets, which are computed on CPUs alone"
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 TESTED = frozenset({"gemma", "granite", "olmo2", "smollm3", "starcoder2"})
@@ -255,6 +256,8 @@ def _plan(
             and read_config_json(model_dir)[0] == content
         ):
             kept.save_plan(content, settings.max_model_len, read)
+    if read.spec.mixtures and not on_cpu:
+        raise ModelUnsupported(not_served(raw["model_type"], _EXPERTS_BEHIND_STATES))
     dtype = _dtype(settings.dtype, read.dtype, kernels.multiplies(_DTYPES[read.dtype]))
     head, spec, unread = base_head(model_dir, raw), read.spec, read.unread
     if head is not None and head.answers is not None and spec.logits_softcap is not None:

@@ -220,7 +220,11 @@ WIDE = {
 
 
 @pytest.mark.parametrize(
-    "shape", [pytest.param(s, marks=() if s == SHAPES[2] else pytest.mark.soak) for s in (*SHAPES, "wide")]
+    "shape",
+    [
+        pytest.param(s, marks=() if s == SHAPES[2] else pytest.mark.soak)
+        for s in (*SHAPES, "wide", "qwen3_5_moe", "qwen3_next", "glm4_moe")
+    ],
 )
 def test_bfloat16_errs_no_more_than_transformers(shape: str, tmp_path: Path) -> None:
     """Both beside the same weights in float32."""

@@ -11,6 +11,7 @@ from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.layer_kinds import GatedKind, MixtureKind
 from loraplex.kernels.experts.types import RouterKind
+from loraplex.kernels.lora.site_groups import SHARED_GATE
 
 FIELDS = frozenset(
     {
@@ -21,6 +22,18 @@ FIELDS = frozenset(
     }
 )  # fmt: skip
 """Config fields beside those that other families have too. Some are of training alone."""
+QWEN3_5_FIELDS = frozenset(
+    {
+        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+        "output_router_logits", "router_aux_loss_coef",
+    }
+)  # fmt: skip
+QWEN3_5_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "norm_topk_prob": (None, True),
+    "decoder_sparse_step": (None, 1),
+    "mlp_only_layers": (None, []),
+}
+"""Values of fields that transformers reads for Qwen3-Next, and not for Qwen3.5."""
 _MOST_EXPERTS = 1 << 12
 
 
@@ -32,6 +45,22 @@ def qwen3_mixture(config: Any, layer: int) -> MixtureKind | None:
     if layer in dense or (layer + 1) % step or config.num_experts == 0:
         return None
     return _mixture(config, "moe_intermediate_size", normalise=bool(config.norm_topk_prob))
+
+
+def qwen3_next_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    kind = qwen3_mixture(config, layer)
+    return None if kind is None else _with_shared_gate(kind, config)
+
+
+def qwen3_5_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    return _with_shared_gate(_mixture(config, "moe_intermediate_size", normalise=True), config)
+
+
+def _with_shared_gate(kind: MixtureKind, config: Any) -> MixtureKind:
+    size = _width(config, "shared_expert_intermediate_size")
+    return msgspec.structs.replace(kind, shared=GatedKind(size, "silu", False), shared_gate=SHARED_GATE)
 
 
 def olmoe_mixture(config: Any, layer: int) -> MixtureKind | None:
@@ -80,13 +109,19 @@ def _mixture(
     weights_in_float32: bool = False,
     sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> MixtureKind:
-    # Each config has this name, for its own field or another.
-    count, top_k, size = config.num_local_experts, config.num_experts_per_tok, getattr(config, size_field)
+    # Most configs have the first name, for their own field or another.
+    count = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
+    top_k, size = config.num_experts_per_tok, _width(config, size_field)
     if type(count) is not int or not 1 <= count <= _MOST_EXPERTS:
         raise ModelUnsupported(f"num_experts {shown(count)} is not served; 1 to {_MOST_EXPERTS} are")
     if type(top_k) is not int or not 1 <= top_k <= count:
         raise ModelUnsupported(f"num_experts_per_tok {shown(top_k)} is no number of the {count} experts")
-    if type(size) is not int or not 1 <= size <= 1 << 24:
-        raise ModelUnsupported(f"{size_field} {shown(size)} is no width of an expert")
     router = RouterKind("softmax", count, top_k, normalise=normalise, weights_in_float32=weights_in_float32)
     return MixtureKind(size, "silu", router, sites)
+
+
+def _width(config: Any, field: str) -> int:
+    size = getattr(config, field)
+    if type(size) is not int or not 1 <= size <= 1 << 24:
+        raise ModelUnsupported(f"{field} {shown(size)} is no width of an expert")
+    return size

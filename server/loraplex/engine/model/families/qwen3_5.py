@@ -1,4 +1,4 @@
-"""Gated delta nets in the configs of Qwen3.5 and OLMo Hybrid."""
+"""Gated delta nets in the configs of Qwen3.5, Qwen3-Next and OLMo Hybrid."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def olmo_delta_kind(config: Any) -> DeltaKind:
         norm_eps=1e-5,
         beta_scale=2.0 if config.linear_allow_neg_eigval else 1.0,
     )
+
+
+def next_delta_kind(config: Any) -> DeltaKind:
+    """Raises ModelUnsupported."""
+    return msgspec.structs.replace(delta_kind(config), sites=("in_proj_qkvz",), gates=("in_proj_ba",))
 
 
 def delta_kind(config: Any) -> DeltaKind:

@@ -90,6 +90,7 @@ _QWEN3_5 = Family(
     harmless=qwen3_5.HARMLESS,
     fields=qwen3_5.FIELDS,
 )
+_QWEN3_5_MOE_FULL = replace(_QWEN3_5_FULL, mlp_size="moe_intermediate_size")
 _OLMO_FULL = LayerRow(mlp_bias=False, qk_norm=True, wide_norm=True, norms_behind=True, norms_before=False)
 _OLMO_DELTA = LayerRow(mlp_bias=False, mixer=qwen3_5.olmo_delta_kind)
 _GRANITE = LayerRow(
@@ -136,6 +137,27 @@ FAMILIES: Mapping[str, Family] = {
     "lfm2": _LFM2,
     "lfm3": _LFM3,
     "qwen3_5_text": _QWEN3_5,
+    # Each layer has experts, and a config no width of one that has none.
+    "qwen3_5_moe_text": replace(
+        _QWEN3_5,
+        layers={
+            _FULL: _QWEN3_5_MOE_FULL,
+            "linear_attention": replace(_QWEN3_5_MOE_FULL, mixer=qwen3_5.delta_kind),
+        },
+        mixture=mixtures.qwen3_5_mixture,
+        harmless=qwen3_5.HARMLESS | mixtures.QWEN3_5_HARMLESS,
+        fields=qwen3_5.FIELDS | mixtures.QWEN3_5_FIELDS,
+    ),
+    "qwen3_next": replace(
+        _QWEN3_5,
+        layers={
+            _FULL: _QWEN3_5_FULL,
+            "linear_attention": replace(_QWEN3_5_FULL, mixer=qwen3_5.next_delta_kind),
+        },
+        rope_fields=frozenset(),
+        mixture=mixtures.qwen3_next_mixture,
+        fields=qwen3_5.FIELDS | mixtures.QWEN3_5_FIELDS | mixtures.QWEN3_5_HARMLESS.keys(),
+    ),
     "olmo_hybrid": Family(
         {_FULL: _OLMO_FULL, "linear_attention": _OLMO_DELTA},
         rotates=qwen3_5.olmo_rotates,
@@ -203,6 +225,8 @@ def is_fused(model_type: str) -> bool:
 
 
 def is_wrapped(config: Any, *, computes_experts: bool) -> bool:
-    """Whether a model of a family runs through transformers all the same."""
+    """Whether a model of a family runs through transformers all the same. One with states cannot."""
     family = FAMILIES[config.model_type]
-    return family.is_wrapped(config) or not (computes_experts or family.mixture is None)
+    computes_all = computes_experts or family.mixture is None
+    has_states = any(row.mixer is not None for row in family.layers.values())
+    return family.is_wrapped(config) or not (computes_all or has_states)

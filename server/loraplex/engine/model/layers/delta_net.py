@@ -37,10 +37,15 @@ class DeltaWeights:
 
 def delta_groups(kind: DeltaKind, hidden: int) -> tuple[SiteGroup, SiteGroup, SiteGroup]:
     keys, values = kind.key_heads * kind.key_dim, kind.value_heads * kind.value_dim
-    sizes = (2 * keys + values, values) if len(kind.sites) == 2 else (keys, keys, values, values)
+    sizes = {
+        1: (2 * keys + 2 * values,),
+        2: (2 * keys + values, values),
+        4: (keys, keys, values, values),
+    }[len(kind.sites)]
+    gates = (2 * kind.value_heads // len(kind.gates),) * len(kind.gates)
     return (
         SiteGroup("delta_in", kind.sites, hidden, sizes),
-        SiteGroup("delta_gates", kind.gates, hidden, (kind.value_heads,) * 2),
+        SiteGroup("delta_gates", kind.gates, hidden, gates),
         SiteGroup("delta_out", (kind.out,), values, (hidden,)),
     )
 
@@ -77,7 +82,7 @@ def _convolution(kind: DeltaKind, tensors: LayerTensors, prefix: str) -> torch.T
     """[C, 1, W]. Of OLMo Hybrid it is stored in three parts: those of queries, keys and values, or, as transformers
     saves it, thirds of all channels."""
     channels, names = _channels(kind), [f"{prefix}{part}_conv1d.weight" for part in "qkv"]
-    if len(kind.sites) == 2 or names[0] not in tensors:
+    if len(kind.sites) < 4 or names[0] not in tensors:
         return tensors.tensor(f"{prefix}conv1d.weight", channels, 1, kind.width)
     keys, third = kind.key_heads * kind.key_dim, -(-channels // 3)
 
@@ -110,6 +115,11 @@ def run_delta(
     memory = batch.kv.recurrent(layer, heads, x.dtype)
     y = linears.apply(weights.given, x, batch)
     gates = linears.apply(weights.gates, x, batch)
+    if len(kind.sites) == 1:
+        each, heads_in = kind.value_heads // kind.key_heads, kind.key_heads
+        values = each * kind.value_dim
+        y = ops.by_part(y, heads_in, (kind.key_dim, kind.key_dim, values, values))
+        gates = ops.by_part(gates, heads_in, (each, each))
     channels = _channels(kind)
     mixed = ops.convolve(_pad(kind, y[:, :channels]), weights.conv, batch.recurrent, memory)
     beta, decay = ops.delta_gates(

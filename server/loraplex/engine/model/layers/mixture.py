@@ -71,5 +71,9 @@ def run_mixture(
     inner = ops.act(weights.gate_up(ops.gather(x, rows), rows), ExpertActivation(kind.activation))
     out = ops.combine(weights.down(inner, rows), routes, rows)
     if kind.shared is not None and weights.shared is not None:
-        linears.add(out, run_gated(kind.shared, weights.shared, x, batch, linears))
+        shared = run_gated(kind.shared, weights.shared, x, batch, linears)
+        if weights.shared_gate is None:
+            linears.add(out, shared)
+        else:
+            ops.add_gated(out, shared, linears.apply(weights.shared_gate, x, batch))
     return out
