@@ -36,7 +36,8 @@ SERVED = (
     "modernbert-decoder", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi",
     "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "afmoe",
     "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "qwen3_5_text", "beam", "gemma4_text",
-    "gemma4_unified_text", "lfm2", "lfm3", "moshi", "phimoe", "olmo_hybrid",
+    "gemma4_unified_text", "lfm2", "lfm3", "moshi", "phimoe", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_next",
 )  # fmt: skip
 OFTEN = ("llama", "phi3", "granitemoehybrid", "glm4_moe", "gpt_neox", "hy_v3", "qwen3_5_text", "qwen2_5_vl")
 """Separate and packed linears, a mixture with a dense layer and a shared expert, names of their own, a file whose

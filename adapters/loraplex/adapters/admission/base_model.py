@@ -39,8 +39,7 @@ from loraplex.kernels.lora.site_groups import (
     HEAD,
     LAYER_SITES,
     MODEL_PROJECTION,
-    ROUTER,
-    SHARED_GATE,
+    ROUTED_SITES,
     SITES,
 )
 
@@ -50,7 +49,6 @@ _SITE_NAME = re.compile(
 _ATTENTION_OUT = ".attn.c_proj"
 """The end of a path whose leaf the feed-forward has too: StarCoder's and GPT-2's."""
 _HEAD_NAME = f"{HEAD}.weight"
-_ROUTED_SITES = frozenset({ROUTER, SHARED_GATE})
 _FLOATS = FLOAT_SITES | {EMBEDDING}
 """Sites whose weights the engine keeps in its dtype."""
 _SINGLE_FILE = "model.safetensors"
@@ -292,7 +290,7 @@ def find_sites(
             match
             and layer < num_layers
             and not is_of_expert(path)
-            and (routers or match[3] not in _ROUTED_SITES)
+            and (routers or match[3] not in ROUTED_SITES)
         ):
             leaf = ATTENTION_OUT if path.endswith(_ATTENTION_OUT) else match[3] or match[4]
             site = SiteShape(layer, leaf, in_features, out_features, path)

@@ -25,7 +25,7 @@ from loraplex.adapters.expert_shapes import LEAVES
 from loraplex.adapters.spec import BaseSpec, SiteShape, SiteWeights, TensorSlice
 from loraplex.adapters.store.files import shown
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, ROUTER, SITES
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, ROUTED_SITES, SITES
 
 _MAX_TOLD = 8
 _FUSED = frozenset({"in_proj_qkvz", "in_proj_ba"})
@@ -342,7 +342,7 @@ def _not_served(feature: str, which: str, base: BaseSpec) -> str:
             f"LoRA on {which} is not served: the base has in_proj_qkv, in_proj_z, in_proj_b and in_proj_a in its "
             "place, and the order of its rows is not known (by kind, or by key head); save the adapter on those four"
         )
-    if feature in SITES and feature != ROUTER:
+    if feature in SITES and feature not in ROUTED_SITES:
         return (
             f"LoRA on {which} is not served: {feature} is served where a layer computes with one of that name"
         )

@@ -33,7 +33,10 @@ ROUTER = "gate"
 SHARED_GATE = "shared_expert_gate"
 """The linear from a row to the gate of a shared expert."""
 
-FLOAT_SITES = frozenset({"in_proj_b", "in_proj_a", "in_proj_ba", "b_proj", "a_proj", ROUTER, SHARED_GATE})
+ROUTED_SITES = frozenset({ROUTER, SHARED_GATE})
+"""Linears of a mixture that are sites in some families alone."""
+
+FLOAT_SITES = frozenset({"in_proj_b", "in_proj_a", "in_proj_ba", "b_proj", "a_proj"}) | ROUTED_SITES
 """Linears that stay floats where those of a layer become codes: a delta net's gates, routers, and gates of experts."""
 
 HEAD = "lm_head"
