@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.models.checkpoints import experts_in
+
 ALL_SITES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 ZOO: dict[str, dict[str, Any]] = {
@@ -159,7 +161,7 @@ class PeftReference:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, **experts_in(dtype))
         names = list(adapters)
         self._adapters = names
         with any_linear():

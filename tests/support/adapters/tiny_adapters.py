@@ -165,7 +165,8 @@ def save_adapters(
         if model_type == "gemma4":  # PEFT does not load it without: it changes no linear of that tower
             continue
         fields = json.loads(config.read_text())
-        if fields.get("target_parameters") == [f"{ROUTER}.weight"]:  # as PEFT had it over transformers 4
+        by_parameter = fields.get("target_parameters") == [f"{ROUTER}.weight"]
+        if by_parameter and model_type != "qwen3_5_moe_text":  # as PEFT had it over transformers 4
             fields |= {"target_parameters": None, "target_modules": [*fields["target_modules"], ROUTER]}
         config.write_text(json.dumps(fields | {"exclude_modules": None}))
     return made

@@ -305,13 +305,20 @@ def edit_config(model_dir: Path, **changes: Any) -> None:
     path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
+def experts_in(dtype: torch.dtype) -> dict[str, str]:
+    """The way in which transformers computes experts: torch has no product of groups in float64."""
+    return {"experts_implementation": "eager"} if dtype is torch.float64 else {}
+
+
 def reference_logits(
     model_dir: Path, prompts: list[list[int]], dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
     """[L, V] float32 a prompt, by transformers with its eager attention."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, attn_implementation="eager", **experts_in(dtype)
+    ).eval()
     with torch.no_grad():
         return [model(torch.tensor([p]), use_cache=False).logits[0].float() for p in prompts]
 
