@@ -251,6 +251,8 @@ def test_bits_do_not_depend_on_neighbours(
         ("gemma4-e2b", "int8", "int8", "bfloat16", 20),
         ("lfm2", "none", "auto", "float32", 20),
         ("qwen3_5", "none", "auto", "float32", 20),
+        pytest.param("qwen3_next", "none", "auto", "float32", 20, marks=pytest.mark.soak),
+        pytest.param("glm4_moe", "none", "auto", "bfloat16", 20, marks=pytest.mark.soak),
         *(
             pytest.param(plan, *kept, 2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])
             for plan in OTHER_PLANS

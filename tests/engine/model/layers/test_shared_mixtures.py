@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.spec import BaseSpec
 from loraplex.engine.devices import kernels_elsewhere
+from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import ModelSettings, make_plan
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
@@ -102,6 +103,11 @@ def test_lora_on_every_linear_answers_as_the_merged_model(
             want = logits[len(prompt) - 1 :]
             assert tokens == want.argmax(-1).tolist(), name
             assert len(tokens) == TOKENS
+            found = join_scores([e.scores for e in engine.events[name] if e.scores is not None]).output
+            assert found is not None
+            values = torch.frombuffer(bytearray(found.values), dtype=torch.float32).view(TOKENS, -1)[:, 0]
+            expected = want.log_softmax(-1)[range(TOKENS), tokens]
+            assert (values - expected).abs().max() <= 2.5e-4 * want.abs().max(), name
     finally:
         engine.close()
 
