@@ -247,4 +247,5 @@ def output_gate(attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 def by_part(x: torch.Tensor, heads: int, sizes: tuple[int, ...]) -> torch.Tensor:
     """The columns of x [T, H·Σ sizes], which has all parts of a head one behind the other, with the heads of a part one
     behind the other: [T, H·size₀ … H·sizeₙ]. At most four parts."""
-    return torch.cat([part.flatten(1) for part in x.unflatten(1, (heads, -1)).split(sizes, 2)], 1)
+    parts = torch.split(x.reshape(len(x), heads, -1), list(sizes), 2)
+    return torch.cat([part.flatten(1) for part in parts], 1)
