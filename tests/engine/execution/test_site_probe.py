@@ -88,6 +88,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     [
         ("llama-biases", "numba", "bfloat16"),
         ("phi3", "torch", "float16"),
+        pytest.param("qwen3_next", "numba", "bfloat16", marks=pytest.mark.soak),
+        pytest.param("qwen3_5_moe", "numba", "float32", marks=pytest.mark.soak),
         *(
             pytest.param(family, kernels, dtype, marks=pytest.mark.slow)
             for family in ("llama-biases", "qwen2", "gemma3", "phi3", "starcoder2")
