@@ -13,6 +13,7 @@ from loraplex.adapters.base_weights.grouped import quantise_int8
 from loraplex.engine.devices import kernels_elsewhere
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import ModelSettings, make_plan
+from loraplex.kernels.lora.site_groups import FLOAT_SITES
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import save_adapters
 from support.engine.local_engine import LocalEngine
@@ -73,12 +74,16 @@ def test_a_layer_that_predicts_further_tokens_is_not_read(tmp_path: Path) -> Non
     assert load_model(path, "cpu").num_layers == 3
 
 
-def test_experts_of_codes_compute_what_the_codes_stand_for(base: Path, tmp_path: Path) -> None:
-    dense = tmp_path / "dense"
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.soak) for f in ("qwen3_next", "glm4_moe"))]
+)
+def test_experts_of_codes_compute_what_the_codes_stand_for(family: str, tmp_path: Path) -> None:
+    base, dense = save_tiny(tmp_path / "base", FAMILIES[family]), tmp_path / "dense"
     dense.mkdir()
     tensors = load_file(base / "model.safetensors")
     for name, weight in tensors.items():
-        if "_proj" in name or name == "lm_head.weight":
+        kept = name.split(".")[-2] in FLOAT_SITES
+        if ("_proj" in name and name.endswith("weight") and not kept) or name == "lm_head.weight":
             tensors[name] = torch.from_numpy(quantise_int8(weight.numpy()).dense())
     save_file(tensors, dense / "model.safetensors", {"format": "pt"})
     (dense / "config.json").write_bytes((base / "config.json").read_bytes())
