@@ -261,7 +261,12 @@ def long_run(*args: Any) -> Any:
         ("granite4-h", 1, 4, 1),
         ("nemotron_h", 1, 4, 1),
         long_run("nemotron_h-biases", 1, 4, 1),
-        *(long_run(shape, 10, 20, 2) for shape in (*SHAPES, "olmo_hybrid", "granite4-h", "nemotron_h")),
+        long_run("qwen3_next", 1, 4, 1),
+        long_run("qwen3_5_moe", 1, 4, 1),
+        *(
+            long_run(shape, 10, 20, 2)
+            for shape in (*SHAPES, "olmo_hybrid", "granite4-h", "nemotron_h", "qwen3_next", "qwen3_5_moe")
+        ),
     ],
 )
 def test_adapters_and_the_base_in_one_engine(
