@@ -114,6 +114,7 @@ def test_the_build_is_the_same_for_the_same_and_another_for_whatever_changes_bit
         build(library="humming-kernels 0.1.20"),
         build("triton", batch_invariant=True),
         build(of=plan_model(granite, "cpu", "float32")),
+        build(of=replace(plan, spec=replace(plan.spec, logits_softcap=30.0))),
     ]
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     others.append(build())

@@ -70,6 +70,9 @@ def warm_up(
         _warm_up_recurrent(dtype, ops.recurrent)
     if experts:
         _warm_up_experts(dtype, ops.experts)
+        row = torch.zeros(1, 2)  # some routers are in float32
+        numba_dense.pack_weight(row, batch_invariant=True)(row)
+        numba_lora.warm_up(dtype, torch.float32)
     numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     log_sum_exp(logits)

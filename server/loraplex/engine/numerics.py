@@ -11,6 +11,7 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
 import torch
 
 import loraplex.adapters
@@ -30,8 +31,9 @@ _VARIABLES = (
 
 def numerical_build(plan: ModelPlan, four_bit_library: str = "") -> str:
     """A digest of what decides the bits of its answers, the weights and dtype aside: how they and activations are
-    quantised and how keys and values are kept, sources, versions of libraries, processor or GPU, the kernels chosen, a
-    library for 4-bit linears, and the RoPE frequencies that the served length chose (ADR 0011)."""
+    quantised and how keys and values are kept, the layers' plan (such as how a router chooses), sources, versions of
+    libraries, processor or GPU, the kernels chosen, a library for 4-bit linears, and the RoPE frequencies that the
+    served length chose (ADR 0011)."""
     kernels, settings, attention = plan.kernels, plan.settings, plan.attention.name
     decides = kernels.obstacle_to_same_bits(plan.dtype, False) is not None
     parts = [
@@ -39,6 +41,7 @@ def numerical_build(plan: ModelPlan, four_bit_library: str = "") -> str:
         *(f"{name} {_version(name)}" for name in _libraries(plan)),
         *(f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ),
         f"{kernels.backend} {plan.decoder} {plan.shape.max_positions}",
+        *(() if plan.spec is None else (f"layers {msgspec.json.encode(plan.spec).decode()}",)),
         f"attention {attention} {_version(attention)}",
         *(() if settings.quantise == "none" else (f"quantise {settings.quantise}",)),
         *(() if settings.kv_cache_dtype == "auto" else (f"KV {settings.kv_cache_dtype}",)),

@@ -202,6 +202,9 @@ def test_the_real_model(real_model_dir: Path, tmp_path: Path) -> None:
         ("gemma4_text", "num_kv_shared_layers", 1, True),
         ("lfm2", "norm_eps", 0.01, True),
         ("nemotron", "norm_eps", 0.01, False),  # served before that field counted
+        ("qwen3_next", "num_experts_per_tok", 4, True),
+        ("qwen3_5_moe_text", "norm_topk_prob", True, True),
+        ("qwen3_moe", "num_experts_per_tok", 4, False),
     ],
 )
 def test_fields_that_newer_families_compute_by_are_of_the_fingerprint(

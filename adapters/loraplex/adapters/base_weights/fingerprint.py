@@ -55,10 +55,18 @@ _ARCHITECTURE_FIELDS = (
 )
 """The config fields that change what the weights compute. The others (names, token ids, versions of the tool
 that wrote the file) differ between copies of one model and must not part an adapter from its base."""
-_LATER_FIELDS = ("attention_k_eq_v", "norm_eps", "num_kv_shared_layers", "tie_embedding")
-_WITH_LATER_FIELDS = ("gemma4", "lfm2", "lfm3")
-"""How the types begin whose fingerprints have those fields too. Other types that have them were served before: theirs
-stay as they are. Sizes by layer (`per_layer_config`) are those of the weights."""
+_LATER_FIELDS = (
+    (
+        ("gemma4", "lfm2", "lfm3"),
+        ("attention_k_eq_v", "norm_eps", "num_kv_shared_layers", "tie_embedding"),
+    ),
+    (
+        ("gpt_oss", "qwen3_5_moe", "qwen3_next"),
+        ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_experts_per_tok"),
+    ),
+)
+"""How the types begin whose fingerprints have further fields, and these. Other types that have them were served
+before: theirs stay as they are. Sizes by layer (`per_layer_config`) are those of the weights."""
 
 
 def base_fingerprint(
@@ -88,8 +96,9 @@ def base_fingerprint(
 
 def _architecture(config: Mapping[str, Any]) -> bytes:
     names: tuple[str, ...] = _ARCHITECTURE_FIELDS
-    if str(config.get("model_type")).startswith(_WITH_LATER_FIELDS):
-        names += _LATER_FIELDS
+    for types, later in _LATER_FIELDS:
+        if str(config.get("model_type")).startswith(types):
+            names += later
     fields = {name: config[name] for name in names if config.get(name) is not None}
     if config.get("use_sliding_window"):  # else it means nothing
         fields["max_window_layers"] = config.get("max_window_layers")

@@ -86,6 +86,7 @@ _MOST: Mapping[str, int] = {
     "linear_value_head_dim": 1 << 16,
     "linear_conv_kernel_dim": 1 << 16,
     **dict.fromkeys(("n_layer", "n_layers", "num_layers"), 10_000),
+    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 10_000),
     **dict.fromkeys(("n_embd", "d_model"), 1 << 20),
     **dict.fromkeys(("n_head", "n_heads", "num_heads", "num_kv_heads"), 1 << 16),
     **dict.fromkeys(("n_positions", "max_seq_len", "seq_length"), 1 << 24),
@@ -93,7 +94,7 @@ _MOST: Mapping[str, int] = {
 }
 
 
-_MAY_BE_ZERO = frozenset({"hidden_size_per_layer_input"})
+_MAY_BE_ZERO = frozenset({"hidden_size_per_layer_input", "num_nextn_predict_layers", "num_mtp_layers"})
 
 
 def read_config_json(model_dir: Path) -> tuple[bytes, dict[str, Any]]:

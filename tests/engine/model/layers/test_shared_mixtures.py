@@ -149,6 +149,7 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(
         ("glm4_moe", {"topk_group": 5}, "topk_group 5"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts 0"),
         ("glm4_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size 0"),
+        ("glm4_moe", {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000"),
     ],
 )
 def test_a_config_that_means_something_else_is_refused_by_name(

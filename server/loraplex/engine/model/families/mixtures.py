@@ -17,11 +17,14 @@ FIELDS = frozenset(
     {
         "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
         "decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef",
-        "router_jitter_noise", "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group",
-        "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers",
+        "router_jitter_noise",
     }
 )  # fmt: skip
 """Config fields beside those that other families have too. Some are of training alone."""
+GLM4_FIELDS = FIELDS | {
+    "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
+    "num_nextn_predict_layers", "num_mtp_layers", "partial_rotary_factor",
+}  # fmt: skip
 QWEN3_5_FIELDS = frozenset(
     {
         "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",

@@ -214,7 +214,7 @@ FAMILIES: Mapping[str, Family] = {
         partial_rope=True,
         mixture=mixtures.glm4_mixture,
         further_layers="num_nextn_predict_layers",
-        fields=mixtures.FIELDS | {"partial_rotary_factor"},
+        fields=mixtures.GLM4_FIELDS,
     ),
     "mixtral": Family({_SLIDING: _PLAIN}, mixture=mixtures.mixtral_mixture, fields=mixtures.FIELDS),
 }
