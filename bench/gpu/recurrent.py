@@ -165,7 +165,7 @@ class _Layer:
         }
 
     def _mamba_parts(self, dt: torch.Tensor) -> dict[str, Any]:
-        """Its norm is that of other layers."""
+        """Steps, convolution and rule; the norm is that of other layers."""
         x, ops = self.y[:, -self.heads.channels :], self.ops
         xbc = ops.convolve(x, self.weight, self.rows, self.memory)
         step, decay = ops.step_gates(dt, self.rates, self.rates, 0.0, 3e38)

@@ -13,7 +13,7 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.engine.model.wrapped import find_sites
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import save_adapters
-from support.engine.local_engine import LocalEngine
+from support.engine.local_engine import answers_in_one_batch
 from support.models.checkpoints import VOCAB
 from support.models.tiny_families import save_family
 
@@ -82,16 +82,8 @@ def test_a_dense_layer_and_shared_experts_take_lora_and_answer_as_in_peft(tmp_pa
     base = save_mixture("qwen2_moe", tmp_path / "base")
     targets = ["q_proj", *(f"{part}.{leaf}" for part in ("shared_expert", "0.mlp") for leaf in LEAVES)]
     adapter = save_adapters(base, tmp_path, {"shared": {"r": 4, "lora_alpha": 8, "target_modules": targets}})
-    engine = LocalEngine(
-        base, tmp_path, dtype="float32", kv_cache_memory=8 << 20, adapter_memory=8 << 20, max_model_len=64
-    )
-    try:
-        engine.add("shared", PROMPT, engine.publish(adapter["shared"]), max_tokens=6)
-        engine.add("base", PROMPT, max_tokens=6)
-        engine.run()
-        answers, plain = engine.tokens("shared"), engine.tokens("base")
-    finally:
-        engine.close()
+    found = answers_in_one_batch(base, tmp_path, adapter, PROMPT, 6)
+    answers, plain = found["shared"], found["base"]
     logits = PeftReference(base, adapter, torch.float32).logits("shared", PROMPT + answers)
     assert answers == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert answers != plain
@@ -123,17 +115,7 @@ def test_ordinary_adapters_in_one_batch_answer_as_in_peft(family: str, tmp_path:
         "one": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "o_proj"]},
     }
     adapters = save_adapters(base, tmp_path, chosen)
-    engine = LocalEngine(
-        base, tmp_path, dtype="float32", kv_cache_memory=8 << 20, adapter_memory=8 << 20, max_model_len=64
-    )
-    try:
-        refs = {name: engine.publish(folder) for name, folder in adapters.items()}
-        for name in ("base", *adapters):
-            engine.add(name, PROMPT, refs.get(name), max_tokens=20)
-        engine.run()
-        answers = {name: engine.tokens(name) for name in ("base", *adapters)}
-    finally:
-        engine.close()
+    answers = answers_in_one_batch(base, tmp_path, adapters, PROMPT, 20)
     reference = PeftReference(base, adapters, torch.float32)
     for name, answer in answers.items():
         logits = reference.logits(None if name == "base" else name, PROMPT + answer)

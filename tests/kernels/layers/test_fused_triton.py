@@ -73,7 +73,7 @@ def test_a_sum_is_scaled_after_it_was_rounded(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_of_a_row_have_norms_of_their_own(dtype):
-    """As Nemotron-H's Mamba-2 has."""
+    """Nemotron-H's Mamba-2 has such norms."""
     x, weight = draw(5, 3 * 40, dtype=dtype), draw(3, 24, dtype=dtype, seed=2)
     got = triton_norm.rms_norm(x[:, 8:80], weight, 1e-5)
     assert got.shape == (5, 72)

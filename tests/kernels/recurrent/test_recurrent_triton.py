@@ -30,7 +30,7 @@ from support.kernels.triton_interpreter import repair_bfloat16
 OPS = triton_ops(device=torch.device("cpu")).recurrent
 SHAPES = [RecurrentHeads(1, 2, 32, 32), RecurrentHeads(1, 1, 48, 64, 3)]
 GROUPED = RecurrentHeads(2, 4, 48, 32)
-"""Of Mamba-2."""
+"""Heads of Mamba-2."""
 PARTS = ("states", "tails", "updates", "keys", "decays", "inputs")
 
 pytestmark = [
@@ -106,7 +106,7 @@ def test_a_step_that_begins_a_window_leaves_what_its_rows_alone_leave(heads):
 
 @pytest.mark.parametrize("heads", [SHAPES[0], GROUPED], ids=str)
 def test_a_recording_serves_steps_of_other_sequences(heads):
-    """What it launches has room for any; its table lies where it lay. What no row of a step has stays untouched."""
+    """Its launches have room for any; its table lies where it lay. What no row of a step has stays untouched."""
     own = sequence(heads, 20, 1.0, mamba=heads is GROUPED)
     recorded = RecurrentRows(
         (), torch.zeros(table_size(20, 4), dtype=torch.int64), most_units(20, 4, prompts=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +167,24 @@ class LocalEngine:
 
     def close(self) -> None:
         self.built.close()
+
+
+def answers_in_one_batch(
+    base: Path,
+    folder: Path,
+    adapters: Mapping[str, Path],
+    prompt: Sequence[int],
+    max_tokens: int,
+    **sizes: Any,
+) -> dict[str, list[int]]:
+    """Greedy tokens of "base" and of each adapter, asked at once in float32."""
+    memory = {"kv_cache_memory": 8 << 20, "adapter_memory": 8 << 20, "max_model_len": 64}
+    engine = LocalEngine(base, folder, dtype="float32", **memory | sizes)
+    try:
+        refs = {name: engine.publish(path) for name, path in adapters.items()}
+        for name in ("base", *adapters):
+            engine.add(name, prompt, refs.get(name), max_tokens=max_tokens)
+        engine.run()
+        return {name: engine.tokens(name) for name in ("base", *adapters)}
+    finally:
+        engine.close()

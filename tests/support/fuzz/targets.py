@@ -184,7 +184,7 @@ def adapters(directory: Path) -> Target:
 
 
 def expert_adapters(directory: Path) -> Target:
-    """As `adapters`, for a mixture, with LoRA on its experts in each form that is read."""
+    """A target as `adapters`, for a mixture, with LoRA on its experts in each form that is read."""
     experts = {layer: ExpertShape(layer, f"model.layers.{layer}.mlp.experts", 2, 8, 6) for layer in range(2)}
     base = replace(load_base_spec(write_base(directory / "base", TinyBase())), experts=experts)
     config, tensors = directory / CONFIG, directory / TENSORS

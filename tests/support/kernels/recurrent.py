@@ -130,7 +130,7 @@ def in_float64(own: Sequence) -> torch.Tensor:
 
 
 def rule_in_float64(own: Sequence, rows: torch.Tensor) -> torch.Tensor:
-    """Of rows [T, C] that are convolved."""
+    """Answers of the rule for rows [T, C] that are convolved."""
     heads, length = own.heads, len(own)
     keys, values, skip = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim, own.skip
     q, k, v = (

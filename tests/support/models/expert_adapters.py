@@ -52,7 +52,7 @@ def write(folder: Path, tensors: Arrays, **fields: Any) -> Path:
 
 
 def read(folder: Path, experts: dict[int, ExpertShape], *, max_rank: int = 16) -> ExpertForms:
-    """What the files of an adapter have on experts."""
+    """Read what the files of an adapter have on experts."""
     base = plain_base(experts)
     header = unwrap(read_header(folder / "adapter_model.safetensors"))
     names = names_of(weight_names(header), base)

@@ -1,4 +1,4 @@
-"""What an upload for a mixture is told about its experts."""
+"""Refusals and warnings of uploads for a mixture, about its experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> BaseSpec:
 
 @pytest.fixture(scope="module")
 def with_shared(tmp_path_factory: pytest.TempPathFactory) -> BaseSpec:
-    """Its first layer is dense, and each of the others has a shared expert."""
+    """A base whose first layer is dense; each of the others has a shared expert."""
     return load_base_spec(save_family("glm4_moe", tmp_path_factory.mktemp("glm4_moe")))
 
 
@@ -108,7 +108,7 @@ def test_what_the_experts_recipe_left_out_is_told(tmp_path: Path, with_shared: B
 
 
 def test_attention_alone_warns_where_the_config_names_experts(tmp_path: Path, mixture: BaseSpec) -> None:
-    """What PEFT 0.18 saves of the seven names over stacked experts."""
+    """PEFT 0.18 saves this of the seven names over stacked experts."""
     plain = admit(mixture, tmp_path / "plain", attention(mixture), target_modules=["q_proj"])
     assert "experts" not in warnings(plain)
     names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
@@ -196,7 +196,7 @@ def scalings(folder: Path, base: BaseSpec, tensors: Arrays, **fields: Any) -> se
 def test_patterns_are_matched_with_the_weight_that_is_a_parameter(
     key: str, scaling: float, tmp_path: Path, mixture: BaseSpec
 ) -> None:
-    """As PEFT 0.21.2 does."""
+    """PEFT 0.21.2 scales so."""
     fields = {"r": 8, "lora_alpha": 16, "target_modules": [], "target_parameters": ["gate.weight"]}
     router = {
         name: np.repeat(array, 2, axis=name.count("lora_B"))

@@ -107,7 +107,7 @@ def test_a_nemotron_that_means_something_else_is_refused_by_name(
 
 
 def test_nemotrons_layers_by_a_pattern_and_its_first_names(nemotron: Path, tmp_path: Path) -> None:
-    """As NVIDIA's files have them."""
+    """NVIDIA's files have both."""
     (tmp_path / "config.json").write_bytes((nemotron / "config.json").read_bytes())
     edit_config(
         tmp_path, layers_block_type=None, hybrid_override_pattern="M*-M", num_hidden_layers=4, rms_norm_eps=1e-5,

@@ -16,7 +16,7 @@ from loraplex.engine.model.model_plan import ModelSettings, make_plan
 from loraplex.kernels.lora.site_groups import FLOAT_SITES
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import save_adapters
-from support.engine.local_engine import LocalEngine
+from support.engine.local_engine import answers_in_one_batch
 from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, edit_config, reference_logits, save_tiny
 from support.models.loading import load_model, outline_model, plan_model
 
@@ -116,16 +116,8 @@ def test_routers_take_adapters_through_transformers_too(tmp_path: Path) -> None:
     base = save_tiny(tmp_path / "base", FAMILIES["olmoe"] | {"clip_qkv": 0.7})
     chosen = {"routed": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "gate_proj"]}}
     adapters = save_adapters(base, tmp_path, chosen)
-    engine = LocalEngine(
-        base, tmp_path, dtype="float32", kv_cache_memory=8 << 20, adapter_memory=8 << 20, max_model_len=64
-    )
-    try:
-        engine.add("routed", PROMPT, engine.publish(adapters["routed"]), max_tokens=20)
-        engine.add("base", PROMPT, max_tokens=20)
-        engine.run()
-        answers, plain = engine.tokens("routed"), engine.tokens("base")
-    finally:
-        engine.close()
+    found = answers_in_one_batch(base, tmp_path, adapters, PROMPT, 20)
+    answers, plain = found["routed"], found["base"]
     logits = PeftReference(base, adapters, torch.float32).logits("routed", PROMPT + answers)
     assert answers == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
     assert answers != plain

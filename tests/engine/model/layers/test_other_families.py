@@ -17,7 +17,7 @@ from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.engine.model.base import ModelUnsupported
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import save_adapters
-from support.engine.local_engine import LocalEngine
+from support.engine.local_engine import answers_in_one_batch
 from support.models.checkpoints import VOCAB
 from support.models.loading import plan_model
 from support.models.tiny_families import save_family
@@ -81,18 +81,8 @@ def test_base_and_adapters_in_one_batch_answer_as_in_peft(member: str, tmp_path:
         "one": {"r": 3, "lora_alpha": 6, "target_modules": LINEARS[family][:1], "use_dora": True},
     }
     adapters = save_adapters(base, tmp_path, chosen)
-    engine = LocalEngine(
-        base, tmp_path, dtype="float32", kv_cache_memory=8 << 20, adapter_memory=8 << 20, max_model_len=96,
-        max_num_batched_tokens=48,
-    )  # fmt: skip
-    try:
-        refs = {name: engine.publish(folder) for name, folder in adapters.items()}
-        for name in ("base", *adapters):
-            engine.add(name, PROMPT, refs.get(name), max_tokens=20)
-        engine.run()
-        answers = {name: engine.tokens(name) for name in ("base", *adapters)}
-    finally:
-        engine.close()
+    sizes = {"max_model_len": 96, "max_num_batched_tokens": 48}
+    answers = answers_in_one_batch(base, tmp_path, adapters, PROMPT, 20, **sizes)
     reference = PeftReference(base, adapters, torch.float32)
     for name, answer in answers.items():
         logits = reference.logits(None if name == "base" else name, PROMPT + answer)
