@@ -12,6 +12,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.types import AttentionBatch
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.experts import torch_experts
+from loraplex.kernels.experts.torch_expert_lora import TorchExpertLoraPass
 from loraplex.kernels.layers import activation, norm, rope
 from loraplex.kernels.linear import dense, groups
 from loraplex.kernels.linear.packed import PackedLinear
@@ -41,6 +42,7 @@ def torch_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
         ops=torch_ops(device),
         choose_attention=choose_attention,
         lora_pass=TorchLoraPass,
+        expert_lora_pass=TorchExpertLoraPass,
         obstacle_to_same_bits=lambda dtype, invariant: (
             "torch's kernels choose the order of their sums by the other rows of a step"
         ),

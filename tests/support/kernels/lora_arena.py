@@ -1,4 +1,4 @@
-"""An adapter arena made by hand, without files: any ranks, sites and vectors, at scattered places, on any device."""
+"""Arenas made by hand, without files: any ranks, sites, experts and vectors, at scattered places, on any device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from loraplex.kernels.experts.lora_types import ExpertLoraWeights, ExpertSiteGroup, tile_height
+from loraplex.kernels.experts.types import ExpertRows
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES, LoraWeights, Segment
 
@@ -156,3 +158,119 @@ def lengths(slots_and_rows: Sequence[tuple[int, int]]) -> list[Segment]:
 def decode(slots: Sequence[int]) -> list[Segment]:
     """A row a sequence."""
     return lengths([(slot, 1) for slot in slots])
+
+
+def expert_groups(
+    hidden: int, width: int, experts: int, layers: Sequence[int]
+) -> tuple[ExpertSiteGroup, ExpertSiteGroup]:
+    """The groups of a mixture of these sizes."""
+    columns = ((0, width), (width, 2 * width), (0, 2 * width))
+    sites = ("gate", "up", "gate_up")
+    return (
+        ExpertSiteGroup("experts.gate_up", sites, hidden, columns, experts, tuple(layers)),
+        ExpertSiteGroup("experts.down", ("down",), width, ((0, hidden),), experts, tuple(layers)),
+    )
+
+
+@dataclass(frozen=True)
+class ManualExpertArena:
+    """`weights`, and the formula in float64 over what lies there."""
+
+    weights: ExpertLoraWeights
+
+    def expected(
+        self,
+        layer: int,
+        group: ExpertSiteGroup,
+        segments: Sequence[Segment],
+        x: torch.Tensor,
+        y: torch.Tensor,
+        rows: ExpertRows,
+    ) -> torch.Tensor:
+        """What `ExpertLoraPass.apply` must make of y, in float64, place by place."""
+        out, starts = y.double(), rows.starts.tolist()
+        slot_of = {row: slot for slot, first, count in segments for row in range(first, first + count)}
+        for place, row in enumerate(rows.row_of.tolist()):
+            expert = next(e for e in range(group.num_experts) if starts[e] <= place < starts[e + 1])
+            slot = slot_of.get(row, -1)
+            for site, (begin, end) in zip(group.sites, group.columns, strict=True):
+                for a, b in self.chunks(slot, layer, site, expert) if slot >= 0 else ():
+                    out[place, begin:end] += x[place].double() @ a.T @ b
+        return out
+
+    def chunks(
+        self, slot: int, layer: int, site: str, expert: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A [height, K] and B [height, N] of each chunk, in float64."""
+        all_sites = [
+            (name, each.in_features, end - begin)
+            for each in self.weights.groups
+            for name, (begin, end) in zip(each.sites, each.columns, strict=True)
+        ]
+        number = [name for name, _, _ in all_sites].index(site)
+        height, flat, found = int(self.weights.heights[slot, layer, number]), self.weights.storage, []
+        for tiles in self.weights.tables[slot, layer, number, expert].tolist():
+            if tiles[0] == 0:
+                break
+            at = [offset * GRANULE_BYTES // flat.element_size() for offset in tiles]
+            a, b = (
+                flat[first : first + height * width].view(height, width).double()
+                for first, width in zip(at, all_sites[number][1:], strict=True)
+            )
+            found.append((a, b))
+        return found
+
+
+def make_expert_arena(
+    groups: Sequence[ExpertSiteGroup],
+    num_layers: int,
+    dtype: torch.dtype,
+    ranks: Sequence[Mapping[str, int]],
+    *,
+    untrained: Collection[tuple[int, int]] = (),
+    shared_a: Collection[int] = (),
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> ManualExpertArena:
+    """One adapter a slot: the rank of each site that it has. `untrained` (slot, expert) have no tiles; in slots of
+    `shared_a` all experts have one A. Tiles lie in random order with gaps; all that no tile covers is NaN."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    sites = [
+        (group, name, end - begin)
+        for group in groups
+        for name, (begin, end) in zip(group.sites, group.columns, strict=True)
+    ]
+    most = max(-(-rank // tile_height(rank)) for own in ranks for rank in own.values())
+    shape = (len(ranks), num_layers, len(sites))
+    tables = np.zeros((*shape, groups[0].num_experts, most + 1, 2), np.int32)
+    heights = np.zeros(shape, np.int32)
+    tiles: list[tuple[list[tuple[int, ...]], torch.Tensor]] = []
+    for slot, layer, number in np.ndindex(*shape):
+        group, name, outputs = sites[number]
+        rank = ranks[slot].get(name, 0)
+        if not rank or layer not in group.layers:
+            continue
+        height = heights[slot, layer, number] = tile_height(rank)
+        trained = [expert for expert in range(group.num_experts) if (slot, expert) not in untrained]
+        owners = [trained] if slot in shared_a else [[expert] for expert in trained]
+        for first in range(0, rank, height):
+            for side, width, experts in (
+                *((0, group.in_features, own) for own in owners),
+                *((1, outputs, [expert]) for expert in trained),
+            ):
+                tile = torch.zeros(height, width)
+                drawn = torch.randn(min(height, rank - first), width, generator=generator)
+                tile[: len(drawn)] = drawn * (width**-0.5 if side == 0 else 0.3)
+                places = [(slot, layer, number, expert, first // height, side) for expert in experts]
+                tiles.append((places, tile.to(dtype)))
+    granule, start, where = GRANULE_BYTES // dtype.itemsize, 1, []
+    for at in rng.permutation(len(tiles)).tolist():
+        places, tile = tiles[at]
+        for place in places:
+            tables[place] = start
+        where.append((start * granule, tile.flatten()))
+        start += -(-tile.numel() // granule) + int(rng.integers(0, 3))
+    storage = torch.full((start * granule,), float("nan"), dtype=dtype)
+    for begin, numbers in where:
+        storage[begin : begin + len(numbers)] = numbers
+    return ManualExpertArena(ExpertLoraWeights(storage.to(device), tuple(groups), tables, heights))
