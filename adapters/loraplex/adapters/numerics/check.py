@@ -16,7 +16,13 @@ from loraplex.adapters.admission.base_model import BaseWeights
 from loraplex.adapters.errors import ArtifactUnreadable
 from loraplex.adapters.numerics.outputs import SiteOutputs
 from loraplex.adapters.numerics.probes import INPUT_ROWS
-from loraplex.adapters.numerics.reference import SERVED_DTYPES, ExpectedSite, expect_rows, expect_site
+from loraplex.adapters.numerics.reference import (
+    SERVED_DTYPES,
+    ExpectedSite,
+    expect_expert,
+    expect_rows,
+    expect_site,
+)
 from loraplex.adapters.numerics.upload import Upload, UploadedRows, UploadedSite
 from loraplex.adapters.spec import BaseSpec
 
@@ -45,6 +51,25 @@ class _Site:
     effect: float
     norm: float
     overflow: str | None
+    worst: str = ""
+    """The expert that the error is of, where the module is a site of all experts of a layer."""
+
+    @property
+    def where(self) -> str:
+        return self.worst or self.module
+
+    def with_expert(self, other: _Site) -> _Site:
+        """The site of one more expert of the same layer: the larger figures, and the norm of both."""
+        worst = max(self, other, key=_badness)
+        return _Site(
+            self.module,
+            worst.error,
+            max(self.relative, other.relative),
+            max(self.effect, other.effect),
+            _number(math.hypot(self.norm, other.norm)),
+            worst.overflow,
+            worst.worst,
+        )
 
 
 class NumbersCheck:
@@ -52,8 +77,8 @@ class NumbersCheck:
     reference of a large adapter takes minutes, and others wait for theirs.
 
     The error of a site is the root mean square of measured minus expected sums over that of what rounding to the served
-    dtype moves them by; for a perfect site it is about 1 or less. One site is held at a time, in float64. For one
-    thread at a time.
+    dtype moves them by; for a perfect site it is about 1 or less. One site is held at a time, in float64, and B of one
+    stack of experts in float32. For one thread at a time.
     """
 
     def __init__(self, config_path: Path, tensors_path: Path, base: BaseSpec, outputs: SiteOutputs) -> None:
@@ -65,20 +90,41 @@ class NumbersCheck:
         self._weights: BaseWeights | None = None
         self._left = list(reversed(self._upload.sites))
         self._sites: list[_Site] = []
+        self._measured_experts = outputs.of_experts()
+        self._left_experts = list(self._upload.experts.keys())[::-1]
+        self._unnamed = _nonzero_experts(self._measured_experts)
+        self._experts: dict[tuple[int, str], _Site] = {}
 
     def run(self, seconds: float = math.inf) -> NumbersVerdict | None:
-        """Check sites for so long, one at least; the verdict after the last one, None before.
+        """Check sites for so long, one at least (of one expert, where they are experts'); the verdict after the last
+        one, None before.
 
         A version that the engine could not load may have weights that are infinite in the served dtype, which is an
         overflow. Else ArtifactUnreadable is raised with the engine's reason: nothing was compared. Raises
         BaseModelInvalid and what the constructor does as well.
         """
         until = time.monotonic() + seconds
-        while self._left:
-            self._sites.append(_check_site(self._upload, self._left.pop(), self._measured, self._expect))
+        while self._left or self._left_experts:
+            if self._left:
+                self._sites.append(_check_site(self._upload, self._left.pop(), self._measured, self._expect))
+            else:
+                self._check_expert(*self._left_experts.pop())
             if time.monotonic() >= until:
                 break
-        return None if self._left else self._verdict()
+        return None if self._left or self._left_experts else self._verdict()
+
+    def _check_expert(self, layer: int, site: str, expert: int) -> None:
+        read = self._upload.read_expert(layer, site, expert)
+        expected = expect_expert(read, self._outputs.dtype)
+        sums: NDArray[np.float32] | None = np.zeros(expected.sums.shape, np.float32)
+        if (layer, site) in self._measured_experts:
+            all_sums, finite = self._measured_experts[layer, site]
+            sums = all_sums[expert : expert + 1] if finite[expert : expert + 1].any() else None
+            self._unnamed.discard((layer, site, expert))
+        path = self._upload.experts.path(layer, site)
+        found = _compare(path, expected, sums, (slice(None),), was_measured=True, worst=read.module_path)
+        before = self._experts.get((layer, site))
+        self._experts[layer, site] = found if before is None else before.with_expert(found)
 
     def _expect(self, site: UploadedSite | UploadedRows) -> ExpectedSite:
         if isinstance(site, UploadedRows):
@@ -88,7 +134,8 @@ class NumbersCheck:
         return expect_site(site, self._outputs.dtype, self._weights)
 
     def _verdict(self) -> NumbersVerdict:
-        if self._outputs.failure and all(site.overflow is None for site in self._sites):
+        sites = [*self._sites, *self._experts.values()]
+        if self._outputs.failure and all(site.overflow is None for site in sites):
             raise ArtifactUnreadable(f"the engine could not load it: {self._outputs.failure}")
         # The engine changes what the upload does not name.
         modules = {key: shape.module_path for key, shape in self._base.sites.items()}
@@ -98,7 +145,12 @@ class NumbersCheck:
             for key in self._measured
             if key not in named
         ]
-        return _verdict([*self._sites, *others], self._outputs.dtype, is_empty=not self._measured)
+        others += [
+            _Site(f"expert {expert} of layer {layer}, {site}", MAX_ERROR, 0, 0, 0, None)
+            for layer, site, expert in sorted(self._unnamed)
+        ]
+        is_empty = not self._measured and not self._measured_experts
+        return _verdict([*sites, *others], self._outputs.dtype, is_empty=is_empty)
 
 
 def _by_site(outputs: SiteOutputs) -> dict[tuple[int, str], NDArray[np.float32] | None]:
@@ -112,6 +164,17 @@ def _by_site(outputs: SiteOutputs) -> dict[tuple[int, str], NDArray[np.float32] 
     }
 
 
+def _nonzero_experts(
+    measured: Mapping[tuple[int, str], tuple[NDArray[np.float32], NDArray[np.bool_]]],
+) -> set[tuple[int, str, int]]:
+    """The experts, by layer and site, for which the engine changes something."""
+    return {
+        (layer, site, expert)
+        for (layer, site), (sums, finite) in measured.items()
+        for expert in np.flatnonzero(sums.any(axis=1) | ~finite).tolist()
+    }
+
+
 def _check_site(
     upload: Upload,
     key: tuple[int, str],
@@ -119,25 +182,40 @@ def _check_site(
     expect: Callable[[UploadedSite | UploadedRows], ExpectedSite],
 ) -> _Site:
     site = upload.read(*key)
-    expected = expect(site)
-    overflow, found = expected.overflow, measured.get(key)
-    if overflow is None and key in measured and found is None:
+    parts = (slice(INPUT_ROWS), slice(INPUT_ROWS, None))
+    return _compare(site.module_path, expect(site), measured.get(key), parts, was_measured=key in measured)
+
+
+def _compare(
+    module: str,
+    expected: ExpectedSite,
+    found: NDArray[np.float32] | None,
+    parts: tuple[slice, ...],
+    *,
+    was_measured: bool,
+    worst: str = "",
+) -> _Site:
+    """`parts` of the rows are compared each for itself; x is not 0 in the first of them. `found` None: it was not
+    measured, or is not finite."""
+    overflow = expected.overflow
+    if overflow is None and was_measured and found is None:
         overflow = "the output"
     error = relative = MAX_ERROR
     if overflow is None and found is not None:
         differences = np.square(found.astype(np.float64) - expected.sums)
-        inputs, last = slice(INPUT_ROWS), slice(INPUT_ROWS, None)
-        error = max(_ratio(differences[rows].sum(), expected.variance[rows].sum()) for rows in (inputs, last))
-        exact = np.square(found[inputs] - expected.unrounded).sum()
+        error = max(_ratio(differences[rows].sum(), expected.variance[rows].sum()) for rows in parts)
+        exact = np.square(found[parts[0]] - expected.unrounded).sum()
         relative = _ratio(exact, np.square(expected.unrounded).sum())
-    return _Site(
-        site.module_path, error, relative, _number(expected.effect), _number(expected.norm), overflow
-    )
+    return _Site(module, error, relative, _number(expected.effect), _number(expected.norm), overflow, worst)
+
+
+def _badness(site: _Site) -> tuple[bool, float]:
+    return site.overflow is not None, site.error
 
 
 def _verdict(sites: list[_Site], dtype: str, *, is_empty: bool) -> NumbersVerdict:
     errors = [site.error for site in sites]
-    worst = max(sites, key=lambda site: (site.overflow is not None, site.error))
+    worst = max(sites, key=_badness)
     overflows = worst.overflow is not None
     is_equal = not overflows and worst.error <= TOLERANCE
     known = [site for site in sites if site.error < MAX_ERROR]
@@ -149,7 +227,7 @@ def _verdict(sites: list[_Site], dtype: str, *, is_empty: bool) -> NumbersVerdic
         "effect": _summary([site.effect for site in sites]),
         "norms": {site.module: site.norm for site in sites[:MAX_REPORTED_MODULES]},
         "errors": {site.module: site.error for site in sites[:MAX_REPORTED_MODULES]},
-        "worst_module": worst.module,
+        "worst_module": worst.where,
         "dtype": dtype,
         "verdict": "overflow" if overflows else "equal" if is_equal else "mismatch",
     }
@@ -157,7 +235,7 @@ def _verdict(sites: list[_Site], dtype: str, *, is_empty: bool) -> NumbersVerdic
         message = f"equal to the reference: at most {worst.error:.2f} of a tolerance of {TOLERANCE:g}"
     elif overflows:
         message = (
-            f"{worst.module}: {worst.overflow} is infinite or no number in {dtype}, in which this server computes; its "
+            f"{worst.where}: {worst.overflow} is infinite or no number in {dtype}, in which this server computes; its "
             "weights are too large: check how they were trained and saved"
         )
     else:
@@ -165,7 +243,7 @@ def _verdict(sites: list[_Site], dtype: str, *, is_empty: bool) -> NumbersVerdic
         what = (
             "the engine could not lay out this adapter"
             if is_empty
-            else f"{worst.module}: what the engine computes differs from the reference by {worst.error:.3g} times its "
+            else f"{worst.where}: what the engine computes differs from the reference by {worst.error:.3g} times its "
             f"rounding in {dtype}, {TOLERANCE:g} is the tolerance; {count} of {len(sites)} modules differ"
         )
         message = f"{what}. The upload was read without fault: report this to the operator of the server"

@@ -13,6 +13,9 @@ token of the vocabulary. Rows of it that an adapter replaces are summed with the
 the embedding gives for the tokens behind them, which are the base's, with 1 for its numbers.
 Rows of the head are measured as a linear whose other columns are 0 in the first rows and 1 in the last.
 
+A routed expert has one row, whatever the router would choose: expert e of a layer gets the row e mod INPUT_ROWS of the
+layer's inputs, and EXPERT_SUMS sums of each of its sites. They are fewer, since there are tens of thousands.
+
 Everything follows from numbers of rows and columns by a hash, and is the same on every machine.
 """
 
@@ -27,6 +30,8 @@ PROBE_ROWS = 5
 INPUT_ROWS = PROBE_ROWS - 1
 """Rows in which x is +1 or -1; the last row follows."""
 SKETCH_SUMS = 64
+EXPERT_SUMS = 16
+"""Sums of an output of a routed expert."""
 
 EMBEDDING_ROWS, HEAD_ROWS = "embed_tokens.rows", "lm_head.rows"
 """Names of the measurements of replaced rows, like sites' names. Their layer is 0."""
@@ -52,17 +57,17 @@ def column_signs(out_features: int) -> NDArray[np.float32]:
     return signs
 
 
-def sketch(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[T, N] → [T, SKETCH_SUMS]."""
-    return fold(rows * column_signs(rows.shape[1]))
+def sketch(rows: NDArray[np.float64], count: int = SKETCH_SUMS) -> NDArray[np.float64]:
+    """[T, N] → [T, count]."""
+    return fold(rows * column_signs(rows.shape[1]), count)
 
 
-def fold(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[T, N] → [T, SKETCH_SUMS]: the sums of every SKETCH_SUMS-th column."""
-    count, width = rows.shape
-    padded = np.zeros((count, -(-width // SKETCH_SUMS) * SKETCH_SUMS))
+def fold(rows: NDArray[np.float64], count: int = SKETCH_SUMS) -> NDArray[np.float64]:
+    """[T, N] → [T, count]: the sums of every `count`-th column."""
+    height, width = rows.shape
+    padded = np.zeros((height, -(-width // count) * count))
     padded[:, :width] = rows
-    sums: NDArray[np.float64] = padded.reshape(count, -1, SKETCH_SUMS).sum(axis=1)
+    sums: NDArray[np.float64] = padded.reshape(height, -1, count).sum(axis=1)
     return sums
 
 

@@ -21,7 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.adapters.admission.base_model import BaseWeights
-from loraplex.adapters.numerics.probes import HEAD_ROWS, INPUT_ROWS, column_signs, fold, probe_inputs, sketch
+from loraplex.adapters.numerics.probes import (
+    EXPERT_SUMS,
+    HEAD_ROWS,
+    INPUT_ROWS,
+    SKETCH_SUMS,
+    column_signs,
+    fold,
+    probe_inputs,
+    sketch,
+)
 from loraplex.adapters.numerics.upload import UploadedRows, UploadedSite
 
 _Doubles = NDArray[np.float64]
@@ -64,6 +73,30 @@ def expect_site(site: UploadedSite, dtype: str, base: BaseWeights | None) -> Exp
     served, bits = SERVED_DTYPES[dtype]
     with np.errstate(all="ignore"):
         return _expect(site, dtype, served, bits, base)
+
+
+def expect_expert(site: UploadedSite, dtype: str) -> ExpectedSite:
+    """The same of one routed expert's site, for one row: `sums`, `variance` and `unrounded` are [1, EXPERT_SUMS]."""
+    served, bits = SERVED_DTYPES[dtype]
+    with np.errstate(all="ignore"):
+        b = site.b * np.float32(site.scaling)
+        a_served, b_served = (m.astype(served).astype(np.float64) for m in (site.a, b))
+        rank, in_features = site.a.shape
+        row = site.expert % INPUT_ROWS
+        x = probe_inputs(site.layer, in_features)[row : row + 1].astype(np.float64)
+        hidden = _product(x, a_served.T)
+        out = _product(hidden, b_served.T)
+        each = np.square(ROUNDING * 2.0**-bits * out) + _SMALLEST[dtype] ** 2
+        each += _SINGLE**2 * rank * _product(np.square(hidden), np.square(b_served).T)
+        exact = _product(_product(x, site.a.astype(np.float64).T), b.T.astype(np.float64))
+        return ExpectedSite(
+            sums=sketch(out, EXPERT_SUMS),
+            variance=fold(each, EXPERT_SUMS) + _variance_of_hidden(a_served, b_served, EXPERT_SUMS),
+            unrounded=sketch(exact, EXPERT_SUMS),
+            effect=float(np.sqrt(np.mean(np.square(out)))),
+            norm=_norm(a_served, b_served),
+            overflow=_overflow(a_served, b_served, hidden, out, served),
+        )
 
 
 def expect_rows(table: UploadedRows, dtype: str) -> ExpectedSite:
@@ -137,9 +170,7 @@ def _expect(
         exact[INPUT_ROWS] += np.square(gain_error * gain) + np.square(2 * _SINGLE)
     each = np.square(ROUNDING * 2.0**-bits * out) + _SMALLEST[dtype] ** 2 + exact
     variance = fold(each)
-    # Rows of A that are alike are summed with the same error: the errors add up, and not their squares.
-    moved = _SINGLE * np.sqrt(in_features * np.square(a_served).sum(axis=1))
-    variance[:INPUT_ROWS] += np.square(moved @ np.abs(_sketch_of_columns(b_served)))
+    variance[:INPUT_ROWS] += _variance_of_hidden(a_served, b_served, SKETCH_SUMS)
     exact_change = _product(_product(x, site.a.astype(np.float64).T), b.T.astype(np.float64))
     return ExpectedSite(
         sums=sketch(out),
@@ -185,9 +216,14 @@ def _overflow(a: _Doubles, b: _Doubles, hidden: _Doubles, out: _Doubles, served:
     return None
 
 
-def _sketch_of_columns(b: _Doubles) -> _Doubles:
-    """B [N, R] → [R, SKETCH_SUMS]."""
-    return fold(b.T * column_signs(len(b)))
+def _variance_of_hidden(a: _Doubles, b: _Doubles, count: int) -> _Doubles:
+    """The mean square [count] by which sums of x·Aᵀ in float32 move the sketches.
+
+    Rows of A that are alike are summed with the same error: the errors add up, and not their squares."""
+    moved = _SINGLE * np.sqrt(a.shape[1] * np.square(a).sum(axis=1))
+    columns = fold(b.T * column_signs(len(b)), count)
+    variance: _Doubles = np.square(moved @ np.abs(columns))
+    return variance
 
 
 def _norm(a: _Doubles, b: _Doubles) -> float:

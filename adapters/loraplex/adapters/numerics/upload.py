@@ -12,6 +12,7 @@ import re
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from loraplex.adapters.admission.model_parts import parts_of
 from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, ArtifactMissing
 from loraplex.adapters.numerics.probes import EMBEDDING_ROWS, HEAD_ROWS
+from loraplex.adapters.numerics.uploaded_experts import StoredTensor, UploadedExperts
 from loraplex.adapters.spec import BaseSpec
 
 _PREFIX = re.compile(r"^(?:module\.)*base_model\.model\.")
@@ -60,7 +62,8 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class UploadedSite:
-    """One site in float32, as uploaded: a [R, K], b [N, R], DoRA's magnitude [N] or None. `scaling` is for b."""
+    """One site in float32, as uploaded: a [R, K], b [N, R], DoRA's magnitude [N] or None. `scaling` is for b.
+    `expert`: whose it is, -1 outside of routed experts."""
 
     layer: int
     site: str
@@ -69,6 +72,7 @@ class UploadedSite:
     b: NDArray[np.float32]
     scaling: float
     magnitude: NDArray[np.float32] | None
+    expert: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +106,7 @@ class Upload:
         modules = {self._inside(shape.module_path): key for key, shape in base.sites.items()}
         self._found: dict[tuple[int, str], tuple[str, dict[str, _Place]]] = {}
         self._rows: dict[tuple[int, str], tuple[str, _Place, list[int], int]] = {}
+        self.experts = UploadedExperts(base.experts, self._config, base.model_type)
         for name, place in places.items():
             module, kind = _purpose(name)
             if kind is None:
@@ -109,7 +114,12 @@ class Upload:
             if kind == "rows":
                 self._add_rows(module.removesuffix(".token_adapter"), place, base)
                 continue
-            key = modules.get(self._inside(module))
+            inside = self._inside(module)
+            if self.experts.take(
+                inside, module, kind, StoredTensor(place.shape, partial(self._rows_of, place))
+            ):
+                continue
+            key = modules.get(inside)
             if key is None and base.multimodal and self._is_beside_text(module):
                 continue
             if key is None:
@@ -164,6 +174,13 @@ class Upload:
         magnitude = self._tensor(places["magnitude"]) if "magnitude" in places else None
         return UploadedSite(layer, site, module, a, b, self._scaling(module, len(a)), magnitude)
 
+    def read_expert(self, layer: int, site: str, expert: int) -> UploadedSite:
+        """Raises as the constructor does."""
+        found = self.experts.read(layer, site, expert)
+        scaling = self._scaling(found.path, len(found.a))
+        path = f"{self.experts.path(layer, site)} of expert {expert}"
+        return UploadedSite(layer, site, path, found.a, found.b, scaling, None, expert)
+
     def _scaling(self, module: str, rank: int) -> float:
         default = self._config.get("lora_alpha", 8)
         parameters = [self._inside(name) for name in self._config.get("target_parameters") or ()]
@@ -209,12 +226,17 @@ class Upload:
         return first not in {"layers", "embed_tokens", *_HEADS}
 
     def _tensor(self, place: _Place) -> NDArray[np.float32]:
-        count = math.prod(place.shape)
-        values = np.fromfile(self._path, np.dtype(_DTYPES[place.dtype]), count, offset=place.start)
-        if len(values) < count:
+        return self._rows_of(place, 0, place.shape[0])
+
+    def _rows_of(self, place: _Place, first: int, last: int) -> NDArray[np.float32]:
+        """Rows [first, last) of a tensor."""
+        shape, dtype = (last - first, *place.shape[1:]), np.dtype(_DTYPES[place.dtype])
+        start = place.start + first * math.prod(place.shape[1:]) * dtype.itemsize
+        values = np.fromfile(self._path, dtype, math.prod(shape), offset=start)
+        if len(values) < math.prod(shape):
             raise ArtifactCorrupt(f"{self._path.name} ends before the tensors that its header names")
         with np.errstate(over="ignore"):
-            return values.reshape(place.shape).astype(np.float32)
+            return values.reshape(shape).astype(np.float32)
 
 
 def _places(path: Path) -> dict[str, _Place]:
