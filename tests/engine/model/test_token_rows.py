@@ -24,6 +24,7 @@ BASES = {
     "gemma2": FAMILIES["gemma2"],
     "gemma3": FAMILIES["gemma3"],
     "phi3": FAMILIES["phi3"],
+    "nemotron_h": FAMILIES["nemotron_h"],
     "gemma, through transformers": OTHERS["gemma"],
     "granite, through transformers": OTHERS["granite"] | {"tie_word_embeddings": True},
     "olmo2, through transformers": OTHERS["olmo2"],

@@ -88,6 +88,7 @@ _TARGETS: dict[str, dict[str, str]] = {
     "phi": {"o_proj": "dense", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "lfm2": {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "nemotron_h": {"embed_tokens": "embeddings", "model.embed_tokens": "model.embeddings"},
     "granitemoehybrid": {"gate_proj": "input_linear", "up_proj": "input_linear", "down_proj": "output_linear"},
     "lfm3": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
@@ -135,8 +136,12 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
             targets += [ROUTER]
     if model_type == "olmo_hybrid" and "q_proj" in targets:
         targets += ["g_proj", "b_proj", "a_proj"]
-    pattern = {names.get(name, name): rank for name, rank in options.get("rank_pattern", {}).items()}
-    return options | {"target_modules": targets, "rank_pattern": pattern}
+    by_name = {
+        field: {names.get(name, name): value for name, value in options[field].items()}
+        for field in ("rank_pattern", "alpha_pattern", "trainable_token_indices")
+        if isinstance(options.get(field), dict)
+    }
+    return options | {"target_modules": targets} | by_name
 
 
 def save_adapters(

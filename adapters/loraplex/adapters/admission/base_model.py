@@ -35,6 +35,7 @@ from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import (
     ATTENTION_OUT,
     EMBEDDING,
+    EMBEDDING_NAMES,
     FLOAT_SITES,
     HEAD,
     LAYER_SITES,
@@ -71,10 +72,9 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
 
     A site is a 2-D tensor "<prefix>layers.<i>.<path>.<leaf>.weight" ([out_features, in_features]) whose leaf is
     one of LAYER_SITES, with i below num_hidden_layers (`find_sites`); or the head: "lm_head.weight", or the embedding
-    where the base ties the head to it; or the embedding itself, "<prefix>embed_tokens.weight" of the language part. An
-    adapter for what is no site is refused. The fingerprint
-    hashes every weight byte; with `cache_dir` it is kept there, keyed by the files' paths, sizes and times of change.
-    `quantise` as in BaseSpec. Raises BaseModelInvalid.
+    where the base ties the head to it; or the embedding itself, of the language part, by one of EMBEDDING_NAMES. An
+    adapter for what is no site is refused. The fingerprint hashes every weight byte; with `cache_dir` it is kept there,
+    keyed by the files' paths, sizes and times of change. `quantise` as in BaseSpec. Raises BaseModelInvalid.
     """
     raw = _read_json(model_dir / "config.json")
     config, parts = text_fields(raw), parts_of(raw.get("model_type"))
@@ -337,7 +337,8 @@ def _find_embedding(tensors: Mapping[str, BaseTensor]) -> dict[tuple[int, str], 
     found = [
         name
         for name in tensors
-        if f".{name}".endswith(f".{EMBEDDING}.weight") and len(tensors[name].tensor.shape) == 2
+        if name.removesuffix(".weight").rpartition(".")[2] in EMBEDDING_NAMES
+        and len(tensors[name].tensor.shape) == 2
     ]
     if len(found) != 1:
         return {}

@@ -18,10 +18,11 @@ from loraplex.adapters.mlx.settings import MlxSettings
 from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.files import shown
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
+from loraplex.kernels.lora.site_groups import EMBEDDING_NAMES
 
 PARTS = ("lora_a", "lora_b", "m")
 _QUANTISED = frozenset({"scales", "biases"})
-_EMBEDDINGS = frozenset({"embed_tokens", "wte", "wpe", "word_embeddings", "tok_embeddings", "embedding"})
+_EMBEDDINGS = EMBEDDING_NAMES | {"wte", "wpe", "word_embeddings", "tok_embeddings", "embedding"}
 _EXPERTS = frozenset({"switch_mlp", "switch_glu", "experts"})
 
 

@@ -137,13 +137,15 @@ class Upload:
 
     def _add_rows(self, module: str, place: _Place, base: BaseSpec) -> None:
         given = self._config.get("trainable_token_indices")
-        by_name = given if isinstance(given, dict) else {"embed_tokens": given}
+        table = base.sites.get((0, "embed_tokens"))
+        embedding = "embed_tokens" if table is None else self._inside(table.module_path)
+        by_name = given if isinstance(given, dict) else {embedding: given}
         own, head = self._inside(module), self._inside("lm_head")
         tokens = {self._inside(_unwrapped(name)): ids for name, ids in by_name.items()}
         ids = tokens.get(own)
         if ids is None and own == head and base.tied_head:
             # PEFT saves the embedding's rows a second time with the embedding itself.
-            ids = tokens.get("embed_tokens")
+            ids = tokens.get(embedding)
         if ids is None:
             raise AdapterRefused("unexpected_tensor", f"no tokens are named for {module[:160]!a}")
         vocab_size = next(

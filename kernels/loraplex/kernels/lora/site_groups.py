@@ -45,6 +45,9 @@ HEAD = "lm_head"
 EMBEDDING = "embed_tokens"
 """The table before the first layer, from token ids to hidden states: a linear of one-hot rows. Its layer is 0 too."""
 
+EMBEDDING_NAMES = frozenset({EMBEDDING, "embeddings"})
+"""The leaf names of its module; the second is Nemotron-H's."""
+
 MODEL_PROJECTION = "per_layer_model_projection"
 """The linear before the first layer, from an embedding to inputs of all layers' own. It counts as of layer 0."""
 

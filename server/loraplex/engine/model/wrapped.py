@@ -28,7 +28,7 @@ from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, tra
 from loraplex.kernels.attention.torch_attention import TorchAttention, write_kv
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.linear.packed import tensor_bytes
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, ROUTER, SiteGroup, name_groups
+from loraplex.kernels.lora.site_groups import EMBEDDING_NAMES, HEAD, ROUTER, SiteGroup, name_groups
 
 ATTENTION_NAME = "loraplex_paged"
 
@@ -351,5 +351,5 @@ def find_sites(
 def _find_embedding(model: Any) -> torch.nn.Embedding | None:
     table = model.get_input_embeddings()
     names = [name for name, module in model.named_modules() if module is table]
-    is_named = len(names) == 1 and f".{names[0]}".endswith(f".{EMBEDDING}")
+    is_named = len(names) == 1 and names[0].rpartition(".")[2] in EMBEDDING_NAMES
     return table if is_named and isinstance(table, torch.nn.Embedding) else None

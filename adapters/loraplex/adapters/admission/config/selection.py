@@ -18,7 +18,7 @@ from loraplex.adapters.admission.module_names import HEAD_NAMES, ModuleNames, wi
 from loraplex.adapters.admission.peft_support import is_neutral
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.store.files import shown
-from loraplex.kernels.lora.site_groups import EMBEDDING
+from loraplex.kernels.lora.site_groups import EMBEDDING_NAMES
 
 _SETS = ("target_modules", "exclude_modules")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
@@ -44,7 +44,7 @@ class Selection:
         if not self.excluded.isdisjoint(names):
             return False
         if self.targets is None:
-            return not self.exact or not (module_path in HEAD_NAMES or names[-1] == EMBEDDING)
+            return not self.exact or not (module_path in HEAD_NAMES or names[-1] in EMBEDDING_NAMES)
         if module_path in self.targets:
             return True
         if self.targets.isdisjoint(names):

@@ -108,7 +108,10 @@ def _by_module(
     for name, ids in indices.items():
         shapes = [base.sites[key] for key in ((0, EMBEDDING), (0, HEAD)) if key in base.sites]
         own = names.in_base(name)
-        path = next((s.module_path for s in shapes if f".{s.module_path}".endswith(f".{own}")), None)
+        # A list is of the embedding, whatever its name.
+        path = next(
+            (s.module_path for s in shapes if name == s.site or f".{s.module_path}".endswith(f".{own}")), None
+        )
         if path is None or path in found:
             raise AdapterRefused(
                 "unsupported_feature",
