@@ -138,9 +138,9 @@ class HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A validated adapter. `rank` is the largest of any site, `num_bytes` the size of the upload's files. `invocation`:
-    the token ids from whose last occurrence in a prompt on an activated LoRA acts; empty for one that acts on every
-    position."""
+    """A validated adapter. `rank` is the largest of any site or expert, `num_bytes` the size of the upload's files.
+    `invocation`: the token ids from whose last occurrence in a prompt on an activated LoRA acts; empty for one that
+    acts on every position."""
 
     digest: str
     rank: int
@@ -150,4 +150,5 @@ class AdapterSpec:
     tokens: tuple[TokenRows, ...] = ()
     invocation: tuple[int, ...] = ()
     head: HeadWeights | None = None
+    experts: tuple[ExpertWeights, ...] = ()
     report: dict[str, Any] = field(default_factory=dict)

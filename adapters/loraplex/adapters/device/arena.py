@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_copies import CopyQueue, HostQueue, PacedCopies, StreamQueue
 from loraplex.adapters.device.device_lora import DeviceLora, effective_segments
+from loraplex.adapters.device.expert_tiles import ExpertLayout
 from loraplex.adapters.device.host_image import HostImage
 from loraplex.adapters.device.host_slab import adjacent_runs
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.device.placement import HEAD_LAYER
 from loraplex.adapters.device.token_tables import describe_head, describe_tokens
 from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.experts.lora_types import ExpertLoraPass, ExpertLoraWeights, begin_expert_pass
 from loraplex.kernels.host_memory import untouched_zeros
 from loraplex.kernels.lora.dispatch import GRANULE_BYTES, LoraPass, LoraWeights, Scratch, Segment, begin_pass
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -65,6 +67,9 @@ class AdapterArena:
         self._layers = self._empty_tables(layout.groups, layout.num_layers, num_slots)
         # The head is one group more, run once and for the sampled rows alone: a model of one layer, so to say.
         self._head = None if layout.head is None else self._empty_tables((layout.head,), 1, num_slots)
+        self._experts = (
+            None if layout.experts is None else self._empty_expert_tables(layout.experts, num_slots)
+        )
         self._copies = PacedCopies(queue or (HostQueue() if device.type == "cpu" else StreamQueue()))
         self._filled = np.zeros(num_slots, np.bool_)
         self._touched = np.zeros(num_pages, np.bool_)
@@ -77,6 +82,7 @@ class AdapterArena:
         self._writes = [0] * num_slots
         self._last: tuple[object, LoraPass | None] = (None, None)
         self._last_head: tuple[object, LoraPass | None] = (None, None)
+        self._last_experts: tuple[object, ExpertLoraPass | None] = (None, None)
         self._device_lora: DeviceLora | None = None
 
     @property
@@ -88,6 +94,11 @@ class AdapterArena:
     def head(self) -> LoraWeights | None:
         """The same of the head, as a model of one layer. None where adapters can't change it."""
         return self._head
+
+    @property
+    def experts(self) -> ExpertLoraWeights | None:
+        """The same of routed experts. None where adapters can't change them."""
+        return self._experts
 
     @property
     def num_bytes(self) -> int:
@@ -125,6 +136,8 @@ class AdapterArena:
         self._filled[slot] = False
         self._tokens.pop(slot, None)
         self._heads.pop(slot, None)
+        if self._experts is not None:
+            self._clear_experts(self._experts, slot)
 
     def head_rows(self, slot: int) -> NDArray[np.int64] | None:
         """The granules at which the rows of the head in a slot begin, by label. The base's is that of slot -1, and of
@@ -174,6 +187,18 @@ class AdapterArena:
         if self._last_head[0] != key:
             self._last_head = (key, self._begin(self._head, segments, num_rows))
         return self._last_head[1]
+
+    def expert_pass(self, segments: Sequence[Segment], num_rows: int) -> ExpertLoraPass | None:
+        """Prepare the routed experts of a step, as `lora_pass` does the layers. None if no row has an adapter on
+        them."""
+        if self._experts is None:
+            return None
+        key = (tuple(segments), num_rows, self._writes_to(segments))
+        if self._last_experts[0] != key:
+            assert self.kernels.expert_lora_pass is not None
+            make, experts = self.kernels.expert_lora_pass, self._experts
+            self._last_experts = key, begin_expert_pass(make, experts, self._scratch, segments, num_rows)
+        return self._last_experts[1]
 
     def slot_pass(self, slot: int, num_rows: int, *, head: bool) -> LoraPass | None:
         """Prepare a pass of `num_rows` rows that all use the adapter in `slot`, beside a step's own: it is run by the
@@ -229,6 +254,21 @@ class AdapterArena:
             vectors=np.zeros((num_slots, *places), np.int32),
         )
 
+    def _empty_expert_tables(self, experts: ExpertLayout, num_slots: int) -> ExpertLoraWeights:
+        places = (num_slots, self.layout.num_layers, experts.num_sites)
+        return ExpertLoraWeights(
+            storage=self._layers.storage,
+            groups=experts.groups,
+            tables=np.zeros((*places, experts.num_experts, experts.max_chunks + 1, 2), np.int32),
+            heights=np.zeros(places, np.int32),
+        )
+
+    def _clear_experts(self, experts: ExpertLoraWeights, slot: int) -> None:
+        """Tables of a slot without experts are left alone: their memory is taken when they are first written to."""
+        if experts.heights[slot].any():
+            experts.heights[slot] = 0
+            experts.tables[slot] = 0
+
     def _writes_to(self, segments: Sequence[Segment]) -> tuple[int, ...]:
         """How often each slot has changed."""
         return tuple(self._writes[slot] for slot, _, _ in segments if 0 <= slot < len(self._writes))
@@ -259,6 +299,13 @@ class AdapterArena:
             layers, numbers, tile = vectors.T
             weights.vectors[slot] = 0
             weights.vectors[slot, np.zeros_like(layers) if of_head else layers, numbers] = place(tile)
+        if self._experts is not None:
+            self._clear_experts(self._experts, slot)
+            *where, a_tiles, b_tiles = image.experts.T
+            self._experts.tables[slot, *where, 0] = place(a_tiles)
+            self._experts.tables[slot, *where, 1] = place(b_tiles)
+            layers, numbers, heights = image.heights.T
+            self._experts.heights[slot, layers, numbers] = heights
         head = describe_head(image, place)
         if head is None:
             self._heads.pop(slot, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,14 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.admission.base_model import BaseWeights
 from loraplex.adapters.device.dora import dora_vectors
+from loraplex.adapters.device.elements import Elements, all_finite
+from loraplex.adapters.device.expert_image import (
+    ExpertWriter,
+    check_experts_fit,
+    examine_experts,
+    expert_tensors,
+)
+from loraplex.adapters.device.expert_tiles import ExpertKey
 from loraplex.adapters.device.host_slab import HostPages, loose_pages
 from loraplex.adapters.device.layout import IN_FLOAT32, ArenaLayout, TileKind
 from loraplex.adapters.device.placement import HEAD_LAYER, Piece, Placement, place
@@ -41,6 +50,10 @@ class HostImage:
     `number` of a classifier's head, float32 [hidden size + 1] with its bias at the end. `tokens` int32 [n, 2] has
     the token id of each replaced row, and what it replaces a row of: IN_EMBEDDING, IN_HEAD or both.
 
+    `experts` int32 [e, 6] has one for each chunk of each routed expert that the adapter has: layer, number of the site
+    in `ArenaLayout.experts`, expert, chunk, and where its A and its B tile begin; experts may share them. `heights`
+    int32 [h, 3]: layer, number, and the ranks of a tile there.
+
     Vectors are made from the base's weights too, so an image belongs to a digest, a layout and a base together. It
     never outlives its process, which has one of each base and layout.
     """
@@ -52,6 +65,8 @@ class HostImage:
     vectors: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), np.int32))
     rows: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), np.int32))
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 2), np.int32))
+    experts: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 6), np.int32))
+    heights: NDArray[np.int32] = field(default_factory=lambda: np.empty((0, 3), np.int32))
 
     @property
     def num_pages(self) -> int:
@@ -82,14 +97,19 @@ def build_image(
     are filled up to whole chunks with zeros. DoRA needs `base`, whose weights are read in slices. Holds the largest
     tensor, or for DoRA one site's in float32, beside the image. `wanted` is called before each matrix; if it returns
     False, LoadAbandoned is raised. `feed` gets every byte of the file, in order and before it is used, so that a caller
-    can hash the file without a second read. `memory` gives that number of pages; None: torch's allocator does. They are
-    given back where this raises.
+    can hash the file without a second read; one on experts is read once more before that. `memory` gives that number of
+    pages; None: torch's allocator does. They are given back where this raises.
 
     Raises ArtifactCorrupt where the adapter does not fit the layout, AdapterRefused("non_finite") where a value is not
     finite in its dtype, BaseModelInvalid where the base's weights can't be read as they were, OSError.
     """
     _check_fits(spec, layout)
-    placement = place(spec, layout)
+    experts: tuple[ExpertKey, ...] = ()
+    if layout.experts is not None and spec.experts:
+        experts = examine_experts(spec, tensors_path, layout.experts, lambda: _check_wanted(wanted))
+    placement = place(spec, layout, experts)
+    if not placement.num_pages:
+        raise ArtifactCorrupt("the adapter changes nothing")
     pages = memory(placement.num_pages) if memory else loose_pages(placement.num_pages, layout.page_bytes)
     try:
         _fill(_Image(spec, layout, placement, pages), spec, tensors_path, base, wanted, feed)
@@ -104,6 +124,8 @@ def build_image(
         placement.vectors,
         placement.rows,
         _token_table(spec.tokens),
+        placement.experts.tiles,
+        placement.experts.heights,
     )
 
 
@@ -125,29 +147,26 @@ def _fill(
     wanted: Callable[[], bool],
     feed: Callable[[memoryview], object],
 ) -> None:
-    plain: dict[int, tuple[TensorSlice, int, Literal["a", "b", "token_rows", "head_rows"]]] = {}
+    puts: dict[int, tuple[TensorSlice, Callable[[NDArray[Any]], None]]] = {}
     for index, site in enumerate(spec.sites):
         if site.magnitude is None:
-            plain[site.a.start] = site.a, index, "a"
-            plain[site.b.start] = site.b, index, "b"
+            puts[site.a.start] = site.a, partial(image.put, index, "a")
+            puts[site.b.start] = site.b, partial(image.put, index, "b")
     first = 0
     for table in spec.tokens:
-        plain[table.rows.start] = table.rows, first, "token_rows"
+        puts[table.rows.start] = table.rows, partial(image.put_token_rows, first)
         first += len(table.ids)
     if spec.head is not None:
         for tensor in filter(None, (spec.head.weight, spec.head.bias)):
-            plain[tensor.start] = tensor, 0, "head_rows"
+            puts[tensor.start] = tensor, image.put_head
+    for start, found in expert_tensors(spec).items():
+        puts[start] = found.tensor, partial(image.experts.put, found)
     # What is not finite is found and refused at the end.
     with np.errstate(over="ignore", invalid="ignore"):
-        for tensor, values in scan_tensors(tensors_path, [entry[0] for entry in plain.values()], feed):
+        for tensor, values in scan_tensors(tensors_path, [tensor for tensor, _ in puts.values()], feed):
             _check_wanted(wanted)
-            _, index, kind = plain[tensor.start]
-            if kind == "token_rows":
-                image.put_token_rows(index, values)
-            elif kind == "head_rows":
-                image.put_head(values)
-            else:
-                image.put(index, kind, values)
+            _, put = puts[tensor.start]
+            put(values)
         for index, site in enumerate(spec.sites):
             if site.magnitude is not None:
                 _check_wanted(wanted)
@@ -167,9 +186,10 @@ class _Image:
         self._width = layout.hidden_size or 0
         self._dtype = NUMPY_DTYPES[_DTYPE_NAMES[layout.dtype]]
         each = [page for run in pages.runs for page in run.numpy()]
-        self._rounded = _Elements(each, self._dtype)
-        self._exact = _Elements(each, np.dtype(np.float32))
-        plain_bytes = _Elements(each, np.dtype(np.uint8))
+        self._rounded = Elements(each, self._dtype)
+        self._exact = Elements(each, np.dtype(np.float32))
+        self.experts = ExpertWriter(placement.experts, self._rounded)
+        plain_bytes = Elements(each, np.dtype(np.uint8))
         for nobodys in placement.fillers:
             plain_bytes[nobodys][...] = 0
         for piece in self._head_pieces:
@@ -238,17 +258,18 @@ class _Image:
     def check_finite(self) -> None:
         """Raises AdapterRefused for the first site that has another value."""
         if not any(kind in IN_FLOAT32 for _, kind in self._pieces) and all(
-            map(_all_finite, self._rounded.pages)
+            map(all_finite, self._rounded.pages)
         ):
             return
         for (index, kind), pieces in self._pieces.items():
             into = self._exact if kind in IN_FLOAT32 else self._rounded
-            if not all(_all_finite(into[piece.elements]) for piece in pieces):
+            if not all(all_finite(into[piece.elements]) for piece in pieces):
                 raise AdapterRefused(
                     "non_finite",
                     f"{self._name(index)} has values that are not finite once they are scaled and in "
                     f"{self._dtype}",
                 )
+        self.experts.check_finite()
 
     def _name(self, index: int) -> str:
         if index >= len(self._spec.sites):
@@ -261,7 +282,7 @@ class _Image:
         # Rounded before it is transposed: half as much to move.
         self._cut(index, "b", scaled.astype(self._dtype, copy=False).T, self._rounded)
 
-    def _cut(self, index: int, kind: TileKind, matrix: NDArray[Any], into: _Elements) -> None:
+    def _cut(self, index: int, kind: TileKind, matrix: NDArray[Any], into: Elements) -> None:
         for piece in self._pieces[index, kind]:
             part = matrix[piece.rows, piece.columns]
             into[piece.elements].reshape(part.shape)[...] = part
@@ -278,37 +299,13 @@ def blank_image(layout: ArenaLayout) -> HostImage:
     return HostImage("blank", layout.max_chunks * CHUNK, pages, np.array(rows, np.int32))
 
 
-class _Elements:
-    """An image's pages as elements of one dtype, numbered through. No tile, and nothing between two, lies on more than
-    one page."""
-
-    def __init__(self, pages: Sequence[NDArray[np.uint8]], dtype: np.dtype[Any]) -> None:
-        self.pages: list[NDArray[Any]] = [page.view(dtype) for page in pages]
-        self._per_page = self.pages[0].shape[0]
-
-    def __getitem__(self, elements: slice) -> NDArray[Any]:
-        page, first = divmod(elements.start, self._per_page)
-        assert first + elements.stop - elements.start <= self._per_page
-        found: NDArray[Any] = self.pages[page][first : first + elements.stop - elements.start]
-        return found
-
-
 def _check_wanted(wanted: Callable[[], bool]) -> None:
     if not wanted():
         raise LoadAbandoned("no request waits for this adapter any more")
 
 
-def _all_finite(values: NDArray[Any]) -> bool:
-    """Whether all values are finite (float32, float16 or bfloat16), by their bits: as integers, infinities and NaN are
-    beyond all others of their sign. numpy's own way takes ten times as long for bfloat16."""
-    signed, unsigned = values.view(f"i{values.itemsize}"), values.view(f"u{values.itemsize}")
-    infinity = np.array(np.inf, values.dtype).view(signed.dtype)[()]
-    minus_infinity = np.array(-np.inf, values.dtype).view(unsigned.dtype)[()]
-    return bool(signed.max() < infinity and unsigned.max() < minus_infinity)
-
-
 def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
-    if not spec.sites:
+    if not (spec.sites or spec.experts):
         raise ArtifactCorrupt("the adapter changes nothing")
     seen = set()
     for site in spec.sites:
@@ -332,6 +329,7 @@ def _check_fits(spec: AdapterSpec, layout: ArenaLayout) -> None:
             raise ArtifactCorrupt(
                 f"{where}: the magnitudes {list(site.magnitude.shape)} do not fit {out_features} features"
             )
+    check_experts_fit(spec, layout.experts)
     if spec.head is not None and spec.head.weight.shape[1:] != (layout.hidden_size,):
         raise ArtifactCorrupt(
             f"the head {list(spec.head.weight.shape)} does not fit this model's hidden states"

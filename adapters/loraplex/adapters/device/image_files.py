@@ -37,9 +37,9 @@ _SPAN_BYTES = 1 << 19
 """Bytes that are read and hashed at a time: they stay in the processor's own cache."""
 _STALE_S = 3600.0
 _SUM_BYTES = hashlib.sha256().digest_size
-_HEAD = struct.Struct("<64sIIIIIII")
-"""Digest, rank, pages, bytes of a page, rows of `sites`, `vectors`, `rows` and `tokens`."""
-_WIDTHS = (5, 3, 3, 2)
+_HEAD = struct.Struct("<64s9I")
+"""Digest, rank, pages, bytes of a page, rows of `sites`, `vectors`, `rows`, `tokens`, `experts` and `heights`."""
+_WIDTHS = (5, 3, 3, 2, 6, 3)
 """Columns of these tables."""
 
 
@@ -89,7 +89,7 @@ class ImageFiles:
         disk = os.statvfs(self._folder)
         if disk.f_bavail * disk.f_frsize < num_bytes + MIN_FREE_BYTES:
             return False
-        listed = (image.sites, image.vectors, image.rows, image.tokens)
+        listed = (image.sites, image.vectors, image.rows, image.tokens, image.experts, image.heights)
         tables = b"".join(table.tobytes() for table in listed)
         num_pages = sum(run.shape[0] for run in runs)
         head = _HEAD.pack(
@@ -165,7 +165,8 @@ def image_key(layout: ArenaLayout, base: str) -> str:
     for source in sorted(package.rglob("*.py")):
         sha.update(hashlib.sha256(source.read_bytes()).digest())
     size = (layout.num_layers, layout.dtype, layout.page_bytes, layout.hidden_size)
-    shape = (layout.groups, size, layout.head, layout.embedding)
+    experts = None if layout.experts is None else layout.experts.groups
+    shape = (layout.groups, size, layout.head, layout.embedding, experts)
     sha.update(f"{shape} {base}".encode())
     return sha.hexdigest()[:32]
 

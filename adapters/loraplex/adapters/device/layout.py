@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from loraplex.adapters.device.expert_tiles import ExpertLayout
+from loraplex.kernels.experts.lora_types import ExpertSiteGroup
 from loraplex.kernels.lora.dispatch import CHUNK, GRANULE_BYTES
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SiteGroup
 
@@ -66,7 +68,8 @@ class ArenaLayout:
     `embedding` is (vocabulary, hidden size), None where adapters can't change it.
 
     So do the rows of a classifier's head, in float32, each with its bias behind it. `hidden_size` is that of the hidden
-    states that it reads, None where the model gives none.
+    states that it reads, None where the model gives none. `experts` has the sites of routed experts, None where
+    adapters can't change them.
 
     The page size is a power of two chosen by the model, unless given: 256 KiB to 2 MiB, at least the largest tile,
     growing with the size of the model's adapters so that those have tens of pages.
@@ -83,6 +86,7 @@ class ArenaLayout:
         head: SiteGroup | None = None,
         embedding: tuple[int, int] | None = None,
         hidden_size: int | None = None,
+        experts: Sequence[ExpertSiteGroup] = (),
     ) -> None:
         self.groups = tuple(groups)
         self.num_layers = num_layers
@@ -102,9 +106,14 @@ class ArenaLayout:
         self.places = sorted((layer, number) for (layer, _), number in self.sites.items())
         """Each site's layer and number."""
         self._sizes = [self.tile_bytes(size) for _, number in self.places for size in self.features[number]]
+        self.experts = ExpertLayout(experts, dtype, max_rank=max_rank) if experts else None
         self.largest_tile_bytes = max(self._sizes)
+        chunk_of_all_sites = sum(self._sizes)
+        if self.experts is not None:
+            self.largest_tile_bytes = max(self.largest_tile_bytes, self.experts.largest_tile_bytes)
+            chunk_of_all_sites += self.experts.chunk_bytes
         if page_bytes is None:
-            page_bytes = self._choose_page_bytes(sum(self._sizes))
+            page_bytes = self._choose_page_bytes(chunk_of_all_sites)
         if page_bytes < self.largest_tile_bytes or page_bytes % GRANULE_BYTES:
             raise ValueError(
                 f"a page of {page_bytes} bytes can't hold the largest tile ({self.largest_tile_bytes} bytes), "
@@ -134,7 +143,7 @@ class ArenaLayout:
 
     @property
     def smallest_full_bytes(self) -> int:
-        """Pages of an adapter of rank up to CHUNK on every site of every layer, without the head."""
+        """Pages of an adapter of rank up to CHUNK on every site of every layer, without the head and routed experts."""
         return place_tiles(self._sizes, self.page_bytes)[1] * self.page_bytes
 
     @property

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from loraplex.adapters.device.expert_tiles import SIDES, ExpertKey, ExpertTile, Side
 from loraplex.adapters.device.layout import (
     CLASSIFIER,
     IN_FLOAT32,
@@ -43,6 +44,17 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertPlacement:
+    """`pieces` by the index of a key, the side and the expert that holds them: rows of its matrix [rank, features].
+    `tiles` int32 [k, 6] and `heights` int32 [m, 3] are `experts` and `heights` of `HostImage`."""
+
+    keys: tuple[ExpertKey, ...]
+    pieces: Mapping[tuple[int, Side, int], tuple[Piece, ...]]
+    tiles: NDArray[np.int32]
+    heights: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """`pieces` by the index of a site in `spec.sites` and the kind of tile; `fillers` are the bytes between and within
     tiles that belong to no piece. `sites` int32 [n, 5], `vectors` int32 [m, 3] and `rows` int32 [k, 3] are those of
@@ -54,26 +66,30 @@ class Placement:
     sites: NDArray[np.int32]
     vectors: NDArray[np.int32]
     rows: NDArray[np.int32]
+    experts: ExpertPlacement
 
 
-def place(spec: AdapterSpec, layout: ArenaLayout) -> Placement:
-    """Adapters of one recipe differ in values alone: the placements of the last few recipes are kept."""
+def place(spec: AdapterSpec, layout: ArenaLayout, experts: Sequence[ExpertKey] = ()) -> Placement:
+    """`experts`: what `examine_experts` found. Adapters of one recipe differ in values alone: the placements of the
+    last few recipes are kept."""
     keys = [SiteKey(s.layer, s.site, s.rank, s.magnitude is not None) for s in spec.sites]
     if spec.tokens:
         keys.append(SiteKey(0, REPLACED, sum(len(table.ids) for table in spec.tokens), False))
     if spec.head is not None:
         keys.append(SiteKey(0, CLASSIFIER, spec.head.num_labels, False))
-    return _place(layout, tuple(keys))
+    return _place(layout, tuple(keys), tuple(experts))
 
 
 @lru_cache(maxsize=32)
-def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> Placement:
+def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...], experts: tuple[ExpertKey, ...]) -> Placement:
     tiles = layout.tiles(keys)
-    offsets, num_pages = place_tiles([tile.num_bytes for tile in tiles], layout.page_bytes)
+    of_experts = [] if layout.experts is None else [*layout.experts.tiles(experts)]
+    sizes = [tile.num_bytes for tile in tiles] + [tile.num_bytes for tile in of_experts]
+    offsets, num_pages = place_tiles(sizes, layout.page_bytes)
     pieces: dict[tuple[int, TileKind], list[Piece]] = defaultdict(list)
     spans: list[tuple[int, int]] = []
     tables = _Tables(layout, keys)
-    for tile, offset in zip(tiles, offsets, strict=True):
+    for tile, offset in zip(tiles, offsets[: len(tiles)], strict=True):
         itemsize = 4 if tile.kind in IN_FLOAT32 else layout.dtype.itemsize
         first = offset // itemsize
         if tile.kind in ("token_ranks", "token_rows", "head_rows"):
@@ -83,6 +99,13 @@ def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> Placement:
         pieces[tile.index, tile.kind].append(piece)
         spans.append((offset, piece.elements.stop * itemsize))
         tables.put(tile, offset // GRANULE_BYTES)
+    placed = _place_experts(layout, experts, of_experts, offsets[len(tiles) :])
+    size = layout.dtype.itemsize
+    spans += [
+        (piece.elements.start * size, piece.elements.stop * size)
+        for pieces_of_one in placed.pieces.values()
+        for piece in pieces_of_one
+    ]
     return Placement(
         num_pages,
         {key: tuple(some) for key, some in pieces.items()},
@@ -90,7 +113,36 @@ def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> Placement:
         tables.sites(),
         tables.vectors(),
         tables.rows(),
+        placed,
     )
+
+
+def _place_experts(
+    layout: ArenaLayout, keys: tuple[ExpertKey, ...], tiles: Sequence[ExpertTile], offsets: Sequence[int]
+) -> ExpertPlacement:
+    pieces: dict[tuple[int, Side, int], list[Piece]] = defaultdict(list)
+    starts: dict[tuple[int, Side, int, int], int] = {}
+    for tile, offset in zip(tiles, offsets, strict=True):
+        key = keys[tile.key]
+        first = tile.chunk * key.height
+        rows = slice(first, min(first + key.height, key.ranks[tile.expert]))
+        begin = offset // layout.dtype.itemsize
+        elements = slice(begin, begin + (rows.stop - rows.start) * tile.features)
+        pieces[tile.key, tile.side, tile.expert].append(Piece(rows, slice(None), elements))
+        starts[tile.key, tile.side, tile.expert, tile.chunk] = offset // GRANULE_BYTES
+    listed = []
+    heights = []
+    for index, key in enumerate(keys):
+        assert layout.experts is not None
+        place = key.layer, layout.experts.number(key.site)
+        heights.append((*place, key.height))
+        for expert, rank in enumerate(key.ranks):
+            holders = [(side, key.holder(side, expert)) for side in SIDES if rank]
+            for chunk in range(-(-rank // key.height) if rank else 0):
+                where = (starts[index, side, holder, chunk] for side, holder in holders)
+                listed.append((*place, expert, chunk, *where))
+    found = {key: tuple(some) for key, some in pieces.items()}
+    return ExpertPlacement(keys, found, _table(listed, 6), _table(heights, 3))
 
 
 def _gaps(spans: list[tuple[int, int]], end: int) -> tuple[slice, ...]:
@@ -168,7 +220,7 @@ class _Tables:
         return _table(self._rows, 3)
 
 
-def _table(rows: list[tuple[int, ...]] | list[tuple[int, int, int]], width: int) -> NDArray[np.int32]:
+def _table(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int32]:
     table = np.array(rows, np.int32).reshape(-1, width)
     table.flags.writeable = False
     return table
