@@ -34,8 +34,8 @@ NARROW = {"qwen3_next": {"linear_num_value_heads": 2, "linear_key_head_dim": 16,
 ALL = (
     "llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2", "granite",
     "starcoder2", "lfm2", "lfm2-biases", "lfm3", "lfm3-plain", "qwen3_5-2", "olmo_hybrid",
-    "olmo_hybrid-rope", "granite4", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen3_5_moe",
-    "qwen3_next", *OWN_NAMES,
+    "olmo_hybrid-rope", "granite4", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen2_moe",
+    "qwen3_5_moe", "qwen3_next", *OWN_NAMES,
 )  # fmt: skip
 ONE_OF_A_KIND = (
     "llama-biases", "phi3", "gemma3", "lfm2", "lfm3", "qwen3_5-2", "olmo_hybrid", "granite4", "qwen3_moe", "olmo2",

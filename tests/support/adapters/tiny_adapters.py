@@ -78,10 +78,12 @@ def with_gates(chosen: dict[str, dict[str, Any]], family: dict[str, Any]) -> dic
 _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 
+BY_PARAMETER = frozenset({"qwen2_moe", "qwen3_5_moe_text"})
+"""Types of mixtures whose experts PEFT does not convert, and whose routers it knows by their parameter alone."""
 _TARGETS: dict[str, dict[str, str]] = {
-    # PEFT takes these names for the experts', those of Qwen3.5 aside.
+    # PEFT takes these names for the experts', where it converts them.
     **dict.fromkeys(
-        {*ROUTED, "glm4_moe"} - {"qwen3_5_moe_text"},
+        {*ROUTED, "glm4_moe"} - BY_PARAMETER,
         dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "o_proj"),
     ),
     "phi3": _FUSED_TARGETS,
@@ -106,6 +108,7 @@ DELTA = {"q_proj": ["in_proj_qkv", "in_proj_z", "in_proj_a"], "k_proj": ["in_pro
 DELTA_OF = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA | {"v_proj": ["shared_expert_gate"]},
+    "qwen2_moe": {"v_proj": ["shared_expert_gate"]},
     "qwen3_next": {
         "q_proj": ["in_proj_qkvz"],
         "k_proj": ["in_proj_ba"],
@@ -130,7 +133,7 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
         ]
     only_linears = options.get("use_dora") or "alora_invocation_tokens" in options  # by PEFT
     if model_type in ROUTED and "gate_proj" in options["target_modules"] and not only_linears:
-        if model_type == "qwen3_5_moe_text":  # where PEFT knows the router by its parameter alone
+        if model_type in BY_PARAMETER:
             options = options | {"target_parameters": [f"{ROUTER}.weight"]}
         else:
             targets += [ROUTER]
@@ -171,7 +174,7 @@ def save_adapters(
             continue
         fields = json.loads(config.read_text())
         by_parameter = fields.get("target_parameters") == [f"{ROUTER}.weight"]
-        if by_parameter and model_type != "qwen3_5_moe_text":  # as PEFT had it over transformers 4
+        if by_parameter and model_type not in BY_PARAMETER:  # as PEFT had it over transformers 4
             fields |= {"target_parameters": None, "target_modules": [*fields["target_modules"], ROUTER]}
         config.write_text(json.dumps(fields | {"exclude_modules": None}))
     return made

@@ -186,6 +186,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "mlp_only_layers": [1],
         "moe_intermediate_size": 24, "norm_topk_prob": True,
     },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", "num_experts": 6, "num_experts_per_tok": 2, "mlp_only_layers": [1],
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "use_sliding_window": True,
+        "sliding_window": 11, "max_window_layers": 1,
+    },
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
     "glm4_moe": {
         "model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,

@@ -238,7 +238,7 @@ _TEXTS: Mapping[str, ModelParts] = {
     "mpt": ModelParts(layer_count="n_layers"),
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
     "lfm3": ModelParts(inside=_LFM3_INSIDE),
-    **dict.fromkeys(("glm4_moe", "olmoe", "qwen3_moe"), _EXPERTS),
+    **dict.fromkeys(("glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
     "mixtral": ModelParts(inside=((".block_sparse_moe.", ".mlp."),), expert_linears=SPELLINGS[1]),
     "olmo_hybrid": ModelParts(
         inside=(

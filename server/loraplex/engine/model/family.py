@@ -256,7 +256,7 @@ def _layer_kind(
         )
     attention_bias = bool(getattr(config, "attention_bias", False))
     mlp_bias = bool(getattr(config, "mlp_bias", False))
-    qkv_bias = attention_bias if row.qkv_bias is None else row.qkv_bias
+    qkv_bias = attention_bias if row.qkv_bias is None else _is_set(config, row.qkv_bias)
     if "attention_bias" in raw and row.qkv_bias is not None and attention_bias != qkv_bias:
         raise ModelUnsupported(f"attention_bias {attention_bias} is not known for {config.model_type}")
     if row.mlp_bias is not None and mlp_bias != row.mlp_bias:

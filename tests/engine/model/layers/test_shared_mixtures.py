@@ -1,4 +1,5 @@
-"""Mixtures whose layers have a shared expert too: GLM-4.5, and Qwen3.5-MoE and Qwen3-Next behind delta nets."""
+"""Mixtures whose layers have a shared expert too: GLM-4.5, Qwen2-MoE, and Qwen3.5-MoE and Qwen3-Next behind delta
+nets."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from support.models.loading import load_model, plan_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-MIXTURES = ("qwen3_next", "qwen3_5_moe", "glm4_moe")
+MIXTURES = ("qwen3_next", "qwen3_5_moe", "qwen2_moe", "glm4_moe")
+ELSEWHERE = {"qwen2_moe", "glm4_moe"}
+"""Those that run through transformers where experts are not computed."""
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TOKENS = 20
 
@@ -146,6 +149,8 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(
         ("qwen3_next", {"full_attention_interval": 4}, "full_attention_interval 4 and layer_types"),
         ("qwen3_next", {"num_experts_per_tok": 7}, "num_experts_per_tok 7"),
         ("qwen3_next", {"moe_intermediate_size": -1}, "moe_intermediate_size -1"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0"),
+        ("qwen2_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("glm4_moe", {"topk_group": 5}, "topk_group 5"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts 0"),
         ("glm4_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size 0"),
@@ -160,7 +165,7 @@ def test_a_config_that_means_something_else_is_refused_by_name(
     with pytest.raises(ModelUnsupported) as caught:
         plan_model(tmp_path)
     assert words in str(caught.value)
-    if family != "glm4_moe":  # which runs through transformers there
+    if family not in ELSEWHERE:
         with pytest.raises(ModelUnsupported) as caught:
             make_plan(tmp_path, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
         assert words in str(caught.value)
@@ -169,7 +174,7 @@ def test_a_config_that_means_something_else_is_refused_by_name(
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_behind_states_are_refused_on_a_gpu(family: str, bases: dict[str, Path]) -> None:
     kernels = kernels_elsewhere(torch.device("cuda"))
-    if family == "glm4_moe":
+    if family in ELSEWHERE:
         assert make_plan(bases[family], ModelSettings(), kernels).decoder == "transformers"
         return
     with pytest.raises(ModelUnsupported, match=r"experts behind gated delta nets, .* on CPUs alone"):
@@ -206,7 +211,7 @@ def logits_of(path: Path, **settings: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "family", [MIXTURES[1], *(pytest.param(f, marks=pytest.mark.soak) for f in MIXTURES[::2])]
+    "family", [MIXTURES[1], *(pytest.param(f, marks=pytest.mark.soak) for f in (MIXTURES[0], *MIXTURES[2:]))]
 )
 def test_stacks_of_experts_are_read_as_those_of_each_expert(
     family: str, bases: dict[str, Path], tmp_path: Path

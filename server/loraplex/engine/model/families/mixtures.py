@@ -21,16 +21,14 @@ FIELDS = frozenset(
     }
 )  # fmt: skip
 """Config fields beside those that other families have too. Some are of training alone."""
+SHARED_FIELDS = frozenset({"shared_expert_intermediate_size"})
 GLM4_FIELDS = FIELDS | {
     "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
     "num_nextn_predict_layers", "num_mtp_layers", "partial_rotary_factor",
 }  # fmt: skip
-QWEN3_5_FIELDS = frozenset(
-    {
-        "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-        "output_router_logits", "router_aux_loss_coef",
-    }
-)  # fmt: skip
+QWEN3_5_FIELDS = SHARED_FIELDS | {
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size", "output_router_logits", "router_aux_loss_coef",
+}  # fmt: skip
 QWEN3_5_HARMLESS: dict[str, tuple[Any, ...]] = {
     "norm_topk_prob": (None, True),
     "decoder_sparse_step": (None, 1),

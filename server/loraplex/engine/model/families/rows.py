@@ -24,7 +24,7 @@ class LayerRow:
     """One kind of layer of a family. The defaults are Llama's. A bias that is None is as the config's own field says.
     Strings but `activation` are names of config fields; an empty one: the kind has no such property."""
 
-    qkv_bias: bool | None = None
+    qkv_bias: bool | str | None = None
     o_bias: bool | None = None
     mlp_bias: bool | None = None
     qk_norm: bool | str = False
@@ -65,7 +65,7 @@ class LayerRow:
         sizes = {self.num_heads, self.kv_heads, self.head_dim, self.mlp_size}
         named = (
             self.activation_field, self.window, self.scale, self.softcap, self.values_are_keys, self.norms_behind,
-            self.head_gate, self.multiplier, self.qk_norm,
+            self.head_gate, self.multiplier, self.qk_norm, self.qkv_bias,
         )  # fmt: skip
         return sizes | {name for name in named if isinstance(name, str)}
 

@@ -203,6 +203,11 @@ FAMILIES: Mapping[str, Family] = {
         mixture=mixtures.qwen3_mixture,
         fields=mixtures.FIELDS,
     ),
+    "qwen2_moe": Family(
+        _some_sliding(LayerRow(qkv_bias="qkv_bias", o_bias=False, mlp_bias=False)),
+        mixture=mixtures.qwen3_next_mixture,
+        fields=mixtures.FIELDS | mixtures.SHARED_FIELDS,
+    ),
     "olmoe": Family(
         {_FULL: LayerRow(mlp_bias=False, qk_norm=True, wide_norm=True)},
         mixture=mixtures.olmoe_mixture,
