@@ -12,6 +12,7 @@ from loraplex.kernels.attention.choice import AttentionChoice, AttentionUnavaila
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.numba_kernel import NumbaAttention
 from loraplex.kernels.bundle import Kernels
+from loraplex.kernels.experts.numba_expert_lora import NumbaExpertLoraPass
 from loraplex.kernels.experts.numba_linears import numba_expert_ops
 from loraplex.kernels.host_memory import HugePagePool
 from loraplex.kernels.layers import numba_activation, numba_norm, numba_rope, numba_widen
@@ -35,6 +36,7 @@ def numba_kernels(device: torch.device, *, batch_invariant: bool) -> Kernels:
         ops=numba_ops(batch_invariant=batch_invariant),
         choose_attention=_choose_attention,
         lora_pass=NumbaLoraPass,
+        expert_lora_pass=NumbaExpertLoraPass,
         obstacle_to_same_bits=_obstacle_to_same_bits,
         multiplies=lambda dtype: (
             numba_dense.is_for(dtype, batch_invariant=batch_invariant) or dense.multiplies(dtype, device)

@@ -9,6 +9,7 @@ import torch
 from loraplex.kernels.attention.kv_codes import head_width
 from loraplex.kernels.attention.numba_attention import build_attention_batch, paged_attention
 from loraplex.kernels.attention.numba_attention_products import BLOCK
+from loraplex.kernels.experts import numba_expert_lora
 from loraplex.kernels.experts.types import ExpertActivation, ExpertOps, RouterKind
 from loraplex.kernels.linear import numba_dense, numba_dense_tiles
 from loraplex.kernels.linear.stored import GroupedWeight
@@ -73,6 +74,7 @@ def warm_up(
         row = torch.zeros(1, 2)  # some routers are in float32
         numba_dense.pack_weight(row, batch_invariant=True)(row)
         numba_lora.warm_up(dtype, torch.float32)
+        numba_expert_lora.warm_up(dtype, dtype)
     numba_lora.warm_up(dtype, dtype)
     logits = torch.zeros(1, 1)
     log_sum_exp(logits)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 
 from loraplex.kernels.bundle import Kernels
-from loraplex.kernels.experts.lora_types import ExpertLoraPass, begin_expert_pass, tile_height
+from loraplex.kernels.experts.lora_types import (
+    ExpertLoraPass,
+    ExpertSiteGroup,
+    begin_expert_pass,
+    tile_height,
+)
+from loraplex.kernels.experts.numba_expert_lora import NumbaExpertLoraPass
 from loraplex.kernels.experts.types import ExpertRows, Routes
 from loraplex.kernels.lora.types import Scratch, Segment
+from loraplex.kernels.numba_backend import numba_kernels
+from loraplex.kernels.numba_runtime.recording import CallList
+from loraplex.kernels.numba_runtime.thread_team import record_calls
 from loraplex.kernels.torch_backend import torch_kernels
 from support.kernels.lora_arena import ManualExpertArena, expert_groups, lengths, make_expert_arena
 
 CPU = torch.device("cpu")
-BACKENDS = {"torch": torch_kernels(CPU, batch_invariant=True)}
+BACKENDS = {
+    "torch": torch_kernels(CPU, batch_invariant=True),
+    "numba": numba_kernels(CPU, batch_invariant=True),
+}
 EXPERTS, LAYERS = 5, 3
 RANKS = (
     {"gate": 8, "up": 8, "down": 8},
@@ -143,3 +158,82 @@ def test_operands_of_another_step_are_refused(kernels: Kernels) -> None:
             lora.apply(0, "experts.gate_up", x, y, given)
     with pytest.raises(KeyError):
         lora.apply(0, "gate_up", drawn(8, 64), drawn(8, 96), rows)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("sizes", [(64, 48), (37, 41)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_row_has_the_same_bits_in_any_company(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    kernels, arena = BACKENDS["numba"], make_arena(dtype, *sizes)
+    each, slots = kernels.ops.experts, torch.tensor([0] * 11 + [BASE] * 3 + [1] * 37 + [2] * 5 + [3] * 14)
+    scores = torch.rand(len(slots), EXPERTS, generator=torch.Generator().manual_seed(3))
+    ids = scores.topk(2).indices
+    for group in arena.weights.groups:
+        given = drawn(len(slots), group.in_features).to(dtype)
+
+        def adapted(
+            chosen: torch.Tensor, group: ExpertSiteGroup = group, given: torch.Tensor = given
+        ) -> torch.Tensor:
+            """[n, 2, N]: what these rows get at the places of their experts."""
+            rows = each.group(Routes(ids[chosen], torch.ones(len(chosen), 2)), EXPERTS)
+            x = each.gather(given[chosen], rows)
+            y = torch.ones(len(x), group.out_features).to(dtype)
+            lora = begin(kernels, arena, lengths([(int(slot), 1) for slot in slots[chosen]]), len(chosen))
+            if lora is not None:
+                lora.apply(0, group.key, x, y, rows)
+            return y[rows.place_of]
+
+        alone = torch.cat([adapted(torch.tensor([row])) for row in range(len(slots))])
+        assert not torch.equal(alone[0], torch.ones_like(alone[0]))
+        generator = torch.Generator().manual_seed(0)
+        for count, number in ((70, 1), (70, 3), (23, 2), (5, 3)):
+            torch.set_num_threads(number)
+            for chosen in (torch.arange(count), torch.randperm(70, generator=generator)[:count]):
+                assert torch.equal(adapted(chosen), alone[chosen])
+
+
+def test_a_recorded_call_serves_any_routes_and_adapters() -> None:
+    kernels, arena, num_rows = BACKENDS["numba"], make_arena(torch.float32), 9
+    each, group = kernels.ops.experts, arena.weights.groups[0]
+    x, before = drawn(2 * num_rows, group.in_features), drawn(2 * num_rows, group.out_features, seed=1)
+    ids, y = torch.empty(num_rows, 2, dtype=torch.int64), before.clone()
+    routes = Routes(ids, torch.ones(num_rows, 2))
+    first = begin(kernels, arena, lengths([(4, num_rows)]), num_rows)  # an adapter of other sites
+    assert isinstance(first, NumbaExpertLoraPass)
+    to_record = first.to_record()
+    with record_calls() as calls:
+        rows = each.group(routes, EXPERTS)
+        to_record.apply(0, group.key, x, y, rows)
+        to_record.apply(1, group.key, x, y, rows)  # a layer without experts
+    recorded = CallList(calls, (rows, to_record))
+    for seed, segments in enumerate(([(4, 9)], [(0, 9)], [(BASE, 2), (3, 4), (1, 3)], [(2, 9)])):
+        lora = begin(kernels, arena, lengths(segments), num_rows)
+        assert isinstance(lora, NumbaExpertLoraPass)
+        ids.copy_(
+            torch.rand(num_rows, EXPERTS, generator=torch.Generator().manual_seed(seed)).topk(2).indices
+        )
+        y.copy_(before)
+        recorded.run(lora.step_values())
+        want = before.clone()
+        lora.apply(0, group.key, x, want, each.group(routes, EXPERTS))
+        assert torch.equal(y, want)
+        assert torch.equal(want, before) == (seed == 0)
+
+
+def test_columns_that_lie_apart_and_tables_of_pieces_are_refused() -> None:
+    kernels, arena = BACKENDS["numba"], make_arena(torch.float32)
+    lora = begin(kernels, arena, lengths([(0, 4)]), 4)
+    assert lora is not None
+    x = drawn(64, 8).T
+    with pytest.raises(ValueError, match="columns lie apart"):
+        lora.apply(0, "experts.gate_up", x, drawn(8, 96), rows_of(kernels, 4))
+    pieces = replace(arena.weights, tables=arena.weights.tables[:, :, ::2])
+    with pytest.raises(ValueError, match="contiguous"):
+        begin(kernels, ManualExpertArena(pieces), lengths([(0, 4)]), 4)

@@ -31,12 +31,12 @@ _TURN = 32
 _F32 = np.float32(0)
 
 
-def _sums_in_registers(context) -> int:
+def sums_in_registers(context) -> int:
     """How many vectors of sums there is room for, beside what they are made of."""
     return 24 if nir.wide_registers(context) else 4
 
 
-def _add_lanes(builder, vectors):
+def add_lanes(builder, vectors):
     """One vector, which begins with the sum of each vector's lanes; there are 1, 2, 4, 8 or 16. The lanes are added
     by halves, in the same order however many vectors there are."""
     distance = nir.LANES // 2
@@ -53,7 +53,7 @@ def _add_lanes(builder, vectors):
     return vectors[0]
 
 
-def _bring_near(builder, address, size):
+def bring_near(builder, address, size):
     """Prefetch `size` bytes that are read later. A tile is read in many short runs, which no processor foresees."""
     for line in range(0, size, 64):
         nir.prefetch(builder, builder.add(address, nir.i64(line)))
@@ -76,7 +76,7 @@ def _products(typing, count, x, x_row, columns, a, ahead, hidden, hidden_row, x_
         in_pairs = signature.args[-2] == signature.args[-1] == types.uint16
         _, x, x_row, columns, a, ahead, hidden, hidden_row, _, _ = values
         ranks = 1
-        while 2 * ranks <= CHUNK and 2 * ranks * rows <= _sums_in_registers(context):
+        while 2 * ranks <= CHUNK and 2 * ranks * rows <= sums_in_registers(context):
             ranks *= 2
         whole = builder.and_(columns, nir.i64(-_TURN))
         a_row = builder.mul(columns, nir.i64(element.size))
@@ -104,7 +104,7 @@ def _products(typing, count, x, x_row, columns, a, ahead, hidden, hidden_row, x_
                 following = []
                 for r, row in enumerate(a_rows):
                     place = builder.add(row, builder.mul(k, nir.i64(element.size)))
-                    _bring_near(builder, builder.add(place, to_ahead), _TURN * element.size)
+                    bring_near(builder, builder.add(place, to_ahead), _TURN * element.size)
                     weights = turn_of(element, row, k)
                     mine = sums[r * rows : (r + 1) * rows]
                     following += [add_turn(s, weights, given) for s, given in zip(mine, inputs, strict=True)]
@@ -113,7 +113,7 @@ def _products(typing, count, x, x_row, columns, a, ahead, hidden, hidden_row, x_
             zeros = [nir.vector(nir.V_F32, 0.0)] * (ranks * rows)
             sums = nir.loop(builder, whole, _TURN, zeros, one_turn)
             for m in range(rows):
-                total = _add_lanes(builder, sums[m::rows])
+                total = add_lanes(builder, sums[m::rows])
                 kept = ir.Constant(ir.VectorType(nir.I32, ranks), list(range(ranks)))
                 place = builder.add(hidden, builder.mul(hidden_row, nir.i64(m)))
                 place = builder.add(place, builder.mul(rank, nir.i64(4)))
@@ -145,7 +145,7 @@ def _updates(
     def lower(context, builder, signature, values):
         y_element, element = (nir.elements(context, kind) for kind in signature.args[-2:])
         _, hidden, hidden_row, tiles, ahead, num_tiles, width, vectors, y, y_row, _, _ = values
-        parts = min(4, _sums_in_registers(context) // rows)
+        parts = min(4, sums_in_registers(context) // rows)
         whole = builder.and_(width, nir.i64(-parts * nir.LANES))
         b_row = builder.mul(width, nir.i64(element.size))
         has_vectors = builder.zext(builder.icmp_signed("!=", vectors, nir.i64(0)), nir.I64)
@@ -176,7 +176,7 @@ def _updates(
                 for r in range(CHUNK):
                     row = builder.add(b, builder.mul(b_row, nir.i64(r)))
                     place = builder.add(near, builder.mul(b_row, nir.i64(r)))
-                    _bring_near(builder, at(place, column, 0, element.size), parts * nir.LANES * element.size)
+                    bring_near(builder, at(place, column, 0, element.size), parts * nir.LANES * element.size)
                     weights = [
                         element.load(builder, at(row, column, part, element.size)) for part in range(parts)
                     ]
@@ -197,7 +197,7 @@ def _updates(
                 next_rows = builder.mul(y_row, nir.i64(rows))
                 for row in y_rows:
                     place = builder.add(at(row, column, 0, y_element.size), next_rows)
-                    _bring_near(builder, place, parts * nir.LANES * y_element.size)
+                    bring_near(builder, place, parts * nir.LANES * y_element.size)
             sums = [y_element.load(builder, place) for place in places]
             sums = nir.loop(builder, has_vectors, 1, sums, scale_and_move)
             sums = nir.loop(builder, num_tiles, 1, sums, one_tile)
