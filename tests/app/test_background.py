@@ -21,8 +21,8 @@ from loraplex.control.background import BackgroundTasks
 from loraplex.control.db.database import Database
 from loraplex.control.db.outage import Outage
 from loraplex.control.limits.budgets import Budgets
+from loraplex.control.release_types import ReleasePlan, ReleaseTarget
 from loraplex.control.tenancy.key_use import KeyUse
-from loraplex.control.types import ReleasePlan, ReleaseTarget
 from loraplex.control.usage.roll_up import UsageRollUp
 from loraplex.control.usage.running_arms import RunningArmsWriter
 from loraplex.control.usage.writer import UsageWriter

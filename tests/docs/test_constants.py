@@ -26,7 +26,7 @@ from loraplex.api.openai import messages, sampling, schemas
 from loraplex.app.cluster import policy
 from loraplex.app.ports import connections
 from loraplex.app.settings import Settings
-from loraplex.control import rules, types
+from loraplex.control import release_types, rules
 from loraplex.control.audit import log as audit_log
 from loraplex.control.catalog import release_changes, release_runs, releases, resolver
 from loraplex.control.catalog.resolver import Resolver
@@ -119,7 +119,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("admin.md", "`grace_seconds` more (0 to {:g} days)", (keys.MAX_GRACE_S / DAY,)),
     ("admin.md", "At most {} uploads are on their way", (default(UploadGate, "max_uploads"),)),
     ("admin.md", "`targets` has 1 to {} ready versions", (releases.MAX_TARGETS,)),
-    ("admin.md", "a weight (0 to {:,})", (types.MAX_RELEASE_WEIGHT,)),
+    ("admin.md", "a weight (0 to {:,})", (release_types.MAX_RELEASE_WEIGHT,)),
     ("admin.md", "The last {} of a name are kept", (release_changes.MAX_REVISIONS,)),
     ("admin.md", "the config beyond {:g} MiB", (MAX_CONFIG_BYTES / MIB,)),
     ("admin.md", "nothing of the body came for {:g} s", (body.SILENCE_S,)),

@@ -14,7 +14,8 @@ from structlog.testing import capture_logs
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.control.errors import DatabaseUnavailable
-from loraplex.control.types import ReleaseTarget, VersionInfo
+from loraplex.control.release_types import ReleaseTarget
+from loraplex.control.types import VersionInfo
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.lifecycle.demand_file import FILE_NAME, Recorded, read_demand, write_demand
 from loraplex.lifecycle.warming import Warming, in_order

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -10,41 +10,50 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.ref import AdapterRef
+from loraplex.control.release_types import ReleaseInfo
 from loraplex.engine.tenant_terms import TenantTerms
 
 Scope = Literal["inference", "adapters:read", "adapters:write", "usage:read"]
-Sticky = Literal["user", "key", "none"]
 BudgetPeriod = Literal["hour", "day", "month", "forever"]
 T = TypeVar("T")
 BUDGET_PERIODS: tuple[BudgetPeriod, ...] = ("hour", "day", "month", "forever")
 SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "usage:read")
-MAX_RELEASE_WEIGHT = 1_000_000
-"""Largest weight of one target of a release."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Caps on a tenant, a key or the server; None is no cap. Bytes, tokens or counts as named. `token_budget` is for
-    each `budget_period` of the calendar in UTC; they are set both or neither. `max_sequences`: running and waiting
-    ones of all requests together. `device_bytes_reserved`: memory of a tenant's adapters that other tenants' leave
-    alone. `batch_tokens`: queued by batches. `batch_percent`: of a batch's tokens, as budgets count them.
-    `file_days`: for which files, and batches that have ended, are kept."""
+    """Caps on a tenant, a key or the server. None is no cap."""
 
     requests_per_minute: int | None = None
+    """Requests that begin in a minute."""
     tokens_per_minute: int | None = None
+    """Tokens of prompts and answers in a minute."""
     max_concurrency: int | None = None
+    """Requests that run or wait at a time."""
     max_sequences: int | None = None
+    """Running and waiting sequences of all requests together."""
     max_output_tokens: int | None = None
+    """The largest `max_tokens` of a request."""
     token_budget: int | None = None
+    """Tokens for each `budget_period`. Both are set, or neither."""
     budget_period: BudgetPeriod | None = None
+    """A period of the calendar in UTC."""
     max_adapters: int | None = None
+    """Names of adapters."""
     max_adapter_bytes: int | None = None
+    """Bytes of all living versions, of files and of uploads under way."""
     device_bytes_reserved: int | None = None
+    """Device memory of the tenant's adapters that other tenants' adapters leave alone."""
     device_bytes_max: int | None = None
+    """Device memory of the tenant's adapters."""
     host_bytes_max: int | None = None
+    """Host memory of the tenant's adapters."""
     batch_tokens: int | None = None
+    """Tokens that batches have queued."""
     batch_percent: int | None = None
+    """The price of a batch's tokens, in percent, as budgets count them."""
     file_days: int | None = None
+    """Days for which files, and batches that have ended, are kept."""
 
     @property
     def memory(self) -> MemoryLimits:
@@ -67,17 +76,24 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """The caller. `tenant_id` and `key_id` are None for the admin token alone, which may do everything
-    on the admin plane and nothing on the data plane. `models` None: all of the tenant's."""
+    """The caller of a request."""
 
     tenant_id: str | None
+    """None for the admin token alone, which may do everything on the admin plane and nothing on the data plane."""
     key_id: str | None
+    """None for the admin token alone."""
     scopes: frozenset[str]
+    """The routes that the key opens."""
     models: frozenset[str] | None = None
+    """The models that the key may use. None: all of the tenant's."""
     weight: float = 1.0
+    """The tenant's share in the fair queue, relative to others."""
     is_admin: bool = False
+    """Whether the caller has the admin token."""
     key_limits: Limits = NO_LIMITS
+    """Limits of the key."""
     tenant_limits: Limits = NO_LIMITS
+    """Limits of the key's tenant."""
 
     @property
     def terms(self) -> TenantTerms:
@@ -106,17 +122,22 @@ AS_THE_BASE = Serving()
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The model behind a `model` field. `adapter` None is the base model. `release` chose the version; None where the
-    request names it, or asks for the base. `caller` is what the release is sticky by, None if by nothing. `shadow` is
-    the release's shadow version, if it has one that is ready. `head` and `embedding` are the version's."""
+    """The model behind a `model` field."""
 
     adapter: AdapterRef | None
+    """The version. None: the base model."""
     serving: Serving = AS_THE_BASE
+    """The notation of tools and reasoning in answers."""
     release: ReleaseInfo | None = None
+    """The release that chose the version. None where the request names it, or asks for the base."""
     caller: str | None = None
+    """The caller to whom the release sticks. None: to nobody."""
     shadow: AdapterRef | None = None
+    """The release's shadow version, if it has one that is ready."""
     head: Head | None = None
+    """The version's classifier."""
     embedding: EmbeddingSpec | None = None
+    """The vectors that the version was trained for."""
 
     @property
     def is_arm(self) -> bool:
@@ -188,16 +209,22 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class BudgetState:
-    """A token budget in its current period, whose end is None where there is none. `spent`: by requests that ended, as
-    far as servers have reported; `held`: kept by servers for running and coming requests. Tokens."""
+    """A token budget in its current period. Amounts are in tokens."""
 
     limit: int
+    """The budget of a period."""
     period: BudgetPeriod
+    """The period of the calendar."""
     starts_at: datetime
+    """When the current period began."""
     ends_at: datetime | None
+    """When the current period ends. None: never."""
     spent: int
+    """Tokens of requests that ended, as far as servers have reported."""
     held: int
+    """Tokens that servers keep for running and coming requests."""
     left: int
+    """Tokens that are neither spent nor held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,22 +244,34 @@ KeyState = Literal["valid", "expired", "revoked"]
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """A key without its secret. `state` is by the database's clock. `previous_valid_until`: the rotated secret works
-    until then. `last_used_at` is up to a minute old."""
+    """A key without its secret."""
 
     id: str
+    """The key's public id."""
     tenant_id: str
+    """The tenant whose key it is."""
     state: KeyState
+    """Valid or not, by the database's clock."""
     name: str | None
+    """The label that its maker gave it."""
     scopes: tuple[str, ...]
+    """The routes that it opens."""
     models: tuple[str, ...] | None
+    """The models that it may use. None: all of the tenant's."""
     limits: Limits
+    """Limits of this key, beside the tenant's."""
     created_at: datetime
+    """When the key was made."""
     expires_at: datetime | None
+    """None: never."""
     revoked_at: datetime | None
+    """None: it was not revoked."""
     previous_valid_until: datetime | None
+    """The secret before the last rotation works until then."""
     last_used_at: datetime | None
+    """Up to a minute old."""
     budget: BudgetState | None = None
+    """None: the key has no budget."""
 
 
 VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]
@@ -252,25 +291,40 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class VersionInfo:
-    """One immutable version. `bytes` is the size of the two uploaded files. `invocation`: see `AdapterSpec`. `head`: of
-    one that classifies. `embedding`: the vectors that it was trained for, where its upload says so."""
+    """One immutable version of an adapter."""
 
     tenant_id: str
+    """The owner."""
     name: str
+    """The adapter's name."""
     number: int
+    """3 for v3."""
     digest: str
+    """The SHA-256 of the uploaded files, which names them in the store."""
     state: VersionState
+    """Only a `ready` version serves."""
     rank: int
+    """The largest rank of a site."""
     targets: tuple[str, ...]
+    """The names of the changed linears."""
     bytes: int
+    """The size of the two uploaded files."""
     report: dict[str, Any]
+    """The report of its admission, as JSON."""
     base_fingerprint: str
+    """The base that it was admitted for."""
     pinned: bool
+    """Whether it stays on the device."""
     created_at: datetime
+    """When it was uploaded."""
     serving: Serving = AS_THE_BASE
+    """The notation of tools and reasoning in its answers."""
     invocation: tuple[int, ...] = ()
+    """See `AdapterSpec`."""
     head: Head | None = None
+    """The head of a version that classifies."""
     embedding: EmbeddingSpec | None = None
+    """The vectors that it was trained for, where its upload says so."""
 
     @property
     def version(self) -> str:
@@ -292,129 +346,6 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseTarget:
-    version: str
-    weight: int
-
-
-ActorKind = Literal["admin", "key", "local", "guard"]
-ReleaseOrigin = Literal["upload", "set", "promote", "rollback", "delete", "step"]
-RunStatus = Literal["running", "paused", "promoted", "rolled_back"]
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowPlan:
-    """The version that answers a share of a release's requests too, unseen. `sample`: the share, above 0, up to 1.
-    `keep_texts`: both answers are kept for a while."""
-
-    version: str
-    sample: float
-    keep_texts: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowInfo:
-    """Sums over the samples of a release's shadow version since revision `began`. `samples` were compared, `exact` of
-    them have the same tokens; `diverged_at` sums the first different token's index (from 0) of the others. `dropped`
-    were not run to their end, `failed` ended with an error. The log probabilities are sums over the `scored` tokens of
-    the answers that callers got, under the version that answered and under the shadow."""
-
-    version: str
-    began: int
-    samples: int = 0
-    dropped: int = 0
-    failed: int = 0
-    exact: int = 0
-    diverged_at: int = 0
-    live_tokens: int = 0
-    shadow_tokens: int = 0
-    scored: int = 0
-    live_logprob: float = 0.0
-    shadow_logprob: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ShadowTexts:
-    """The texts of one sample: the prompt, the answer that the caller got, and the shadow's."""
-
-    id: str
-    version: str
-    at: datetime
-    prompt: str
-    answer: str
-    shadow_answer: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReleasePlan:
-    """The acts of a release by itself: `guard` and `schedule` are checked JSON, as `loraplex.lifecycle.release_guard`
-    reads it."""
-
-    guard: Mapping[str, Any] | None = None
-    schedule: Sequence[Mapping[str, Any]] | None = None
-    shadow: ShadowPlan | None = None
-
-
-NO_PLAN = ReleasePlan()
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """Where a release with a guard or a schedule stands. `step` counts from 0; `since`, in seconds since the epoch, is
-    when it began. `control` and `candidate` are versions. `reason` says why it was rolled back."""
-
-    began: int
-    revision: int
-    status: RunStatus
-    step: int
-    since: float
-    control: int
-    candidate: int
-    reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseInfo:
-    """Which versions a bare name means, in parts of the weights' sum. `sticky`: what keeps a caller on one.
-
-    `origin` is the act that made the revision: `upload` is of a name's first version, `delete` of its last one. A
-    rollback `restores` an earlier revision, which is itself no rollback; a `step` is one of the schedule that revision
-    `began` began. `actor` and `actor_key_id` name the caller, as in the audit log. All of these are None where they
-    were not recorded. `run` is None where nothing watches the release; `reason` says why the guard went back."""
-
-    tenant_id: str
-    name: str
-    revision: int
-    targets: tuple[ReleaseTarget, ...]
-    sticky: Sticky
-    created_at: datetime
-    origin: ReleaseOrigin | None = None
-    restores: int | None = None
-    actor: ActorKind | None = None
-    actor_key_id: str | None = None
-    plan: ReleasePlan = NO_PLAN
-    began: int | None = None
-    reason: str | None = None
-    run: RunInfo | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedRevision:
-    """An earlier release that a rollback passed over; `reason` completes a sentence, for example "v2 is deleted"."""
-
-    revision: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RollbackInfo:
-    """The release that is in force after a rollback."""
-
-    release: ReleaseInfo
-    skipped: tuple[SkippedRevision, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Page(Generic[T]):
     """A page of a list; `next_cursor` None means that it was the last."""
 
@@ -433,16 +364,23 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class TenantRemoval(Removal):
-    """The data that was deleted with a tenant, and the data that is kept. `num_bytes` is of `digests`;
-    `num_shared_artifacts` are those that other tenants have too; `num_texts` counts the free texts that were erased
-    from the audit log. The ledger's rows since `usage_since` stay (None: there are none)."""
+    """The data that was deleted with a tenant, and the data that is kept."""
 
     tenant_id: str
+    """The tenant that was deleted."""
     num_keys: int
+    """Deleted keys."""
     num_adapters: int
+    """Deleted names of adapters."""
     num_versions: int
+    """Deleted versions."""
     num_bytes: int
+    """The size of the artifacts of `digests`."""
     num_texts: int
+    """Free texts that were erased from the audit log."""
     num_shared_artifacts: int
+    """Artifacts that other tenants have too, which stay."""
     num_audit_rows: int
+    """Rows of the audit log, which stay."""
     usage_since: datetime | None
+    """The ledger's rows since then stay. None: there are none."""

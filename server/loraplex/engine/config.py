@@ -15,52 +15,73 @@ MAX_RECORDED_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The configuration of an engine process. Sizes in bytes, tokens or sequences as named; 0 means "choose from the
-    machine" for the memory sizes and for the sequences and tokens of a step (see `sizing`) and "what the model allows"
-    for `max_model_len`. `quantise` "int8" serves the base's linears as 8-bit codes, `kv_cache_dtype` "int8" keeps keys
-    and values so, "auto" in the model's dtype. `recorded_prompt_rows`: rows of the largest step with prompt chunks that
-    a GPU records, -1 by the GPU and the model. `lookahead` -1 is 1 on a GPU and 0 elsewhere. `speculation` "auto"
-    drafts tokens where the start can measure what steps cost. `max_step_ms` bounds a step's time while several tenants
-    are served, 0: not at all, -1: by what a step of one row takes. `kernels` "auto" is the best that the device runs,
-    `attention` "auto" the one that goes with them (`loraplex.kernels.attention.choice`). `batch_invariant` is a promise
-    to keep or to refuse (`loraplex.engine.numerics`). `cache_dir` keeps what is costly to find out about a base model's
-    weights, `plan_dir` the plan made of its config, `image_dir` up to `adapter_image_cache` bytes of laid-out adapters.
-    `artifact_dir` is a store's folder, or the cache of the bucket that `artifact_url` names. `num_sharing` engines
-    start together on this machine: each takes an equal part of what is chosen from it. `state_cache`: of the memory for
-    the KV cache."""
+    """The configuration of an engine process. Sizes are in bytes, tokens or sequences as named; 0 means "choose from
+    the machine" where a field says so (see `sizing`)."""
 
     model_path: str
+    """The directory of the base model."""
     artifact_dir: str
+    """A store's folder, or the cache of the bucket that `artifact_url` names."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto": a GPU where torch finds one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """The model's dtype. "auto": the checkpoint's own, where the device computes it."""
     quantise: Literal["none", "int8"] = "none"
+    """"int8" serves the base's linears as 8-bit codes."""
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    """"int8" keeps keys and values as 8-bit codes, "auto" in the model's dtype."""
     max_model_len: int = 0
+    """Most positions of a sequence. 0: as many as the model allows."""
     max_num_seqs: int = 0
+    """Most sequences of a step. 0: chosen from the machine."""
     max_num_batched_tokens: int = 0
+    """Most tokens of a step. 0: chosen from the machine."""
     max_waiting: int = 1024
+    """Most requests that wait."""
     kv_cache_memory: int = 0
+    """Memory for blocks of keys and values, and for states. 0: chosen from the machine."""
     state_cache: int = 0
+    """The part of `kv_cache_memory` for states. 0: chosen from the model."""
     adapter_memory: int = 0
+    """Device memory for adapters. 0: chosen from the machine."""
     adapter_cpu_memory: int = 0
+    """Host memory for adapters. 0: chosen from the machine."""
     max_adapter_rank: int = 64
+    """The largest rank of an adapter's site."""
     lookahead: Literal[-1, 0, 1] = -1
+    """Steps that are planned while one runs. -1: 1 on a GPU and 0 elsewhere."""
     speculation: Literal["auto", "off"] = "auto"
+    """"auto" drafts tokens where the start can measure what steps cost."""
     max_step_ms: float = -1.0
+    """A bound of a step's time while several tenants are served. 0: none; -1: by what a step of one row takes."""
     num_threads: int = 0
+    """Threads of a CPU's kernels. 0: one for each core that the process may use."""
     kernels: Literal["auto", "torch", "numba", "triton"] = "auto"
+    """"auto": the best kernels that the device runs."""
     attention: Literal["auto", "triton", "torch"] = "auto"
+    """"auto": the attention that goes with the kernels (`loraplex.kernels.attention.choice`)."""
     batch_invariant: bool = False
+    """A promise to keep or to refuse (`loraplex.engine.numerics`)."""
     recorded_prompt_rows: int = -1
+    """Rows of the largest step with prompt chunks that a GPU records. -1: by the GPU and the model."""
     adapter_load_timeout: float = 60.0
+    """Seconds after which a load has failed."""
     cache_dir: str | None = None
+    """Keeps results about a base model's weights that take long to find."""
     plan_dir: str | None = None
+    """Keeps the plan made of the base's config."""
     image_dir: str | None = None
+    """Keeps laid-out adapters."""
     adapter_image_cache: int = 0
+    """Most bytes in `image_dir`."""
     num_sharing: int = 1
+    """Engines that start together on this machine. Each takes an equal part of what is chosen from it."""
     artifact_url: str = ""
+    """The bucket of artifacts. Empty: they are in `artifact_dir`."""
     artifact_cache_bytes: int = 10 << 30
+    """Most bytes of a bucket's cache."""
     model_name: str = ""
+    """The served name of the base, for messages."""
     turn_ends: tuple[str, ...] = ()
     """The tokens that the model's chat template writes behind an answer."""
 

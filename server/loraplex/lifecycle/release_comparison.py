@@ -11,7 +11,7 @@ from loraplex.control.catalog.release_reading import require_release
 from loraplex.control.catalog.shadow_store import ShadowStore, began_of
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import ReleaseRun
-from loraplex.control.types import ReleaseInfo, ShadowInfo
+from loraplex.control.release_types import ReleaseInfo, ShadowInfo
 from loraplex.control.usage.arms import ArmSummary, compare_arms
 from loraplex.lifecycle.release_guard.guard import Guard, GuardStateInvalid
 

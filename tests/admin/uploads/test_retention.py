@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.control.audit.log import AuditFilter
-from loraplex.control.types import ReleaseTarget
+from loraplex.control.release_types import ReleaseTarget
 from support.adapters.drafts import make_adapter
 from support.http.admin_plane import ADMIN_TOKEN, ARCH
 from support.http.whole_server import WholeServer, bearer, whole_server

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from loraplex.control.types import RunStatus
+from loraplex.control.release_types import RunStatus
 from loraplex.control.usage.outcome import key_hash
 from support.control.runs import running_release
 from support.engine.fake_engine import Reply

@@ -25,7 +25,7 @@ from loraplex.app.backup.run import make_backup
 from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.storage.restore_mark import RESTORE_MARK, refuse_unfinished_restore
 from loraplex.control.db.tables import Budget
-from loraplex.control.types import ReleaseTarget
+from loraplex.control.release_types import ReleaseTarget
 from loraplex.control.usage.journal import UsageJournal
 from loraplex.control.usage.writer import UsageWriter
 from support.control.backup import Installation, Machine, checked, empty_machine, manifest_of, states

@@ -19,8 +19,8 @@ from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.audit.verification import Anchor, verify
 from loraplex.control.db.tables import AuditHead, AuditRow, AuditText, Base
 from loraplex.control.errors import Conflict, ControlError, DatabaseUnavailable
+from loraplex.control.release_types import ReleaseTarget
 from loraplex.control.tenancy.pepper import check_pepper
-from loraplex.control.types import ReleaseTarget
 from support.control.audit import ACTOR, entries
 from support.control.plane import ADMIN_TOKEN, PEPPER, ControlPlane, use_database
 from support.servers.postgres import need_programs, postgres_server

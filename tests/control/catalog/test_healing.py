@@ -11,7 +11,7 @@ import pytest
 
 from loraplex.adapters.errors import ArtifactCorrupt, ArtifactUnreadable
 from loraplex.control.errors import AdapterUnavailable
-from loraplex.control.types import ReleaseTarget
+from loraplex.control.release_types import ReleaseTarget
 from support.control.plane import ControlPlane, caller, digests
 from support.faults.damage import flip_a_bit
 

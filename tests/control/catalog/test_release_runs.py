@@ -15,7 +15,7 @@ from loraplex.control.catalog.schedule_state import ScheduleState
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import AdapterVersion, AuditRow
 from loraplex.control.errors import Conflict, InvalidValue, PreconditionFailed
-from loraplex.control.types import ReleaseInfo, ReleasePlan, ReleaseTarget, ShadowPlan
+from loraplex.control.release_types import ReleaseInfo, ReleasePlan, ReleaseTarget, ShadowPlan
 from support.control.plane import ControlPlane
 
 GUARD = ReleasePlan(guard={"max_false_alarm": 0.01})

@@ -17,8 +17,8 @@ from loraplex.control.errors import (
     ReleaseNotFound,
     TenantNotFound,
 )
+from loraplex.control.release_types import ReleaseInfo, ReleaseTarget
 from loraplex.control.rules import InvalidCursor
-from loraplex.control.types import ReleaseInfo, ReleaseTarget
 from support.control.plane import ControlPlane, at_once
 
 

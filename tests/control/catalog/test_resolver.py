@@ -12,7 +12,8 @@ import pytest
 from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.control.db.tables import AdapterVersion
 from loraplex.control.errors import ControlError, ModelNotAllowed, ModelNotFound
-from loraplex.control.types import Principal, ReleaseTarget, Serving
+from loraplex.control.release_types import ReleaseTarget
+from loraplex.control.types import Principal, Serving
 from support.control.plane import SERVED_NAME, ControlPlane, caller
 
 ACME = caller("acme")

@@ -19,7 +19,7 @@ from loraplex.control.catalog.shadow_store import (
 )
 from loraplex.control.db.database import utc_now
 from loraplex.control.db.release_tables import ShadowText
-from loraplex.control.types import ReleaseInfo, ShadowInfo
+from loraplex.control.release_types import ReleaseInfo, ShadowInfo
 from support.control.plane import ControlPlane
 
 KEY = ShadowKey("acme", "pirate", 3, 2)

@@ -6,7 +6,7 @@ import pytest
 
 from loraplex.control.catalog.release_changes import MAX_REVISIONS
 from loraplex.control.errors import ModelNotAllowed
-from loraplex.control.types import ReleaseTarget
+from loraplex.control.release_types import ReleaseTarget
 from support.control.plane import SERVED_NAME, ControlPlane, caller
 
 

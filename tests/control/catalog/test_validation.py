@@ -10,7 +10,8 @@ from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.validation import Decision
 from loraplex.control.errors import AdapterUnavailable, ModelNotFound, VersionNotFound
-from loraplex.control.types import Refusal, ReleaseTarget, VersionInfo
+from loraplex.control.release_types import ReleaseTarget
+from loraplex.control.types import Refusal, VersionInfo
 from support.adapters.drafts import make_adapter
 from support.control.plane import ARCH, ControlPlane, at_once, caller, digests
 from support.faults.damage import flip_a_bit

@@ -18,7 +18,8 @@ from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.in_process import InProcessLimiter
 from loraplex.control.limits.service import RequestLimits
-from loraplex.control.types import ReleaseTarget, Removal, VersionInfo
+from loraplex.control.release_types import ReleaseTarget
+from loraplex.control.types import Removal, VersionInfo
 from support.control.plane import ControlPlane, at_once, caller, use_database
 from support.servers.postgres import need_programs, postgres_server
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import Route, expect
 
-from loraplex.control.types import ReleasePlan, ReleaseTarget, ShadowPlan
+from loraplex.control.release_types import ReleasePlan, ReleaseTarget, ShadowPlan
 from support.adapters.drafts import make_adapter
 from support.console.browser import PATIENCE_MS, Screen
 from support.http.admin_plane import ADMIN_TOKEN, ARCH

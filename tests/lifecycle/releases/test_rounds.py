@@ -16,7 +16,7 @@ from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import Lease, ReleaseOutcome, ReleaseRun, RunningArmRow
 from loraplex.control.db.tables import AdapterVersion, Release
 from loraplex.control.errors import DatabaseUnavailable
-from loraplex.control.types import ReleasePlan, ReleaseTarget
+from loraplex.control.release_types import ReleasePlan, ReleaseTarget
 from loraplex.lifecycle.releases import rounds
 from loraplex.lifecycle.releases.look import Change, look
 from loraplex.lifecycle.releases.rounds import LEASE, Rounds

@@ -9,7 +9,7 @@ import structlog
 from sqlalchemy import update
 
 from loraplex.control.db.tables import AdapterVersion
-from loraplex.control.types import ReleasePlan
+from loraplex.control.release_types import ReleasePlan
 from loraplex.lifecycle.releases.look import RollbackCause
 from loraplex.lifecycle.releases.task import LOAD_AGAIN_S, ReleaseTask
 from support.control.plane import ControlPlane, FakeClock

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy.orm import Session
 
 from loraplex.control.db.release_tables import ReleaseRun
-from loraplex.control.types import ReleasePlan, ReleaseTarget
+from loraplex.control.release_types import ReleasePlan, ReleaseTarget
 from loraplex.lifecycle.releases import rounds
 from loraplex.lifecycle.releases.look import Change, look
 from support.control.plane import ControlPlane

@@ -20,7 +20,7 @@ from sqlalchemy import select, update
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.release_tables import WebhookDelivery
 from loraplex.control.leases import NEVER, LeaseLost
-from loraplex.control.types import ReleasePlan
+from loraplex.control.release_types import ReleasePlan
 from loraplex.lifecycle.releases import deliveries
 from loraplex.lifecycle.releases.deliveries import MAX_TRIES, due_deliveries, record_try
 from loraplex.lifecycle.releases.rounds import Rounds

@@ -18,7 +18,7 @@ from typing import Any
 
 from sqlalchemy import Engine, MetaData, create_engine, insert, select, text
 
-from loraplex.control.types import ReleaseTarget
+from loraplex.control.release_types import ReleaseTarget
 from support.control.plane import ControlPlane
 
 SCHEMAS = Path(__file__).parents[2] / "control/db/schemas"

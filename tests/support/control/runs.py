@@ -5,7 +5,7 @@ from __future__ import annotations
 from loraplex.control.db.database import Database, utc_now
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Adapter
-from loraplex.control.types import ReleaseInfo, ReleaseTarget, RunInfo, RunStatus, Sticky
+from loraplex.control.release_types import ReleaseInfo, ReleaseTarget, RunInfo, RunStatus, Sticky
 
 
 def begin_run(database: Database, tenant: str, name: str, *, control: int, candidate: int) -> None:

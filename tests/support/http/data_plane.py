@@ -33,13 +33,13 @@ from loraplex.control.batches.batches import Batches
 from loraplex.control.batches.files import Files
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import ApiKey, AuditHead, Base, Tenant
+from loraplex.control.release_types import ReleaseInfo
 from loraplex.control.types import (
     RATES,
     Admission,
     LimitWindow,
     ModelCard,
     Principal,
-    ReleaseInfo,
     Reservation,
     ResolvedModel,
     Serving,

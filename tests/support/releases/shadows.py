@@ -15,7 +15,8 @@ from loraplex.api.generation.shadow import Shadows
 from loraplex.api.metrics.part_meters import SHADOW_OUTCOMES, ShadowMeter
 from loraplex.control.catalog.shadow_store import ShadowKey, ShadowSums
 from loraplex.control.db.database import utc_now
-from loraplex.control.types import ReleaseInfo, ReleasePlan, ResolvedModel, ShadowPlan
+from loraplex.control.release_types import ReleaseInfo, ReleasePlan, ShadowPlan
+from loraplex.control.types import ResolvedModel
 from loraplex.engine.types import EngineRequest, SamplingParams
 from loraplex.serving.text.processor import TextProcessor
 from support.engine.fake_engine import FakeEngineClient

@@ -21,7 +21,7 @@ from loraplex.control.db.release_tables import (
 )
 from loraplex.control.db.tables import AuditRow, Release
 from loraplex.control.leases import NEVER
-from loraplex.control.types import ReleaseInfo, ReleasePlan, ReleaseTarget, Sticky
+from loraplex.control.release_types import ReleaseInfo, ReleasePlan, ReleaseTarget, Sticky
 from loraplex.control.usage.outcome import key_hash
 from loraplex.lifecycle.release_guard.guard import Guard, Verdict
 from loraplex.lifecycle.releases.look import Change

@@ -45,28 +45,40 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """Ranks, scaling and changed modules from an adapter's config. `ties_weights` is ensure_weight_tying.
-    `token_indices` are the tokens whose rows are replaced, by the name of their module. `invocation`: of an activated
-    LoRA (`config.invocation`), else empty. `task_type` and `saves_head`, whether modules_to_save names a head, are of
-    the training. `target_parameters` are parameters of experts or routers, by the ends of their paths; `release`: of
-    the PEFT that saved the files, None where it is not told. `notes` are warnings for the report."""
+    """Ranks, scaling and changed modules from an adapter's config."""
 
     rank: int
+    """The config's `r`, for modules that `rank_pattern` does not name."""
     alpha: float
+    """The config's `lora_alpha`, for modules that `alpha_pattern` does not name."""
     use_rslora: bool
+    """Whether the scaling is alpha/sqrt(rank)."""
     use_dora: bool
+    """Whether the training had DoRA's magnitudes."""
     ties_weights: bool
+    """The config's `ensure_weight_tying`."""
     rank_pattern: RankPattern
+    """Ranks of modules by patterns of their paths."""
     alpha_pattern: Pattern[float]
+    """Alphas of modules by patterns of their paths."""
     selection: Selection
+    """The modules that `target_modules` and its companions select."""
     token_indices: Mapping[str, tuple[int, ...]]
+    """The tokens whose rows are replaced, by the name of their module."""
     invocation: tuple[int, ...]
+    """The token ids that begin an activated LoRA (`config.invocation`), else empty."""
     base_name: str | None
+    """The base's name, as the training had it."""
     task_type: str | None
+    """The task of the training."""
     saves_head: bool
+    """Whether `modules_to_save` names a head."""
     notes: tuple[str, ...]
+    """Warnings for the report."""
     target_parameters: tuple[str, ...] = ()
+    """Parameters of experts or routers, by the ends of their paths."""
     release: tuple[int, ...] | None = None
+    """The release of PEFT that saved the files. None: it is not told."""
 
     def rank_and_scaling(self, module_path: str, tensor_rank: int | None = None) -> tuple[int, float]:
         """Rank and scaling of a module of the base: alpha/r, under rsLoRA alpha/sqrt(r). `tensor_rank` is taken where

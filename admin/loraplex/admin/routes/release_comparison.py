@@ -8,7 +8,7 @@ from typing import Literal
 
 from loraplex.admin.routes.release_plan import show_run
 from loraplex.admin.schemas import release_comparison as shown
-from loraplex.control.types import ReleaseInfo, ShadowInfo
+from loraplex.control.release_types import ReleaseInfo, ShadowInfo
 from loraplex.control.usage.arms import ArmSummary, Quantiles
 from loraplex.lifecycle.release_comparison import ReleaseComparison
 from loraplex.lifecycle.release_guard.comparison import Reading

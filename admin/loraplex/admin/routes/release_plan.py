@@ -7,7 +7,7 @@ from typing import Any
 
 from loraplex.admin.schemas.release_plan import ReleaseGuard, Run, ScheduleStep, Shadow
 from loraplex.admin.schemas.releases import ReleaseChange
-from loraplex.control.types import ReleasePlan, RunInfo, ShadowPlan
+from loraplex.control.release_types import ReleasePlan, RunInfo, ShadowPlan
 from loraplex.lifecycle.release_guard.rules import parse_rules
 from loraplex.lifecycle.release_guard.schedule import parse_schedule
 

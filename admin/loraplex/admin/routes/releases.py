@@ -33,7 +33,7 @@ from loraplex.admin.schemas.releases import (
     Target,
 )
 from loraplex.admin.services import AdminServices
-from loraplex.control.types import ReleaseInfo, ReleaseTarget
+from loraplex.control.release_types import ReleaseInfo, ReleaseTarget
 from loraplex.lifecycle.release_comparison import compare_release
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/release", route_class=AdminRoute)

@@ -10,7 +10,7 @@ from loraplex.admin.framework.dependencies import AdapterName, Reader, Services,
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.schemas.shadow_texts import ShadowQuery, ShadowSample, ShadowSamples
 from loraplex.control.catalog.shadow_store import ShadowStore, began_of
-from loraplex.control.types import ShadowTexts
+from loraplex.control.release_types import ShadowTexts
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/release/shadow", route_class=AdminRoute)
 

@@ -17,7 +17,7 @@ from loraplex.admin.schemas.release_plan import (
     Shadow,
 )
 from loraplex.control.catalog.releases import MAX_TARGETS
-from loraplex.control.types import MAX_RELEASE_WEIGHT
+from loraplex.control.release_types import MAX_RELEASE_WEIGHT
 
 
 class Target(RequestBody):

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from loraplex.adapters.errors import LoraplexError
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.tables import AuditHead, AuditRow, AuditText
-from loraplex.control.types import ActorKind
+from loraplex.control.release_types import ActorKind
 
 GENESIS = "0" * 64
 """The previous hash of the first row."""

@@ -18,8 +18,7 @@ from loraplex.control.catalog.release_reading import (
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Release
-from loraplex.control.tenancy.tenants import tenant_target
-from loraplex.control.types import (
+from loraplex.control.release_types import (
     NO_PLAN,
     ReleaseInfo,
     ReleaseOrigin,
@@ -28,6 +27,7 @@ from loraplex.control.types import (
     RunStatus,
     Sticky,
 )
+from loraplex.control.tenancy.tenants import tenant_target
 
 MAX_REVISIONS = 100
 """Releases of a name that are kept; `rollback` goes back no further."""

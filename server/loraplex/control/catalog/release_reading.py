@@ -12,8 +12,7 @@ from sqlalchemy.orm import Session
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import AdapterVersion, Release
 from loraplex.control.errors import Conflict, InvalidValue, ReleaseNotFound
-from loraplex.control.tenancy.tenants import require_tenant
-from loraplex.control.types import (
+from loraplex.control.release_types import (
     ActorKind,
     ReleaseInfo,
     ReleaseOrigin,
@@ -25,6 +24,7 @@ from loraplex.control.types import (
     SkippedRevision,
     Sticky,
 )
+from loraplex.control.tenancy.tenants import require_tenant
 
 
 def current_release(session: Session, tenant_id: str, name: str) -> ReleaseInfo | None:

@@ -27,7 +27,7 @@ from loraplex.control.db.clock import database_now
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Release
 from loraplex.control.errors import Conflict, InvalidValue
-from loraplex.control.types import (
+from loraplex.control.release_types import (
     MAX_RELEASE_WEIGHT,
     ReleaseInfo,
     ReleasePlan,

@@ -26,6 +26,15 @@ from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Adapter, AdapterVersion, Release
 from loraplex.control.errors import Conflict, InvalidValue, PreconditionFailed
+from loraplex.control.release_types import (
+    MAX_RELEASE_WEIGHT,
+    NO_PLAN,
+    ReleaseInfo,
+    ReleasePlan,
+    ReleaseTarget,
+    RollbackInfo,
+    Sticky,
+)
 from loraplex.control.rules import (
     DEFAULT_PAGE,
     InvalidCursor,
@@ -34,16 +43,7 @@ from loraplex.control.rules import (
     read_cursor,
 )
 from loraplex.control.tenancy.tenants import require_tenant
-from loraplex.control.types import (
-    MAX_RELEASE_WEIGHT,
-    NO_PLAN,
-    Page,
-    ReleaseInfo,
-    ReleasePlan,
-    ReleaseTarget,
-    RollbackInfo,
-    Sticky,
-)
+from loraplex.control.types import Page
 
 MAX_TARGETS = 16
 

@@ -20,9 +20,10 @@ from loraplex.control.db.database import Database
 from loraplex.control.db.read_through import DEFAULT_STALENESS_S, ReadThrough
 from loraplex.control.db.tables import LIVING, AdapterVersion, adapter_subject, catalog_subject
 from loraplex.control.errors import AdapterUnavailable, ModelNotAllowed, ModelNotFound
+from loraplex.control.release_types import ReleaseInfo
 from loraplex.control.rules import is_adapter_name
 from loraplex.control.tenancy.tenants import tenant_subject
-from loraplex.control.types import ModelCard, Principal, ReleaseInfo, ResolvedModel, Serving
+from loraplex.control.types import ModelCard, Principal, ResolvedModel, Serving
 
 MIN_DIGEST_CHARS = 12
 _HEX = frozenset("0123456789abcdef")

@@ -12,7 +12,8 @@ from loraplex.control.catalog.release_reading import current_release
 from loraplex.control.catalog.versions import version_target
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import LIVING, AdapterVersion
-from loraplex.control.types import ReleaseInfo, Removal
+from loraplex.control.release_types import ReleaseInfo
+from loraplex.control.types import Removal
 
 NOTHING = Removal((), ())
 

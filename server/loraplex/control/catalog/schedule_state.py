@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from loraplex.control.errors import Conflict
-from loraplex.control.types import RunStatus
+from loraplex.control.release_types import RunStatus
 
 
 class ScheduleState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ from loraplex.control.catalog.release_changes import MAX_REVISIONS
 from loraplex.control.db.database import Database, utc_now
 from loraplex.control.db.release_tables import ShadowCount, ShadowText
 from loraplex.control.db.tables import LIVING, AdapterVersion
-from loraplex.control.types import ReleaseInfo, ShadowInfo, ShadowTexts
+from loraplex.control.release_types import ReleaseInfo, ShadowInfo, ShadowTexts
 
 MOST_TEXTS = 200
 """Samples of an adapter whose texts are kept: the newest, of whichever release."""

@@ -24,7 +24,8 @@ from loraplex.control.catalog.release_reading import current_release, release_sh
 from loraplex.control.catalog.versions import require_version, version_info, version_target
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import AdapterVersion
-from loraplex.control.types import Refusal, ReleaseTarget, Removal, VersionInfo
+from loraplex.control.release_types import ReleaseTarget
+from loraplex.control.types import Refusal, Removal, VersionInfo
 
 MAX_PENDING = 1000
 """Versions that `pending` gives at a time."""

@@ -14,7 +14,7 @@ from loraplex.control.catalog.release_reading import require_release, version_st
 from loraplex.control.catalog.release_runs import roll_back, state_of, take_step
 from loraplex.control.catalog.schedule_state import ScheduleState
 from loraplex.control.db.release_tables import ReleaseRun, RunningArmRow
-from loraplex.control.types import ReleaseInfo
+from loraplex.control.release_types import ReleaseInfo
 from loraplex.control.usage.outcome_inbox import read_outcomes, remove_outcomes
 from loraplex.lifecycle.release_guard.comparison import Unit
 from loraplex.lifecycle.release_guard.groups import Arms

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from loraplex.app.commands.shared.errors import CommandFailed
-from loraplex.control.types import ADAPTER_LIMITS, BUDGET_PERIODS, MAX_RELEASE_WEIGHT, SCOPES, Limits
+from loraplex.control.release_types import MAX_RELEASE_WEIGHT
+from loraplex.control.types import ADAPTER_LIMITS, BUDGET_PERIODS, SCOPES, Limits
 from loraplex.http.text import did_you_mean
 
 LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
