@@ -12,7 +12,7 @@ from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.torch_prompts import TorchPrompts, obstacle_to_torch
 from loraplex.kernels.attention.triton_kernel import TritonAttention
 from loraplex.kernels.bundle import FourBits, Kernels
-from loraplex.kernels.experts import torch_experts
+from loraplex.kernels.experts.triton_linears import triton_expert_ops
 from loraplex.kernels.layers import triton_activation, triton_norm, triton_rope, triton_short_conv
 from loraplex.kernels.linear import (
     dense,
@@ -87,7 +87,7 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
             step_gates=triton_gates.step_gates,
             state_rule=triton_rule.state_rule,
         ),
-        experts=torch_experts.expert_ops(pack, triton_activation.act_and_mul),
+        experts=triton_expert_ops(pack, batch_invariant=batch_invariant),
         short_conv=triton_short_conv.short_conv,
     )
 

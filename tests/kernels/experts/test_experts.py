@@ -12,9 +12,12 @@ from loraplex.kernels.experts.types import ExpertActivation, RouterKind, Routes
 from loraplex.kernels.numba_backend import numba_ops
 from loraplex.kernels.ops import Ops
 from loraplex.kernels.torch_backend import torch_ops
+from loraplex.kernels.triton_backend import triton_ops
 from loraplex.kernels.weight_form import FLOATS
+from support.kernels.recurrent import INTERPRETED
+from support.kernels.triton_interpreter import repair_bfloat16
 
-BACKENDS = {"torch": torch_ops(), "numba": numba_ops()}
+BACKENDS = {"torch": torch_ops(), "numba": numba_ops(), "triton": triton_ops(device=torch.device("cpu"))}
 KINDS = [
     RouterKind("softmax", 21, 4),
     RouterKind("softmax", 21, 4, normalise=True, weights_in_float32=False),
@@ -24,8 +27,11 @@ KINDS = [
 ]
 
 
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Ops:
+@pytest.fixture(params=["torch", "numba", pytest.param("triton", marks=INTERPRETED)])
+def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ops:
+    if request.param == "triton":
+        request.getfixturevalue("quick_interpreter")
+        repair_bfloat16(monkeypatch)
     return BACKENDS[request.param]
 
 
