@@ -23,6 +23,8 @@ SHORT: dict[str, dict[str, Any]] = {
     "granite4-h": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "olmo_hybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "qwen3_moe": {"num_hidden_layers": 2},
+    "qwen3_5_moe": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "gemma4-e2b": {
         "num_hidden_layers": 3, "num_kv_shared_layers": 1,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -47,6 +49,8 @@ def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
         pytest.param("qwen3_5-3", "triton", 1, 80, 3, 4, marks=pytest.mark.slow),
         pytest.param("granite4-h", "triton", 1, 80, 3, 4, marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", "triton", 1, 80, 3, 4, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "triton", 1, 80, 3, 4, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", "triton", 1, 80, 3, 4, marks=pytest.mark.slow),
         *(
             pytest.param(family, "torch", lookahead, prompt_rows, 7, 9, marks=pytest.mark.soak)
             for family in ("llama-biases", "qwen3")
@@ -65,6 +69,10 @@ def of_a_family(family: str, *, short: bool) -> dict[str, Any]:
                 "lfm2-biases",
                 "granite4-h-limits",
                 "nemotron_h",
+                "olmoe",
+                "mixtral",
+                "glm4_moe",
+                "qwen3_next",
             )
             for lookahead, prompt_rows in ((0, 80), (1, 0), (1, 40))
         ),
@@ -220,6 +228,8 @@ def test_an_activated_adapter_has_two_slices_in_a_recorded_step(tmp_path):
         pytest.param("lfm2", 14, 6, 4, 0, marks=pytest.mark.soak),
         pytest.param("qwen3_5-2", 14, 6, 4, 0, marks=pytest.mark.soak),
         pytest.param("granite4-h", 14, 6, 4, 0, marks=pytest.mark.soak),
+        pytest.param("qwen3_moe", 14, 6, 4, 0, marks=pytest.mark.soak),
+        pytest.param("glm4_moe", 14, 6, 4, 0, marks=pytest.mark.soak),
     ],
 )
 def test_bits_depend_on_neither_neighbours_nor_chunks_nor_preemption(

@@ -34,7 +34,10 @@ from loraplex.kernels.attention.kernel import TellsPrevious
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.linear.dense import multiplies
 
-_EXPERTS_BEHIND_STATES = "its layers have experts behind gated delta nets, which are computed on CPUs alone"
+_EXPERTS_BEHIND_STATES = (
+    "its layers have experts behind gated delta nets, which torch's kernels do not compute on a GPU; choose --kernels "
+    "auto"
+)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 TESTED = frozenset({"gemma", "granite", "olmo2", "smollm3", "starcoder2"})
@@ -241,11 +244,11 @@ def _plan(
     raw: Mapping[str, Any],
 ) -> ModelPlan:
     read = None if kept is None else kept.find(content, settings.max_model_len)
-    on_cpu = kernels.device.type == "cpu"
-    if read is None or (read.spec.mixtures and not on_cpu):
+    computes_experts = kernels.device.type == "cpu" or kernels.backend == "triton"
+    if read is None or (read.spec.mixtures and not computes_experts):
         served = read_served_config(model_dir, raw)
-        text, computes_experts = served.text, on_cpu and served.text is served.whole
-        if not is_fused(text.model_type) or is_wrapped(text, computes_experts=computes_experts):
+        text, computes_its = served.text, computes_experts and served.text is served.whole
+        if not is_fused(text.model_type) or is_wrapped(text, computes_experts=computes_its):
             return _plan_wrapped(model_dir, settings, kernels, served)
         spec = decoder_spec(text, served.raw, settings.max_model_len)
         read = ReadConfig(spec, _stored_dtype(served.whole), served.unread)
@@ -256,7 +259,7 @@ def _plan(
             and read_config_json(model_dir)[0] == content
         ):
             kept.save_plan(content, settings.max_model_len, read)
-    if read.spec.mixtures and not on_cpu:
+    if read.spec.mixtures and not computes_experts:
         raise ModelUnsupported(not_served(raw["model_type"], _EXPERTS_BEHIND_STATES))
     dtype = _dtype(settings.dtype, read.dtype, kernels.multiplies(_DTYPES[read.dtype]))
     head, spec, unread = base_head(model_dir, raw), read.spec, read.unread
@@ -267,6 +270,10 @@ def _plan(
     if head is not None and head.answers is None:
         # It has no head over the vocabulary: nothing is read of one that is tied.
         spec, unread = dataclasses.replace(spec, tied=True), (*unread, f"{HEAD_MODULE}.")
+    linears = plan_linears(model_dir, text_fields(raw), settings.quantise, settings.dtype, kernels)
+    if spec.mixtures and kernels.backend == "triton" and (linears.quantise or linears.format):
+        what = "--quantise" if linears.quantise else "a quantised checkpoint"
+        raise ModelUnsupported(f"{what}: experts in codes are computed on CPUs alone; serve one of 16 bits")
     return ModelPlan(
         model_dir=model_dir,
         settings=settings,
@@ -279,7 +286,7 @@ def _plan(
         dtype=dtype,
         stored_dtype=read.dtype,
         attention=_attention(settings, kernels, spec, dtype),
-        linears=plan_linears(model_dir, text_fields(raw), settings.quantise, settings.dtype, kernels),
+        linears=linears,
         obstacle=_obstacle(kernels, dtype),
         head=head,
     )

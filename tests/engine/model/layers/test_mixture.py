@@ -13,6 +13,7 @@ from loraplex.adapters.base_weights.grouped import quantise_int8
 from loraplex.engine.devices import kernels_elsewhere
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import ModelSettings, make_plan
+from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import FLOAT_SITES
 from support.adapters.peft_zoo import PeftReference
 from support.adapters.tiny_adapters import save_adapters
@@ -31,11 +32,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("qwen3_moe") / "base", QWEN3)
 
 
-def test_experts_are_computed_on_a_cpu_and_by_transformers_elsewhere(base: Path, tmp_path: Path) -> None:
-    words = "8 experts in 2 layers (0.1 MiB), 3 for each token"
+def test_experts_are_computed_on_a_cpu_and_by_triton(base: Path, tmp_path: Path) -> None:
+    words, device = "8 experts in 2 layers (0.1 MiB), 3 for each token", torch.device("cuda")
     assert plan_model(base).explain().endswith(words)
-    elsewhere = make_plan(base, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
-    assert elsewhere.decoder == "transformers"
+    assert make_plan(base, ModelSettings(), kernels_elsewhere(device)).explain().endswith(words)
+    by_torch = resolve_kernels("torch", device)
+    assert make_plan(base, ModelSettings(), by_torch).decoder == "transformers"
+    with pytest.raises(ModelUnsupported, match="--quantise: experts in codes are computed on CPUs alone"):
+        make_plan(base, ModelSettings(quantise="int8"), kernels_elsewhere(device))
     clipped = save_tiny(tmp_path / "olmoe", FAMILIES["olmoe"])
     assert plan_model(clipped).decoder == "fused"
     edit_config(clipped, clip_qkv=0.5)

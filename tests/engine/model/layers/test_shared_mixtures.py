@@ -19,6 +19,7 @@ from loraplex.engine.devices import kernels_elsewhere
 from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.model_plan import ModelSettings, make_plan
+from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, edit_config, save_tiny
@@ -28,9 +29,10 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 MIXTURES = ("qwen3_next", "qwen3_5_moe", "qwen2_moe", "glm4_moe")
 ELSEWHERE = {"qwen2_moe", "glm4_moe"}
-"""Those that run through transformers where experts are not computed."""
+"""Those that run through transformers where torch computes on a GPU."""
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TOKENS = 20
+GPU = torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -165,19 +167,21 @@ def test_a_config_that_means_something_else_is_refused_by_name(
     with pytest.raises(ModelUnsupported) as caught:
         plan_model(tmp_path)
     assert words in str(caught.value)
-    if family not in ELSEWHERE:
-        with pytest.raises(ModelUnsupported) as caught:
-            make_plan(tmp_path, ModelSettings(), kernels_elsewhere(torch.device("cuda")))
-        assert words in str(caught.value)
+    with pytest.raises(ModelUnsupported) as caught:
+        make_plan(tmp_path, ModelSettings(), kernels_elsewhere(GPU))
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_experts_behind_states_are_refused_on_a_gpu(family: str, bases: dict[str, Path]) -> None:
-    kernels = kernels_elsewhere(torch.device("cuda"))
+def test_experts_behind_states_are_refused_where_torch_computes_on_a_gpu(
+    family: str, bases: dict[str, Path]
+) -> None:
+    assert make_plan(bases[family], ModelSettings(), kernels_elsewhere(GPU)).decoder == "fused"
+    kernels = resolve_kernels("torch", GPU)
     if family in ELSEWHERE:
         assert make_plan(bases[family], ModelSettings(), kernels).decoder == "transformers"
         return
-    with pytest.raises(ModelUnsupported, match=r"experts behind gated delta nets, .* on CPUs alone"):
+    with pytest.raises(ModelUnsupported, match=r"experts behind gated delta nets, .* choose --kernels auto"):
         make_plan(bases[family], ModelSettings(), kernels)
 
 
