@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from loraplex.app.setting_types import parse_size
+from loraplex.app.setting_types import parse_size, parse_size_or_auto
 from loraplex.app.settings import SECRET_SETTINGS, Settings
 
 SCHEMA = Path(__file__).resolve().parents[1] / "charts/loraplex/values.schema.json"
@@ -52,9 +52,11 @@ def settings_schema() -> dict[str, Any]:
 
 def _one(field: FieldInfo, made: dict[str, Any]) -> dict[str, Any]:
     rule = {key: value for key, value in made.items() if key not in ("title", "default", "format")}
-    if any(getattr(part, "func", None) is parse_size for part in field.metadata):
+    readers = {getattr(part, "func", None) for part in field.metadata}
+    if not readers.isdisjoint({parse_size, parse_size_or_auto}):
         described = {"description": rule.pop("description")}
-        return {**described, "anyOf": [rule, {"type": "string", "pattern": SIZE}]}
+        rules = rule.get("anyOf", [rule])
+        return {**described, "anyOf": [*rules, {"type": "string", "pattern": SIZE}]}
     return rule
 
 

@@ -179,6 +179,14 @@ def test_sizes(text: str, size: int) -> None:
     assert load_settings({"kv_cache_memory": text}).kv_cache_memory == size
 
 
+def test_the_largest_upload_is_a_size_or_auto() -> None:
+    assert load_settings({}).max_adapter_upload == "auto"
+    assert load_settings({"max_adapter_upload": "auto"}).max_adapter_upload == "auto"
+    assert load_settings({"max_adapter_upload": "3GiB"}).max_adapter_upload == 3 << 30
+    for text in ("all", "1"):
+        assert refused({"max_adapter_upload": text}).startswith("--max-adapter-upload: ")
+
+
 @pytest.mark.parametrize("text", ["2 parsecs", "-1", "1e9", "lots", "GiB", "1.5", "0x10"])
 def test_invalid_sizes_are_refused(text: str) -> None:
     if text == "1.5":  # a byte and a half is a byte

@@ -13,6 +13,7 @@ import structlog
 from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp
 
+from loraplex.adapters.admission.safetensors_header import largest_upload
 from loraplex.adapters.sources.urls import AllowedSources
 from loraplex.admin.app import (
     admin_routes,
@@ -235,7 +236,7 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         sources=AllowedSources(settings.adapter_sources),
         retention=retention,
         checks=checks,
-        max_upload_bytes=settings.max_adapter_upload,
+        max_upload_bytes=largest_upload(settings.max_adapter_upload, installation.validation.base),
         data_url=_data_url(settings),
         on_change=metrics.admin_changed,
         check_formats=partial(check_named_formats, shared.text),

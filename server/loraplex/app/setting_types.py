@@ -46,6 +46,11 @@ def parse_size(value: object) -> object:
     raise ValueError("must be bytes, such as 1048576, 512MiB or 2GiB")
 
 
+def parse_size_or_auto(value: object) -> object:
+    """`parse_size`, and "auto" as it is."""
+    return value if value == "auto" else parse_size(value)
+
+
 def comma_list(value: object) -> object:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 

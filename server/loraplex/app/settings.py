@@ -35,6 +35,7 @@ from loraplex.app.setting_types import (
     header_pairs,
     limit_list,
     otlp_url,
+    parse_size_or_auto,
     port_text,
     split_engine_port,
 )
@@ -149,8 +150,12 @@ class Settings(BaseSettings):
     adapter_memory: Bytes = Field(0, ge=0, description="Device bytes for adapters")
     adapter_cpu_memory: Bytes = Field(0, ge=0, description="Host bytes for adapters")
     max_adapter_rank: int = Field(64, ge=1, le=512, description="Largest rank of an adapter")
-    max_adapter_upload: Bytes = Field(
-        1 << 30, ge=1 << 10, description="Largest upload of an adapter in bytes"
+    max_adapter_upload: Annotated[
+        Annotated[int, Field(ge=1 << 10)] | Literal["auto"], BeforeValidator(parse_size_or_auto)
+    ] = Field(
+        "auto",
+        description="Largest upload of an adapter in bytes (auto: four times an adapter of rank 8 in 16 bits on all of "
+        "the base, experts too, and 1 GiB at least)",
     )
     adapter_templates: Literal["base", "own"] = Field(
         "base",

@@ -12,7 +12,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Literal, NoReturn
 
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.contents.kinds import START_BYTES, identify
@@ -68,6 +68,7 @@ CHECKPOINT_LIMITS = HeaderLimits(max_bytes=100_000_000, max_tensors=1_000_000)
 _TENSORS_OF_EXPERT = 6
 """lora_A and lora_B of its three linears."""
 _BYTES_OF_TENSOR = 256
+_LEAST_UPLOAD = 1 << 30
 
 
 def adapter_limits(base: BaseSpec) -> HeaderLimits:
@@ -75,6 +76,16 @@ def adapter_limits(base: BaseSpec) -> HeaderLimits:
     experts = sum(shape.count for shape in base.experts.values())
     tensors = max(ADAPTER_LIMITS.max_tensors, _TENSORS_OF_EXPERT * experts + ADAPTER_LIMITS.max_tensors // 2)
     return HeaderLimits(max(ADAPTER_LIMITS.max_bytes, _BYTES_OF_TENSOR * tensors), tensors)
+
+
+def largest_upload(setting: int | Literal["auto"], base: BaseSpec) -> int:
+    """Bytes of the files of an upload; `auto`: by the base. Four times an adapter of rank 8 in 16 bits on every linear
+    is one of rank 16 in float32, in which PEFT saves an adapter over a base in 16 bits."""
+    if setting != "auto":
+        return setting
+    sizes = sum(shape.in_features + shape.out_features for shape in base.sites.values())
+    sizes += sum(3 * of.count * (of.hidden_size + of.inner_size) for of in base.experts.values())
+    return max(_LEAST_UPLOAD, 4 * 8 * 2 * sizes)
 
 
 def read_header(path: Path, limits: HeaderLimits = ADAPTER_LIMITS) -> dict[str, TensorSlice]:

@@ -110,7 +110,8 @@ def check_data_dir(settings: Settings, disk: Disk, *, held: bool) -> Finding:
 def check_store(settings: Settings, store: tuple[Disk, ...]) -> Finding:
     """An upload is written into one folder, synced, and renamed into the other."""
     staging, kept = store
-    wanted = 2 * settings.max_adapter_upload
+    largest = settings.max_adapter_upload
+    wanted = 2 * (GIB if largest == "auto" else largest)
     found = replace(kept, path=kept.path.parent).room
     obstacle = staging.obstacle or kept.obstacle
     if obstacle:

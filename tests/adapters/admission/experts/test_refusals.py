@@ -13,7 +13,7 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.experts.places import expert_paths
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.admission.module_names import names_of
-from loraplex.adapters.admission.safetensors_header import ADAPTER_LIMITS, adapter_limits
+from loraplex.adapters.admission.safetensors_header import ADAPTER_LIMITS, adapter_limits, largest_upload
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload, UploadedSite
 from loraplex.adapters.spec import AdapterSpec, BaseSpec, ExpertShape
@@ -133,6 +133,14 @@ def test_target_parameters_are_read_where_the_base_has_experts(tmp_path: Path, m
         )
         assert error.code == code
         assert "target_parameters" in error.message
+
+
+def test_the_largest_upload_follows_from_the_base() -> None:
+    """48 layers of 128 experts, as Qwen3-30B-A3B has: rank 8 takes 830 MB in 16 bits."""
+    wide = {at: ExpertShape(at, f"model.layers.{at}.mlp.experts", 128, 2048, 768) for at in range(48)}
+    assert largest_upload("auto", made.plain_base(wide)) == 4 * 48 * 128 * 3 * 8 * (2048 + 768) * 2
+    assert largest_upload("auto", made.plain_base({0: wide[0]})) == 1 << 30
+    assert largest_upload(10_000, made.plain_base(wide)) == 10_000
 
 
 def test_limits_of_a_file_follow_from_the_base(tmp_path: Path) -> None:
