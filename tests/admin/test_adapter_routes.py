@@ -284,6 +284,12 @@ class TestEngine:
         shown = (await admin.get("/engine")).json()
         assert (shown["healthy"], shown["unhealthy_reason"], shown["stats"]) == (False, "it died", None)
 
+    async def test_rows_by_expert(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
+        assert (await admin.get("/engine/experts")).json() == {"layers": []}
+        plane.engine.expert_counts = {11: (5, 0), 2: (1, 4)}
+        expected = [{"layer": 2, "rows": [1, 4]}, {"layer": 11, "rows": [5, 0]}]
+        assert (await admin.get("/engine/experts")).json() == {"layers": expected}
+
     async def test_cache_shows_every_version_of_every_tenant(
         self, admin: httpx.AsyncClient, plane: AdminPlane
     ) -> None:

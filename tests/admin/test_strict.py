@@ -20,6 +20,7 @@ ROUTES = [
     "GET /tenants/acme/adapters/support/versions",
     "POST /tenants/acme/adapters/support/release/rollback",
     "GET /engine",
+    "GET /engine/experts",
     "GET /cache",
 ]
 

@@ -100,6 +100,7 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/audit/verify": OPERATOR,
     "GET /admin/v1/usage": OPERATOR,
     "GET /admin/v1/engine": OPERATOR,
+    "GET /admin/v1/engine/experts": OPERATOR,
     "GET /admin/v1/cache": OPERATOR,
     "GET /admin/v1/cluster": OPERATOR,
     "POST /admin/v1/cluster/replicas/{replica}/drain": OPERATOR,

@@ -111,6 +111,7 @@ async def test_info_is_known_after_start(client: Engines) -> None:
     assert client.unhealthy_reason is None
     assert client.info.vocab_size == 1000
     assert client.info.eos_ids == (0,)
+    assert set(await client.expert_rows()) == {0}
 
 
 async def test_tokens_arrive_in_order_and_end_once(client: Engines) -> None:

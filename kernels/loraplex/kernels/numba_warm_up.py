@@ -106,6 +106,7 @@ def _warm_up_experts(dtype: torch.dtype, ops: ExpertOps) -> None:
     for logits in (x, x.float()):
         routes = ops.route(logits, RouterKind("softmax", 2, 1))
     rows = ops.group(routes, 2)
+    ops.keep_starts(rows, torch.empty(3, dtype=torch.int64))
     ops.act(x, ExpertActivation("clamped"))
     ops.add_gated(ops.combine(ops.gather(x, rows), routes, rows), x, x[:, :1])
 

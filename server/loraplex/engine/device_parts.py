@@ -182,6 +182,7 @@ def build_device(
         sampler=sampler,
         masks=make_masks(vocab_size),
         probe=SiteProbe(loaded.arena, served.dtype, served.device),
+        experts=model.expert_starts,
     )
     if memory is None:
         steps.warm_up(runner)

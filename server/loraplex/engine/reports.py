@@ -12,6 +12,10 @@ from loraplex.adapters.pooled import Head
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 """The sizes by which `EngineStats` counts steps: the bounds of vLLM's vllm:iteration_tokens_total."""
 
+EXPERTS_TOUCHED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+EXPERT_IMBALANCE = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0)
+"""The bounds by which `ExpertStats` counts steps."""
+
 DRAFT_SOURCES = ("own", "history")
 """The sources of drafted tokens: the sequence itself, and earlier answers of the same tenant and version."""
 
@@ -126,6 +130,20 @@ class SpeculationCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertStats:
+    """Steps of a mixture of experts by what its routers chose, as the mean over its layers; empty for other models.
+    Steps are counted as `EngineStats.steps_by_tokens` counts them, and the numbers of all steps are summed."""
+
+    touched: tuple[int, ...] = ()
+    """Steps by the experts of a layer that got a row: of up to each of `EXPERTS_TOUCHED`."""
+    touched_sum: float = 0.0
+    imbalance: tuple[int, ...] = ()
+    """Steps by the rows of a layer's busiest expert over the mean of those that got any: of up to each of
+    `EXPERT_IMBALANCE`."""
+    imbalance_sum: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats(CacheUsage):
     """Gauges of this moment and counters since the engine process began, those of the adapter cache too. Prefix-cache
     figures in tokens."""
@@ -166,3 +184,4 @@ class EngineStats(CacheUsage):
     waiting_adapters: tuple[str, ...] = ()
     tenants: dict[str, TenantStats] = field(default_factory=dict)
     speculation: SpeculationCounts = SpeculationCounts()
+    experts: ExpertStats = ExpertStats()

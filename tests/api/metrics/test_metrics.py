@@ -18,7 +18,7 @@ from loraplex.api.metrics import EngineSnapshot, Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.control.errors import QuotaSpent, RateLimited
 from loraplex.control.types import ReachedLimit
-from loraplex.engine.reports import EngineInfo, EngineStats, SpeculationCounts, TenantStats
+from loraplex.engine.reports import EngineInfo, EngineStats, ExpertStats, SpeculationCounts, TenantStats
 from loraplex.engine.types import Timing
 from loraplex.serving.errors import EngineUnavailable
 from support.clients import vllm_metrics
@@ -160,6 +160,20 @@ def test_the_tokens_of_steps_survive_a_restart_of_the_engine() -> None:
     assert histogram(samples, name) == (5, 20_101)
     for bound, count in {"1.0": 1, "8.0": 3, "64.0": 3, "128.0": 4, "16384.0": 4, "+Inf": 5}.items():
         assert value(samples, f"vllm:{name}_bucket", model_name=BASE, le=bound) == count
+
+
+def test_steps_by_experts_survive_a_restart_of_the_engine() -> None:
+    metrics = Metrics(BASE)
+    first = ExpertStats((0, 0, 3, *[0] * 8), 10.5, (3, *[0] * 10), 3.0)
+    for stats in (first, ExpertStats((1, *[0] * 10), 1.0, (0, 0, 0, 0, 1, *[0] * 6), 2.5)):
+        samples = parse(metrics.render(snapshot(experts=stats)).decode())
+    touched, imbalance = "loraplex_engine_experts_touched", "loraplex_engine_expert_imbalance"
+    for bound, count in {"1.0": 1, "2.0": 1, "4.0": 4, "512.0": 4, "+Inf": 4}.items():
+        assert value(samples, f"{touched}_bucket", le=bound) == count
+    assert value(samples, f"{touched}_sum") == 11.5
+    assert value(samples, f"{imbalance}_bucket", le="1.0") == 3
+    assert value(samples, f"{imbalance}_bucket", le="+Inf") == value(samples, f"{imbalance}_count") == 4
+    assert value(samples, f"{imbalance}_sum") == 5.5
 
 
 def test_the_engine_tells_the_rest(own: DataPlane) -> None:

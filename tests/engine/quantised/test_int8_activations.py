@@ -137,7 +137,7 @@ def test_adapters_read_the_activations_before_they_are_rounded(group: str) -> No
         packed = kernels.ops.pack(weight, form, x.dtype)
         assert isinstance(packed, PackedIntegers) == (name == "int8")
         batch: Any = SimpleNamespace(lora=lora)
-        linears, linear = AdaptedLinears(kernels.ops, 1e-5), Linear(packed, None, 0, group)
+        linears, linear = AdaptedLinears(kernels.ops, 1e-5, {}), Linear(packed, None, 0, group)
         if group == "gate_up":
             found[name] = linears.gate(linear, x, batch, "silu")
         elif group == "qkv":

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.cache.tenant_memory import TenantBytes
 from loraplex.adapters.ref import AdapterRef
-from loraplex.engine.reports import EngineStats, SpeculationCounts, TenantStats
+from loraplex.engine.reports import EngineStats, ExpertStats, SpeculationCounts, TenantStats
 from loraplex.serving.engines.merged import COUNTERS, Totals, merge_cache, merge_info, merge_stats
 from support.engine.fake_engine import fake_engine_info
 
@@ -15,6 +15,7 @@ FIRST = EngineStats(
     num_running=2, prompt_tokens=10, steps_by_tokens=(1, 2), evictions={"device": {"room": 1}},
     tenants={"a": TenantStats(1, 2, 5.0)}, tenant_bytes={"a": TenantBytes(3, 4)}, running_adapters=("x", "y"),
     speculation=SpeculationCounts({"own": 8, "history": 2}, {"own": 5}),
+    experts=ExpertStats((0, 3), 7.5, (2, 1), 4.0),
 )  # fmt: skip
 SECOND = EngineStats(
     num_running=3, prompt_tokens=7, steps_by_tokens=(0, 5), evictions={"device": {"room": 2, "cap": 1}},
@@ -31,6 +32,8 @@ def test_statistics_are_summed() -> None:
     assert merged.tenant_bytes == {"a": TenantBytes(3, 4), "b": TenantBytes(1, 0)}
     assert merged.running_adapters == ("x", "y")
     assert merged.speculation == SpeculationCounts({"own": 9, "history": 2}, {"own": 6, "history": 0})
+    assert merged.experts == FIRST.experts, "an engine that has computed nothing yet"
+    assert merge_stats([FIRST, FIRST]).experts == ExpertStats((0, 6), 15.0, (4, 2), 8.0)
     assert merge_stats([]) == EngineStats()
 
 
@@ -46,6 +49,7 @@ def test_counters_do_not_fall_when_an_engine_goes() -> None:
     away = totals.merge({("r1", "0"): FIRST})
     assert (away.prompt_tokens, away.num_running, away.evictions["device"]) == (17, 2, {"room": 3, "cap": 1})
     assert away.speculation.drafted == {"own": 9, "history": 2}
+    assert totals.merge({("r2", "0"): SECOND}).experts == FIRST.experts
     back = totals.merge({("r1", "0"): FIRST, ("r2", "1"): EngineStats(prompt_tokens=1)})
     assert (back.prompt_tokens, back.num_running) == (18, 2)
     later = totals.merge({("r1", "0"): FIRST, ("r2", "2"): EngineStats(prompt_tokens=3)})

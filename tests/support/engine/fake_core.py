@@ -196,6 +196,9 @@ class FakeCore:
             if digests is None or digest in digests
         ]
 
+    def expert_rows(self) -> dict[int, tuple[int, ...]]:
+        return {0: (self.num_steps, 1)}
+
     def residency(self) -> dict[str, AdapterState]:
         return dict(self._states)
 

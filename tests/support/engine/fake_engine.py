@@ -207,6 +207,7 @@ class FakeEngineClient(FakeClusterView):
         self.terms: dict[str, TenantTerms] = {}
         self.states: dict[str, AdapterState] = {}
         self.entries: list[CacheEntry] = []
+        self.expert_counts: dict[int, tuple[int, ...]] = {}
         self.looked_up: set[str] | None = None
         self.engine_stats: EngineStats | None = None
         self.num_restarts = 0
@@ -319,6 +320,9 @@ class FakeEngineClient(FakeClusterView):
     async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
         self.looked_up = None if digests is None else set(digests)
         return [entry for entry in self.entries if digests is None or entry.ref.digest in digests]
+
+    async def expert_rows(self) -> dict[int, tuple[int, ...]]:
+        return self.expert_counts
 
     async def pin(self, ref: AdapterRef) -> None:
         self.pins[ref.digest] = ref

@@ -20,6 +20,8 @@ from loraplex.admin.schemas.engine import (
     CacheTotals,
     Engine,
     EngineMemory,
+    ExpertLayer,
+    Experts,
 )
 from loraplex.control.catalog.all_versions import list_all_versions
 from loraplex.control.types import VersionInfo
@@ -53,6 +55,13 @@ async def get_engine(_: Operator, services: Services) -> Engine:
         info=info,
         stats=stats,
     )
+
+
+@router.get("/engine/experts")
+async def get_experts(_: Operator, services: Services) -> Experts:
+    """Show how many rows the routers of a mixture sent to each expert since the engine began."""
+    rows = await services.engine.expert_rows()
+    return Experts(layers=[ExpertLayer(layer=layer, rows=list(its)) for layer, its in sorted(rows.items())])
 
 
 @router.get("/cache")

@@ -90,6 +90,19 @@ class EngineMemory(ResponseBody):
     total: int | None
 
 
+class ExpertLayer(ResponseBody):
+    """`rows[e]` went to expert e of this layer."""
+
+    layer: int
+    rows: list[int]
+
+
+class Experts(ResponseBody):
+    """The layers with a mixture; none of a model without routers."""
+
+    layers: list[ExpertLayer]
+
+
 class Engine(ResponseBody):
     """`info` is what the engine reported at its start; `stats` its gauges and counters now, null while no engine
     answers."""

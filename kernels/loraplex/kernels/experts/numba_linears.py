@@ -43,6 +43,7 @@ def numba_expert_ops(pack: Pack, activate: Activate) -> ExpertOps:
         act=act,
         combine=numba_rows.combine,
         add_gated=numba_rows.add_gated,
+        keep_starts=numba_rows.keep_starts,
     )
 
 

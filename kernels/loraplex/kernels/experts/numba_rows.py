@@ -1,5 +1,5 @@
-"""Rows grouped by expert on a CPU, compiled by numba: `group`, `gather`, `clamped`, `combine` and `add_gated` of
-`loraplex.kernels.experts.torch_experts`."""
+"""Rows grouped by expert on a CPU, compiled by numba: `group`, `gather`, `clamped`, `combine`, `add_gated` and
+`keep_starts` of `loraplex.kernels.experts.torch_experts`."""
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs
 
 from __future__ import annotations
@@ -253,3 +253,22 @@ def _add_units(team, arguments, like):
 
 
 _add_all = Kernel(_add_units, "q" * 7)
+
+
+def keep_starts(rows: ExpertRows, into: torch.Tensor) -> None:
+    """Raises ValueError where they do not fit."""
+    if into.shape != rows.starts.shape or into.dtype is not torch.int64 or not into.is_contiguous():
+        raise ValueError(
+            f"starts of {len(rows.starts) - 1} experts do not fit into {list(into.shape)} {into.dtype}"
+        )
+    _keep_all.run((), rows.starts.data_ptr(), into.data_ptr(), len(into), alone=True)
+
+
+def _keep_units(team, arguments):
+    starts, into, count = read_int64(arguments), read_int64(arguments + 8), read_int64(arguments + 16)
+    if take_unit(team, 1) == 0:
+        for e in range(count):
+            write_int64(read_int64(starts + e * 8), into + e * 8)
+
+
+_keep_all = Kernel(_keep_units, "qqq")

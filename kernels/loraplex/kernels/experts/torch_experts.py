@@ -42,7 +42,7 @@ def expert_ops(pack: Pack, activate: Activate = act_and_mul) -> ExpertOps:
             return clamped(gate_up, kind)
         return activate(gate_up, kind.name == "gelu_tanh")
 
-    return ExpertOps(route, group, gather, pack_all, LinearByExpert.of, act, combine, add_gated)
+    return ExpertOps(route, group, gather, pack_all, LinearByExpert.of, act, combine, add_gated, keep_starts)
 
 
 def route(
@@ -110,6 +110,10 @@ def combine(y: torch.Tensor, routes: Routes, rows: ExpertRows) -> torch.Tensor:
 
 def add_gated(out: torch.Tensor, y: torch.Tensor, gate: torch.Tensor) -> None:
     out.add_(y * gate.sigmoid())
+
+
+def keep_starts(rows: ExpertRows, into: torch.Tensor) -> None:
+    into.copy_(rows.starts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,3 +125,5 @@ class ExpertOps:
     add_gated: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
     """out, y [T, H] and a gate [T, 1]: out += y·sigmoid(gate), in place. The sigmoid, the product and the sum are
     rounded."""
+    keep_starts: Callable[[ExpertRows, torch.Tensor], None]
+    """Copies `starts` into [E + 1] int64, which outlives the step."""

@@ -15,6 +15,7 @@ from loraplex.adapters.cache.entries import EVICTION_REASONS
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.metrics.cluster_metrics import ClusterSnapshot
+from loraplex.api.metrics.expert_metrics import expert_families
 from loraplex.api.metrics.label_sets import OTHER, LabelSets
 from loraplex.engine.reports import DRAFT_SOURCES, STEP_TOKENS, EngineInfo, EngineStats
 
@@ -26,10 +27,10 @@ MAX_NAMED_ADAPTERS = 100
 class Grown:
     """Counters of an engine process, made monotonic over restarts, which begin them at 0 again."""
 
-    _base: dict[str, int] = field(default_factory=dict)
-    _last: dict[str, int] = field(default_factory=dict)
+    _base: dict[str, float] = field(default_factory=dict)
+    _last: dict[str, float] = field(default_factory=dict)
 
-    def __call__(self, name: str, value: int) -> int:
+    def __call__(self, name: str, value: float) -> float:
         last = self._last.get(name, 0)
         if value < last:
             self._base[name] = self._base.get(name, 0) + last
@@ -149,6 +150,7 @@ def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> I
         value=grown(name, stats.num_out_of_memory),
     )
     yield _speculation(stats, grown)
+    yield from expert_families(stats.experts, grown)
     versions = GaugeMetricFamily(
         "loraplex_adapter_versions", "Adapter versions by where they are.", labels=["state"]
     )

@@ -354,12 +354,17 @@ class EngineCore:
             num_steps=self._in_flight.num_steps,
             steps_by_tokens=self._in_flight.step_tokens.steps,
             num_step_tokens=self._in_flight.step_tokens.total,
+            experts=self._in_flight.experts.stats,
             num_out_of_memory=self._step_budget.num_ran_out,
             prompt_tokens=self._tracker.prompt_tokens,
             generation_tokens=self._tracker.generation_tokens,
             num_adapter_waits=self._tracker.num_adapter_waits,
             adapter_wait_s=self._tracker.adapter_wait_s,
         )
+
+    def expert_rows(self) -> dict[int, tuple[int, ...]]:
+        """The rows that routers have sent to each expert since the start, by layer."""
+        return self._in_flight.experts.rows()
 
     # The adapter cache belongs to the step thread as well: this is how others reach it.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
+from loraplex.engine.core.expert_counts import ExpertCounts
 from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.stats import StepTokens
 from loraplex.engine.execution.device_errors import DeviceLost, DeviceOutOfMemory
@@ -81,6 +82,7 @@ class InFlightSteps:
         self._collected = clock()  # the last one
         self.num_steps = 0
         self.step_tokens = StepTokens()
+        self.experts = ExpertCounts()
 
     def __len__(self) -> int:
         return len(self._in_flight)
@@ -142,6 +144,7 @@ class InFlightSteps:
         self._heartbeat.step_collected(computed=True)
         self._step_budget.computed()
         self.step_tokens.computed(step.plan, result.rows)
+        self.experts.computed(result.experts)
         now = self._clock()
         self._scheduler.took(step.plan, now - max(step.submitted, self._collected))
         self._collected = now

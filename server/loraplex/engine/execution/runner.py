@@ -13,6 +13,7 @@ import torch
 from loraplex.engine.execution.batch import FlatStep, StepRows
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import HeadSource, LoraSource, PlainInputs, StepInputs
+from loraplex.engine.execution.riders.expert_loads import StepExperts
 from loraplex.engine.execution.riders.measured import MeasuredSites
 from loraplex.engine.execution.riders.rider import Forward, Rider
 from loraplex.engine.execution.riders.site_probe import SiteProbe
@@ -21,7 +22,7 @@ from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.execution.torch_errors import as_device_fault, give_back_memory
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.kv.cache import KVCache
-from loraplex.engine.model.base import ForwardBatch, Model
+from loraplex.engine.model.base import ExpertStarts, ForwardBatch, Model
 from loraplex.engine.sampling.sampler import Sampler, TorchSampler
 from loraplex.engine.types import StepPlan
 
@@ -58,10 +59,11 @@ class ModelRunner:
         masks: MaskMaker | None = None,
         probe: SiteProbe | None = None,
         heads: HeadSource | None = None,
+        experts: ExpertStarts | None = None,
     ) -> None:
         """`inputs`: where steps begin that take no plain tensors; it knows the adapters itself. `sampler`: torch's
         unless another one is given. `masks`: for rows with a grammar. `probe`: for the parts of a MeasureRequest.
-        `heads`: of versions that classify."""
+        `heads`: of versions that classify. `experts`: what the model's steps leave there is told of each."""
         self._model = model
         self._kv = kv
         self.num_groups = kv.num_groups
@@ -75,6 +77,7 @@ class ModelRunner:
         self._masks = masks
         self._probe = probe
         self._heads = heads
+        self._experts = experts
         self._previous = Tokens()
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -102,6 +105,8 @@ class ModelRunner:
         previous, tokens = self._previous, step.tokens
         tokens.plan(previous, self._sampler, self._masks, self._eos_ids, inputs)
         riders = [*step.riders, *tokens.riders, *riders]
+        if self._experts is not None:
+            riders.append(StepExperts(self._experts))
         tokens.future = self._begin(riders, partial(self._forward, inputs, step, previous))
         self._previous = tokens
         return StepHandle(StepResult(plan.step_id, rows.results), riders, tokens.future)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from loraplex.adapters.numerics.outputs import SiteOutputs
 from loraplex.engine.logprobs import Scores
@@ -39,11 +41,20 @@ class RowResult(msgspec.Struct, gc=False):
         self.failed = self.failed or RowFailure(reason, "numbers")
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLoads:
+    """The rows that went to each expert: `loads` [n, E] int64 in each of n `layers` with a mixture."""
+
+    layers: tuple[int, ...]
+    loads: NDArray[np.int64]
+
+
 @dataclass(slots=True)
 class StepResult:
     """The outcome of one step. `rows` are in the order of `plan.scheduled`. `measured` are the outputs of
-    `plan.measure`; None where there is none, or it failed."""
+    `plan.measure`; None where there is none, or it failed. `experts`: of a model with routers."""
 
     step_id: int
     rows: list[RowResult]
     measured: SiteOutputs | None = None
+    experts: ExpertLoads | None = None

@@ -40,6 +40,12 @@ class Cache(CallAnswer, frozen=True, tag=True):
     entries: tuple[CacheEntry, ...]
 
 
+class ExpertRows(CallAnswer, frozen=True, tag=True):
+    """The rows that went to each expert since the engine began, by layer."""
+
+    rows: dict[int, tuple[int, ...]]
+
+
 class Served(CallAnswer, frozen=True, tag=True):
     """Units of service by tenant since the last exchange."""
 
@@ -205,6 +211,11 @@ class GetCache(Call[Cache], frozen=True, tag=True):
         return Cache(self.call, tuple(core.cache_entries(self.digests)))
 
 
+class GetExpertRows(Call[ExpertRows], frozen=True, tag=True):
+    def run(self, core: EngineCore) -> ExpertRows:
+        return ExpertRows(self.call, core.expert_rows())
+
+
 Command = (
     Add
     | Measure
@@ -221,6 +232,7 @@ Command = (
     | ExchangeService
     | GetStats
     | GetCache
+    | GetExpertRows
 )
 
 
@@ -286,6 +298,7 @@ Event = (
     | Damaged
     | Stats
     | Cache
+    | ExpertRows
     | Served
     | Done
     | Heartbeat

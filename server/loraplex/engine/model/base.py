@@ -84,6 +84,15 @@ class ForwardBatch:
         return self.attention[self.kv.group_of[layer]]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertStarts:
+    """`starts` [n, E + 1] int64 of the last step in each of n `layers` with a mixture: expert e had the places
+    `starts[n, e]` … `starts[n, e + 1]` - 1. Each step overwrites them."""
+
+    layers: tuple[int, ...]
+    starts: torch.Tensor
+
+
 class Model(Protocol):
     """A decoder with its weights on one device."""
 
@@ -101,6 +110,8 @@ class Model(Protocol):
     """The linear behind the layers, of key HEAD, applied as of layer 0; None where adapters can't change it."""
     embedding_shape: tuple[int, int] | None
     """(vocabulary, hidden size) of the table before the layers; None where adapters can't change it."""
+    expert_starts: ExpertStarts | None
+    """Where its routers sent the rows of the last step; None where it has none, or does not tell."""
     num_weights: int
     """Weights of its linears and embeddings, whatever memory each takes."""
 

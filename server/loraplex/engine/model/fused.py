@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import embedding
 
 from loraplex.engine.kv.layers import groups_by_layer
-from loraplex.engine.model.base import ForwardBatch, ModelShape
+from loraplex.engine.model.base import ExpertStarts, ForwardBatch, ModelShape
 from loraplex.engine.model.family import DecoderSpec
-from loraplex.engine.model.layer_kinds import AttentionKind, FeedForwardKind, ShortConvKind
+from loraplex.engine.model.layer_kinds import AttentionKind, FeedForwardKind, MixtureKind, ShortConvKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
 from loraplex.engine.model.layers.feed_forwards import FEED_FORWARDS
 from loraplex.engine.model.layers.mixers import MIXERS
@@ -110,7 +110,11 @@ class FusedDecoder:
             self._rotations = *self._rotations, factors
             shape = 1, BLOCK_SIZE, 2, cache.kv_heads, cache.head_dim
             self._unwritten = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self._linears = AdaptedLinears(ops, spec.norm.eps)
+        self.expert_starts = _expert_starts(spec, self.device)
+        kept = self.expert_starts
+        self._linears = AdaptedLinears(
+            ops, spec.norm.eps, {} if kept is None else dict(zip(kept.layers, kept.starts, strict=True))
+        )
         self._recorded = None if ops.record_layers is None else ops.record_layers()
         # As transformers rounds it: in the embeddings' dtype.
         self._embed_scale = float(torch.tensor(spec.embed_scale).to(embed.dtype))
@@ -201,6 +205,15 @@ class FusedDecoder:
             if index + 1 < len(layers):
                 x = linears.add_rms_norm(x, residual, layers[index + 1].input_norm, layer.scale)
         return x
+
+
+def _expert_starts(spec: DecoderSpec, device: torch.device) -> ExpertStarts | None:
+    layers = [index for index, kind in enumerate(spec.layers) if isinstance(kind.feed_forward, MixtureKind)]
+    if not layers:
+        return None
+    (count,) = {kind.router.num_experts for kind in spec.mixtures}
+    starts = torch.zeros(len(layers), count + 1, dtype=torch.int64, device=device)
+    return ExpertStarts(tuple(layers), starts)
 
 
 def decoder_shape(spec: DecoderSpec, dtype: torch.dtype) -> ModelShape:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from loraplex.adapters.admission.base_families import NO_SITES, ROUTED, not_served
 from loraplex.adapters.admission.base_model import find_sites as site_shapes
 from loraplex.engine.kv.layers import keeping_all
-from loraplex.engine.model.base import ForwardBatch, ModelShape, ModelUnsupported
+from loraplex.engine.model.base import ExpertStarts, ForwardBatch, ModelShape, ModelUnsupported
 from loraplex.engine.model.families.own_attention import has_own_attention, replace_attention
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel
@@ -85,6 +85,7 @@ class TransformersDecoder:
         if (table := _find_embedding(model)) is not None:
             self.embedding_shape = table.num_embeddings, table.embedding_dim
             table.register_forward_hook(_adapt_embedding)
+        self.expert_starts: ExpertStarts | None = None
         self.has_own_attention = has_own_attention(model.config.model_type)
         """Whether transformers has no choice of it."""
         replace_attention(model, _InStep())

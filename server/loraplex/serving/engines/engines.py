@@ -23,6 +23,7 @@ from loraplex.serving.engines.merged import (
     Totals,
     answers,
     merge_cache,
+    merge_expert_rows,
     merge_info,
     run_all,
     run_some,
@@ -352,6 +353,10 @@ class Engines:
         """The versions of `digests` that an engine knows; None: all of them, which holds up a step where there are
         thousands."""
         return merge_cache(await self._ask_all(lambda replica: replica.session.cache(digests)))
+
+    async def expert_rows(self) -> dict[int, tuple[int, ...]]:
+        """The rows that went to each expert, by layer, since the engines began; empty of a model without routers."""
+        return merge_expert_rows(await self._ask_all(lambda replica: replica.session.expert_rows()))
 
     async def pin(self, ref: AdapterRef) -> None:
         """Keep this version on a device; it comes back after a restart. Raises ServingError where the engines refuse.

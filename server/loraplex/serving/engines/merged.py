@@ -25,7 +25,7 @@ COUNTERS = (
     "num_preemptions", "num_out_of_memory", "num_steps", "steps_by_tokens", "num_step_tokens", "prompt_tokens",
     "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_adapter_waits", "adapter_wait_s",
     "adapter_loads", "adapter_copies", "adapter_load_failures", "adapter_load_seconds", "device_evictions",
-    "host_evictions", "cap_evictions", "evictions", "warmed", "speculation",
+    "host_evictions", "cap_evictions", "evictions", "warmed", "speculation", "experts",
 )  # fmt: skip
 """Fields of `EngineStats` that count since an engine process began."""
 _MOST_AWAY = 64
@@ -137,6 +137,12 @@ def merge_cache(entries: Mapping[str, Collection[CacheEntry]]) -> list[CacheEntr
         for entry in its:
             by_digest.setdefault(entry.ref.digest, []).append((name, entry))
     return [_merge_entries(found) for found in by_digest.values()]
+
+
+def merge_expert_rows(rows: Mapping[str, Mapping[int, tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
+    """Rows by engine → sums."""
+    summed: dict[int, tuple[int, ...]] = _merge([dict(its) for its in rows.values()])
+    return summed
 
 
 def _merge_entries(found: Sequence[tuple[str, CacheEntry]]) -> CacheEntry:

@@ -347,6 +347,9 @@ class EngineSession(ABC):
         self._check()
         return list((await self._calls.share(wire.GetCache)).entries)
 
+    async def expert_rows(self) -> dict[int, tuple[int, ...]]:
+        return (await self.call(wire.GetExpertRows)).rows
+
     async def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
         """Have the engine count what others served these tenants; returns what it served since the last time. In units
         of service."""

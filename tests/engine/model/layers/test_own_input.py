@@ -32,6 +32,6 @@ def test_rows_of_the_table_are_scaled_as_transformers_rounds_the_scale() -> None
     batch: Any = SimpleNamespace(token_ids=ids, lora=None)
     embeddings = torch.ones(ROWS, HIDDEN, dtype=dtype)
     found = all_inputs(
-        InputKind(SIZE, ROWS, "gelu_tanh"), tables, embeddings, batch, AdaptedLinears(ops, 1e-6)
+        InputKind(SIZE, ROWS, "gelu_tanh"), tables, embeddings, batch, AdaptedLinears(ops, 1e-6, {})
     )
     assert torch.equal(found, table(ids) * 2**-0.5)

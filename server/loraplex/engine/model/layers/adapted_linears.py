@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,10 @@ class Linear:
 class AdaptedLinears:
     """Operations on a linear and x [T, K]."""
 
-    def __init__(self, ops: Ops, eps: float) -> None:
-        """`eps`: of all norms."""
+    def __init__(self, ops: Ops, eps: float, expert_starts: Mapping[int, torch.Tensor]) -> None:
+        """`eps`: of all norms. `expert_starts`: [E + 1] int64 of each layer with a mixture, which its steps leave."""
         self.eps = self._eps = eps
+        self.expert_starts = expert_starts
         self._rms_norm, self._add_rms_norm = ops.rms_norm, ops.add_rms_norm
         self._rotate_and_write = ops.rotate_and_write
         self.act_and_mul, self.squared_relu = ops.act_and_mul, ops.squared_relu

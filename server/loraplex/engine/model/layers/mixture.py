@@ -68,6 +68,7 @@ def run_mixture(
     scored = linears.to_float32(x) if kind.router.scores == "sigmoid" else x
     routes = ops.route(linears.apply(weights.router, scored, batch), kind.router, weights.correction)
     rows = ops.group(routes, kind.router.num_experts)
+    ops.keep_starts(rows, linears.expert_starts[weights.router.layer])
     inner = ops.act(weights.gate_up(ops.gather(x, rows), rows), ExpertActivation(kind.activation))
     out = ops.combine(weights.down(inner, rows), routes, rows)
     if kind.shared is not None and weights.shared is not None:
