@@ -12,6 +12,7 @@ import torch
 
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.cache.residency import PinRefused
 from loraplex.adapters.invocation import find_invocation
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
@@ -94,13 +95,17 @@ class LocalEngine:
         )
 
     def pin(self, *adapters: AdapterRef, timeout_s: float = 60.0) -> None:
-        """Have them on the device."""
+        """Have them on the device. Raises PinRefused where pins may not hold as much, or a load fails."""
         for adapter in adapters:
             self.core.pin(adapter)
         end = time.monotonic() + timeout_s
-        while any(self.core.residency().get(adapter.digest) != "hot" for adapter in adapters):
+        while missing := [one for one in adapters if self.core.residency().get(one.digest) != "hot"]:
             if time.monotonic() > end:
                 raise TimeoutError("the adapters did not come onto the device")
+            if not self.core.stats().num_pins_coming:
+                entries = self.core.cache_entries([one.digest for one in missing])
+                why = next((entry.error for entry in entries if entry.error), "pins hold as much as they may")
+                raise PinRefused(f"{len(missing)} of {len(adapters)} pins hold nothing: {why}")
             self.step()
             time.sleep(0.001)
 
