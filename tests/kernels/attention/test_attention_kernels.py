@@ -143,6 +143,24 @@ def test_sizes_windows_and_softcaps(name, heads, kv_heads, head_dim, window, sof
 
 
 @every_kernel
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, None), (33, 2.0)])
+def test_sinks_are_scores_of_no_value(name, window, softcap):
+    """Of several parts of a long context too."""
+    step = paged_step([1, 1, 20, 1], [700, 3, 90, 40], heads=6, kv_heads=2, head_dim=16, block_size=16)
+    needs = replace(needs_of(step, window=window, softcap=softcap), has_sinks=True)
+    if name in LACKS:
+        with pytest.raises(AttentionUnavailable, match="window" if window else "sinks"):
+            choose(name, needs)
+        return
+    kernel = choose(name, needs)
+    cache, batch = fill(kernel, step)
+    # One that takes nearly all, one that takes nothing.
+    sinks = torch.tensor([0.3, -2.0, 40.0, 1.5, -torch.inf, 4.0])
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    close(kernel.run(step.q, cache, batch, scale=0.3, **options), step, **options)
+
+
+@every_kernel
 def test_blocks_may_lie_apart(name):
     """As those of a layer that shares a place of a block with others of its group."""
     step = paged_step(*STEPS["mix"], heads=4, kv_heads=2, head_dim=16, block_size=16)

@@ -35,10 +35,10 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def attention(step, *, scale=0.3, window=None, softcap=None):
+def attention(step, *, scale=0.3, window=None, softcap=None, sinks=None):
     batch = build_attention_batch(step.num_rows, step.seq_lens, step.tables)
     cache = packed_cache(step.cache)
-    return paged_attention(step.q, cache, batch, scale=scale, window=window, softcap=softcap)
+    return paged_attention(step.q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 def assert_equals_formula(step, dtype, **options):
@@ -91,7 +91,8 @@ def test_any_step_equals_the_formula(seed):
         window=window,
         seed=seed,
     )
-    assert_equals_formula(step, dtype, window=window, softcap=rng.choice([None, 5.0]))
+    sinks = rng.choice([None, 3 * torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(seed))])
+    assert_equals_formula(step, dtype, window=window, softcap=rng.choice([None, 5.0]), sinks=sinks)
 
 
 def test_row_depends_on_its_sequence_alone():
@@ -123,7 +124,7 @@ def test_a_row_has_the_same_bits_in_any_chunk(heads, kv_heads, dim, window, dtyp
         [length], [length], heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=BLOCK, dtype=dtype
     )
     cache, (table,) = pack(step.cache), step.tables
-    options = {"scale": 0.3, "window": window}
+    options = {"scale": 0.3, "window": window, "sinks": torch.linspace(-1, 3, heads)}
 
     def rows(first, end, cache=cache):
         batch = build_attention_batch([end - first], [end], [table])
@@ -204,6 +205,8 @@ def test_shapes_that_do_not_fit_are_refused():
         paged_attention(step.q.bfloat16(), step.cache, batch, scale=1.0)
     with pytest.raises(ValueError, match="do not fit"):
         paged_attention(torch.cat((step.q, step.q)), step.cache, batch, scale=1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        paged_attention(step.q, step.cache, batch, scale=1.0, sinks=torch.zeros(3))
     with pytest.raises(ValueError, match="blocks of 16"):
         build_attention_batch([1], [3], [[0]], block_size=4)
     with pytest.raises(ValueError, match="table of 1 blocks"):

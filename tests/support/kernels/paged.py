@@ -65,7 +65,12 @@ def paged_step(
 
 
 def expected_attention(
-    step: PagedStep, *, scale: float, window: int | None = None, softcap: float | None = None
+    step: PagedStep,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The formula of `loraplex.kernels.attention.torch_attention` in float64, [T, Hq, D]."""
     out = torch.empty(step.q.shape, dtype=torch.float64, device=step.q.device)
@@ -81,7 +86,10 @@ def expected_attention(
             scores = step.q[row : row + count, head].double() @ k[:, head // group].double().T * scale
             if softcap is not None:
                 scores = torch.tanh(scores / softcap) * softcap
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].double().expand(count, 1)), 1)
+            weights = scores.softmax(1)[:, :length]
             out[row : row + count, head] = weights @ v[:, head // group].double()
         row += count
     return out

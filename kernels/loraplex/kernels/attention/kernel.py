@@ -23,11 +23,12 @@ from loraplex.kernels.attention.triton_tiling import AttentionShape
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
     """Properties of a model that decide which kernels can compute its attention: the sizes of its widest layer, the
-    windows of its layers, each once, and whether scores have a softcap."""
+    windows of its layers, each once, and whether scores have a softcap, and heads a sink."""
 
     shape: AttentionShape
     windows: tuple[int | None, ...] = (None,)
     has_softcap: bool = False
+    has_sinks: bool = False
     groups: tuple[tuple[tuple[AttentionShape, int | None], ...], ...] = ()
     """The sizes and windows of the layers of each group that has blocks of its own; none: one group, of `shape`, with
     `windows`."""
@@ -80,10 +81,11 @@ class AttentionKernel(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The formula, after this step's K and V were written. q: [T, Hq, D], last axis contiguous; cache: [N, P, 2,
-        Hkv, D] of the same floating dtype, or [N, P, 2, Hkv, D + 2] of codes. Returns [T, Hq, D] in the dtype of q,
-        contiguous."""
+        Hkv, D] of the same floating dtype, or [N, P, 2, Hkv, D + 2] of codes; sinks: [Hq] float32, contiguous, or None.
+        Returns [T, Hq, D] in the dtype of q, contiguous."""
         ...
 
 

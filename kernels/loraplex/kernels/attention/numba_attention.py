@@ -162,13 +162,14 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`loraplex.kernels.attention.torch_attention.paged_attention`, after `layers.numba_rope.rotate_and_write` of the
     same step.
 
     q: [T, Hq, D], D even, last axis contiguous; cache: [N, 16, 2, Hkv, D], each block contiguous; one dtype of
-    `numba_runtime.vectors.LIKE`; or [N, 16, 2, Hkv, D + 2] of codes. Returns [T, Hq, D] in that dtype, contiguous.
-    Raises ValueError for other shapes.
+    `numba_runtime.vectors.LIKE`; or [N, 16, 2, Hkv, D + 2] of codes; sinks: [Hq] float32, contiguous, or None. Returns
+    [T, Hq, D] in that dtype, contiguous. Raises ValueError for other shapes.
     """
     rows, heads, dim = q.shape
     kv_heads = cache.shape[3]
@@ -181,6 +182,7 @@ def paged_attention(
         or rows != batch.num_rows
         or q.stride(2) != 1
         or not has_whole_blocks(cache)
+        or not (sinks is None or (sinks.shape == (heads,) and sinks.dtype is torch.float32))
     ):
         raise ValueError(
             f"queries {list(q.shape)} {q.dtype} of {batch.num_rows} rows do not fit a cache "
@@ -206,6 +208,7 @@ def paged_attention(
         0.0 if softcap is None else float(softcap),
         *lists,
         0 if codes else tile_shapes(q.dtype, dim),
+        0 if sinks is None else sinks.data_ptr(),
     )
     return out
 
@@ -329,7 +332,7 @@ def _attend_units(team, arguments, like, given, of_cache):
     )
     num_units, done = read_int64(arguments + 120), read_int64(arguments + 128)
     partials, per_head = read_int64(arguments + 136), read_int64(arguments + 144)
-    shapes = read_int64(arguments + 152)
+    shapes, sinks = read_int64(arguments + 152), read_int64(arguments + 160)
     total_units = num_units * kv_heads
     size = size_of(like)
     out_row = kv_heads * group * dim * size
@@ -403,9 +406,9 @@ def _attend_units(team, arguments, like, given, of_cache):
         answer = out + first_row * out_row + head * group * dim * size
         for m in range(count):
             place = answer + m // group * out_row + m % group * dim * size
-            finish(state, m, count, place, dim, like)
+            finish(state, m, count, sinks, head * group + m % group, place, dim, like)
     if shapes != 0:
         release_tiles()
 
 
-_attend_all = Kernel(_attend_units, "qqqqqqqqqqddqqqqqqqq")
+_attend_all = Kernel(_attend_units, "qqqqqqqqqqddqqqqqqqqq")

@@ -372,9 +372,19 @@ def join_spans(state, following, count, dim):
 
 
 @jit
-def finish(state, m, count, out, dim, like):
-    """out = total / sum, rounded, of query vector m."""
+def finish(state, m, count, sinks, sink, out, dim, like):
+    """out = total / sum, rounded, of query vector m. sinks: address of a float32 for each head; 0: there are none.
+    Number `sink` of them is a score beside those of the positions, of a value 0."""
     total, weight_sum = state + m * dim * 4, read_float32(state + (count * (dim + 1) + m) * 4)
+    faded = np.float32(1)
+    if sinks != 0:
+        score, top = read_float32(sinks + sink * 4) * _LOG2_E, read_float32(state + (count * dim + m) * 4)
+        highest = max(score, top)
+        faded = _power(top - highest)
+        weight_sum = weight_sum * faded + _power(score - highest)
     for d in range(0, dim, 16):
-        value = load_some(total + d * 4, dim - d, _F32) / splat(weight_sum)
+        value = load_some(total + d * 4, dim - d, _F32)
+        if sinks != 0:
+            value = value * splat(faded)
+        value = value / splat(weight_sum)
         store_some(value, out + d * size_of(like), dim - d, like)

@@ -44,5 +44,6 @@ class NumbaAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+        return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)

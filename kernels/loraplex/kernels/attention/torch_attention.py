@@ -86,7 +86,6 @@ class TorchAttention:
         softcap: float | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`sinks` [Hq], float32."""
         return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 

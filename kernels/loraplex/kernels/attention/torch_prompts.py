@@ -100,8 +100,9 @@ class TorchPrompts(TritonAttention):
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out = super().run(q, cache, batch, scale=scale, window=window, softcap=softcap)
+        out = super().run(q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
         if isinstance(batch, ChunksBatch):
             # Never the one that keeps all scores in memory.
             fast = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -137,6 +138,8 @@ def obstacle_to_torch(
         return "torch's attention has no sliding windows, and the model has"
     if needs.has_softcap:
         return "torch's attention has no softcap, and the model has"
+    if needs.has_sinks:
+        return "torch's attention has no sinks, and the model has"
     if batch_invariant:
         return "with --batch-invariant, torch's attention cannot promise the same bits"
     if len(needs.windows_of(None)) > 1:

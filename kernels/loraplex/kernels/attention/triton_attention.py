@@ -127,12 +127,13 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The formula of `loraplex.kernels.attention.torch_attention`, after this step's K and V were written.
 
     q: [T, Hq, D], last axis contiguous; cache: [N, P, 2, Hkv, D], last axis contiguous, of the same floating dtype, or
-    [N, P, 2, Hkv, D + 2] of codes. Returns [T, Hq, D] in the dtype of q, contiguous; rows of padding are 0. Sums are
-    made in float32; the probabilities are rounded to that dtype before they are multiplied with it. Blocks' positions
+    [N, P, 2, Hkv, D + 2] of codes; sinks: [Hq] float32, contiguous, or None. Returns [T, Hq, D] in the dtype of q,
+    contiguous; rows of padding are 0. Sums are made in float32; the probabilities are rounded to that dtype before they are multiplied with it. Blocks' positions
     that belong to no sequence may hold anything. Raises ValueError for a window that the plan was not made for, and for
     tensors of other shapes than the plan's.
     """
@@ -157,7 +158,18 @@ def paged_attention(
     operands = cache_operands(cache)
     decode, prefill, merge = _lengths(places, None if batch.counts is None else batch.counts[window])
     _attend(
-        q, operands, out, batch, places.decode, decode, plan.tilings.decode, False, scale, window, softcap
+        q,
+        operands,
+        out,
+        batch,
+        places.decode,
+        decode,
+        plan.tilings.decode,
+        False,
+        scale,
+        window,
+        softcap,
+        sinks,
     )
     if places.prefill is not None:
         _attend(
@@ -172,6 +184,7 @@ def paged_attention(
             scale,
             window,
             softcap,
+            sinks,
         )
     if merge:
         place = places.merge
@@ -181,9 +194,11 @@ def paged_attention(
             out,
             batch.array[place.offset :],
             batch.array[place.count :],
+            batch.scratch.lse if sinks is None else sinks,
             NUM_HEADS=shape.num_heads,
             HEAD_DIM=shape.head_dim,
             BLOCK_D=triton.next_power_of_2(shape.head_dim),
+            HAS_SINKS=sinks is not None,
             BLOCK_PARTS=_MERGED_AT_A_TIME,
             num_warps=4,
         )
@@ -209,6 +224,7 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     if not num_items:
         return
@@ -223,6 +239,7 @@ def _attend(
         batch.array[place.offset :],
         batch.array[place.count :],
         batch.array[batch.plan.tables_offset :],
+        batch.scratch.lse if sinks is None else sinks,
         q.stride(0),
         q.stride(1),
         *operands.strides,
@@ -242,6 +259,7 @@ def _attend(
         BLOCK_SIZE=shape.block_size,
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks is not None,
         INTERIOR=interior,
         CODES=operands.is_codes,
         # TF32 would cost float32 half its digits.

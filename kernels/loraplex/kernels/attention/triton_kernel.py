@@ -173,10 +173,11 @@ class TritonAttention:
         scale: float,
         window: int | None,
         softcap: float | None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if isinstance(batch, MixedBatch):
             batch = batch.part(q, cache)
-        return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap)
+        return paged_attention(q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def previous_slots(self, batch: TritonAttentionBatch | MixedBatch, count: int) -> torch.Tensor:
         return batch.previous(count)

@@ -22,6 +22,7 @@ def attention_program(
     items_ptr,
     count_ptr,
     tables_ptr,
+    sinks_ptr,
     q_row,
     q_head,
     cache_block,
@@ -44,6 +45,7 @@ def attention_program(
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     INTERIOR: tl.constexpr,
     CODES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -53,8 +55,8 @@ def attention_program(
 
     q [T, Hq, D] with strides q_row, q_head; cache [N, P, 2, Hkv, D] with strides, D contiguous; CODES: it is of codes,
     with their scales at `scales_ptr` (`triton_attention.cache_operands`); out [T, Hq, D]; part
-    [R, Hq, D] and lse [R, Hq] float32, the latter to base 2; items [n, 8], count and tables int32. INTERIOR: tiles
-    that every row sees whole go without masks.
+    [R, Hq, D] and lse [R, Hq] float32, the latter to base 2; items [n, 8], count and tables int32; sinks [Hq] float32,
+    which without HAS_SINKS is not read. INTERIOR: tiles that every row sees whole go without masks.
     """
     program = tl.program_id(0)
     if program // UNITS >= tl.load(count_ptr):
@@ -117,6 +119,10 @@ def attention_program(
             HAS_WINDOW, HAS_SOFTCAP, CODES, PRECISION,
         )  # fmt: skip
 
+    if HAS_SINKS:
+        # An answer in parts gets its sink where they are merged.
+        sink = tl.load(sinks_ptr + head, mask=row_ok & (part_row < 0), other=float("-inf"))
+        acc, best, total = _add_sink(acc, best, total, sink)
     # A row that saw nothing, as padding's do: 0. One whose scores are NaN must stay NaN.
     divisor = tl.where(total == 0, 1.0, total)
     answer = acc / divisor[:, None]
@@ -210,15 +216,27 @@ def _attend(
 
 
 @triton.jit
+def _add_sink(acc, best, total, sink):
+    """The softmax of acc [M, D] so far with a score more, sink [M], that has no value."""
+    score = sink * 1.4426950408889634
+    higher = tl.maximum(best, score)
+    shift = tl.where(higher == float("-inf"), 0.0, higher)
+    faded = tl.exp2(best - shift)
+    return acc * faded[:, None], higher, total * faded + tl.exp2(score - shift)
+
+
+@triton.jit
 def merge_program(
     part_ptr,
     lse_ptr,
     out_ptr,
     entries_ptr,
     count_ptr,
+    sinks_ptr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
 ):
     """out[row, head] = the sum of its parts, each weighted with 2^lse, in their order. Grid: NUM_HEADS programs for
@@ -253,6 +271,9 @@ def merge_program(
         acc = acc * faded + tl.sum(weight[:, None] * values, 0)
         total = total * faded + tl.sum(weight, 0)
         best = higher
+    if HAS_SINKS:
+        sunk, best, total = _add_sink(acc[None, :], best, total, tl.load(sinks_ptr + head + tl.zeros([1], tl.int32)))
+        acc = tl.reshape(sunk, [BLOCK_D])
     answer = acc / tl.where(total == 0, 1.0, total)
     out_at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + out_at + d, answer.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
