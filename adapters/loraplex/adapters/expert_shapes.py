@@ -5,6 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loraplex.adapters.spec import ExpertShape, ExpertSite, TensorSlice
 
@@ -24,23 +29,45 @@ _BLOCK = 32
 _MOST_EXPERTS = 1 << 12
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a matrix [in, columns] that make a linear [out, in]: each `step`-th from `first` on, as a row."""
+
+    first: int
+    step: int
+
+    def take(self, stored: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+        """The linear of this shape, of the numbers of the whole matrix."""
+        rows, inputs = shape
+        return np.ascontiguousarray(stored.reshape(inputs, rows * self.step)[:, self.first :: self.step].T)
+
+
 def split_stack(
-    name: str, tensor: TensorSlice, linears: tuple[str, ...]
-) -> Iterator[tuple[str, TensorSlice]]:
-    """A tensor of a checkpoint; where it is a stack [experts, out, in] of the weights of experts, with the linears
-    gate, up and down of these names, each of these. Gate and up lie in one stack, gate before up."""
+    name: str, tensor: TensorSlice, linears: tuple[str, ...], *, in_turns: bool = False
+) -> Iterator[tuple[str, TensorSlice, Columns | None]]:
+    """A tensor of a checkpoint; where it is a stack of the weights of experts, with the linears gate, up and down of
+    these names, each of these. Gate and up lie in one stack.
+
+    A stack is [experts, out, in], gate before up. `in_turns`: it is [experts, in, out], with gate and up in turns; a
+    linear is then of the columns that are told, and its slice has the bytes of the whole matrix."""
     found = _STACK.fullmatch(name.removesuffix(".weight")) if linears else None
     parts = linears[:2] if found and found[3] == "gate_up_proj" else linears[2:]
-    if found is None or found[4] or not _is_stack(tensor.shape, len(parts)):
-        yield name, tensor
+    shape = (
+        tensor.shape if not in_turns or len(tensor.shape) != 3 else (tensor.shape[0], *tensor.shape[:0:-1])
+    )
+    if found is None or found[4] or not _is_stack(shape, len(parts)):
+        yield name, tensor, None
         return
-    count, rows, inputs = tensor.shape
-    size = (tensor.end - tensor.start) // (count * len(parts))
+    count, rows, inputs = shape
+    size = (tensor.end - tensor.start) // count
+    if not in_turns:
+        size //= len(parts)
     for number in range(count * len(parts)):
         expert, part = divmod(number, len(parts))
-        start = tensor.start + number * size
+        start = tensor.start + (expert if in_turns else number) * size
         own = TensorSlice(tensor.dtype, (rows // len(parts), inputs), start, start + size)
-        yield f"{found[1]}.{expert}.{parts[part]}.weight", own
+        columns = Columns(part, len(parts)) if in_turns else None
+        yield f"{found[1]}.{expert}.{parts[part]}.weight", own, columns
 
 
 def _is_stack(shape: tuple[int, ...], parts: int) -> bool:

@@ -313,13 +313,7 @@ UNTESTED_GOOD = {
     "stablelm": {"model_type": "stablelm"},
     "phi": {"model_type": "phi"},
     "phimoe": {"model_type": "phimoe", "sliding_window": 9, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "gpt_oss": {
-        "model_type": "gpt_oss",
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "head_dim": 8,
-        "sliding_window": 9,
-    },
+    "granite_swa": {"model_type": "granite_swa", "sliding_window": 9},
 }
 
 

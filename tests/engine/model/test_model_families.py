@@ -42,7 +42,18 @@ SEEING = {"gemma3-vision": "gemma3", "gemma4-e2b-vision": "gemma4", "gemma4-unif
 
 @pytest.mark.parametrize(
     "family",
-    ["mistral-window", "qwen2-window", "phi3", "gemma2", "gemma3", "gemma4", "lfm2", "lfm3", *SEEING],
+    [
+        "mistral-window",
+        "qwen2-window",
+        "phi3",
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "gpt_oss",
+        "lfm2",
+        "lfm3",
+        *SEEING,
+    ],
 )
 def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
     options = FAMILIES[family.removesuffix("-vision")]

@@ -34,16 +34,16 @@ NARROW = {"qwen3_next": {"linear_num_value_heads": 2, "linear_key_head_dim": 16,
 ALL = (
     "llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2", "granite",
     "starcoder2", "lfm2", "lfm2-biases", "lfm3", "lfm3-plain", "qwen3_5-2", "olmo_hybrid",
-    "olmo_hybrid-rope", "granite4", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen2_moe",
+    "olmo_hybrid-rope", "granite4", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe",
     "qwen3_5_moe", "qwen3_next", *OWN_NAMES,
 )  # fmt: skip
 ONE_OF_A_KIND = (
     "llama-biases", "phi3", "gemma3", "lfm2", "lfm3", "qwen3_5-2", "olmo_hybrid", "granite4", "qwen3_moe", "olmo2",
-    "qwen3_next", "granite", "starcoder2", *OWN_NAMES,
+    "gpt_oss", "qwen3_next", "granite", "starcoder2", *OWN_NAMES,
 )  # fmt: skip
 """Separate linears with biases, packed ones, norms of heads with windows, short convolutions, gates of heads, delta
-nets of both kinds, experts, both of them with a shared expert, norms behind, multipliers, and names of their own; the
-long version has all."""
+nets of both kinds, experts, these with sinks and biases, both of them with a shared expert, norms behind, multipliers,
+and names of their own; the long version has all."""
 WITH_TORCH = ("llama-biases", "phi3", "gemma3", "lfm2", "qwen3_5-2", "starcoder2")
 """Separate and packed linears, norms of heads, short convolutions, delta nets, and a model through transformers; the
 long version has all."""

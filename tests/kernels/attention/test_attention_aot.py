@@ -27,6 +27,7 @@ def attention(
     prefill: bool,
     window: bool = False,
     softcap: bool = False,
+    sinks: bool = False,
     codes: bool = False,
 ) -> Variant:
     dim = shape.head_dim
@@ -35,7 +36,7 @@ def attention(
         f"{PROGRAMS}:attention_program",
         dict.fromkeys(("q_ptr", "cache_ptr", "out_ptr"), "*bf16")
         | ({"cache_ptr": "*i8", "scales_ptr": "*fp16"} if codes else {"scales_ptr": "*bf16"})
-        | dict.fromkeys(("part_ptr", "lse_ptr"), "*fp32")
+        | dict.fromkeys(("part_ptr", "lse_ptr", "sinks_ptr"), "*fp32")
         | dict.fromkeys(("items_ptr", "count_ptr", "tables_ptr"), "*i32")
         | dict.fromkeys((*STRIDES, "window"), "i32")
         | dict.fromkeys(("scale", "softcap"), "fp32"),
@@ -43,8 +44,8 @@ def attention(
             "NUM_HEADS": shape.num_heads, "GROUP": shape.group, "TILE_HEADS": shape.heads_per_tile,
             "PARTS": shape.parts_per_group, "UNITS": shape.units, "HEAD_DIM": dim,
             "BLOCK_D": 1 << (dim - 1).bit_length(), "BLOCK_M": tiling.block_m, "BLOCK_N": tiling.block_n,
-            "BLOCK_SIZE": shape.block_size, "HAS_WINDOW": window, "HAS_SOFTCAP": softcap, "INTERIOR": prefill,
-            "CODES": codes, "PRECISION": "tf32",
+            "BLOCK_SIZE": shape.block_size, "HAS_WINDOW": window, "HAS_SOFTCAP": softcap, "HAS_SINKS": sinks,
+            "INTERIOR": prefill, "CODES": codes, "PRECISION": "tf32",
         },
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
@@ -126,24 +127,40 @@ def fused() -> list[Variant]:
     merge = Variant(
         "merge, 128",
         f"{PROGRAMS}:merge_program",
-        dict.fromkeys(("part_ptr", "lse_ptr"), "*fp32")
+        dict.fromkeys(("part_ptr", "lse_ptr", "sinks_ptr"), "*fp32")
         | {"out_ptr": "*bf16", "entries_ptr": "*i32", "count_ptr": "*i32"},
-        {"NUM_HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_PARTS": 16},
+        {"NUM_HEADS": 32, "HEAD_DIM": 128, "BLOCK_D": 128, "HAS_SINKS": False, "BLOCK_PARTS": 16},
         unaligned=("count_ptr",),
     )
-    return [rope, rope_of_codes, keys_as_values, behind_queries, partial_rope_of_codes, norm, gated, merge]
+    merge_with_sinks = replace(
+        merge,
+        name="merge, 64, with sinks",
+        constants={**merge.constants, "NUM_HEADS": 64, "HEAD_DIM": 64, "BLOCK_D": 64, "HAS_SINKS": True},
+    )
+    return [
+        rope,
+        rope_of_codes,
+        keys_as_values,
+        behind_queries,
+        partial_rope_of_codes,
+        norm,
+        gated,
+        merge,
+        merge_with_sinks,
+    ]
 
 
 def variants() -> list[Variant]:
     found = []
-    for name, heads, kv_heads, head_dim, window, softcap in (
-        ("Llama 8B", 32, 8, 128, False, False),
-        ("Qwen2 0.5B", 14, 2, 64, False, False),
-        ("Gemma 2 2B", 8, 4, 256, True, True),
-        ("Gemma 4 31B, layers that see all,", 32, 4, 512, False, False),
+    for name, heads, kv_heads, head_dim, window, softcap, sinks in (
+        ("Llama 8B", 32, 8, 128, False, False, False),
+        ("Qwen2 0.5B", 14, 2, 64, False, False, False),
+        ("Gemma 2 2B", 8, 4, 256, True, True, False),
+        ("Gemma 4 31B, layers that see all,", 32, 4, 512, False, False, False),
+        ("gpt-oss", 64, 8, 64, True, False, True),
     ):
         shape = AttentionShape(heads, kv_heads, head_dim, 16)
-        of = {"window": window, "softcap": softcap}
+        of = {"window": window, "softcap": softcap, "sinks": sinks}
         for arch in ARCHS:
             tilings = choose_tilings(shape, 2, (arch // 10, arch % 10))
             decode = attention(f"{name} decode, sm_{arch}", shape, tilings.decode, prefill=False, **of)

@@ -91,7 +91,9 @@ def test_any_step_equals_the_formula(seed):
         window=window,
         seed=seed,
     )
-    sinks = rng.choice([None, 3 * torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(seed))])
+    sinks = rng.choice(
+        [None, 3 * torch.randn(kv_heads * group, generator=torch.Generator().manual_seed(seed))]
+    )
     assert_equals_formula(step, dtype, window=window, softcap=rng.choice([None, 5.0]), sinks=sinks)
 
 

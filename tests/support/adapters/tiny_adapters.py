@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.adapters.admission.base_families import ROUTED
-from loraplex.kernels.lora.site_groups import ROUTER
 from support.adapters.peft_zoo import ALL_SITES, any_linear, train
 
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -78,12 +77,14 @@ def with_gates(chosen: dict[str, dict[str, Any]], family: dict[str, Any]) -> dic
 _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 
-BY_PARAMETER = frozenset({"qwen2_moe", "qwen3_5_moe_text"})
+BY_PARAMETER = {
+    "qwen2_moe": "gate.weight", "qwen3_5_moe_text": "gate.weight", "gpt_oss": "router.weight",
+}  # fmt: skip
 """Types of mixtures whose experts PEFT does not convert, and whose routers it knows by their parameter alone."""
 _TARGETS: dict[str, dict[str, str]] = {
     # PEFT takes these names for the experts', where it converts them.
     **dict.fromkeys(
-        {*ROUTED, "glm4_moe"} - BY_PARAMETER,
+        {*ROUTED, "glm4_moe"} - {"qwen2_moe", "qwen3_5_moe_text"},
         dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "o_proj"),
     ),
     "phi3": _FUSED_TARGETS,
@@ -134,9 +135,9 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
     only_linears = options.get("use_dora") or "alora_invocation_tokens" in options  # by PEFT
     if model_type in ROUTED and "gate_proj" in options["target_modules"] and not only_linears:
         if model_type in BY_PARAMETER:
-            options = options | {"target_parameters": [f"{ROUTER}.weight"]}
+            options = options | {"target_parameters": [BY_PARAMETER[model_type]]}
         else:
-            targets += [ROUTER]
+            targets += ["gate"]
     if model_type == "olmo_hybrid" and "q_proj" in targets:
         targets += ["g_proj", "b_proj", "a_proj"]
     by_name = {
@@ -173,8 +174,8 @@ def save_adapters(
         if model_type == "gemma4":  # PEFT does not load it without: it changes no linear of that tower
             continue
         fields = json.loads(config.read_text())
-        by_parameter = fields.get("target_parameters") == [f"{ROUTER}.weight"]
+        by_parameter = fields.get("target_parameters") == ["gate.weight"]
         if by_parameter and model_type not in BY_PARAMETER:  # as PEFT had it over transformers 4
-            fields |= {"target_parameters": None, "target_modules": [*fields["target_modules"], ROUTER]}
+            fields |= {"target_parameters": None, "target_modules": [*fields["target_modules"], "gate"]}
         config.write_text(json.dumps(fields | {"exclude_modules": None}))
     return made

@@ -197,6 +197,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
         "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True, "num_nextn_predict_layers": 0,
     },
+    # Sinks, biases everywhere, and windows in every other layer.
+    "gpt_oss": {
+        "model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 9,
+        "intermediate_size": 24, "swiglu_limit": 0.4,
+    },
     "mixtral": {
         "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
         "sliding_window": 9,

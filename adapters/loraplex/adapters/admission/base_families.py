@@ -116,7 +116,7 @@ _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config
 _MULTIMODAL = ("phi4_multimodal",)
 """Types that have no config for what they see or hear where `_OTHER_INPUTS` would find it."""
 ROUTED = frozenset(
-    {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
+    {"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
 )
 """Types of mixtures whose routers, and gates of shared experts, adapters may change."""
 ANSWER_FILE = "1_LogitScore/config.json"

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
 from loraplex.adapters.base_weights.schemes import StoredLinears, read_linears
 from loraplex.adapters.base_weights.tensors import QuantisedTensors
 from loraplex.adapters.errors import AdapterRefused, BaseModelInvalid
-from loraplex.adapters.expert_shapes import find_experts, split_stack
+from loraplex.adapters.expert_shapes import Columns, find_experts, split_stack
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_native
 from loraplex.kernels.lora.site_groups import (
@@ -65,6 +65,16 @@ class BaseTensor:
     stored_name: str
     is_part: bool = False
     """Whether that is the name of a stack that it lies in."""
+    columns: Columns | None = None
+    """Those that it is made of, where it lies in a matrix with others."""
+
+    def read(self) -> NDArray[Any]:
+        """The values of one of NUMPY_DTYPES. Raises as `read_native` does."""
+        if self.columns is None:
+            return read_native(self.path, self.tensor)
+        (rows, inputs), step = self.tensor.shape, self.columns.step
+        whole = read_native(self.path, replace(self.tensor, shape=(inputs, rows * step)))
+        return self.columns.take(whole, self.tensor.shape)
 
 
 def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: str = "none") -> BaseSpec:
@@ -209,10 +219,13 @@ def locate_tensors(model_dir: Path) -> dict[str, BaseTensor]:
         except (AdapterRefused, OSError) as error:
             raise BaseModelInvalid(f"cannot read {path}: {error}") from error
         for stored, tensor in header.items():
-            for name, part in split_stack(parts.module_name(stored), tensor, parts.expert_linears):
+            of_experts = split_stack(
+                parts.module_name(stored), tensor, parts.expert_linears, in_turns=parts.experts_in_turns
+            )
+            for name, part, columns in of_experts:
                 if name in located:
                     raise BaseModelInvalid(f"{path} and {located[name].path} both hold {name}")
-                located[name] = BaseTensor(path, part, stored, part is not tensor)
+                located[name] = BaseTensor(path, part, stored, part is not tensor, columns)
     return located
 
 

@@ -64,6 +64,8 @@ class ModelParts:
     """How the names begin of tensors that transformers makes no modules of: a head that predicts further tokens."""
     expert_linears: tuple[str, ...] = ()
     """Names of an expert's linears, gate, up and down, of types whose files may have stacks of them."""
+    experts_in_turns: bool = False
+    """Whether these stacks are [experts, in, out], with columns of gate and up in turns."""
 
     def part_of(self, name: str) -> str | None:
         """The part beside the language model that a module or tensor lies in, by its name of now."""
@@ -239,6 +241,7 @@ _TEXTS: Mapping[str, ModelParts] = {
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
     "lfm3": ModelParts(inside=_LFM3_INSIDE),
     **dict.fromkeys(("glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
+    "gpt_oss": replace(_EXPERTS, experts_in_turns=True),
     "mixtral": ModelParts(inside=((".block_sparse_moe.", ".mlp."),), expert_linears=SPELLINGS[1]),
     "olmo_hybrid": ModelParts(
         inside=(

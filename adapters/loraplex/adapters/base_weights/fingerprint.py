@@ -64,6 +64,7 @@ _LATER_FIELDS = (
         ("gpt_oss", "qwen3_5_moe", "qwen3_next"),
         ("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_experts_per_tok"),
     ),
+    (("gpt_oss",), ("swiglu_alpha", "swiglu_limit")),
 )
 """How the types begin whose fingerprints have further fields, and these. Other types that have them were served
 before: theirs stay as they are. Sizes by layer (`per_layer_config`) are those of the weights."""

@@ -133,9 +133,9 @@ def paged_attention(
 
     q: [T, Hq, D], last axis contiguous; cache: [N, P, 2, Hkv, D], last axis contiguous, of the same floating dtype, or
     [N, P, 2, Hkv, D + 2] of codes; sinks: [Hq] float32, contiguous, or None. Returns [T, Hq, D] in the dtype of q,
-    contiguous; rows of padding are 0. Sums are made in float32; the probabilities are rounded to that dtype before they are multiplied with it. Blocks' positions
-    that belong to no sequence may hold anything. Raises ValueError for a window that the plan was not made for, and for
-    tensors of other shapes than the plan's.
+    contiguous; rows of padding are 0. Sums are made in float32; the probabilities are rounded to that dtype before they
+    are multiplied with it. Blocks' positions that belong to no sequence may hold anything. Raises ValueError for a
+    window that the plan was not made for, and for tensors of other shapes than the plan's.
     """
     plan = batch.plan
     shape = plan.shape

@@ -272,7 +272,9 @@ def merge_program(
         total = total * faded + tl.sum(weight, 0)
         best = higher
     if HAS_SINKS:
-        sunk, best, total = _add_sink(acc[None, :], best, total, tl.load(sinks_ptr + head + tl.zeros([1], tl.int32)))
+        sunk, best, total = _add_sink(
+            acc[None, :], best, total, tl.load(sinks_ptr + head + tl.zeros([1], tl.int32))
+        )
         acc = tl.reshape(sunk, [BLOCK_D])
     answer = acc / tl.where(total == 0, 1.0, total)
     out_at = (row.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM

@@ -17,7 +17,7 @@ from loraplex.adapters.base_weights.grouped import NotFinite, quantise_int8
 from loraplex.adapters.base_weights.nf4 import quantise_nf4
 from loraplex.adapters.errors import BaseModelInvalid
 from loraplex.adapters.spec import BaseSpec
-from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows, read_tensor
+from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.kernels.linear.packed import PackedLinear
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
@@ -99,7 +99,8 @@ class BaseInForm:
         found = self._tensors.get(name)
         if found is None or found.tensor.dtype not in NUMPY_DTYPES or found.tensor.shape != tuple(out.shape):
             raise ModelUnsupported(f"the checkpoint has no floats {name} of the shape {list(out.shape)}")
-        out.copy_(torch.from_numpy(read_tensor(found.path, found.tensor)))
+        with np.errstate(over="ignore"):
+            out.copy_(torch.from_numpy(found.read().astype(_FLOAT32)))
 
     def stores(self, module: str) -> bool:
         return False  # as codes of a module's own

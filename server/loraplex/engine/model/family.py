@@ -278,6 +278,7 @@ def _layer_kind(
         head_norm=row.head_norm,
         head_gate=_is_set(config, row.head_gate),
         wide_norm=row.wide_norm,
+        sinks=row.sinks,
         output_gate=row.output_gate,
     )
     gated = None

@@ -238,6 +238,7 @@ def attention_needs(spec: DecoderSpec) -> AttentionNeeds:
         max(map(_shape, mixers), key=lambda shape: shape.num_kv_heads * shape.head_dim),
         tuple(dict.fromkeys(mixer.cache.window for mixer in mixers)),
         any(mixer.softcap is not None for mixer in mixers),
+        any(mixer.sinks for mixer in mixers),
         tuple(tuple(groups[group]) for group in sorted(groups)),
         tuple(previous.get(group, 0) for group in sorted(groups)),
     )

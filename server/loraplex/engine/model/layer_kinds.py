@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from loraplex.engine.kv.layers import CacheKind
-from loraplex.kernels.experts.types import RouterKind
+from loraplex.kernels.experts.types import ExpertActivation, RouterKind
 
 Activation = Literal["silu", "gelu_tanh"]
 """The last is GELU's tanh approximation."""
@@ -48,6 +48,8 @@ class AttentionKind(MixerKind, frozen=True):
     """Whether each head's result is multiplied by the sigmoid of a number that g_proj gives it."""
     wide_norm: bool = False
     """Whether that is over all heads at once."""
+    sinks: bool = False
+    """Whether each head's softmax has a score more, whose value is 0."""
     output_gate: bool = False
     """Whether q_proj gives a gate behind each head's query, whose sigmoid multiplies the head's result."""
 
@@ -135,13 +137,17 @@ class GatedKind(FeedForwardKind, frozen=True):
 
 
 class MixtureKind(FeedForwardKind, frozen=True):
-    """Experts: gated feed-forwards of `size`, without biases. A router chooses some of them for each row."""
+    """Experts: gated feed-forwards of `size`. A router chooses some of them for each row."""
 
     router: RouterKind
     sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """The names of an expert's linears."""
     gate: str = "gate"
     """The name of the router's linear."""
+    bias: bool = False
+    """Whether the router has one, and experts have stacks of them: of gate and up, in turns, and of down."""
+    clamped: ExpertActivation | None = None
+    """The activation with its numbers; None: `activation` is it."""
     shared: GatedKind | None = None
     """Added to what the experts give, for all rows."""
     shared_name: str = "shared_expert"

@@ -20,7 +20,6 @@ from loraplex.adapters.admission.base_model import (
 from loraplex.adapters.base_weights.gguf import is_indexed
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported
 from loraplex.adapters.errors import ArtifactCorrupt, BaseModelInvalid
-from loraplex.adapters.store.tensors import read_native
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.kernels.linear.dense import pack_weight
 from loraplex.kernels.linear.packed import PackedLinear
@@ -123,7 +122,7 @@ class Checkpoint:
             stored: torch.Tensor = self._files[entry.path].get_tensor(entry.stored_name)
             return stored
         try:
-            values = read_native(entry.path, entry.tensor)
+            values = entry.read()
         except (ArtifactCorrupt, OSError) as error:
             raise ModelUnsupported(f"cannot read {entry.stored_name} in {entry.path}: {error}") from error
         if entry.tensor.dtype == "BF16":

@@ -28,7 +28,7 @@ from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, tra
 from loraplex.kernels.attention.torch_attention import TorchAttention, write_kv
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.linear.packed import tensor_bytes
-from loraplex.kernels.lora.site_groups import EMBEDDING_NAMES, HEAD, ROUTER, SiteGroup, name_groups
+from loraplex.kernels.lora.site_groups import EMBEDDING_NAMES, HEAD, ROUTERS, SiteGroup, name_groups
 
 ATTENTION_NAME = "loraplex_paged"
 
@@ -336,7 +336,7 @@ def find_sites(
     linears = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) or (routed and name.endswith(f".{ROUTER}"))
+        if isinstance(module, torch.nn.Linear) or (routed and name.rpartition(".")[2] in ROUTERS)
     }
     sizes = {name: tuple(module.weight.shape) for name, module in linears.items()}
     shapes = site_shapes(sizes, num_layers, routers=routed)

@@ -35,7 +35,6 @@ LINEARS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
     "gpt_bigcode": ["c_attn", "c_proj", "c_fc"],
     "gpt_neo": ["q_proj", "k_proj", "v_proj", "out_proj", "c_fc", "c_proj"],
-    "gpt_oss": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "gptj": ["q_proj", "k_proj", "v_proj", "out_proj", "fc_in", "fc_out"],
     "granite_swa": _LLAMA,
     "granitemoe_swa": ["q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"],
@@ -54,7 +53,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "falcon": {"num_kv_heads": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 8},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "gptj": {"rotary_dim": 8},
 }
 MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {

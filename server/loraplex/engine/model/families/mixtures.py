@@ -10,7 +10,7 @@ import msgspec
 from loraplex.adapters.store.files import shown
 from loraplex.engine.model.base import ModelUnsupported
 from loraplex.engine.model.layer_kinds import GatedKind, MixtureKind
-from loraplex.kernels.experts.types import RouterKind
+from loraplex.kernels.experts.types import ExpertActivation, RouterKind
 from loraplex.kernels.lora.site_groups import SHARED_GATE
 
 FIELDS = frozenset(
@@ -26,6 +26,7 @@ GLM4_FIELDS = FIELDS | {
     "n_routed_experts", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group", "first_k_dense_replace",
     "num_nextn_predict_layers", "num_mtp_layers", "partial_rotary_factor",
 }  # fmt: skip
+GPT_OSS_FIELDS = FIELDS | {"swiglu_alpha", "swiglu_limit"}
 QWEN3_5_FIELDS = SHARED_FIELDS | {
     "num_experts", "num_experts_per_tok", "moe_intermediate_size", "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
@@ -100,6 +101,20 @@ def glm4_mixture(config: Any, layer: int) -> MixtureKind | None:
     return msgspec.structs.replace(
         kind, router=router, shared=GatedKind(shared * kind.size, "silu", False), shared_name="shared_experts"
     )
+
+
+def gpt_oss_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    kind = _mixture(config, "intermediate_size", normalise=False)
+    numbers = {}
+    for name in ("swiglu_alpha", "swiglu_limit"):
+        value = getattr(config, name)
+        if not isinstance(value, int | float) or not 0 < value < 1e6:
+            raise ModelUnsupported(f"{name} {shown(value)} is no number of an activation")
+        numbers[name] = float(value)
+    clamped = ExpertActivation("clamped", numbers["swiglu_alpha"], numbers["swiglu_limit"])
+    router = replace(kind.router, scores="softmax_of_top")
+    return msgspec.structs.replace(kind, router=router, gate="router", bias=True, clamped=clamped)
 
 
 def _mixture(

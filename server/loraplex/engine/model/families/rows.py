@@ -52,6 +52,7 @@ class LayerRow:
     out: str = "o_proj"
     head_norm: str = "norm"
     head_gate: str = ""
+    sinks: bool = False
     output_gate: bool = False
     mlp_sites: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Empty: the mixer is all that the layer has."""

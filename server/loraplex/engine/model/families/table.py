@@ -214,6 +214,12 @@ FAMILIES: Mapping[str, Family] = {
         is_wrapped=lambda config: config.clip_qkv is not None,
         fields=mixtures.FIELDS,
     ),
+    "gpt_oss": Family(
+        _some_sliding(LayerRow(mlp_bias=False, sinks=True)),
+        norm_in_float32=True,
+        mixture=mixtures.gpt_oss_mixture,
+        fields=mixtures.GPT_OSS_FIELDS,
+    ),
     "glm4_moe": Family(
         {_FULL: LayerRow(o_bias=False, mlp_bias=False, qk_norm="use_qk_norm")},
         partial_rope=True,

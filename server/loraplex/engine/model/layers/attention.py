@@ -22,13 +22,15 @@ QueryScaling = tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """`qkv` has no values where they are the keys, and queries alone where the keys are another layer's. The norms are
-    [D], of all heads where the kind has wide ones, None where it has none; that of values is of ones."""
+    [D], of all heads where the kind has wide ones, None where it has none; that of values is of ones. `sinks` [Hq] are
+    float32."""
 
     qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     v_norm: torch.Tensor | None
     gate: Linear | None
+    sinks: torch.Tensor | None
     o: Linear
 
 
@@ -57,6 +59,7 @@ def read_attention(
         k_norm=tensors.norm(f"{prefix}k_{norm}", k_heads * head_dim) if kind.qk_norm and own else None,
         v_norm=tensors.unit_norm(head_dim) if kind.v_norm and own else None,
         gate=tensors.linear(prefix, layer, gate[0], False) if gate else None,
+        sinks=tensors.tensor(f"{prefix}sinks", kind.num_heads, dtype=torch.float32) if kind.sinks else None,
         o=tensors.linear(prefix, layer, o, kind.o_bias),
     )
 
@@ -93,7 +96,13 @@ def attend(
     if scaling is not None:
         linears.scale_queries(queries, *scaling, attention)
     out = kernel.run(
-        queries, cache, attention, scale=kind.scale, window=kind.cache.window, softcap=kind.softcap
+        queries,
+        cache,
+        attention,
+        scale=kind.scale,
+        window=kind.cache.window,
+        softcap=kind.softcap,
+        sinks=weights.sinks,
     )
     if weights.gate is not None:
         out = out * linears.apply(weights.gate, x, batch).sigmoid()[:, :, None]

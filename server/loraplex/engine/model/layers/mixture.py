@@ -17,12 +17,15 @@ from loraplex.kernels.lora.site_groups import SiteGroup
 
 @dataclass(frozen=True, slots=True)
 class MixtureWeights:
-    """Gate and up of an expert are one linear. `correction` [E] float32 is added where experts are chosen."""
+    """Gate and up of an expert are one linear. `correction` [E] float32 is added where experts are chosen. Biases are
+    [E, N], or None."""
 
     router: Linear
     correction: torch.Tensor | None
     gate_up: PackedExperts
+    gate_up_bias: torch.Tensor | None
     down: PackedExperts
+    down_bias: torch.Tensor | None
     shared: GatedWeights | None
     shared_gate: Linear | None
 
@@ -40,21 +43,27 @@ def read_mixture(
 ) -> MixtureWeights:
     """Raises ModelUnsupported for tensors that do not fit."""
     hidden, count = router.in_features, kind.router.num_experts
-    shared = None
+    gate_up_bias = down_bias = shared = None
     if kind.shared is not None:
         names = f"{prefix}{kind.shared_name}."
         shared = read_gated(kind.shared, tensors, names, layer, *others[:2])
     *gate_and_up, down = kind.sites
     experts = f"{prefix}experts."
+    if kind.bias:
+        in_turns = tensors.tensor(f"{experts}gate_up_proj_bias", count, 2 * kind.size)
+        gate_up_bias = torch.cat((in_turns[:, ::2], in_turns[:, 1::2]), 1)
+        down_bias = tensors.tensor(f"{experts}down_proj_bias", count, hidden)
     return MixtureWeights(
         router=tensors.linear(
-            prefix, layer, router, False, torch.float32 if kind.router.scores == "sigmoid" else None
+            prefix, layer, router, kind.bias, torch.float32 if kind.router.scores == "sigmoid" else None
         ),
         correction=None
         if kind.router.scores != "sigmoid"
         else tensors.tensor(f"{prefix}{kind.gate}.e_score_correction_bias", count, dtype=torch.float32),
         gate_up=tensors.experts(experts, count, dict.fromkeys(gate_and_up, kind.size), hidden),
+        gate_up_bias=gate_up_bias,
         down=tensors.experts(experts, count, {down: hidden}, kind.size),
+        down_bias=down_bias,
         shared=shared,
         shared_gate=tensors.linear(prefix, layer, others[2], bias=False) if kind.shared_gate else None,
     )
@@ -69,8 +78,9 @@ def run_mixture(
     routes = ops.route(linears.apply(weights.router, scored, batch), kind.router, weights.correction)
     rows = ops.group(routes, kind.router.num_experts)
     ops.keep_starts(rows, linears.expert_starts[weights.router.layer])
-    inner = ops.act(weights.gate_up(ops.gather(x, rows), rows), ExpertActivation(kind.activation))
-    out = ops.combine(weights.down(inner, rows), routes, rows)
+    gate_up = weights.gate_up(ops.gather(x, rows), rows, weights.gate_up_bias)
+    inner = ops.act(gate_up, kind.clamped or ExpertActivation(kind.activation))
+    out = ops.combine(weights.down(inner, rows, weights.down_bias), routes, rows)
     if kind.shared is not None and weights.shared is not None:
         shared = run_gated(kind.shared, weights.shared, x, batch, linears)
         if weights.shared_gate is None:
