@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -11,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from loraplex.engine.execution.runner import ModelRunner
+from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.reports import EXPERT_IMBALANCE, EXPERTS_TOUCHED
 from loraplex.kernels.numba_layers import NumbaRecordedLayers
 from support.engine.local_engine import LocalEngine
@@ -89,3 +92,28 @@ def test_steps_are_counted_by_the_experts_that_they_touch(engine: LocalEngine) -
     imbalance = (loads.max(1) / (loads.sum(1) / touched)).mean()
     assert after.imbalance_sum - found.imbalance_sum == pytest.approx(imbalance)
     assert imbalance > 1
+
+
+def test_measured_steps_touch_as_many_experts_as_tokens_do(base: Path, tmp_path: Path) -> None:
+    """What drafts cost is measured at the start: rows of one token would all go to the same experts."""
+    touched: dict[int, list[float]] = {}
+    collect = ModelRunner.collect
+
+    def noted(runner: ModelRunner, handle: Any) -> StepResult:
+        result = collect(runner, handle)
+        if result.experts is not None and result.experts.loads.any():
+            loads = result.experts.loads
+            rows = int(loads[0].sum()) // FAMILY["num_experts_per_tok"]
+            touched.setdefault(rows, []).append(float((loads > 0).sum(1).mean()))
+        return result
+
+    with mock.patch.object(ModelRunner, "collect", noted):
+        engine = LocalEngine(
+            base, tmp_path, dtype="float32", speculation="auto", kv_cache_memory=8 << 20, adapter_memory=8 << 20,
+            max_model_len=64,
+        )  # fmt: skip
+        engine.close()
+    count, top_k = FAMILY["num_experts"], FAMILY["num_experts_per_tok"]
+    for rows in (4, 8, 16):
+        by_chance = count * (1 - (1 - top_k / count) ** rows)
+        assert max(touched[rows]) >= 0.8 * by_chance, rows

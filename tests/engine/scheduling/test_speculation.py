@@ -244,3 +244,24 @@ def test_a_drafter_that_fails_leaves_nothing_behind(monkeypatch):
     assert drafter.num_bytes == 0
     assert not drafter._sequences
     assert drafter.num_drafted["own"] == drafted
+
+
+def of_mixture(experts: int, top_k: int, share: float) -> StepCosts:
+    """Costs of steps that are bound by reading weights: `share` of those of one row are experts, and rows choose any
+    alike."""
+    touched = [experts * (1 - (1 - top_k / experts) ** rows) / top_k for rows in range(1, 65)]
+    return StepCosts(tuple(1 - share + share * each for each in touched))
+
+
+def test_drafts_of_a_mixture_pay_for_the_experts_that_they_touch():
+    """Four rows of one sequence read 3.6 times the experts of one, of 128 with 8 for each row."""
+    costs = of_mixture(128, 8, share=0.8)
+    assert costs.cost(4) == pytest.approx(1 + 0.8 * 2.65, abs=0.05)
+    for gain, drafted in ((0.4, 0), (0.7, 0), (0.98, 8)):
+        made = bench(Planted(gains={"a": gain}), costs)
+        begin(made, "a", max_tokens=30)
+        assert sizes(made.plan()) == {"a": 1 + drafted}, gain
+    # A dense base of as many bytes drafts at the same chances.
+    made = bench(Planted(gains={"a": 0.4}), StepCosts(tuple(1 + 0.01 * rows for rows in range(64))))
+    begin(made, "a", max_tokens=30)
+    assert sizes(made.plan())["a"] > 1

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
+from typing import Any
 
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import StepLimits
@@ -120,14 +121,16 @@ class _Steps:
         """The seconds of a step of one token behind `start` others, and `rows - 1` drafts behind it. Raises NotMeasured
         where no token can be sampled."""
         asked = SamplingParams(max_tokens=MANY_ROWS[-1])
-        return self._time(made_up_slice(self._runner, rows, asked, start=start, drafted=rows - 1))
+        return self._time(self._slice(rows, asked, start=start, drafted=rows - 1))
 
     def run_prompt(self, rows: int, start: int, scored: int = 0) -> float:
         """The seconds of a step of `rows` positions of a prompt behind `start` others, `scored` of them scored."""
         asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        return self._time(
-            made_up_slice(self._runner, rows, asked, start=start, samples=False, num_scored=scored)
-        )
+        return self._time(self._slice(rows, asked, start=start, samples=False, num_scored=scored))
+
+    def _slice(self, rows: int, asked: SamplingParams, **options: Any) -> ScheduledSequence:
+        # Routers send equal tokens to the same experts: rows of one token would cost a mixture next to nothing.
+        return made_up_slice(self._runner, rows, asked, vocab_size=self._runner.vocab_size, **options)
 
     def _time(self, part: ScheduledSequence) -> float:
         before = self._worked()

@@ -67,6 +67,7 @@ class ModelRunner:
         self._model = model
         self._kv = kv
         self.num_groups = kv.num_groups
+        self.vocab_size = model.shape.vocab_size
         # For slices of made-up tokens.
         self.num_windows = len(kv.state_windows) if kv.state_windows.numel() else 0
         self._executor = executor

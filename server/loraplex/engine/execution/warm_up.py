@@ -20,6 +20,8 @@ _EVERY_OPTION = SamplingParams.every_option(max_tokens=1)
 _RANDOM = SamplingParams(max_tokens=1)
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _NOTHING = SamplingParams(max_tokens=0)
+_GOLDEN = 0.6180339887498949
+"""Multiples of the golden ratio, modulo 1, are spread evenly however many there are."""
 
 
 def warm_up(runner: ModelRunner, source: PackedSource, *, pools: bool) -> None:
@@ -94,12 +96,14 @@ def made_up_slice(
     start: int = 0,
     num_scored: int = 0,
     drafted: int = 0,
+    vocab_size: int = 1,
 ) -> ScheduledSequence:
-    """A prompt of `count` tokens 0, behind `start` others. `num_scored` positions of it are scored; its last `drafted`
-    tokens are drafts. `place`: its own in the batch, where layers keep states."""
+    """A prompt of `count` tokens, spread evenly over a vocabulary of `vocab_size`, behind `start` others. `num_scored`
+    positions of it are scored; its last `drafted` tokens are drafts. `place`: its own in the batch, where layers keep
+    states."""
     ends = (start + count) // BLOCK_SIZE - start // BLOCK_SIZE
     place = place % runner.num_windows if runner.num_windows else -1
-    tokens = (0,) * count
+    tokens = tuple(int(index * _GOLDEN % 1.0 * vocab_size) for index in range(count))
     return ScheduledSequence(
         request=EngineRequest(name, "", tokens, sampling, pooling=pooling),
         order=0,
@@ -116,7 +120,7 @@ def made_up_slice(
         score_start=start,
         targets=tokens[:num_scored],
         pool_start=None if pooling is None else 0,
-        drafted=tokens[:drafted],
+        drafted=tokens[count - drafted :],
         state_slot=place,
         state=place,
         state_targets=(place,) * ends if runner.num_windows else (),
