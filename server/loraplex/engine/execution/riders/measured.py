@@ -22,9 +22,19 @@ class MeasuredSites(Rider):
 
     def to_host(self, copy: Copy) -> None:
         if self._sums is not None:
-            self._sums = SiteSums(self._sums.sites, copy(self._sums.sums), copy(self._sums.finite))
+            found, experts = self._sums, self._sums.experts.with_copies(copy)
+            self._sums = SiteSums(found.sites, copy(found.sums), copy(found.finite), experts)
 
     def collect(self, result: StepResult) -> None:
         if self._sums is not None:
             sums, finite = self._sums.sums.numpy().tobytes(), bytes(self._sums.finite.tolist())
-            result.measured = SiteOutputs(self._probe.dtype, self._sums.sites, sums, finite)
+            experts = self._sums.experts
+            result.measured = SiteOutputs(
+                self._probe.dtype,
+                self._sums.sites,
+                sums,
+                finite,
+                expert_sites=experts.sites,
+                expert_sums=experts.sums.numpy().tobytes(),
+                expert_finite=bytes(experts.finite.tolist()),
+            )

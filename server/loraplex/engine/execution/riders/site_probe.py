@@ -19,6 +19,7 @@ from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.numerics import EMBEDDING_ROWS, HEAD_ROWS, PROBE_ROWS, SKETCH_SUMS
 from loraplex.adapters.numerics.probes import column_signs, probe_inputs
 from loraplex.engine.execution.inputs import PlainInputs
+from loraplex.engine.execution.riders.expert_probe import ExpertSums, measure_experts
 from loraplex.engine.execution.torch_errors import as_device_fault
 from loraplex.engine.types import MEASURE_STEPS, MeasuredPart
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
@@ -37,6 +38,7 @@ class SiteSums:
     sites: tuple[tuple[int, str], ...]
     sums: torch.Tensor
     finite: torch.Tensor
+    experts: ExpertSums
 
 
 class SiteProbe:
@@ -70,21 +72,24 @@ class SiteProbe:
             sites.append((layer, site))
             sums.append(self._sketch(exact))
             finite.append(exact.isfinite().all())
+        experts = measure_experts(self._arena, asked.slot, self._layers_of(asked), self._dtype, self._device)
         if not sites:
             empty = torch.empty(0, PROBE_ROWS, SKETCH_SUMS, device=self._device)
-            return SiteSums((), empty, empty.bool())
-        return SiteSums(tuple(sites), torch.stack(sums), torch.stack(finite))
+            return SiteSums((), empty, empty.bool(), experts)
+        return SiteSums(tuple(sites), torch.stack(sums), torch.stack(finite), experts)
+
+    def _layers_of(self, asked: MeasuredPart) -> range:
+        num_layers = self._arena.layers.present.shape[1]
+        return range(*(num_layers * part // MEASURE_STEPS for part in (asked.start, asked.start + 1)))
 
     def _site_rows(self, asked: MeasuredPart) -> Iterator[tuple[int, str, torch.Tensor]]:
         """(layer, site, its outputs [PROBE_ROWS, N]) in the served dtype."""
         weights = self._arena.layers
-        num_layers = weights.present.shape[1]
-        first, last = (num_layers * part // MEASURE_STEPS for part in (asked.start, asked.start + 1))
         lora = self._arena.slot_pass(asked.slot, PROBE_ROWS, head=False)
         number = 0
         for group in weights.groups:
             ends = list(accumulate(group.out_features))
-            for layer in range(first, last):
+            for layer in self._layers_of(asked):
                 present = weights.present[asked.slot, layer, number : number + len(group.sites)]
                 if lora is None or not present.any():
                     continue
