@@ -19,10 +19,8 @@ from support.models import save_expert_adapters as saving
 from support.models.expert_adapters import changes, experts_of, read
 
 FAMILIES = ["qwen3_moe", "olmoe", "mixtral", "glm4_moe", "gpt_oss"]
-RELEASES = [
-    *((peft, None) for peft in ("0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.21.2")),
-    *((peft, "4.57.3") for peft in ("0.17.1", "0.18.1")),
-]
+PEFT = ["0.18.0", "0.18.1", "0.19.0", "0.19.1", "0.20.0", "0.21.2"]
+RELEASES = [*((peft, None) for peft in PEFT), *((peft, "4.57.3") for peft in ("0.17.1", *PEFT))]
 TESTS = Path(saving.__file__).parents[2]
 
 
@@ -41,6 +39,7 @@ def why_refused(folder: Path, shape: ExpertShape, peft: str) -> str | None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)  # minutes of it are the installation
 @pytest.mark.parametrize(("peft", "transformers"), RELEASES)
 def test_releases_save_what_is_read(peft: str, transformers: str | None, tmp_path: Path) -> None:
     packages, out = tmp_path / "packages", tmp_path / "saved"
