@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,23 +11,38 @@ import torch
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.experts.lora_types import (
     ExpertLoraPass,
+    ExpertLoraWeights,
     ExpertSiteGroup,
     begin_expert_pass,
+    slots_of_rows,
     tile_height,
 )
 from loraplex.kernels.experts.numba_expert_lora import NumbaExpertLoraPass
+from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
 from loraplex.kernels.experts.types import ExpertRows, Routes
 from loraplex.kernels.lora.types import Scratch, Segment
 from loraplex.kernels.numba_backend import numba_kernels
 from loraplex.kernels.numba_runtime.recording import CallList
 from loraplex.kernels.numba_runtime.thread_team import record_calls
 from loraplex.kernels.torch_backend import torch_kernels
+from loraplex.kernels.triton_backend import triton_kernels
 from support.kernels.lora_arena import ManualExpertArena, expert_groups, lengths, make_expert_arena
+from support.kernels.recurrent import INTERPRETED
+from support.kernels.triton_interpreter import repair_bfloat16
 
 CPU = torch.device("cpu")
+
+
+def pass_by_triton(
+    weights: ExpertLoraWeights, scratch: Scratch, by_slot: Mapping[int, Sequence[Segment]], num_rows: int
+) -> ExpertLoraPass:
+    return TritonExpertLora(weights, scratch).begin(torch.from_numpy(slots_of_rows(by_slot, num_rows)))
+
+
 BACKENDS = {
     "torch": torch_kernels(CPU, batch_invariant=True),
     "numba": numba_kernels(CPU, batch_invariant=True),
+    "triton": replace(triton_kernels(CPU, batch_invariant=True), expert_lora_pass=pass_by_triton),
 }
 EXPERTS, LAYERS = 5, 3
 RANKS = (
@@ -48,8 +63,11 @@ BATCHES: dict[str, list[Segment]] = {
 }
 
 
-@pytest.fixture(params=BACKENDS)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+@pytest.fixture(params=["torch", "numba", pytest.param("triton", marks=[INTERPRETED, pytest.mark.slow])])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    if request.param == "triton":
+        request.getfixturevalue("quick_interpreter")
+        repair_bfloat16(monkeypatch)
     return BACKENDS[request.param]
 
 

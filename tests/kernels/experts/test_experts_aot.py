@@ -14,12 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.experts import triton_linears, triton_route, triton_rows
+from loraplex.kernels.experts import triton_expert_lora, triton_linears, triton_route, triton_rows
+from loraplex.kernels.experts.lora_types import ExpertLoraWeights
+from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
 from loraplex.kernels.experts.triton_linears import StackedExperts, triton_expert_ops
-from loraplex.kernels.experts.types import ExpertActivation, RouterKind
+from loraplex.kernels.experts.types import ExpertActivation, RouterKind, Routes
+from loraplex.kernels.lora.types import Scratch
+from support.kernels.lora_arena import expert_groups
 from support.kernels.triton_aot import ARCHS, Recorder, Variant, check, launched_variant
 
 RECORD = Path(__file__).parents[1] / "aot" / "experts.json"
@@ -28,6 +33,7 @@ PROGRAMS = {
     triton_route: ("route_program",),
     triton_rows: ("group_program", "gather_program", "clamped_program", "combine_program", "add_program"),
     triton_linears: ("linear_program",),
+    triton_expert_lora: ("shrink_program", "expand_program"),
 }
 QWEN3 = RouterKind("softmax", 128, 8, normalise=True, weights_in_float32=False)
 GPT_OSS = RouterKind("softmax_of_top", 32, 4, weights_in_float32=False)
@@ -64,6 +70,20 @@ def run_router() -> None:
     triton_route.route(empty(64, 256, dtype=floats), DEEPSEEK, empty(256, dtype=floats))
 
 
+def run_lora(group: str) -> None:
+    """Adapters of up to rank 64 on Qwen3-30B-A3B's experts."""
+    hidden, width = 2048, 768
+    groups = expert_groups(hidden, width, QWEN3.num_experts, (0,))
+    tables = np.zeros((2, 1, 4, QWEN3.num_experts, 9, 2), np.int32)
+    weights = ExpertLoraWeights(empty(1 << 20), groups, tables, np.zeros((2, 1, 4), np.int32))
+    lora = TritonExpertLora(weights, Scratch(META)).begin(empty(64, dtype=torch.int32))
+    places = triton_expert_ops(no_codes, batch_invariant=False).group(
+        Routes(empty(64, 8, dtype=torch.int64), empty(64, 8, dtype=torch.float32)), QWEN3.num_experts
+    )
+    found = next(each for each in groups if each.key == group)
+    lora.apply(0, group, empty(512, found.in_features), empty(512, found.out_features), places)
+
+
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     silu, clamped = ExpertActivation(), ExpertActivation("clamped")
     sizes: dict[str, Callable[[], None]] = {
@@ -71,12 +91,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
         "Qwen3-30B-A3B prompt": partial(run_layer, QWEN3, 2048, 2048, 768, silu, bias=False),
         "gpt-oss-20b decode": partial(run_layer, GPT_OSS, 16, 2880, 2880, clamped, bias=True),
         "DeepSeek-V3": run_router,
+        "LoRA on gate and up": partial(run_lora, "experts.gate_up"),
+        "LoRA on down": partial(run_lora, "experts.down"),
     }
     found: dict[tuple[Any, ...], Variant] = {}
 
     def keep(arguments: dict[str, Any], module: Any, name: str, size: str) -> None:
         kernel = f"{module.__name__}:{name}"
-        variant = launched_variant("", kernel, arguments, unspecialised=("places",))
+        variant = launched_variant("", kernel, arguments, unspecialised=("places", "layer", "first_site"))
         same = kernel, *map(str, (variant.signature, variant.constants, variant.multiples_of_16))
         found.setdefault(same, replace(variant, name=f"{name.removesuffix('_program')}, {size}"))
 
@@ -101,6 +123,8 @@ def test_all_compile_and_take_no_more_than_recorded(
     for name, by_arch in report.items():
         for arch, usage in by_arch.items():
             assert usage.spill_bytes == 0, f"{name} on {arch}"
-            assert (usage.tensor_cores > 0) == name.startswith("linear"), f"{name} on {arch}"
-            reads_rows = name.startswith(("linear", "gather", "clamped", "combine", "add"))
+            assert (usage.tensor_cores > 0) == name.startswith(("linear", "shrink")), f"{name} on {arch}"
+            reads_rows = name.startswith(
+                ("linear", "gather", "clamped", "combine", "add", "shrink", "expand")
+            )
             assert usage.wide_loads > 0 or not reads_rows, f"{name} on {arch}"

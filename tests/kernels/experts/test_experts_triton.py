@@ -1,16 +1,23 @@
-"""Mixtures of experts in Triton, interpreted: the same bits in any company, pieces of both sizes, rows of NaN."""
+"""Mixtures of experts in Triton, and LoRA on them, interpreted: the same bits in any company, pieces of both sizes,
+rows of NaN, passes over slots and tables that change."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
+from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
 from loraplex.kernels.experts.triton_linears import FEW_ROWS, MANY_ROWS
 from loraplex.kernels.experts.triton_rows import TritonExpertRows
 from loraplex.kernels.experts.types import ExpertActivation, ExpertOps, RouterKind, Routes
+from loraplex.kernels.lora.types import Scratch
 from loraplex.kernels.torch_backend import torch_ops
 from loraplex.kernels.triton_backend import triton_ops
 from loraplex.kernels.weight_form import FLOATS
+from support.kernels.lora_arena import ManualExpertArena, expert_groups, lengths, make_expert_arena
 from support.kernels.recurrent import INTERPRETED
 from support.kernels.triton_interpreter import repair_bfloat16
 
@@ -101,3 +108,59 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         EACH.combine(drawn(3, HIDDEN), routes, EACH.group(routes, EXPERTS))
     with pytest.raises(ValueError, match="do not fit"):
         EACH.add_gated(drawn(3, 16), drawn(3, 16), drawn(2, 1))
+
+
+def adapters() -> ManualExpertArena:
+    ranks = ({"gate_up": 12, "down": 3}, {"gate": 1, "up": 8}, {"gate_up": 20})
+    groups = expert_groups(HIDDEN, WIDTH, EXPERTS, (0,))
+    return make_expert_arena(groups, 1, torch.float32, ranks, untrained=((0, 2),))
+
+
+def test_a_pass_reads_slots_and_tables_when_it_runs() -> None:
+    """As a recorded one has to: it is made before any adapter is there."""
+    arena, cpu = adapters(), torch.device("cpu")
+    tables, heights = (np.zeros_like(each) for each in (arena.weights.tables, arena.weights.heights))
+    weights = replace(arena.weights, tables=tables, heights=heights)
+    lora, slots = TritonExpertLora(weights, Scratch(cpu)), torch.full((8,), -1, dtype=torch.int32)
+    made, group = lora.begin(slots), weights.groups[0]
+    rows = EACH.group(EACH.route(drawn(8, EXPERTS), KIND), EXPERTS)
+    x, y = drawn(24, HIDDEN, seed=1), drawn(24, 2 * WIDTH, seed=2)
+    found = y.clone()
+    made.apply(0, group.key, x, found, rows)
+    assert torch.equal(found, y)
+    tables[:], heights[:] = arena.weights.tables, arena.weights.heights
+    for slot in (0, 1):
+        lora.write(slot)
+    steps = ([(1, 2), (-1, 1), (0, 4), (2, 1)], [(0, 8)])
+    for step in steps:
+        segments = lengths(step)
+        for slot, first, count in segments:
+            slots[first : first + count] = slot
+        found = y.clone()
+        made.apply(0, group.key, x, found, rows)
+        # What was not written of slot 2 is not there.
+        known = [(-1 if slot == 2 else slot, first, count) for slot, first, count in segments]
+        want = arena.expected(0, group, known, x, y, rows)
+        assert not torch.equal(want, y.double())
+        torch.testing.assert_close(found.double(), want, rtol=0, atol=1e-5)
+
+
+def test_a_row_has_the_same_bits_of_its_adapter_in_any_company() -> None:
+    """Runs of more than 16 places, in pieces with others, and alone."""
+    arena = adapters()
+    lora, group = TritonExpertLora(arena.weights, Scratch(torch.device("cpu"))), arena.weights.groups[0]
+    slots = torch.tensor([0] * 3 + [1] * 25 + [-1] * 2 + [2] * 4, dtype=torch.int32)
+    given, logits = drawn(34, HIDDEN), drawn(34, EXPERTS, seed=1)
+
+    def adapted(chosen: list[int]) -> torch.Tensor:
+        rows = EACH.group(EACH.route(logits[chosen], KIND), EXPERTS)
+        x = EACH.gather(given[chosen], rows)
+        y = torch.ones(len(x), 2 * WIDTH)
+        lora.begin(slots[chosen]).apply(0, group.key, x, y, rows)
+        return y[rows.place_of]
+
+    whole = adapted(list(range(34)))
+    assert bool((whole[28:30] == 1).all())
+    assert bool((whole[3:28] != 1).any(2).all())
+    for chosen in ([5], [0], [33, 20, 4], list(range(10, 32))):
+        assert torch.equal(adapted(chosen), whole[chosen])

@@ -24,9 +24,10 @@ _FEW, _MANY = 128, 1024
 
 @dataclass(frozen=True, slots=True)
 class TritonExpertRows(ExpertRows):
-    """`pieces` [n, 3] int32: the expert, the first place and the number of places, up to `piece_rows`, of every piece;
-    0 places of those that a step does not need."""
+    """`expert_of` [P] int32. `pieces` [n, 3] int32: the expert, the first place and the number of places, up to
+    `piece_rows`, of every piece; 0 places of those that a step does not need."""
 
+    expert_of: torch.Tensor
     pieces: torch.Tensor
     piece_rows: int
 
@@ -40,6 +41,7 @@ def group(routes: Routes, num_experts: int, piece_rows: int) -> TritonExpertRows
         torch.empty(num_experts + 1, dtype=torch.int64, device=device),
         torch.empty(places, dtype=torch.int64, device=device),
         torch.empty_like(ids),
+        torch.empty(places, dtype=torch.int32, device=device),
         torch.empty(places // piece_rows + num_experts, PIECE_FIELDS, dtype=torch.int32, device=device),
         piece_rows,
     )
@@ -49,6 +51,7 @@ def group(routes: Routes, num_experts: int, piece_rows: int) -> TritonExpertRows
         made.starts,
         made.row_of,
         made.place_of,
+        made.expert_of,
         made.pieces,
         TOP_K=ids.shape[1],
         ROWS=piece_rows,
@@ -66,6 +69,7 @@ def group_program(
     starts_ptr,
     row_of_ptr,
     place_of_ptr,
+    expert_of_ptr,
     pieces_ptr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -93,6 +97,7 @@ def group_program(
         place = done + tl.cumsum(mine.to(tl.int32), 0) - 1
         tl.store(row_of_ptr + place, ((first + lane) // TOP_K).to(tl.int64), mask=mine)
         tl.store(place_of_ptr + first + lane, place.to(tl.int64), mask=mine)
+        tl.store(expert_of_ptr + place, e, mask=mine)
         done += tl.sum(mine.to(tl.int32), 0)
     first_piece = start // ROWS + e
     for number in range(first_piece, end // ROWS + e + 1):
