@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from bench.gpu import attention, equality, fused, lora, recurrent, sampling
+from bench.gpu import attention, equality, experts, fused, lora, recurrent, sampling
 from bench.gpu.case import Bench, Case, Row
 from bench.gpu.decoding.switches import FULL_AB, FULL_KV, FULL_WEIGHTS, SMALL_AB, SwitchBench
 from bench.gpu.invariant import FULL_INVARIANT, SMALL_INVARIANT, InvariantBench
@@ -85,6 +85,7 @@ def full() -> list[Case]:
             Case("recurrent", case.name, partial(_run, recurrent.run_case, case))
             for case in recurrent.full_cases()
         ),
+        *(Case("experts", case.name, partial(_run, experts.run_case, case)) for case in experts.full_cases()),
         Case("fused", "all", lambda bench: fused.full_cases(bench.device, bench.ceilings), 90),
         Case("sampling", "log of sums", _log_sum_exp),
         *_equality(equality.full_cases()[4:]),
@@ -219,6 +220,10 @@ def _checks(*, small: bool) -> list[Case]:
                 alone=False,
             )
             for case in recurrent.small_cases()
+        ),
+        *(
+            Case("checks", f"experts: {case.name}", partial(_check, experts.run_case, case), 120, alone=False)
+            for case in experts.small_cases()
         ),
         Case("checks", "fused", lambda bench: fused.small_cases(bench.device), 120, alone=False),
         *(

@@ -117,6 +117,11 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
         [*_KERNEL[:-1], ("convolution ms", "convolution_ms", ".4f"), ("gates ms", "gates_ms", ".4f"),
          ("norm ms", "norm_ms", ".4f"), ("same bits", "same_bits", "s"), ("right", "ok", "s")],
     ),
+    "experts": (
+        "Mixtures of experts with adapters, one layer",
+        [*_KERNEL[:-1], ("routing ms", "routing_ms", ".4f"), ("LoRA ms", "lora_ms", ".4f"),
+         ("LoRA's floor ms", "lora_floor_ms", ".4f"), ("layer ms", "layer_ms", ".4f"), ("right", "ok", "s")],
+    ),
     "fused": ("Norms, activations, RoPE with the KV write", [*_KERNEL[:-1], ("right", "ok", "s")]),
 }  # fmt: skip
 
