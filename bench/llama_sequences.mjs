@@ -1,12 +1,12 @@
-// Answers of llama.cpp by node-llama-cpp, whose context batches the sequences, on one thread. A line of standard input asks
+// Answers of llama.cpp by node-llama-cpp, whose context batches the sequences. A line of standard input asks
 // for a number of requests, prompt tokens and answer tokens; a line of JSON tells tokens, milliseconds, and those of the processor.
 import {createInterface} from "node:readline";
 import {getLlama} from "node-llama-cpp";
 
-const [file, most, length] = [process.argv[2], Number(process.argv[3]), Number(process.argv[4])];
-const llama = await getLlama({gpu: false, build: "never", maxThreads: 1, progressLogs: false});
+const [file, [most, length, threads]] = [process.argv[2], process.argv.slice(3).map(Number)];
+const llama = await getLlama({gpu: false, build: "never", maxThreads: threads, progressLogs: false});
 const model = await llama.loadModel({modelPath: file});
-const context = await model.createContext({sequences: most, contextSize: length, batchSize: 512, threads: 1});
+const context = await model.createContext({sequences: most, contextSize: length, batchSize: 512, threads});
 const sequences = Array.from({length: most}, () => context.getSequence());
 
 async function answer(sequence, prompt, count) {

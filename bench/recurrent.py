@@ -1,6 +1,7 @@
-"""Milliseconds of a gated delta net's kernels beside the linears of its layer, on one thread:
+"""Milliseconds of a gated delta net's kernels beside the linears of its layer, on one thread in its processor time, or
+on several by the clock:
 
-    .venv/bin/python bench/recurrent.py [--shape 0.8b|4b] [--rows 1 16 64] [--prompt 512] [--layers 6]
+    .venv/bin/python bench/recurrent.py [--shape 0.8b|4b] [--rows 1 16 64] [--prompt 512] [--layers 6] [--threads 1]
 
 Layers take turns, so that weights and states come from memory, as in a server. Calls are recorded. The floor of
 decoding rows is the time to read their states once, by what a plain sum reads from memory here."""
@@ -36,6 +37,8 @@ SHAPES = {
 """Hidden size, size of the feed-forward, heads."""
 PARTS = ("linears", "rule", "convolution", "gates", "norm")
 DTYPE = torch.bfloat16
+Clock = Callable[[], int]
+"""Nanoseconds."""
 
 
 class Layer:
@@ -81,7 +84,7 @@ class Layer:
             "convolution", lambda: ops.convolve(y[:, : heads.channels], self.weight, rows, self.memory)
         )
         beta, decay = record("gates", lambda: ops.delta_gates(b, a, self.a_log, self.dt_bias))
-        out = record("rule", lambda: ops.delta_rule(qkv, decay, beta, rows, self.memory, heads))
+        out = record("rule", lambda: ops.rule(qkv, decay, beta, rows, self.memory, heads))
         z = y[:, heads.channels : heads.channels + values]
         normed = record("norm", lambda: ops.gated_norm(out, z, self.norm, 1e-6))
         record("linears", lambda: self.linears["out"](normed, None))
@@ -90,8 +93,13 @@ class Layer:
         return lists
 
 
-def measure(shape: str, units: int, rows: int, layers: int) -> dict[str, float]:
-    """Milliseconds a layer of each part, of `units` sequences of `rows` rows each, by the thread's own clock."""
+def clock_of(threads: int) -> Clock:
+    """The processor time of one thread; of several, the time that passes."""
+    return time.process_time_ns if threads == 1 else time.perf_counter_ns
+
+
+def measure(shape: str, units: int, rows: int, layers: int, now: Clock) -> dict[str, float]:
+    """Milliseconds a layer of each part, of `units` sequences of `rows` rows each."""
     made = [Layer(shape, units * rows, units) for _ in range(layers)]
     phases = WINDOW if rows == 1 else 1
     steps = []
@@ -110,19 +118,19 @@ def measure(shape: str, units: int, rows: int, layers: int) -> dict[str, float]:
     for turn in range(turns + 1):
         for parts in steps[turn % phases]:
             for name, calls in parts:
-                begun = time.thread_time_ns()
+                begun = now()
                 calls.run({})
-                spent[name] += (time.thread_time_ns() - begun) * (turn > 0)
+                spent[name] += (now() - begun) * (turn > 0)
     return {name: total / turns / layers / 1e6 for name, total in spent.items()}
 
 
-def read_rate() -> float:
+def read_rate(now: Clock) -> float:
     """Bytes that a sum reads in a millisecond."""
     numbers = torch.ones(1 << 26)
     numbers.sum()
-    begun = time.thread_time_ns()
+    begun = now()
     numbers.sum()
-    return numbers.nbytes / (time.thread_time_ns() - begun) * 1e6
+    return numbers.nbytes / (now() - begun) * 1e6
 
 
 def main() -> None:
@@ -131,15 +139,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 64])
     parser.add_argument("--prompt", type=int, nargs="*", default=[16, 512])
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    rate = read_rate()
+    torch.set_num_threads(given.threads)
+    now = clock_of(given.threads)
+    rate = read_rate(now)
     heads = SHAPES[given.shape][2]
     state = heads.value_heads * heads.key_dim * heads.value_dim * 4
     runs = [(f"{units} rows", units, 1) for units in given.rows]
     runs += [(f"a prompt of {rows}", 1, rows) for rows in given.prompt]
     for name, units, rows in runs:
-        found = measure(given.shape, units, rows, given.layers)
+        found = measure(given.shape, units, rows, given.layers, now)
         linears, mixer = found["linears"], sum(found.values()) - found["linears"]
         shown = "  ".join(f"{part} {took:.3f}" for part, took in found.items())
         floor = f"  floor {units * state / rate / linears:.3f}" if rows == 1 else ""

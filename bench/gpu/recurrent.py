@@ -156,9 +156,9 @@ class _Layer:
         x, z = self.y[:, : heads.channels], self.y[:, heads.channels :]
         qkv = ops.convolve(x, self.weight, self.rows, self.memory)
         beta, decay = ops.delta_gates(b, a, self.rates, self.rates)
-        out = ops.delta_rule(qkv, decay, beta, self.rows, self.memory, heads)
+        out = ops.rule(qkv, decay, beta, self.rows, self.memory, heads)
         return {
-            "rule": lambda: ops.delta_rule(qkv, decay, beta, self.rows, self.memory, heads),
+            "rule": lambda: ops.rule(qkv, decay, beta, self.rows, self.memory, heads),
             "convolution": lambda: ops.convolve(x, self.weight, self.rows, self.memory),
             "gates": lambda: ops.delta_gates(b, a, self.rates, self.rates),
             "norm": lambda: ops.gated_norm(out, z, self.norm, 1e-6),
@@ -170,7 +170,7 @@ class _Layer:
         xbc = ops.convolve(x, self.weight, self.rows, self.memory)
         step, decay = ops.step_gates(dt, self.rates, self.rates, 0.0, 3e38)
         return {
-            "rule": lambda: ops.state_rule(xbc, decay, step, self.rates, self.rows, self.memory, self.heads),
+            "rule": lambda: ops.rule(xbc, decay, step, self.rows, self.memory, self.heads, self.rates),
             "convolution": lambda: ops.convolve(x, self.weight, self.rows, self.memory),
             "gates": lambda: ops.step_gates(dt, self.rates, self.rates, 0.0, 3e38),
         }
