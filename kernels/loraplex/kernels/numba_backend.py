@@ -64,12 +64,11 @@ def numba_ops(*, batch_invariant: bool = False) -> Ops:
         recurrent=RecurrentOps(
             convolve=numba_convolve.convolve,
             delta_gates=numba_gates.delta_gates,
-            delta_rule=numba_rule.delta_rule,
+            rule=numba_rule.rule,
             gated_norm=numba_gates.gated_norm,
             output_gate=numba_gates.output_gate,
             by_part=numba_gates.by_part,
             step_gates=numba_gates.step_gates,
-            state_rule=numba_rule.state_rule,
         ),
         experts=numba_expert_ops(
             partial(_pack, batch_invariant=True, pool=pool), numba_activation.act_and_mul

@@ -80,12 +80,11 @@ def triton_ops(*, device: torch.device, batch_invariant: bool = False) -> Ops:
         recurrent=RecurrentOps(
             convolve=triton_convolve.convolve,
             delta_gates=triton_gates.delta_gates,
-            delta_rule=triton_rule.delta_rule,
+            rule=triton_rule.rule,
             gated_norm=triton_gates.gated_norm,
             output_gate=triton_gates.output_gate,
             by_part=torch_recurrent.by_part,
             step_gates=triton_gates.step_gates,
-            state_rule=triton_rule.state_rule,
         ),
         experts=triton_expert_ops(pack, batch_invariant=batch_invariant),
         short_conv=triton_short_conv.short_conv,

@@ -261,7 +261,7 @@ def test_operands_that_do_not_fit_are_refused(name):
     with pytest.raises(ValueError, match="do not fit"):
         ops.convolve(own.x.bfloat16(), own.weight, rows, memory)
     with pytest.raises(ValueError, match="do not fit"):
-        ops.delta_rule(own.x, own.decay[1:], own.beta, rows, memory, heads)
+        ops.rule(own.x, own.decay[1:], own.beta, rows, memory, heads)
     with pytest.raises(ValueError, match="do not fit"):
         ops.gated_norm(own.x, own.x[:, :64], torch.ones(64), 1e-6)
     with pytest.raises(ValueError, match="does not fit"):

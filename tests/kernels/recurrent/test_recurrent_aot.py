@@ -94,7 +94,7 @@ def run_mamba(heads: RecurrentHeads) -> None:
     weight, bias = torch.zeros(heads.width, heads.channels), torch.zeros(heads.channels)
     mixed = triton_convolve.convolve(y[:, inner:end], weight, units, memory, bias)
     step, decay = triton_gates.step_gates(y[:, end:], floats, floats, 0.0, 3e38)
-    triton_rule.state_rule(mixed, decay, step, floats, units, memory, heads)
+    triton_rule.rule(mixed, decay, step, units, memory, heads, floats)
 
 
 def run_layer(heads: RecurrentHeads) -> None:
@@ -108,7 +108,7 @@ def run_layer(heads: RecurrentHeads) -> None:
     beta, decay = triton_gates.delta_gates(
         ab[:, : heads.value_heads], ab[:, heads.value_heads :], floats, floats
     )
-    out = triton_rule.delta_rule(mixed, decay, beta, units, memory, heads)
+    out = triton_rule.rule(mixed, decay, beta, units, memory, heads)
     triton_gates.gated_norm(out, y[:, heads.channels :], torch.zeros(heads.value_dim, dtype=DTYPE), 1e-6)
     queries = torch.zeros(rows, 16, 256, dtype=DTYPE)
     triton_gates.output_gate(queries[:, ::2].contiguous(), queries[:, 1::2])

@@ -58,7 +58,7 @@ def test_mambas_rule_is_that_of_float64_at_any_decay(strength, dtype, monkeypatc
     own, rows = sequence(GROUPED, 34, strength, dtype, mamba=True), range(34)
     units = lay_out_units([RecurrentUnit(rows, 0, 1, 2, (2, 2))])
     assert own.skip is not None
-    got = OPS.state_rule(own.x, own.decay, own.beta, own.skip, units, spoilt_memory(GROUPED, dtype), GROUPED)
+    got = OPS.rule(own.x, own.decay, own.beta, units, spoilt_memory(GROUPED, dtype), GROUPED, own.skip)
     want = rule_in_float64(own, own.x.double())
     assert got.dtype is dtype
     assert (got - want).abs().max() <= (1e-6 if dtype is torch.float32 else 2**-8) * want.abs().max()

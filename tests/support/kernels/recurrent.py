@@ -74,9 +74,7 @@ def run_rows(
     ops: RecurrentOps, own: Sequence, rows: RecurrentRows, memory: RecurrentMemory, x, decay, beta
 ) -> torch.Tensor:
     convolved = ops.convolve(x, own.weight, rows, memory)
-    if own.skip is not None:
-        return ops.state_rule(convolved, decay, beta, own.skip, rows, memory, own.heads)
-    return ops.delta_rule(convolved, decay, beta, rows, memory, own.heads)
+    return ops.rule(convolved, decay, beta, rows, memory, own.heads, own.skip)
 
 
 def run_whole(ops: RecurrentOps, own: Sequence, memory: RecurrentMemory) -> torch.Tensor:

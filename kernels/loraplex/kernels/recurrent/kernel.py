@@ -28,15 +28,16 @@ class DeltaGates(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class DeltaRule(Protocol):
+class Rule(Protocol):
     def __call__(
         self,
-        qkv: torch.Tensor,
+        x: torch.Tensor,
         decay: torch.Tensor,
         beta: torch.Tensor,
         rows: RecurrentRows,
         memory: RecurrentMemory,
         heads: RecurrentHeads,
+        skip: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -46,28 +47,14 @@ class StepGates(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class StateRule(Protocol):
-    def __call__(
-        self,
-        xbc: torch.Tensor,
-        decay: torch.Tensor,
-        step: torch.Tensor,
-        skip: torch.Tensor,
-        rows: RecurrentRows,
-        memory: RecurrentMemory,
-        heads: RecurrentHeads,
-    ) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RecurrentOps:
     """The kernels of layers with a state, as `loraplex.kernels.recurrent.torch_recurrent` has them."""
 
     convolve: Convolve
     delta_gates: DeltaGates
-    delta_rule: DeltaRule
+    rule: Rule
     gated_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     output_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     by_part: Callable[[torch.Tensor, int, tuple[int, ...]], torch.Tensor]
     step_gates: StepGates
-    state_rule: StateRule

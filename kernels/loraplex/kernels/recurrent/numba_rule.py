@@ -1,4 +1,4 @@
-"""The gated delta rule and Mamba-2's on a CPU, compiled by numba: `delta_rule` and `state_rule` of
+"""The gated delta rule and Mamba-2's on a CPU, compiled by numba: `rule` of
 `loraplex.kernels.recurrent.torch_recurrent`.
 
 A unit of work is a key head of a sequence. Columns of a state do not depend on each other: 32 of them are read for all
@@ -45,45 +45,16 @@ _AHEAD = 2048
 """Bytes of a state that are asked for before they are read."""
 
 
-def delta_rule(
-    qkv: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    rows: RecurrentRows,
-    memory: RecurrentMemory,
-    heads: RecurrentHeads,
-) -> torch.Tensor:
-    """See the module. Raises ValueError where the tensors do not fit."""
-    keys = heads.key_heads * heads.key_dim
-    return _run(qkv, decay, beta, None, (0, keys, 2 * keys), rows, memory, heads)
-
-
-def state_rule(
-    xbc: torch.Tensor,
-    decay: torch.Tensor,
-    step: torch.Tensor,
-    skip: torch.Tensor,
-    rows: RecurrentRows,
-    memory: RecurrentMemory,
-    heads: RecurrentHeads,
-) -> torch.Tensor:
-    """Mamba-2's. Raises as `delta_rule` does."""
-    values = heads.value_heads * heads.value_dim
-    places = values + heads.key_heads * heads.key_dim, values, 0
-    return _run(xbc, decay, step, skip, places, rows, memory, heads)
-
-
-def _run(
+def rule(
     x: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    skip: torch.Tensor | None,
-    places: tuple[int, int, int],
     rows: RecurrentRows,
     memory: RecurrentMemory,
     heads: RecurrentHeads,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`skip`: None for the delta rule. `places`: of the first query, key and value of a row."""
+    """See the module. Raises ValueError where the tensors do not fit."""
     check_operands(x, decay, beta, skip, heads)
     out = torch.empty(len(x), heads.value_heads * heads.value_dim, dtype=x.dtype)
     _all_units.run(
@@ -104,7 +75,7 @@ def _run(
         memory.decays.data_ptr(),
         memory.keys.stride(0) * 4,
         0 if skip is None else skip.data_ptr(),
-        *(place * x.element_size() for place in places),
+        *(place * x.element_size() for place in heads.first_columns(delta=skip is None)),
     )
     return out
 

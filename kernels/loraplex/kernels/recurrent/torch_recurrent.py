@@ -21,8 +21,6 @@ already is taken off, and a part of x goes by:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.nn.functional import silu, softplus
 
@@ -35,9 +33,7 @@ _NORM_EPS = 1e-6
 
 
 def recurrent_ops() -> RecurrentOps:
-    return RecurrentOps(
-        convolve, delta_gates, delta_rule, gated_norm, output_gate, by_part, step_gates, state_rule
-    )
+    return RecurrentOps(convolve, delta_gates, rule, gated_norm, output_gate, by_part, step_gates)
 
 
 def convolve(
@@ -86,27 +82,6 @@ def delta_gates(
     return beta.float(), torch.exp(-a_log.exp() * softplus(a.float() + dt_bias))
 
 
-def delta_rule(
-    qkv: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    rows: RecurrentRows,
-    memory: RecurrentMemory,
-    heads: RecurrentHeads,
-) -> torch.Tensor:
-    """The rule. qkv: [T, C]; decay, beta: [T, Hv] float32. Queries and keys are divided by √(Σx² + 1e-6) by head, and
-    queries by √Dk. Returns [T, Hv·Dv] in the dtype of qkv."""
-    sizes = [heads.key_heads * heads.key_dim] * 2 + [heads.value_heads * heads.value_dim]
-    factor = torch.tensor(heads.key_dim, dtype=torch.float32).rsqrt().to(qkv.device)
-
-    def parts(own: torch.Tensor) -> _Parts:
-        q, k, v = own.split_with_sizes(sizes, 1)
-        q, k = (part.view(len(own), -1, heads.key_dim) for part in (q, k))
-        return _unit_length(q) * factor, _unit_length(k), v.view(len(own), -1, heads.value_dim)
-
-    return _run_units(qkv, parts, decay, beta, None, rows, memory, heads)
-
-
 def step_gates(
     dt: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,46 +91,22 @@ def step_gates(
     return step, torch.exp(-a_log.exp() * step)
 
 
-def state_rule(
-    xbc: torch.Tensor,
-    decay: torch.Tensor,
-    step: torch.Tensor,
-    skip: torch.Tensor,
-    rows: RecurrentRows,
-    memory: RecurrentMemory,
-    heads: RecurrentHeads,
-) -> torch.Tensor:
-    """Mamba-2's rule. xbc: [T, C], values, then keys (B), then queries (C); decay, step: [T, Hv] float32; skip: [Hv]
-    float32. Returns [T, Hv·Dv] in the dtype of xbc."""
-    keys = heads.key_heads * heads.key_dim
-
-    def parts(own: torch.Tensor) -> _Parts:
-        v, k, q = own.split_with_sizes([heads.value_heads * heads.value_dim, keys, keys], 1)
-        q, k = (part.view(len(own), -1, heads.key_dim) for part in (q, k))
-        return q, k, v.view(len(own), -1, heads.value_dim)
-
-    return _run_units(xbc, parts, decay, step, skip, rows, memory, heads)
-
-
-_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries and keys [n, Hk, Dk], and values [n, Hv, Dv], in float32."""
-
-
-def _run_units(
+def rule(
     x: torch.Tensor,
-    parts: Callable[[torch.Tensor], _Parts],
     decay: torch.Tensor,
     beta: torch.Tensor,
-    skip: torch.Tensor | None,
     rows: RecurrentRows,
     memory: RecurrentMemory,
     heads: RecurrentHeads,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`parts` of convolved rows in float32. `skip`: None for the delta rule."""
+    """The delta rule, of x [T, C]: queries, then keys, then values. Queries and keys are divided by √(Σx² + 1e-6) by
+    head, and queries by √Dk. With `skip` [Hv] float32 it is Mamba-2's rule: x has values, then keys (B), then queries
+    (C), and beta is the step. decay, beta: [T, Hv] float32. Returns [T, Hv·Dv] in the dtype of x."""
     out = torch.empty(len(x), heads.value_heads, heads.value_dim, dtype=x.dtype, device=x.device)
     for unit in rows.units:
         index = torch.tensor(unit.rows, device=x.device)
-        q, k, v = parts(x[index].float())
+        q, k, v = _parts(x[index].float(), heads, delta=skip is None)
         done, state, targets = 0, unit.state, iter(unit.targets)
         while done < len(index):
             position = unit.start + done
@@ -170,6 +121,22 @@ def _run_units(
             state = state if target is None else target
             done += count
     return out.flatten(1)
+
+
+def _parts(
+    x: torch.Tensor, heads: RecurrentHeads, *, delta: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries and keys [n, Hk, Dk], and values [n, Hv, Dv], of convolved rows [n, C]."""
+    places = heads.first_columns(delta=delta)
+    q, k = (
+        x[:, first : first + heads.key_heads * heads.key_dim].view(len(x), -1, heads.key_dim)
+        for first in places[:2]
+    )
+    v = x[:, places[2] : places[2] + heads.value_heads * heads.value_dim].view(len(x), -1, heads.value_dim)
+    if not delta:
+        return q, k, v
+    factor = torch.tensor(heads.key_dim, dtype=torch.float32).rsqrt().to(x.device)
+    return _unit_length(q) * factor, _unit_length(k), v
 
 
 def _unit_length(x: torch.Tensor) -> torch.Tensor:

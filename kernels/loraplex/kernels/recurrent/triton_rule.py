@@ -1,4 +1,4 @@
-"""The gated delta rule and Mamba-2's in Triton: `delta_rule` and `state_rule` of
+"""The gated delta rule and Mamba-2's in Triton: `rule` of
 `loraplex.kernels.recurrent.torch_recurrent`.
 
 A program has 32 columns of a value head's state in registers and computes a sequence's rows one after the other, a
@@ -25,45 +25,16 @@ _SMALLEST = tl.constexpr(SMALLEST)
 _EPS = tl.constexpr(1e-6)
 
 
-def delta_rule(
-    qkv: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    rows: RecurrentRows,
-    memory: RecurrentMemory,
-    heads: RecurrentHeads,
-) -> torch.Tensor:
-    """See the module. Rows of no unit hold anything. Raises ValueError where the tensors do not fit."""
-    keys = heads.key_heads * heads.key_dim
-    return _run(qkv, decay, beta, None, (0, keys, 2 * keys), rows, memory, heads)
-
-
-def state_rule(
-    xbc: torch.Tensor,
-    decay: torch.Tensor,
-    step: torch.Tensor,
-    skip: torch.Tensor,
-    rows: RecurrentRows,
-    memory: RecurrentMemory,
-    heads: RecurrentHeads,
-) -> torch.Tensor:
-    """Mamba-2's. Raises as `delta_rule` does."""
-    values = heads.value_heads * heads.value_dim
-    places = values + heads.key_heads * heads.key_dim, values, 0
-    return _run(xbc, decay, step, skip, places, rows, memory, heads)
-
-
-def _run(
+def rule(
     x: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    skip: torch.Tensor | None,
-    places: tuple[int, int, int],
     rows: RecurrentRows,
     memory: RecurrentMemory,
     heads: RecurrentHeads,
+    skip: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`skip`: None for the delta rule. `places`: of the first query, key and value of a row."""
+    """See the module. Rows of no unit hold anything. Raises ValueError where the tensors do not fit."""
     check_operands(x, decay, beta, skip, heads)
     out = torch.empty(len(x), heads.value_heads * heads.value_dim, dtype=x.dtype, device=x.device)
     most = rows.most
@@ -90,7 +61,7 @@ def _run(
         memory.states.stride(0),
         keys.stride(0),
         heads.key_dim**-0.5,
-        *places,
+        *heads.first_columns(delta=skip is None),
         STRIPS=strips,
         DELTA=skip is None,
         **sizes,

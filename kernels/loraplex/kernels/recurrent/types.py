@@ -129,8 +129,14 @@ class RecurrentHeads:
 
     @property
     def channels(self) -> int:
-        """C, of the convolution: queries, keys and values of a row, in this order."""
+        """C, of the convolution: queries, keys and values of a row."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def first_columns(self, *, delta: bool) -> tuple[int, int, int]:
+        """Those of queries, keys and values in a row of the convolution: in this order for the delta rule, in the
+        reverse one for Mamba-2."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return (0, keys, 2 * keys) if delta else (values + keys, values, 0)
 
 
 def check_operands(

@@ -18,8 +18,9 @@ from loraplex.engine.model.layer_kinds import (
     SquaredKind,
 )
 from loraplex.engine.model.layers.attention import attend, attention_groups, read_attention
-from loraplex.engine.model.layers.delta_net import delta_cache, delta_groups, read_delta, run_delta
-from loraplex.engine.model.layers.mamba import mamba_cache, mamba_groups, read_mamba, run_mamba
+from loraplex.engine.model.layers.delta_net import delta_groups, read_delta
+from loraplex.engine.model.layers.mamba import mamba_groups, read_mamba
+from loraplex.engine.model.layers.recurrent import recurrent_cache, run_recurrent
 from loraplex.engine.model.layers.short_conv import convolve, read_short_conv, short_conv_groups
 from loraplex.engine.model.layers.squared import read_squared, run_squared, squared_groups
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -43,7 +44,7 @@ class Mixer:
 MIXERS: Mapping[type[MixerKind], Mixer] = {
     AttentionKind: Mixer("self_attn", attention_groups, read_attention, attend),
     ShortConvKind: Mixer("conv", short_conv_groups, read_short_conv, convolve),
-    DeltaKind: Mixer("linear_attn", delta_groups, read_delta, run_delta, delta_cache),
-    MambaKind: Mixer("mamba", mamba_groups, read_mamba, run_mamba, mamba_cache),
+    DeltaKind: Mixer("linear_attn", delta_groups, read_delta, run_recurrent, recurrent_cache),
+    MambaKind: Mixer("mamba", mamba_groups, read_mamba, run_recurrent, recurrent_cache),
     SquaredKind: Mixer("mlp", squared_groups, read_squared, run_squared),
 }
