@@ -157,7 +157,7 @@ class Rig:
             samples=samples,
             pending_input=False,
             output_index=0,
-            state_slot=place if self._has_windows else -1,
+            window_slot=place if self._has_windows else -1,
             state=states[0] if self._has_windows else -1,
             state_targets=states[1:] if self._has_windows else (),
         )

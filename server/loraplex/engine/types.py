@@ -267,7 +267,7 @@ class Sequence:
     blocks_done: int = 0  # full blocks computed and collected, by which blocks are given back
     epoch: int = 0
     slot: int = -1  # the adapter's device slot while running; -1 on the base
-    state_slot: int = -1  # of a model with layers that keep a state, while running: the place of its window
+    window_slot: int = -1  # of a model with layers that keep a state, while running: the place of its window
     states: tuple[tuple[int, int], ...] = ()  # (n, state behind 16·n positions) that it holds, in order
     kept_states: tuple[int, ...] = ()  # each n whose state others may find
     adapter_opened: float | None = None  # when its adapter became schedulable, as of its first step
@@ -375,7 +375,7 @@ class ScheduledSequence:
     pool_start: int | None = None
     outputs: tuple[int, ...] = ()
     drafted: tuple[int, ...] = ()
-    state_slot: int = -1
+    window_slot: int = -1
     """The place of the sequence's window, as of planning too; -1: no layer keeps a state."""
     state: int = -1
     """That of the last multiple of 16 up to `start`."""

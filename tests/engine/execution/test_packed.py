@@ -68,7 +68,7 @@ def make_plan(rng: random.Random, *, decoding: bool, windows: tuple[int | None, 
         samples = decoding or rng.random() < 0.7
         item = ScheduledSequence(request, 0, 0, start, count, tokens, tuple(blocks), -1, samples, False, 0)
         ends = (number + 9,) * ((start + count) // 16 - start // 16)
-        rows.append(replace(item, state_slot=number, state=number + 9, state_targets=ends))
+        rows.append(replace(item, window_slot=number, state=number + 9, state_targets=ends))
     return StepPlan(1, tuple(rows))
 
 

@@ -217,7 +217,7 @@ class FakeRunner:
             self.plans.append(plan)
         if self.num_states:
             self.complaints += wrong_units(plan, self.num_states, self.num_windows, self.is_named)
-        elif any(row.state_slot >= 0 for row in plan.scheduled):
+        elif any(row.window_slot >= 0 for row in plan.scheduled):
             self.complaints.append("a step has rows in windows of a model that keeps no state")
         handle = _Handle(plan, self.fault(plan))
         hit = plan.parts if handle.fault.at else [plan.parts[index] for index in handle.fault.rows]
@@ -361,7 +361,7 @@ class FakeRunner:
                 self._tenants[place] = tenant
             if not self.num_states:
                 continue
-            window = self._windows[row.state_slot]
+            window = self._windows[row.window_slot]
             window[position % BLOCK_SIZE] = value
             if position % BLOCK_SIZE == BLOCK_SIZE - 1:
                 state = self._states[targets.pop(0)] = reduce(advance, window, state)
@@ -405,7 +405,7 @@ class FakeRunner:
             ):
                 self.complaints.append(f"{row.request_id} reads other KV where it sees {window} positions")
         if self.num_states and self.is_live(row) and POISON not in values[:end]:
-            window = self._windows[row.state_slot]
+            window = self._windows[row.window_slot]
             state = reduce(advance, window[: end % BLOCK_SIZE], self._boundary(row, end))
             if state != reduce(advance, values[:end], 0):
                 self.complaints.append(f"{row.request_id} has another state than its own, or drafts")

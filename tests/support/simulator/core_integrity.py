@@ -43,7 +43,7 @@ def check_scheduler(scheduler: Scheduler, live: Iterable[Sequence]) -> None:
     check_tables(blocks, begun)
     held = [blocks.held(seq.block_ids) for seq in begun]
     check_blocks(blocks, held, scheduler._cache.residency().__contains__)
-    check_windows(blocks.places, (seq.state_slot for seq in begun if seq.state_slot >= 0))
+    check_windows(blocks.places, (seq.window_slot for seq in begun if seq.window_slot >= 0))
     if blocks.states is not None:
         held_states = [[state for _, state in seq.states] for seq in begun]
         check_blocks(blocks.states, held_states, scheduler._cache.residency().__contains__)

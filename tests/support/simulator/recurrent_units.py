@@ -16,7 +16,7 @@ def wrong_units(
     users: dict[int, set[str]] = {}
     windows: dict[int, set[str]] = {}
     for row in plan.scheduled:
-        windows.setdefault(row.state_slot, set()).add(row.request_id)
+        windows.setdefault(row.window_slot, set()).add(row.request_id)
         for state in (row.state, *row.state_targets):
             users.setdefault(state, set()).add(row.request_id)
         end = row.start + row.num_tokens

@@ -18,7 +18,7 @@ def place_kept_by_a_preempted_sequence(patch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler._preempt
 
     def keep(self: Scheduler, draft: Any, seq: Sequence) -> None:
-        seq.state_slot = -1
+        seq.window_slot = -1
         preempt(self, draft, seq)
 
     patch.setattr(Scheduler, "_preempt", keep)
@@ -43,7 +43,7 @@ def states_go_on_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
 def place_lost_at_an_early_end(patch: pytest.MonkeyPatch) -> None:
     def leak(self: SequenceBlocks, seq: Sequence) -> None:
         if not seq.num_outputs:
-            seq.state_slot = -1
+            seq.window_slot = -1
         drop(self, seq)
 
     drop = SequenceBlocks.drop

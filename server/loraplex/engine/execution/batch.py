@@ -192,7 +192,7 @@ class StepRows:
         for item in self._items:
             rows = [*range(first, first + item.num_tokens)]
             first += item.num_tokens
-            unit = RecurrentUnit(rows, item.start, item.state_slot, item.state, item.state_targets)
+            unit = RecurrentUnit(rows, item.start, item.window_slot, item.state, item.state_targets)
             if (index := going_on.get((item.request_id, item.start))) is not None:
                 before = units[index]
                 targets = (*before.targets, *item.state_targets)

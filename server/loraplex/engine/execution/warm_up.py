@@ -121,7 +121,7 @@ def made_up_slice(
         targets=tokens[:num_scored],
         pool_start=None if pooling is None else 0,
         drafted=tokens[count - drafted :],
-        state_slot=place,
+        window_slot=place,
         state=place,
         state_targets=(place,) * ends if runner.num_windows else (),
     )

@@ -148,7 +148,7 @@ class SequenceBlocks(BlockManager):
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
         if self.states is None or seq.measured is not None:
             return
-        seq.state_slot = self.places.take()
+        seq.window_slot = self.places.take()
         keys = [] if seq.request.is_shadow else prefix_keys.extend_keys(seq)
         keys = keys[: prefix_keys.findable_blocks(seq)]
         self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
@@ -158,7 +158,7 @@ class SequenceBlocks(BlockManager):
         may have been written over."""
         start = min(seq.num_computed, start)
         known: int | None = start
-        if self.states is not None and seq.state_slot >= 0:
+        if self.states is not None and seq.window_slot >= 0:
             known = self.states.go_back(seq, start)
         if known is not None:
             if known < start:
@@ -204,9 +204,9 @@ class SequenceBlocks(BlockManager):
         if self.states is not None:
             self.states.drop(seq)
         seq.block_ids, seq.num_given_back, seq.blocks_done = (), 0, 0
-        if seq.state_slot >= 0:
-            self.places.release(seq.state_slot)
-            seq.state_slot = -1
+        if seq.window_slot >= 0:
+            self.places.release(seq.window_slot)
+            seq.window_slot = -1
 
     def spoil(self, seq: Sequence) -> None:
         """Nothing that a sequence has computed is found again."""

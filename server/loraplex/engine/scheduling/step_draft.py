@@ -127,7 +127,7 @@ def make_slice(
         targets,
         None if seq.pooled is None else pool_start(seq, start, end),
         tuple(token_ids[num_prompt:]) if samples and seq.tells_outputs else (),
-        state_slot=seq.state_slot,
+        window_slot=seq.window_slot,
         state=state,
         state_targets=state_targets,
     )

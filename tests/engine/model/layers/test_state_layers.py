@@ -102,7 +102,7 @@ def test_two_slices_of_a_sequence_are_one_unit() -> None:
         request = EngineRequest(name, "t", (1,) * 40, SamplingParams(4))
         return ScheduledSequence(
             request, 0, 0, start, count, (1,) * count, (0, 1, 2), slot, False, False, 0,
-            state_slot=ord(name) - ord("a"), state=state, state_targets=targets,
+            window_slot=ord(name) - ord("a"), state=state, state_targets=targets,
         )  # fmt: skip
 
     plan = StepPlan(
