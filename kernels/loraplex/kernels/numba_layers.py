@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from loraplex.kernels.attention.numba_attention import NumbaAttentionBatch
+from loraplex.kernels.experts.numba_expert_lora import NumbaExpertLoraPass
 from loraplex.kernels.lora.numba_lora import NumbaLoraPass
 from loraplex.kernels.numba_runtime.recording import (
     CallList,
@@ -59,7 +60,7 @@ class NumbaRecordedLayers:
 
     def __init__(self) -> None:
         self._memory = LayerMemory()
-        self._lists: dict[tuple[int, int], tuple[CallList, tuple[_AttentionToRecord, ...], torch.Tensor]] = {}
+        self._lists: dict[tuple[int, ...], tuple[CallList, tuple[_AttentionToRecord, ...], torch.Tensor]] = {}
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._kv: object = None
         self._is_recordable = True
@@ -71,12 +72,13 @@ class NumbaRecordedLayers:
         next call. `kv` owns the memory that layers keep keys and values in. None where such a step can't be recorded;
         then nothing was computed."""
         rows = given.residual.shape[0]
-        attention, lora = given.attention, given.lora
+        attention, lora, on_experts = given.attention, given.lora, given.expert_lora
         if (
             not self._is_recordable
             or rows > MAX_ROWS
             or any(type(group) is not NumbaAttentionBatch for group in attention)
             or not (lora is None or type(lora) is NumbaLoraPass)
+            or not (on_experts is None or type(on_experts) is NumbaExpertLoraPass)
         ):
             return None
         if kv is not self._kv:
@@ -92,7 +94,8 @@ class NumbaRecordedLayers:
                     torch.empty(MAX_ROWS, *each.shape[1:], dtype=each.dtype) for each in given_tensors
                 )
         tensors = tuple(each[:rows] for each in self._inputs)
-        key = (rows, 0 if lora is None else id(lora.weights))
+        adapters = [each for each in (lora, on_experts) if each is not None]
+        key = (rows, *(id(each.weights) for each in adapters))
         found = self._lists.get(key)
         if found is None:
             try:
@@ -106,8 +109,8 @@ class NumbaRecordedLayers:
         values: dict[object, int] = {}
         for recorded, group in zip(attention_to_record, attention, strict=True):
             values |= recorded.step_values(group)
-        if lora is not None:
-            values |= lora.step_values()
+        for each in adapters:
+            values |= each.step_values()
         if given.recurrent is not None:
             values[_UnitsToRecord.address.name] = given.recurrent.address
         calls.run(values)
@@ -126,7 +129,9 @@ class NumbaRecordedLayers:
         attention = tuple(
             _AttentionToRecord(group, len(residual), slots) for group, slots in enumerate(all_slots)
         )
-        lora = None if given.lora is None else given.lora.to_record()
+        lora, on_experts = (
+            None if each is None else each.to_record() for each in (given.lora, given.expert_lora)
+        )
         recurrent = None if given.recurrent is None else _UnitsToRecord()
         recording = Recording(self._memory)
 
@@ -134,6 +139,8 @@ class NumbaRecordedLayers:
             pairs = list(zip(tables[::2], tables[1::2], strict=True))
             own = own_inputs[0] if own_inputs else None
             x = run_layers(
-                LayerInputs(residual, pairs, attention, lora, own, recurrent, recording.enter_layer)
+                LayerInputs(
+                    residual, pairs, attention, lora, own, recurrent, on_experts, recording.enter_layer
+                )
             )
-        return recording.call_list(tensors, lora), attention, x
+        return recording.call_list(tensors, lora, on_experts), attention, x

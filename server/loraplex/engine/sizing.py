@@ -76,8 +76,9 @@ def row_bytes(groups: Sequence[SiteGroup], itemsize: int) -> int:
     return (everywhere + max(by_layer.values())) * itemsize
 
 
-def adapter_layout(model: Model | ModelOutline, max_rank: int) -> ArenaLayout:
-    """How adapters up to a rank lie in memory beside a model."""
+def adapter_layout(model: Model | ModelOutline, max_rank: int, *, on_experts: bool = False) -> ArenaLayout:
+    """How adapters up to a rank lie in memory beside a model. `on_experts`: routed experts may have them, as a CPU has
+    the kernels for it."""
     return ArenaLayout(
         model.site_groups,
         model.num_layers,
@@ -86,6 +87,7 @@ def adapter_layout(model: Model | ModelOutline, max_rank: int) -> ArenaLayout:
         head=model.head_group,
         embedding=model.embedding_shape,
         hidden_size=model.hidden_size,
+        experts=model.expert_groups if on_experts else (),
     )
 
 

@@ -199,6 +199,9 @@ def test_adapters_come_to_their_own_rows(make_runner, greedy):
         def head_pass(self, segments, num_rows):
             return None
 
+        def expert_pass(self, segments, num_rows):
+            return None
+
         def token_pass(self, segments, logits_segments, upload):
             return None
 
@@ -223,6 +226,9 @@ def test_a_bad_token_or_broken_row_fails_alone(make_runner, greedy):
             return self
 
         def head_pass(self, segments, num_rows):
+            return None
+
+        def expert_pass(self, segments, num_rows):
             return None
 
         def token_pass(self, segments, logits_segments, upload):

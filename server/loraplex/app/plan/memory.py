@@ -108,7 +108,7 @@ def divide_memory(
     target = torch.device(device.kind)
     block, slot = block_bytes(model.shape.caches, model.kv_dtype), slot_bytes(model.shape.caches)
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
-    layout = adapter_layout(model, _max_rank(wanted))
+    layout = adapter_layout(model, _max_rank(wanted), on_experts=device.kind == "cpu")
     sites = _sites(model, layout, wanted)
     adapter = adapter_pages(layout, wanted.rank, sites) * layout.page_bytes
     reserve, weights = RESERVES[device.kind], model.weight_bytes

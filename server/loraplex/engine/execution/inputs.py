@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from loraplex.engine.host_to_device import HostToDevice
 from loraplex.engine.model.base import TokenRows
 from loraplex.kernels.attention.kernel import AttentionKernel
+from loraplex.kernels.experts.lora_types import ExpertLoraPass
 from loraplex.kernels.lora.types import LoraPass
 from loraplex.kernels.recurrent.types import RecurrentRows, RecurrentUnit, lay_out_units
 
@@ -28,6 +29,10 @@ class LoraSource(Protocol):
 
     def head_pass(self, segments: Segments, num_rows: int) -> LoraPass | None:
         """Their changes of the head, for the rows whose logits are wanted."""
+        ...
+
+    def expert_pass(self, segments: Segments, num_rows: int) -> ExpertLoraPass | None:
+        """Their changes of routed experts."""
         ...
 
     def token_pass(
@@ -79,6 +84,10 @@ class StepInputs(HostToDevice, Protocol):
         """See `LoraSource.head_pass`."""
         ...
 
+    def expert_adapters(self, segments: Segments, num_rows: int) -> ExpertLoraPass | None:
+        """See `LoraSource.expert_pass`."""
+        ...
+
     def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
         """See `LoraSource.token_pass`."""
         ...
@@ -99,9 +108,10 @@ class StepInputs(HostToDevice, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """Changes by the adapters of a step: in the layers, in the head, and by token. None: nothing."""
+    """Changes by the adapters of a step: in the layers, in their experts, in the head, and by token. None: nothing."""
 
     layers: LoraPass | None
+    experts: ExpertLoraPass | None
     head: LoraPass | None
     by_token: TokenRows | None
 
@@ -113,9 +123,10 @@ class StepAdapters:
 def begin_adapters(
     inputs: StepInputs, segments: Segments, num_rows: int, logits_segments: Segments, num_logits: int
 ) -> StepAdapters:
-    """Prepare all three for a step. The second pair of arguments is over the rows whose logits are wanted."""
+    """Prepare all of them for a step. The second pair of arguments is over the rows whose logits are wanted."""
     return StepAdapters(
         inputs.adapters(segments, num_rows),
+        inputs.expert_adapters(segments, num_rows),
         inputs.head_adapters(logits_segments, num_logits) if num_logits else None,
         inputs.token_rows(segments, logits_segments),
     )
@@ -206,6 +217,9 @@ class PlainInputs:
 
     def head_adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._source(segments).head_pass(segments, num_rows) if segments else None
+
+    def expert_adapters(self, segments: Segments, num_rows: int) -> ExpertLoraPass | None:
+        return self._source(segments).expert_pass(segments, num_rows) if segments else None
 
     def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
         return self._source(segments).token_pass(segments, logits_segments, self) if segments else None

@@ -308,6 +308,9 @@ class PackedInputs:
     def head_adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._pass(segments, num_rows, head=True)
 
+    def expert_adapters(self, segments: Segments, num_rows: int) -> None:
+        """Adapters on routed experts are not computed where inputs are packed."""
+
     def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
         lora = self.source.lora
         return None if lora is None else lora.token_pass(segments, logits_segments, self)

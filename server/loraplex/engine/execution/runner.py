@@ -190,6 +190,7 @@ class ModelRunner:
                 logits_rows=step.logits_rows,
                 kv=self._kv,
                 lora=adapters.layers,
+                expert_lora=adapters.experts,
                 head_lora=adapters.head,
                 token_rows=adapters.by_token,
                 hidden_rows=step.hidden_rows,

@@ -12,6 +12,7 @@ from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.kv.cache import KVCache
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.kernels.attention.kernel import AttentionKernel
+from loraplex.kernels.experts.lora_types import ExpertLoraPass, ExpertSiteGroup
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.types import LoraPass
 from loraplex.kernels.recurrent.types import RecurrentRows
@@ -61,8 +62,9 @@ class ForwardBatch:
     `AttentionKernel` laid out for each group of layers. `fresh_blocks` [n] int64 are those that the step begins.
     `logits_rows` [S] int64 are the rows whose logits are wanted. `take_hidden` is called with the hidden states behind
     the final norm, [P, C], of `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a
-    new tensor. `lora` is None where no row has an adapter that changes a layer; `head_lora`, over the rows of
-    `logits_rows`, where none has one that changes the head. `recurrent` is None where no layer keeps a state.
+    new tensor. `lora` is None where no row has an adapter that changes a layer; `expert_lora`, where none has one that
+    changes routed experts; `head_lora`, over the rows of `logits_rows`, where none has one that changes the head.
+    `recurrent` is None where no layer keeps a state.
     """
 
     token_ids: torch.Tensor
@@ -78,6 +80,7 @@ class ForwardBatch:
     logits_out: torch.Tensor | None = None
     token_rows: TokenRows | None = None
     recurrent: RecurrentRows | None = None
+    expert_lora: ExpertLoraPass | None = None
 
     def attention_of(self, layer: int) -> Any:
         """The batch that the `AttentionKernel` laid out for the group of this layer."""
@@ -106,6 +109,8 @@ class Model(Protocol):
     """The kernel that computes its attention. It lays out the batch of each step."""
     site_groups: tuple[SiteGroup, ...]
     """The linears of layers that adapters may change, as the forward pass calls `LoraPass.apply` for them."""
+    expert_groups: tuple[ExpertSiteGroup, ...]
+    """The linears of routed experts that adapters may change, as it calls `ExpertLoraPass.apply` for them."""
     head_group: SiteGroup | None
     """The linear behind the layers, of key HEAD, applied as of layer 0; None where adapters can't change it."""
     embedding_shape: tuple[int, int] | None

@@ -17,6 +17,7 @@ from loraplex.engine.model.layer_kinds import AttentionKind, FeedForwardKind, Mi
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears
 from loraplex.engine.model.layers.feed_forwards import FEED_FORWARDS
 from loraplex.engine.model.layers.mixers import MIXERS
+from loraplex.engine.model.layers.mixture import mixture_expert_groups
 from loraplex.engine.model.layers.own_input import (
     TABLE,
     InputTables,
@@ -35,6 +36,7 @@ from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.triton_tiling import AttentionShape
+from loraplex.kernels.experts.lora_types import ExpertSiteGroup
 from loraplex.kernels.layers.rope import rotation, scaling_by_position
 from loraplex.kernels.linear.packed import PackedLinear, tensor_bytes
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup, name_groups
@@ -96,6 +98,7 @@ class FusedDecoder:
         self.site_groups = tuple(dict.fromkeys(groups))
         linears = sum(group.in_features * sum(group.out_features) for group in groups) + spec.expert_weights
         tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+        self.expert_groups = expert_groups(spec)
         self.num_weights = linears + tables + (0 if inputs is None else inputs.table.numel())
         self.head_group: SiteGroup | None = SiteGroup(HEAD, (HEAD,), spec.hidden_size, (spec.vocab_size,))
         self._rotations = tuple(
@@ -133,7 +136,16 @@ class FusedDecoder:
         if kind is not None and self._inputs is not None:
             inputs = all_inputs(kind, self._inputs, embeddings, batch, self._linears)
         x, residual = self._layers_of(
-            batch, LayerInputs(embeddings, cos_sin, batch.attention, batch.lora, inputs, batch.recurrent)
+            batch,
+            LayerInputs(
+                embeddings,
+                cos_sin,
+                batch.attention,
+                batch.lora,
+                inputs,
+                batch.recurrent,
+                expert_lora=batch.expert_lora,
+            ),
         )
         # Only the rows go on that something is wanted of.
         if batch.take_hidden is not None and batch.hidden_rows is not None:
@@ -170,7 +182,13 @@ class FusedDecoder:
         """The result of the layers: the residual, and what is still to be added to it."""
 
         def run(given: LayerInputs) -> torch.Tensor:
-            own = replace(batch, attention=given.attention, lora=given.lora, recurrent=given.recurrent)
+            own = replace(
+                batch,
+                attention=given.attention,
+                lora=given.lora,
+                recurrent=given.recurrent,
+                expert_lora=given.expert_lora,
+            )
             return self._run_layers(own, given)
 
         recorded = None if self._recorded is None else self._recorded.run(given, batch.kv, run)
@@ -262,6 +280,19 @@ def site_groups(spec: DecoderSpec) -> list[tuple[SiteGroup, ...]]:
     if own is not None:
         of_layer[0] = *of_layer[0], table_group(own, hidden, spec.num_layers)
     return name_groups(of_layer)
+
+
+def expert_groups(spec: DecoderSpec) -> tuple[ExpertSiteGroup, ...]:
+    """The linears of routed experts. All layers have as many of them, and as wide ones."""
+    mixtures = {
+        layer: kind.feed_forward
+        for layer, kind in enumerate(spec.layers)
+        if isinstance(kind.feed_forward, MixtureKind)
+    }
+    if not mixtures:
+        return ()
+    ((size, count),) = {(kind.size, kind.router.num_experts) for kind in mixtures.values()}
+    return mixture_expert_groups(spec.hidden_size, size, count, tuple(mixtures))
 
 
 def _feed_forward_groups(kind: FeedForwardKind | None, hidden: int) -> tuple[SiteGroup, ...]:

@@ -16,6 +16,7 @@ from loraplex.engine.model.fused import DecoderReader
 from loraplex.engine.model.loading import lay_out_wrapped
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.model.weights import ExaminedTensors, open_checkpoint
+from loraplex.kernels.experts.lora_types import ExpertSiteGroup
 from loraplex.kernels.linear.dense import pack_weight
 from loraplex.kernels.linear.packed import PackedLinear, every_part
 from loraplex.kernels.lora.site_groups import SiteGroup
@@ -33,6 +34,7 @@ class ModelOutline:
     site_groups: tuple[SiteGroup, ...]
     head_group: SiteGroup | None
     embedding_shape: tuple[int, int] | None
+    expert_groups: tuple[ExpertSiteGroup, ...]
     dtype: torch.dtype
     kv_dtype: torch.dtype
     weight_bytes: int
@@ -102,6 +104,7 @@ def _outline_fused(plan: ModelPlan, spec: DecoderSpec) -> ModelOutline:
         site_groups=decoder.site_groups,
         head_group=decoder.head_group,
         embedding_shape=decoder.embedding_shape,
+        expert_groups=decoder.expert_groups,
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
         weight_bytes=counted.num_bytes,
@@ -178,6 +181,7 @@ def _outline_wrapped(plan: ModelPlan) -> ModelOutline:
         site_groups=decoder.site_groups,
         head_group=decoder.head_group,
         embedding_shape=decoder.embedding_shape,
+        expert_groups=decoder.expert_groups,
         dtype=plan.dtype,
         kv_dtype=plan.kv_dtype,
         weight_bytes=total,

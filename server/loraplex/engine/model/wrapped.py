@@ -26,6 +26,7 @@ from loraplex.kernels.attention.choice import AttentionChoice
 from loraplex.kernels.attention.kernel import AttentionKernel
 from loraplex.kernels.attention.kv_codes import head_dim_of, transform_keys, transform_queries
 from loraplex.kernels.attention.torch_attention import TorchAttention, write_kv
+from loraplex.kernels.experts.lora_types import ExpertSiteGroup
 from loraplex.kernels.linear.dense import linear
 from loraplex.kernels.linear.packed import tensor_bytes
 from loraplex.kernels.lora.site_groups import EMBEDDING_NAMES, HEAD, ROUTERS, SiteGroup, name_groups
@@ -77,6 +78,7 @@ class TransformersDecoder:
                 else:
                     adapt = _adapter_hook(layer, group.key)
                     module.forward = partial(_route, module.forward, adapt)
+        self.expert_groups: tuple[ExpertSiteGroup, ...] = ()
         self.head_group: SiteGroup | None = None
         if isinstance(head := getattr(model, HEAD, None), torch.nn.Linear):
             self.head_group = SiteGroup(HEAD, (HEAD,), head.in_features, (head.out_features,))

@@ -122,7 +122,7 @@ class NoAdapters:
     def lora_pass(self, segments: Any, num_rows: int) -> None:
         return None
 
-    head_pass = lora_pass
+    head_pass = expert_pass = lora_pass
 
     def token_pass(self, *given: Any) -> None:
         return None

@@ -11,8 +11,11 @@ from loraplex.engine.model.layer_kinds import MixtureKind
 from loraplex.engine.model.layers.adapted_linears import AdaptedLinears, Linear
 from loraplex.engine.model.layers.gated import GatedWeights, gated_groups, read_gated, run_gated
 from loraplex.engine.model.layers.tensors import LayerTensors
+from loraplex.kernels.experts.lora_types import ExpertSiteGroup
 from loraplex.kernels.experts.types import ExpertActivation, PackedExperts
 from loraplex.kernels.lora.site_groups import SiteGroup
+
+_GATE_UP, _DOWN = "experts.gate_up", "experts.down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,17 @@ def mixture_groups(kind: MixtureKind, hidden: int) -> tuple[SiteGroup, ...]:
     shared = () if kind.shared is None else gated_groups(kind.shared, hidden)
     gate = (SiteGroup("shared_gate", (kind.shared_gate,), hidden, (1,)),) if kind.shared_gate else ()
     return router, *shared, *gate
+
+
+def mixture_expert_groups(
+    hidden: int, size: int, count: int, layers: tuple[int, ...]
+) -> tuple[ExpertSiteGroup, ...]:
+    """The linears of `count` routed experts of these layers. An adapter has gate and up apart, or as one."""
+    columns = ((0, size), (size, 2 * size), (0, 2 * size))
+    return (
+        ExpertSiteGroup(_GATE_UP, ("gate", "up", "gate_up"), hidden, columns, count, layers),
+        ExpertSiteGroup(_DOWN, ("down",), size, ((0, hidden),), count, layers),
+    )
 
 
 def read_mixture(
@@ -73,14 +87,20 @@ def run_mixture(
     kind: MixtureKind, weights: MixtureWeights, x: torch.Tensor, batch: ForwardBatch, linears: AdaptedLinears
 ) -> torch.Tensor:
     """[T, C]"""
-    ops = linears.experts
+    ops, layer = linears.experts, weights.router.layer
     scored = linears.to_float32(x) if kind.router.scores == "sigmoid" else x
     routes = ops.route(linears.apply(weights.router, scored, batch), kind.router, weights.correction)
     rows = ops.group(routes, kind.router.num_experts)
-    ops.keep_starts(rows, linears.expert_starts[weights.router.layer])
-    gate_up = weights.gate_up(ops.gather(x, rows), rows, weights.gate_up_bias)
+    ops.keep_starts(rows, linears.expert_starts[layer])
+    inputs = ops.gather(x, rows)
+    gate_up = weights.gate_up(inputs, rows, weights.gate_up_bias)
+    if batch.expert_lora is not None:
+        batch.expert_lora.apply(layer, _GATE_UP, inputs, gate_up, rows)
     inner = ops.act(gate_up, kind.clamped or ExpertActivation(kind.activation))
-    out = ops.combine(weights.down(inner, rows, weights.down_bias), routes, rows)
+    down = weights.down(inner, rows, weights.down_bias)
+    if batch.expert_lora is not None:
+        batch.expert_lora.apply(layer, _DOWN, inner, down, rows)
+    out = ops.combine(down, routes, rows)
     if kind.shared is not None and weights.shared is not None:
         shared = run_gated(kind.shared, weights.shared, x, batch, linears)
         if weights.shared_gate is None:
