@@ -128,8 +128,16 @@ ADAPTER_KINDS: tuple[AdapterKind, ...] = (
     AdapterKind("trained biases", "bias", "the LoRA alone is not what was trained"),
     AdapterKind("a bias beside lora_B", "lora_bias", "the LoRA alone is not what was trained"),
     AdapterKind("repeated layers", "layer_replication", "the base has other layers"),
-    AdapterKind("the experts of a mixture, a pair each", "experts", "served outside of the experts"),
-    AdapterKind("the experts of a mixture, stacked", "experts", "served outside of the experts"),
+    AdapterKind(
+        "the experts of a mixture that takes none, a pair each",
+        "experts",
+        "served are [some mixtures](#lora-on-routed-experts), on a CPU",
+    ),
+    AdapterKind(
+        "the experts of a mixture that takes none, stacked",
+        "experts",
+        "served are [some mixtures](#lora-on-routed-experts), on a CPU",
+    ),
     AdapterKind("LoHa, VeRA and other methods", "peft_type", "only LoRA"),
 )
 

@@ -99,10 +99,10 @@ RECIPES: dict[str, Recipe] = {
     "trained biases": Recipe({"target_modules": TWO, "bias": "all"}),
     "a bias beside lora_B": Recipe({"target_modules": TWO, "lora_bias": True}),
     "repeated layers": Recipe({"target_modules": TWO, "layer_replication": [[0, 2], [1, 3]]}),
-    "the experts of a mixture, a pair each": Recipe(
+    "the experts of a mixture that takes none, a pair each": Recipe(
         {"target_modules": ["q_proj"]}, {}, _experts("experts.0.up_proj", "experts.1.up_proj")
     ),
-    "the experts of a mixture, stacked": Recipe(
+    "the experts of a mixture that takes none, stacked": Recipe(
         {"target_modules": ["q_proj"]},
         {"target_parameters": ["experts.down_proj"]},
         _experts("experts", "experts.base_layer"),

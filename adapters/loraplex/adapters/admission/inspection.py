@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,8 +22,9 @@ from loraplex.adapters.admission.config.token_indices import (
     check_tied_rows,
     find_token_rows,
 )
-from loraplex.adapters.admission.experts.checks import note_untrained, read_upload, refuse_experts
+from loraplex.adapters.admission.experts.checks import ExpertsRead, check_experts, note_untrained, read_upload
 from loraplex.adapters.admission.experts.places import ExpertTensors, expert_paths, take_experts
+from loraplex.adapters.admission.experts.values import measure_experts
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.module_names import ModuleNames, names_of
 from loraplex.adapters.admission.modules import (
@@ -48,15 +50,15 @@ from loraplex.adapters.admission.pooled.heads import (
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, unwrap, weight_names
 from loraplex.adapters.admission.trained_base import CHECK, compare_bases
 from loraplex.adapters.admission.values import (
-    SiteNorm,
     check_copies,
-    measure_site,
+    measure_sites,
     note_magnitude_order,
 )
 from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, RefusalCode
 from loraplex.adapters.spec import (
     AdapterSpec,
     BaseSpec,
+    ExpertWeights,
     HeadWeights,
     SiteShape,
     SiteWeights,
@@ -67,8 +69,6 @@ from loraplex.adapters.store.files import digest_upload, shown
 from loraplex.kernels.lora.site_groups import SITES
 
 _MAX_REPORTED_MODULES = 1024
-_LEAST_NORM = 2.0**-126
-"""The smallest normal number of float32 and of bfloat16. A smaller change of a linear is lost in any served dtype."""
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ def _inspect(
     names: ModuleNames | None = None
     settings: LoraSettings | None = None
     tensors: AdapterTensors | None = None
-    experts = ExpertTensors()
+    experts, on_experts = ExpertTensors(), ExpertsRead()
     # First: what the config says of modules, it says by the names that the tensors have.
     with report.check("header"):
         header, head_tensors = take_head(unwrap(read_upload(tensors_path, base)))
@@ -226,7 +226,7 @@ def _inspect(
             tensors, experts = _sort(header, names, base, report, deep, refuse_towers)
     settings = settings and settings.with_names(named)
     if tensors is not None:
-        _check_names(tensors, experts, by_path, base, named, settings, max_rank, report)
+        on_experts = _check_names(tensors, experts, by_path, base, named, settings, max_rank, report)
     report.end_without(settings, tensors)
     assert settings is not None
     assert tensors is not None
@@ -235,30 +235,31 @@ def _inspect(
         if head is not None:
             report.parameters = head.num_parameters
             report.done(told(head))
-    sites, tokens = _check_agreement(settings, tensors, by_path, base, named, max_rank, deep, report)
+    sites, tokens = _check_agreement(
+        settings, tensors, on_experts, by_path, base, named, max_rank, deep, report
+    )
     if tensors.base_copies:
         _check_copies(tensors_path, tensors, base, named, deep, report)
     if deep:
         with report.check("values"):
-            report.norm = _measure(tensors_path, sites, base, has_more=bool(tokens) or head is not None)
+            _check_values(tensors_path, sites, on_experts.weights, base, report, bool(tokens or head))
             check_finite_rows(tensors_path, tokens)
             check_finite_head(tensors_path, head)
             check_tied_rows(tensors_path, tensors, tokens, named)
             if has_tied_head(settings, tensors, base):
                 check_tied_head(tensors_path, sites)
-            report.done("finite, and of effect")
-            report.warn(note_magnitude_order(tensors_path, sites, base))
     report.end()
     _note_base_name(settings, base, report)
     return AdapterSpec(
         digest=digest or digest_upload(config_path, tensors_path),
-        rank=max(site.rank for site in sites),
+        rank=max({site.rank for site in sites} | on_experts.ranks),
         sites=sites,
         num_bytes=config_path.stat().st_size + tensors_path.stat().st_size,
-        targets=tuple(name for name in SITES if any(site.site == name for site in sites)),
+        targets=(*(name for name in SITES if any(site.site == name for site in sites)), *on_experts.targets),
         tokens=tokens,
         invocation=settings.invocation,
         head=head,
+        experts=on_experts.weights,
         report=report.as_dict(),
     )
 
@@ -308,22 +309,27 @@ def _check_names(
     settings: LoraSettings | None,
     max_rank: int,
     report: _Report,
-) -> None:
-    """Check that all tensors are of modules that are served."""
-    faults_before = len(report.refused)
+) -> ExpertsRead:
+    """Read what lies on experts, and check that all other tensors are of modules that are served."""
+    faults_before, on_experts = len(report.refused), ExpertsRead()
     with report.check("experts"):
-        refuse_experts(experts, tensors, by_path, base, settings, max_rank)
+        on_experts = check_experts(experts, tensors, by_path, base, settings, max_rank)
+        if on_experts.weights:
+            report.done(on_experts.told)
+            report.warn(on_experts.notes)
     with report.check("names"):
         check_modules(tensors, by_path, base, names)
-        report.modules_matched = len(tensors.a)
-        report.done(f"{len(tensors.a)} modules of the base")
+        report.modules_matched = len(tensors.a) + sum(1 for _ in experts.modules())
+        report.done(f"{report.modules_matched} modules of the base")
     if len(report.refused) > faults_before:
         report.end()
+    return on_experts
 
 
 def _check_agreement(
     settings: LoraSettings,
     tensors: AdapterTensors,
+    on_experts: ExpertsRead,
     by_path: dict[str, SiteShape],
     base: BaseSpec,
     names: ModuleNames,
@@ -342,11 +348,13 @@ def _check_agreement(
         check_embedding(tensors, by_path, settings)
         check_magnitudes(tensors, by_path, settings)
         sites = check_shapes(tensors, by_path, settings, max_rank)
-        ranks = {base.sites[s.layer, s.site].module_path: s.rank for s in sites[:_MAX_REPORTED_MODULES]}
-        report.rank_by_module = ranks
+        of_sites = ((base.sites[s.layer, s.site].module_path, s.rank) for s in sites)
+        ranks = chain(of_sites, on_experts.rank_by_module(base))
+        report.rank_by_module = dict(islice(ranks, _MAX_REPORTED_MODULES))
         stored = [tensor for s in sites for tensor in (s.a, s.b, s.magnitude) if tensor is not None]
-        report.parameters += sum(math.prod(tensor.shape) for tensor in stored)
-        least, most = min(s.rank for s in sites), max(s.rank for s in sites)
+        report.parameters += sum(math.prod(tensor.shape) for tensor in stored) + on_experts.num_parameters
+        all_ranks = {s.rank for s in sites} | on_experts.ranks
+        least, most = min(all_ranks), max(all_ranks)
         report.done(f"rank {most}" if least == most else f"ranks {least} to {most}")
     with report.check("token_rows"):
         tokens = find_token_rows(tensors, settings.token_indices, base, names, tie=settings.ties_weights)
@@ -362,33 +370,25 @@ def _check_agreement(
             report.done(f"acts from {len(settings.invocation)} invocation tokens on")
     with report.check("coverage"):
         notes = check_coverage(tensors, by_path, settings, base, names, thorough=deep)
-        notes += note_untrained(settings, base, names)
+        notes += [] if on_experts.weights else note_untrained(settings, base, names)
         report.done("tensors came for every module of the base that the config names")
         report.warn(notes)
     report.end()
     return sites, tokens
 
 
-def _measure(
-    tensors_path: Path, sites: tuple[SiteWeights, ...], base: BaseSpec, *, has_more: bool
-) -> dict[str, Any]:
-    norms: list[SiteNorm] = [
-        measure_site(tensors_path, site, base.sites[site.layer, site.site].module_path) for site in sites
-    ]
-    largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
-    # A magnitude, a row that replaces another and a head have an effect of their own.
-    if largest.norm < _LEAST_NORM and not has_more and not any(site.magnitude for site in sites):
-        size = "zero" if largest.norm == 0.0 else f"zero or smaller than {_LEAST_NORM:.2g}"
-        _refuse(
-            "no_effect",
-            f"every product of the scaling, lora_B and lora_A is {size}: the adapter would answer as the base does",
-        )
-    return {
-        "total": math.hypot(*(n.norm for n in norms)),
-        "max": largest.norm,
-        "max_module": largest.module_path,
-        "min": smallest.norm,
-    }
+def _check_values(
+    tensors_path: Path,
+    sites: tuple[SiteWeights, ...],
+    experts: tuple[ExpertWeights, ...],
+    base: BaseSpec,
+    report: _Report,
+    has_more: bool,
+) -> None:
+    norms, without = measure_experts(tensors_path, experts, base)
+    report.norm = measure_sites(tensors_path, sites, base, norms, has_more=has_more)
+    report.done("finite, and of effect")
+    report.warn([*without, *note_magnitude_order(tensors_path, sites, base)])
 
 
 def _note_overlapping_alphas(settings: LoraSettings, modules: list[str], report: _Report) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,10 @@ _ROTATED = ("q_proj", "k_proj")
 # The square of the relative norm below which float64 sums cannot tell a product from zero.
 _NOTHING = 1e-14
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+_LEAST_NORM = 2.0**-126
+"""The smallest normal number of float32 and of bfloat16. A smaller change of a linear is lost in any served dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,36 @@ def measure_site(tensors_path: Path, site: SiteWeights, module_path: str) -> Sit
     if site.scaling == 0.0 or product <= _NOTHING * bound:
         return SiteNorm(module_path, 0.0)
     return SiteNorm(module_path, abs(site.scaling) * math.sqrt(product))
+
+
+def measure_sites(
+    tensors_path: Path,
+    sites: tuple[SiteWeights, ...],
+    base: BaseSpec,
+    of_experts: Iterable[SiteNorm],
+    *,
+    has_more: bool,
+) -> dict[str, Any]:
+    """The norms of a report, of all sites and `of_experts`. `has_more`: the adapter changes more than these. Raises
+    AdapterRefused (non_finite, no_effect), OSError."""
+    norms = [
+        measure_site(tensors_path, site, base.sites[site.layer, site.site].module_path) for site in sites
+    ]
+    norms += of_experts
+    largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
+    # A magnitude, a row that replaces another and a head have an effect of their own.
+    if largest.norm < _LEAST_NORM and not has_more and not any(site.magnitude for site in sites):
+        size = "zero" if largest.norm == 0.0 else f"zero or smaller than {_LEAST_NORM:.2g}"
+        raise AdapterRefused(
+            "no_effect",
+            f"every product of the scaling, lora_B and lora_A is {size}: the adapter would answer as the base does",
+        )
+    return {
+        "total": math.hypot(*(n.norm for n in norms)),
+        "max": largest.norm,
+        "max_module": largest.module_path,
+        "min": smallest.norm,
+    }
 
 
 def check_dtype(module: str, matrix: str, tensor: TensorSlice) -> None:

@@ -148,7 +148,13 @@ def check_experts_fit(spec: AdapterSpec, layout: ExpertLayout | None) -> None:
     for weights in spec.experts:
         where = f"{weights.site} of the experts of layer {weights.layer}"
         shape = None if layout is None else layout.shape(weights.layer, weights.site)
-        if layout is None or shape is None or not -1 <= weights.expert < layout.num_experts:
+        if layout is None:
+            raise AdapterRefused(
+                "unsupported_feature",
+                "LoRA on the experts of a mixture is served by Loraplex's own decoder on a CPU, not here",
+                feature="experts",
+            )
+        if shape is None or not -1 <= weights.expert < layout.num_experts:
             raise ArtifactCorrupt(f"{where} is not a place for an adapter in this model")
         place = (weights.layer, weights.site, weights.expert)
         if not seen.isdisjoint({place, (*place[:2], -1)}) or (weights.expert < 0 and place[:2] in whole):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,42 +70,88 @@ def test_checkpoints_tell_the_experts(mixture: BaseSpec, with_shared: BaseSpec) 
     assert set(with_shared.experts) == {1, 2, 3}
 
 
-def test_the_refusal_says_which_form_was_found(tmp_path: Path, mixture: BaseSpec) -> None:
+@pytest.fixture(scope="module")
+def not_served(mixture: BaseSpec) -> BaseSpec:
+    """The same of a family whose experts take no adapters."""
+    return replace(mixture, model_type="phimoe")
+
+
+def test_what_lies_on_experts_is_admitted_and_reported(tmp_path: Path, mixture: BaseSpec) -> None:
+    tensors = attention(mixture) | pairs(mixture.experts)
+    for name in tensors:
+        if ".experts.2." in name and ".lora_B." in name:
+            tensors[name] = np.zeros_like(tensors[name])
+    spec = admit(mixture, tmp_path / "pairs", tensors, use_rslora=True)
+    assert len(spec.experts) == 3 * 4 * 4
+    assert spec.targets == ("q_proj", "experts.gate", "experts.up", "experts.down")
+    assert spec.report["parameters"] == sum(array.size for array in tensors.values())
+    assert spec.report["modules_matched"] == 4 + 3 * 4 * 4
+    ranks = spec.report["rank_by_module"]
+    assert ranks["model.layers.3.mlp.experts.up"] == ranks["model.layers.0.self_attn.q_proj"] == 4
+    told = warnings(spec)
+    assert "1.41 times too strong" in told
+    assert "4 of 16 experts with LoRA have a product of zero" in told
+    details = [check["detail"] for check in spec.report["checks"]]
+    assert "a pair an expert: gate, up, down of 4 layers, rank 4 an expert" in details
+
+
+def test_experts_alone_are_admitted(tmp_path: Path, mixture: BaseSpec) -> None:
+    alone = BOTH | {"target_modules": [], "r": 16, "rank_pattern": {r".*\.gate_up_proj": 32}}
+    deep, top = stacks(mixture.experts, 32), stacks(mixture.experts, 16)
+    tensors = {name: (deep if ".base_layer." in name else top)[name] for name in top}
+    spec = admit(mixture, tmp_path / "stacks", tensors, **alone)
+    assert (spec.rank, spec.sites, spec.targets) == (32, (), ("experts.gate_up", "experts.down"))
+    zero = {name: np.zeros_like(array) for name, array in tensors.items()}
+    assert refused(mixture, tmp_path / "zero", zero, **alone).code == "no_effect"
+    tensors["model.layers.1.mlp.experts.lora_B.weight"][3, 5] = np.nan
+    broken = refused(mixture, tmp_path / "nan", tensors, **alone)
+    assert broken.code == "non_finite"
+    assert "model.layers.1.mlp.experts.down" in broken.message
+
+
+def test_the_refusal_of_another_family_says_which_form_was_found(
+    tmp_path: Path, mixture: BaseSpec, not_served: BaseSpec
+) -> None:
     tensors = attention(mixture)
-    whole = refused(mixture, tmp_path / "pairs", tensors | pairs(mixture.experts))
+    whole = refused(not_served, tmp_path / "pairs", tensors | pairs(mixture.experts))
     assert (whole.code, whole.feature, len(whole.faults)) == ("unsupported_feature", "experts", 1)
     assert "has a pair an expert: gate, up, down of 4 layers, rank 4 an expert" in whole.message
-    stacked = refused(mixture, tmp_path / "stacks", tensors | stacks(mixture.experts), **BOTH)
+    stacked = refused(not_served, tmp_path / "stacks", tensors | stacks(mixture.experts), **BOTH)
     assert (stacked.feature, len(stacked.faults)) == ("experts", 1)
     assert "has stacks of all experts of a layer: gate_up, down of 4 layers" in stacked.message
-    turned = refused(mixture, tmp_path / "turned", tensors | stacks(mixture.experts, turned=True), **BOTH)
+    turned = refused(not_served, tmp_path / "turned", tensors | stacks(mixture.experts, turned=True), **BOTH)
     assert "turned as PEFT before 0.19.1" in turned.message
-    trained = refused(mixture, tmp_path / "rs", tensors | pairs(mixture.experts), use_rslora=True)
+    trained = refused(not_served, tmp_path / "rs", tensors | pairs(mixture.experts), use_rslora=True)
     assert "1.41 times too strong" in trained.message
 
 
-def test_a_fault_of_the_file_is_told_beside_it(tmp_path: Path, mixture: BaseSpec) -> None:
+def test_a_fault_of_the_file_is_told(tmp_path: Path, mixture: BaseSpec, not_served: BaseSpec) -> None:
     tensors = attention(mixture) | pairs(mixture.experts)
     lacking = {name: array for name, array in tensors.items() if "layers.3.mlp.experts.2.up_proj" not in name}
+    told = "the config names 'model.layers.3.mlp.experts.2.up_proj', but no tensors came"
     error = refused(mixture, tmp_path / "lacking", lacking)
+    assert (error.code, error.feature) == ("missing_tensor", None)
+    assert told in error.message
+    error = refused(not_served, tmp_path / "lacking", lacking)
     assert (error.code, error.feature) == ("unsupported_feature", "experts")
-    assert "the config names 'model.layers.3.mlp.experts.2.up_proj', but no tensors came" in error.message
+    assert told in error.message
     error = refused(mixture, tmp_path / "dora", tensors, use_dora=True)
     assert (error.code, error.feature) == ("unsupported_feature", "experts_dora")
     # A module that is not served either is told too.
     gate = {name.replace("self_attn.q_proj", "self_attn.q_norm"): array for name, array in tensors.items()}
-    error = refused(mixture, tmp_path / "norm", gate)
+    error = refused(not_served, tmp_path / "norm", gate)
     assert [fault.feature for fault in error.faults] == ["experts", "q_norm"]
-    error = refused(mixture, tmp_path / "bias", tensors, lora_bias=True)
+    error = refused(not_served, tmp_path / "bias", tensors, lora_bias=True)
     assert {fault.feature for fault in error.faults} == {"lora_bias", "experts"}
+    assert refused(mixture, tmp_path / "bias", tensors, lora_bias=True).feature == "lora_bias"
 
 
 def test_what_the_experts_recipe_left_out_is_told(tmp_path: Path, with_shared: BaseSpec) -> None:
     """PEFT moves the three names to parameters of the experts; nothing else of these names is trained then."""
     tensors = attention(with_shared) | stacks(with_shared.experts)
-    error = refused(with_shared, tmp_path, tensors, **BOTH)
-    assert "PEFT left the shared experts and dense layers out of the training" in error.message
-    assert "model.layers.0.mlp.gate_proj and 11 more" in error.message
+    told = warnings(admit(with_shared, tmp_path, tensors, **BOTH))
+    assert "PEFT left the shared experts and dense layers out of the training" in told
+    assert "model.layers.0.mlp.gate_proj and 11 more" in told
 
 
 def test_attention_alone_warns_where_the_config_names_experts(tmp_path: Path, mixture: BaseSpec) -> None:
@@ -240,9 +287,8 @@ def test_names_of_mixtral_in_transformers_4(tmp_path: Path) -> None:
     # The experts are found under either name.
     trained = pairs(base.experts, 4, ("w1", "w3", "w2"))
     trained = {name.replace(".mlp.", ".block_sparse_moe."): array for name, array in trained.items()}
-    error = refused(base, tmp_path / "experts", trained, target_modules=["w1", "w2", "w3"])
-    assert error.feature == "experts"
-    assert "a pair an expert: gate, up, down" in error.message
+    spec = admit(base, tmp_path / "experts", trained, target_modules=["w1", "w2", "w3"])
+    assert spec.targets == ("experts.gate", "experts.up", "experts.down")
 
 
 def test_what_lies_outside_of_experts_is_held_to_the_limits_of_all(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
-"""Checks of LoRA on a mixture's experts: the refusal, and warnings for the report of a version."""
+"""Checks of LoRA on a mixture's experts: what is read, what is refused, and warnings for the report of a version."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from loraplex.adapters.admission.base_families import EXPERTS_SERVED
 from loraplex.adapters.admission.experts.forms import ExpertForms, read_experts
 from loraplex.adapters.admission.experts.places import PARAMETERS, ExpertTensors
 from loraplex.adapters.admission.module_names import ModuleNames
@@ -20,7 +23,7 @@ from loraplex.adapters.admission.safetensors_header import (
 from loraplex.adapters.admission.tensor_names import AdapterTensors
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.expert_shapes import LEAVES, SPELLINGS
-from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
+from loraplex.adapters.spec import BaseSpec, ExpertWeights, SiteShape, TensorSlice
 from loraplex.adapters.store.files import shown
 from loraplex.kernels.lora.site_groups import SITES
 
@@ -38,28 +41,66 @@ def read_upload(path: Path, base: BaseSpec) -> dict[str, TensorSlice]:
     return header
 
 
-def refuse_experts(
+@dataclass(frozen=True, slots=True)
+class ExpertsRead:
+    """LoRA on the experts of a base, the sentence about it for the report of a version, and warnings."""
+
+    weights: tuple[ExpertWeights, ...] = ()
+    told: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the sites, such as "experts.down"."""
+        return tuple(dict.fromkeys(f"experts.{weights.site}" for weights in self.weights))
+
+    @property
+    def ranks(self) -> set[int]:
+        return {weights.rank for weights in self.weights}
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the file: what experts share counts once."""
+        tensors = {tensor.start: tensor for weights in self.weights for tensor in (weights.a, weights.b)}
+        return sum(math.prod(tensor.shape) for tensor in tensors.values())
+
+    def rank_by_module(self, base: BaseSpec) -> Iterator[tuple[str, int]]:
+        """The largest rank of an expert of each site of a layer, by a path such as "model.layers.0.mlp.experts.up"."""
+        found: dict[str, int] = {}
+        for weights in self.weights:
+            path = f"{base.experts[weights.layer].module_path}.{weights.site}"
+            found[path] = max(found.get(path, 0), weights.rank)
+        yield from found.items()
+
+
+def check_experts(
     experts: ExpertTensors,
     tensors: AdapterTensors,
     by_path: Mapping[str, SiteShape],
     base: BaseSpec,
     settings: LoraSettings | None,
     max_rank: int,
-) -> None:
-    """Refuse what lies on experts: by the name of what could never be read, else as what is not served, with the form
-    that was found where the config can be read. Raises AdapterRefused."""
+) -> ExpertsRead:
+    """Read what lies on experts, where the config can be read. Where the base's are not served they are refused: by the
+    name of what could never be read, else with the form that was found. Raises AdapterRefused."""
     modules = list(experts.modules())
     if not modules:
-        return
+        return ExpertsRead()
+    is_served = base.model_type in EXPERTS_SERVED
     found = ""
     try:
         if settings is not None:
             forms = read_experts(experts, base.experts, settings, max_rank)
-            found = "; ".join(["", _told(forms), *forms.notes, *_left_out(tensors, by_path, settings)])
+            notes = (*forms.notes, *_left_out(tensors, by_path, settings))
+            if is_served:
+                return ExpertsRead(forms.weights, _told(forms), notes)
+            found = "; ".join(["", f"the file is whole, and has {_told(forms)}", *notes])
     except AdapterRefused as refusal:
-        if refusal.feature is not None:
+        if is_served or refusal.feature is not None:
             raise
         found = f"; served or not, {refusal.message}"
+    if is_served:
+        return ExpertsRead()
     which = shown(modules[0], 160) + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
     raise AdapterRefused(
         "unsupported_feature", f"{experts_not_served(which, base)}{found}", feature="experts"
@@ -82,10 +123,7 @@ def _told(forms: ExpertForms) -> str:
     ranks = sorted({weights.rank for weights in forms.weights})
     layers = len({weights.layer for weights in forms.weights})
     sites = ", ".join(dict.fromkeys(weights.site for weights in forms.weights))
-    return (
-        f"the file is whole, and has {forms.form}: {sites} of {layers} layers, rank {' and '.join(map(str, ranks))} an "
-        "expert"
-    )
+    return f"{forms.form}: {sites} of {layers} layers, rank {' and '.join(map(str, ranks))} an expert"
 
 
 def note_untrained(settings: LoraSettings, base: BaseSpec, names: ModuleNames) -> list[str]:
