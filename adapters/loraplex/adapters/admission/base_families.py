@@ -119,8 +119,9 @@ ROUTED = frozenset(
     {"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
 )
 """Types of mixtures whose routers, and gates of shared experts, adapters may change."""
-EXPERTS_SERVED = ROUTED | {"glm4_moe"}
-"""Types of mixtures whose routed experts adapters may change."""
+EXPERTS_SERVED = ROUTED - {"gpt_oss"} | {"glm4_moe"}
+"""Types of mixtures whose routed experts adapters may change. gpt-oss has rows of gate and up in turns, which are not
+put in order for the device."""
 ANSWER_FILE = "1_LogitScore/config.json"
 """The file in which sentence-transformers names the tokens whose logits a reranker compares."""
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "Model")
