@@ -121,7 +121,17 @@ def set_up_llama(where: Place) -> None:
     source = work / f"llama_cpp_python-{LLAMA_SOURCE}/vendor/llama.cpp"
     if not source.exists():
         name = f"llama-cpp-python=={LLAMA_SOURCE}"
-        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", name]
+        download = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            "llama-cpp-python",
+            name,
+        ]
         subprocess.run([*download, "-d", work], check=True)
         with tarfile.open(next(work.glob(f"llama_cpp_python-{LLAMA_SOURCE}*.tar.gz"))) as archive:
             archive.extractall(work, filter="data")
