@@ -63,9 +63,8 @@ def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
         base = save_tiny(tmp_path / "base", options, max_shard_size="20KB")
     assert len(list(base.glob("*.safetensors"))) > 1
     adapters = save_adapters(base, tmp_path, with_gates(ADAPTERS, options))
-    num_blocks = (
-        8 if family == "lfm2" else 10 if family.startswith("gemma4") else 13 if family == "lfm3" else 12
-    )
+    of_family = {"lfm2": 8, "lfm3": 13, "gpt_oss": 13}
+    num_blocks = of_family.get(family, 10 if family.startswith("gemma4") else 12)
     engine = cramped_engine(base, tmp_path / "work", max_num_seqs=8, num_blocks=num_blocks)
     answered = ask_mixed(engine, adapters, seed=family, requests=12, tokens=OUTPUTS)
     stats = engine.core.stats()
