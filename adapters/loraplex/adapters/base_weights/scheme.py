@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,11 +26,19 @@ class Scheme(ABC):
     """The names that the other tensors of a module may have."""
     has_heads: ClassVar[bool] = False
     """Whether its tools can quantise a head."""
+    experts_alone: ClassVar[bool] = False
+    """Whether it is of routed experts alone."""
 
     @property
     @abstractmethod
     def form(self) -> WeightForm:
         """The form of its linears, as they are stored."""
+
+    def modules(self, tensors: QuantisedTensors) -> Iterable[str]:
+        """The modules that are quantised, by name."""
+        ending = f".{self.suffix}"
+        named = (name.removesuffix(ending) for name in tensors if name.endswith(ending))
+        return (module for module in named if self.is_module(module, tensors))
 
     def is_module(self, module: str, tensors: QuantisedTensors) -> bool:
         """Whether a module with such a tensor is quantised."""

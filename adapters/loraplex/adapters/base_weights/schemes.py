@@ -13,6 +13,7 @@ from loraplex.adapters.base_weights.compressed_tensors import read_compressed_te
 from loraplex.adapters.base_weights.fp8 import read_fp8
 from loraplex.adapters.base_weights.gguf import read_gguf
 from loraplex.adapters.base_weights.gptq import read_auto_round, read_awq, read_gptq
+from loraplex.adapters.base_weights.mxfp4 import read_mxfp4
 from loraplex.adapters.base_weights.scheme import Scheme
 from loraplex.adapters.base_weights.tensors import QuantisationUnsupported, QuantisedTensors
 from loraplex.adapters.base_weights.words import leaves_out
@@ -26,6 +27,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 
 
@@ -55,9 +57,7 @@ class StoredLinears:
     def __init__(self, scheme: Scheme, tensors: QuantisedTensors) -> None:
         self.scheme = scheme
         self._tensors = tensors
-        ending = f".{scheme.suffix}"
-        named = (name.removesuffix(ending) for name in tensors if name.endswith(ending))
-        self.modules = frozenset(module for module in named if scheme.is_module(module, tensors))
+        self.modules = frozenset(scheme.modules(tensors))
         if not self.modules:
             raise QuantisationUnsupported(
                 f"config.json says {scheme.name}, and no linear of the checkpoint has a tensor {scheme.suffix}"

@@ -87,6 +87,18 @@ class QuantisedTensors:
         self._fill(array, found, name)
         return array
 
+    def part(self, name: str, index: int) -> NDArray[np.uint8]:
+        """The bytes of one of a tensor's first dimension."""
+        found = self._find(name)
+        count, *shape = found.tensor.shape
+        array = np.empty(shape, np.uint8)
+        if found.tensor.end - found.tensor.start != count * array.nbytes or not 0 <= index < count:
+            raise QuantisationUnsupported(
+                f"{name} has not {count} parts of {array.nbytes} bytes, or none of {index}"
+            )
+        self._fill(array, found, name, index * array.nbytes)
+        return array
+
     def scales(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """A tensor of finite floats."""
         found = self.read(name, FLOATS, shape).astype(np.float32)
@@ -102,9 +114,9 @@ class QuantisedTensors:
         return shape[0], shape[1]
 
     @staticmethod
-    def _fill(array: NDArray[Any], found: Stored, name: str) -> None:
+    def _fill(array: NDArray[Any], found: Stored, name: str, offset: int = 0) -> None:
         with open_regular(found.path) as file:
-            file.seek(found.tensor.start)
+            file.seek(found.tensor.start + offset)
             if array.nbytes and read_into(file, array.reshape(-1).view(np.uint8).data) < array.nbytes:
                 raise QuantisationUnsupported(f"{found.path} ends inside {name}")
 

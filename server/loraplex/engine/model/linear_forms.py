@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from loraplex.adapters.admission.base_model import is_of_expert
 from loraplex.adapters.base_weights.gguf import is_indexed, module_form, read_index
 from loraplex.adapters.base_weights.grouped import INT8_GROUP, group_of
 from loraplex.adapters.base_weights.schemes import read_scheme, stores_head
@@ -31,6 +32,8 @@ class Linears:
     quantise: bool
     """Linears that are stored as floats become codes of 8 bits."""
     stores_head: bool
+    experts_alone: bool
+    """Only routed experts are quantised."""
     backend: str
     rounds_activations: bool
     index: Mapping[str, TensorSlice] | None
@@ -56,9 +59,14 @@ class Linears:
         if self.index is not None:
             stored = module_form(self.index, next(iter(modules)))
             form = FLOATS if stored is None else self._served(stored)
-        elif not self.stores_head and any(name.endswith(("lm_head", "embed_tokens")) for name in modules):
+        elif self._are_left_out(modules):
             form = FLOATS
         return self._quantised(form, group_of(inputs))
+
+    def _are_left_out(self, modules: Iterable[str]) -> bool:
+        if self.experts_alone:
+            return not all(map(is_of_expert, modules))
+        return not self.stores_head and any(name.endswith(("lm_head", "embed_tokens")) for name in modules)
 
     def row_bytes(self, inputs: int, dtype: torch.dtype) -> int:
         """Memory of one output's weights of a layer's linear."""
@@ -86,6 +94,7 @@ def plan_linears(
             stored=served_form(stored, kernels.backend, round_activations=rounds),
             quantise=quantise != "none",
             stores_head=stores_head(fields),
+            experts_alone=scheme is not None and scheme.experts_alone,
             backend=kernels.backend,
             rounds_activations=rounds,
             index=read_index(model_dir) if is_indexed(model_dir) else None,
