@@ -38,9 +38,10 @@ are those of bases that run through transformers: Phi and OPT (`dense`, `out_pro
 `attn_c_proj` stands for the `c_proj` of an attention; the others are LFM2's and LFM3's, Qwen3.5's and OLMo Hybrid's,
 and Granite 4's (`in_proj`, `out_proj`, `input_linear`, `output_linear`). `gate` is the router of Mixtral, OLMoE,
 Qwen3-MoE, Qwen2-MoE, Qwen3-Next and Qwen3.5-MoE, `shared_expert_gate` the gate of the last three's shared experts;
-`in_proj_qkvz` and `in_proj_ba` are Qwen3-Next's. A module may have another size in some layers, or be missing there. A
-shared expert, which all tokens go through, has sites as a dense layer has. LoRA on any other module of the base is
-`unsupported_feature`, with the module's name; on the routed experts of a mixture with `experts`, and [the form that was
+`router` is that of gpt-oss and Granite, `proj` (in `router.proj`) Gemma 4's; `in_proj_qkvz` and `in_proj_ba` are
+Qwen3-Next's. A module may have another size in some layers, or be missing there. A shared expert, which all tokens go
+through, has sites as a dense layer has. LoRA on any other module of the base is `unsupported_feature`, with the
+module's name; on the routed experts of a mixture with `experts`, and [the form that was
 found](#lora-on-routed-experts). On the vision or audio part of a multimodal model it is left out, or refused with
 `other_towers` ([models.md](models.md#multimodal-models)).
 """

@@ -68,7 +68,6 @@ def said_by_all(path: Path, readers: tuple[Callable[[Path], Any], ...] = READERS
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]}, "recurrent states"),
         ({"model_type": "nemotron_h", "layers_block_type": ["attention", "moe"]}, "experts.*layers_block_type: moe"),
         ({"model_type": "nemotron_h", "hybrid_override_pattern": "M*E"}, "experts.*hybrid_override_pattern: E"),
         ({"model_type": "lfm2_moe", "layer_types": ["conv", "full_attention"]}, "convolutions"),

@@ -205,6 +205,9 @@ def test_the_real_model(real_model_dir: Path, tmp_path: Path) -> None:
         ("qwen3_next", "num_experts_per_tok", 4, True),
         ("qwen3_5_moe_text", "norm_topk_prob", True, True),
         ("qwen3_moe", "num_experts_per_tok", 4, False),
+        ("granitemoe", "num_experts_per_tok", 4, False),
+        ("granitemoehybrid", "num_experts_per_tok", 4, False),  # without experts
+        ("gemma4_text", "top_k_experts", 4, False),
     ],
 )
 def test_fields_that_newer_families_compute_by_are_of_the_fingerprint(

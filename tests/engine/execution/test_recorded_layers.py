@@ -137,7 +137,17 @@ def test_repeated_layers_give_the_same_bits(family: str, dtype: str, threads: in
 
 
 @pytest.mark.parametrize(
-    "family", ["granite4-h", "olmo_hybrid", "nemotron_h", "qwen3_5_moe", "qwen3_next", "glm4_moe"]
+    "family",
+    [
+        "granite4-h",
+        "olmo_hybrid",
+        "nemotron_h",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "glm4_moe",
+        "granite4-tiny",
+        "gemma4-moe",
+    ],
 )
 def test_steps_of_states_and_experts_are_recorded_with_multipliers_and_wide_norms_too(
     family: str, tmp_path: Path

@@ -35,7 +35,7 @@ ALL = (
     "llama", "llama-biases", "mistral-window", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2", "granite",
     "starcoder2", "lfm2", "lfm2-biases", "lfm3", "lfm3-plain", "qwen3_5-2", "olmo_hybrid",
     "olmo_hybrid-rope", "granite4", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe",
-    "qwen3_5_moe", "qwen3_next", *OWN_NAMES,
+    "qwen3_5_moe", "qwen3_next", "granitemoe", "granitemoeshared", "granite4-tiny", "gemma4-moe", *OWN_NAMES,
 )  # fmt: skip
 ONE_OF_A_KIND = (
     "llama-biases", "phi3", "gemma3", "lfm2", "lfm3", "qwen3_5-2", "olmo_hybrid", "granite4", "qwen3_moe", "olmo2",

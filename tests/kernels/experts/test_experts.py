@@ -97,6 +97,15 @@ def test_forced_experts_have_the_weights_of_their_scores(ops: Ops) -> None:
     torch.testing.assert_close(found.weights, (scores / scores.sum(1, keepdim=True)).float())
 
 
+def test_weights_are_multiplied_by_the_numbers_of_their_experts(ops: Ops) -> None:
+    logits, scales = drawn(9, 21), drawn(21, seed=1)
+    kind = RouterKind("softmax", 21, 4, normalise=True)
+    plain, scaled = ops.experts.route(logits, kind), ops.experts.route(logits, kind, scales=scales)
+    assert torch.equal(scaled.ids, plain.ids)
+    assert (scaled.weights - plain.weights * scales[plain.ids]).abs().max() < 1e-6
+    assert scaled.weights.min() < 0
+
+
 def test_a_router_that_cannot_choose_so_many_is_refused() -> None:
     with pytest.raises(ValueError, match="can't choose 5 of 8 experts, from 1 of 2 groups"):
         RouterKind("sigmoid", 8, 5, groups=2, top_groups=1)

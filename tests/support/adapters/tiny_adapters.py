@@ -77,14 +77,18 @@ def with_gates(chosen: dict[str, dict[str, Any]], family: dict[str, Any]) -> dic
 _FUSED_TARGETS = {"q_proj": "qkv_proj", "v_proj": "qkv_proj", "k_proj": "qkv_proj",
                  "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}  # fmt: skip
 
+_PACKED_TARGETS = {"gate_proj": "input_linear", "up_proj": "input_linear", "down_proj": "output_linear"}
 BY_PARAMETER = {
-    "qwen2_moe": "gate.weight", "qwen3_5_moe_text": "gate.weight", "gpt_oss": "router.weight",
-}  # fmt: skip
+    **dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text"), "gate.weight"),
+    **dict.fromkeys(("gpt_oss", "granitemoe", "granitemoeshared"), "router.weight"),
+}
 """Types of mixtures whose experts PEFT does not convert, and whose routers it knows by their parameter alone."""
+BESIDE = frozenset({"gemma4", "gemma4_text", "granitemoehybrid"})
+"""Types with experts in some models, whose names PEFT leaves as they are."""
 _TARGETS: dict[str, dict[str, str]] = {
     # PEFT takes these names for the experts', where it converts them.
     **dict.fromkeys(
-        {*ROUTED, "glm4_moe"} - {"qwen2_moe", "qwen3_5_moe_text"},
+        {*ROUTED, "glm4_moe"} - {"qwen2_moe", "qwen3_5_moe_text"} - BESIDE,
         dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "o_proj"),
     ),
     "phi3": _FUSED_TARGETS,
@@ -92,7 +96,7 @@ _TARGETS: dict[str, dict[str, str]] = {
     "opt": {"o_proj": "out_proj", "gate_proj": "fc1", "up_proj": "fc1", "down_proj": "fc2"},
     "lfm2": {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "nemotron_h": {"embed_tokens": "embeddings", "model.embed_tokens": "model.embeddings"},
-    "granitemoehybrid": {"gate_proj": "input_linear", "up_proj": "input_linear", "down_proj": "output_linear"},
+    **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), _PACKED_TARGETS),
     "lfm3": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     "starcoder2": {"gate_proj": "c_fc", "up_proj": "c_fc", "down_proj": "c_proj"},
     "gpt_neox": {
@@ -133,7 +137,7 @@ def named_for(model_type: str, options: dict[str, Any]) -> dict[str, Any]:
             site for known, site in (("q_proj", "in_proj"), ("o_proj", "out_proj")) if known in targets
         ]
     only_linears = options.get("use_dora") or "alora_invocation_tokens" in options  # by PEFT
-    if model_type in ROUTED and "gate_proj" in options["target_modules"] and not only_linears:
+    if model_type in ROUTED - BESIDE and "gate_proj" in options["target_modules"] and not only_linears:
         if model_type in BY_PARAMETER:
             options = options | {"target_parameters": [BY_PARAMETER[model_type]]}
         else:

@@ -192,6 +192,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 11, "max_window_layers": 1,
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24},
+    # Experts beside the feed-forward, which read the residual; a layer that reads another's keys, wider.
+    "gemma4-moe": {
+        **_GEMMA4, **_GEMMA4_DENSE, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 6,
+        "top_k_experts": 2, "moe_intermediate_size": 24,
+    },
+    # A softmax over the chosen experts alone, with multipliers; with a shared feed-forward, and behind Mamba-2.
+    "granitemoe": {
+        "model_type": "granitemoe", "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2,
+    },
+    "granitemoeshared": {
+        "model_type": "granitemoeshared", "num_local_experts": 4, "num_experts_per_tok": 3, "intermediate_size": 24,
+        "shared_intermediate_size": 40, "residual_multiplier": 0.7, "attention_multiplier": 0.2,
+    },
+    "granite4-tiny": {
+        "model_type": "granitemoehybrid", "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "shared_intermediate_size": 40,
+        "mamba_n_heads": 2, "mamba_d_state": 32, "mamba_d_head": 32, "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.2,
+    },
     "glm4_moe": {
         "model_type": "glm4_moe", "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
         "topk_group": 2, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,

@@ -109,17 +109,22 @@ _SERVED_KINDS: Mapping[str, frozenset[str]] = {
 _SIZES: Mapping[str, str] = {
     "kv_lora_rank": _LATENT,
     "index_topk": _INDEXED,
-    "enable_moe_block": "its layers have experts beside their feed-forward, which the fused decoder does not compute",
 }
 """Fields that are a number above 0, or true, where this is in the way."""
 _OTHER_INPUTS = ("vision_config", "audio_config", "vision_tower", "speech_config", "vq_config")
 _MULTIMODAL = ("phi4_multimodal",)
 """Types that have no config for what they see or hear where `_OTHER_INPUTS` would find it."""
 ROUTED = frozenset(
-    {"gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"}
-)
+    {
+        "gemma4", "gemma4_text", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "mixtral", "olmoe",
+        "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next",
+    }
+)  # fmt: skip
 """Types of mixtures whose routers, and gates of shared experts, adapters may change."""
-EXPERTS_SERVED = ROUTED - {"gpt_oss"} | {"glm4_moe"}
+_ROUTERS_ALONE = frozenset(
+    {"gemma4", "gemma4_text", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared"}
+)
+EXPERTS_SERVED = (ROUTED | {"glm4_moe"}) - _ROUTERS_ALONE
 """Types of mixtures whose routed experts adapters may change. gpt-oss has rows of gate and up in turns, which are not
 put in order for the device."""
 ANSWER_FILE = "1_LogitScore/config.json"
@@ -209,7 +214,7 @@ def _property_of(config: Mapping[str, Any]) -> str | None:
         found = config.get(field)
         listed = found if isinstance(found, list) or (field == _PATTERN and isinstance(found, str)) else ()
         kinds = {kind for kind in listed if isinstance(kind, str)}
-        kinds -= _served_kinds(config)
+        kinds -= _SERVED_KINDS.get(str(config.get("model_type")), frozenset())
         for reason, names in _LAYER_KINDS.items():
             if told := sorted(kinds & names):
                 return f"{reason} ({field}: {told[0]})"
@@ -218,15 +223,6 @@ def _property_of(config: Mapping[str, Any]) -> str | None:
         if isinstance(size, int) and size > 0:
             return f"{reason} ({field}: {size})"
     return None
-
-
-def _served_kinds(config: Mapping[str, Any]) -> frozenset[str]:
-    """Those that are served in a family all the same, where no experts stand behind them. Granite 4 has 8 of these
-    where its config says nothing."""
-    model_type = str(config.get("model_type"))
-    if model_type == "granitemoehybrid" and config.get("num_local_experts", 8) != 0:
-        return frozenset()
-    return _SERVED_KINDS.get(model_type, frozenset())
 
 
 def _type_of_class(name: str) -> str | None:

@@ -138,7 +138,7 @@ MULTIMODAL: Mapping[str, ModelParts] = {
     ),
     "fast_vlm": _LLAVA,
     "gemma3": _LLAVA,
-    "gemma4": _GEMMA4,
+    "gemma4": replace(_GEMMA4, expert_linears=_EXPERTS.expert_linears),
     "gemma4_unified": _GEMMA4,
     "got_ocr2": _LLAVA,
     "idefics2": _IDEFICS,
@@ -240,8 +240,19 @@ _TEXTS: Mapping[str, ModelParts] = {
     "mpt": ModelParts(layer_count="n_layers"),
     "hy_v3": ModelParts(inside=((".mlp.shared_mlp.", ".mlp.shared_experts."),)),
     "lfm3": ModelParts(inside=_LFM3_INSIDE),
-    **dict.fromkeys(("glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
     "gpt_oss": replace(_EXPERTS, experts_in_turns=True),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid", "granitemoeshared"),
+        replace(
+            _EXPERTS,
+            inside=(
+                (".block_sparse_moe.input_linear.", ".block_sparse_moe.experts.gate_up_proj."),
+                (".block_sparse_moe.output_linear.", ".block_sparse_moe.experts.down_proj."),
+                (".block_sparse_moe.router.layer.", ".block_sparse_moe.router."),
+            ),
+        ),
+    ),
+    **dict.fromkeys(("gemma4_text", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"), _EXPERTS),
     "mixtral": ModelParts(inside=((".block_sparse_moe.", ".mlp."),), expert_linears=SPELLINGS[1]),
     "olmo_hybrid": ModelParts(
         inside=(

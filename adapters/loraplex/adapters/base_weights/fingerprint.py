@@ -103,6 +103,10 @@ def _architecture(config: Mapping[str, Any]) -> bytes:
     fields = {name: config[name] for name in names if config.get(name) is not None}
     if config.get("use_sliding_window"):  # else it means nothing
         fields["max_window_layers"] = config.get("max_window_layers")
+    if config.get("enable_moe_block"):  # Gemma 4's, as it means nothing either without
+        fields["top_k_experts"] = config.get("top_k_experts")
+    if config.get("model_type") == "granitemoehybrid" and config.get("num_local_experts"):
+        fields["num_experts_per_tok"] = config.get("num_experts_per_tok")
     # Written as rope_theta + rope_scaling by older tools and as rope_parameters by newer ones.
     found = [config.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
     if not all(isinstance(value, dict) for value in found):

@@ -36,12 +36,14 @@ def route(
     kind: RouterKind,
     correction: torch.Tensor | None = None,
     forced: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> Routes:
     """Raises ValueError where they do not fit."""
     rows, experts = logits.shape
     fits = experts == kind.num_experts and logits.stride(1) == 1
-    if correction is not None:
-        fits = fits and correction.shape == (experts,) and correction.dtype is torch.float32
+    for by_expert in (correction, scales):
+        if by_expert is not None:
+            fits = fits and by_expert.shape == (experts,) and by_expert.dtype is torch.float32
     if forced is not None:
         known = forced.shape == (rows, kind.top_k) and int(forced.min()) >= 0
         fits = fits and known and int(forced.max()) < experts
@@ -65,6 +67,7 @@ def route(
         kind.top_groups,
         int(kind.weights_in_float32),
         int(forced is not None),
+        0 if scales is None else scales.data_ptr(),
         ids.data_ptr(),
         weights.data_ptr(),
         rows,
@@ -131,7 +134,7 @@ def _choose(chosen_by, top_k, ids):
 
 
 @jit
-def _weigh(scores, ids, top_k, kind, normalise, scaling, in_float32, weights, like):
+def _weigh(scores, ids, top_k, kind, normalise, scaling, in_float32, by_expert, weights, like):
     most, total = -_INFINITE, 0.0
     for j in range(top_k):
         most = max(most, scores[read_int64(ids + j * 8)])
@@ -141,11 +144,15 @@ def _weigh(scores, ids, top_k, kind, normalise, scaling, in_float32, weights, li
     if kind == _SIGMOID:
         total += _LEAST_SUM
     for j in range(top_k):
-        score = np.float64(scores[read_int64(ids + j * 8)])
+        expert = read_int64(ids + j * 8)
+        score = np.float64(scores[expert])
         share = math.exp(score - most) if kind == _SOFTMAX_OF_TOP else score
         if kind == _SOFTMAX_OF_TOP or normalise != 0:
             share /= total
-        weight = np.float32(share * scaling)
+        share *= scaling
+        if by_expert != 0:
+            share *= np.float64(read_float32(by_expert + expert * 4))
+        weight = np.float32(share)
         write_float32(
             weight if in_float32 != 0 else first_lane(rounded(splat(weight), like)), weights + j * 4
         )
@@ -159,8 +166,9 @@ def _route_units(team, arguments, like):
                                   read_int64(arguments + 64))  # fmt: skip
     top_groups, in_float32, forced = (read_int64(arguments + 72), read_int64(arguments + 80),
                                       read_int64(arguments + 88))  # fmt: skip
-    ids, weights = read_int64(arguments + 96), read_int64(arguments + 104)
-    rows, share = read_int64(arguments + 112), read_int64(arguments + 120)
+    by_expert, ids, weights = (read_int64(arguments + 96), read_int64(arguments + 104),
+                               read_int64(arguments + 112))  # fmt: skip
+    rows, share = read_int64(arguments + 120), read_int64(arguments + 128)
     scores, chosen_by = np.empty(experts, np.float32), np.empty(experts, np.float32)
     best = np.empty(groups, np.float32)
     units = (rows + share - 1) // share
@@ -176,7 +184,7 @@ def _route_units(team, arguments, like):
                     _leave_out(chosen_by, groups, top_groups, best)
                 _choose(chosen_by, top_k, own)
             to = weights + row * top_k * 4
-            _weigh(scores, own, top_k, kind, normalise, scaling, in_float32, to, like)
+            _weigh(scores, own, top_k, kind, normalise, scaling, in_float32, by_expert, to, like)
 
 
-_route_all = Kernel(_route_units, "qqqqqqqdqqqqqqqq")
+_route_all = Kernel(_route_units, "qqqqqqqdqqqqqqqqq")

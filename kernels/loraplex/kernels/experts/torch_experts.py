@@ -50,6 +50,7 @@ def route(
     kind: RouterKind,
     correction: torch.Tensor | None = None,
     forced: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> Routes:
     scores = logits.float()
     if kind.scores == "softmax":
@@ -64,6 +65,8 @@ def route(
         least = LEAST_SUM if kind.scores == "sigmoid" else 0.0
         weights = weights / (weights.sum(1, keepdim=True) + least)
     weights = weights * kind.scaling
+    if scales is not None:
+        weights = weights * scales[ids]
     return Routes(ids, weights if kind.weights_in_float32 else weights.to(logits.dtype).float())
 
 

@@ -19,6 +19,7 @@ def route(
     kind: RouterKind,
     correction: torch.Tensor | None = None,
     forced: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> Routes:
     """`forced` has to name experts that there are: it is not read on the host. A row with a NaN gets experts that there
     are too. Raises ValueError where shapes or dtypes do not fit."""
@@ -28,6 +29,8 @@ def route(
         fits = fits and correction.shape == (experts,) and correction.dtype is torch.float32
     if forced is not None:
         fits = fits and forced.shape == (rows, kind.top_k) and forced.is_contiguous()
+    if scales is not None:  # multiplied behind the kernel, and not rounded there
+        fits = fits and scales.shape == (experts,) and kind.weights_in_float32
     if not fits:
         raise ValueError(f"logits {list(logits.shape)} {logits.dtype} do not fit {kind}")
     ids = torch.empty(rows, kind.top_k, dtype=torch.int64, device=logits.device)
@@ -56,7 +59,7 @@ def route(
             ROUNDED=not kind.weights_in_float32,
             num_warps=max(1, min(8, block // 256)),
         )
-    return Routes(ids, weights)
+    return Routes(ids, weights if scales is None else weights * scales[ids])
 
 
 @triton.jit

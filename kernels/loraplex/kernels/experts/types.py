@@ -97,9 +97,11 @@ class Route(Protocol):
         kind: RouterKind,
         correction: torch.Tensor | None = None,
         forced: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
     ) -> Routes:
         """`logits` [T, E] in any dtype. `correction` [E] float32 is added to the scores by which experts are chosen,
-        not to their weights. `forced` [T, k] int64: the experts, chosen already."""
+        not to their weights. `forced` [T, k] int64: the experts, chosen already. `scales` [E] float32 multiply the
+        weights of their experts."""
         ...
 
 

@@ -15,7 +15,7 @@ LAYER_SITES: tuple[str, ...] = (
     "input_linear", "output_linear", "g_proj", "in_proj", "w1", "w2", "w3",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "b_proj", "a_proj",
     "c_attn", ATTENTION_OUT, "fc_in", "fc_out", "Wqkv", "gate", "in_proj_qkvz", "in_proj_ba", "shared_expert_gate",
-    "router",
+    "router", "proj",
 )  # fmt: skip
 """Every linear of a decoder layer that an adapter may carry, by its leaf name. `qkv_proj` and `gate_up_proj` are
 those of families whose checkpoints hold Q, K and V, or gate and up, as one linear (Phi-3): one A and one B over all
@@ -24,12 +24,12 @@ layer's own input (Gemma 4). `in_proj_qkv` to `in_proj_a`, and `out_proj`, are t
 `b_proj` and `a_proj` its gates' in OLMo Hybrid. `in_proj` to `w3`, and `out_proj`, are LFM2's, and `g_proj` LFM3's;
 those from `dense` on are names of families that run through transformers: Phi, OPT, StarCoder2, GPT-NeoX, Granite 4,
 Laguna, and from `c_attn` to `Wqkv` on StarCoder, GPT-2, GPT-J and MPT. There a linear is adapted as it stands: the
-rows of a `query_key_value` are in the family's own order. `gate` is the router of a mixture of experts, gpt-oss's is
-`router`, and `shared_expert_gate` gives the number that opens a shared expert. `in_proj_qkvz` and `in_proj_ba` are
-those of a delta net in Qwen3-Next, whose rows are by key head."""
+rows of a `query_key_value` are in the family's own order. `gate` is the router of a mixture of experts (`ROUTERS`),
+and `shared_expert_gate` gives the number that opens its shared expert. `in_proj_qkvz` and `in_proj_ba` are those of a
+delta net in Qwen3-Next, whose rows are by key head."""
 
-ROUTERS = ("gate", "router")
-"""Names of the linear from a row to its experts' scores; the last is gpt-oss's."""
+ROUTERS = ("gate", "router", "proj")
+"""Names of the linear from a row to its experts' scores; the second is gpt-oss's and Granite's, the last Gemma 4's."""
 
 SHARED_GATE = "shared_expert_gate"
 """The linear from a row to the gate of a shared expert."""

@@ -230,9 +230,19 @@ def _with_mixtures(kinds: tuple[LayerKind, ...], config: Any, family: Family) ->
     if family.mixture is None:
         return kinds
     return tuple(
-        replace(kind, feed_forward=family.mixture(config, layer) or kind.feed_forward)
+        replace(kind, feed_forward=_beside(family.mixture(config, layer), kind.feed_forward))
         for layer, kind in enumerate(kinds)
     )
+
+
+def _beside(
+    mixture: MixtureKind | None, own: GatedKind | MixtureKind | None
+) -> GatedKind | MixtureKind | None:
+    """A layer's mixture, with the layer's own feed-forward where that stands beside it."""
+    if mixture is None:
+        return own
+    shared = own if mixture.routed is not None and isinstance(own, GatedKind) and own.size else mixture.shared
+    return msgspec.structs.replace(mixture, shared=shared)
 
 
 def _head_dim(config: Any, row: LayerRow) -> int:

@@ -213,7 +213,7 @@ class FusedDecoder:
             if kind.feed_forward is not None:
                 x = linears.add_rms_norm(x, residual, layer.mlp_norm)
                 feed_forward = FEED_FORWARDS[type(kind.feed_forward)]
-                x = feed_forward.run(kind.feed_forward, layer.mlp, x, batch, linears)
+                x = feed_forward.run(kind.feed_forward, layer.mlp, x, batch, linears, residual)
                 x = linears.norm(x, layer.mlp_out_norm)
                 x = x if times == 1.0 else linears.times(x, times)
             if kind.own_input is not None and layer.own_input is not None and given.own_inputs is not None:
@@ -407,7 +407,7 @@ class DecoderReader:
             mlp=None
             if feed_forward is None
             else FEED_FORWARDS[type(feed_forward)].read(
-                feed_forward, self._tensors, f"{prefix}{names.feed_forward}.", index, *of_mlp
+                feed_forward, self._tensors, prefix, names.feed_forward, index, *of_mlp
             ),
             mlp_out_norm=self._norm(f"{prefix}{last}") if last else None,
             own_input=read_input(self._tensors, prefix, index, *own[:2]) if own else None,

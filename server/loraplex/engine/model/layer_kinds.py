@@ -143,11 +143,17 @@ class MixtureKind(FeedForwardKind, frozen=True):
     sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """The names of an expert's linears."""
     gate: str = "gate"
-    """The name of the router's linear."""
+    """The path of the router's linear."""
     bias: bool = False
     """Whether the router has one, and experts have stacks of them: of gate and up, in turns, and of down."""
     clamped: ExpertActivation | None = None
     """The activation with its numbers; None: `activation` is it."""
+    routed: str | None = None
+    """The path in the layer of the module that has router and experts; None: the feed-forward's, in which what all rows
+    go through has a name of its own. Elsewhere that is the feed-forward itself."""
+    from_residual: bool = False
+    """Whether router and experts read the layer's residual, each behind a norm of its own, and both results are normed
+    before they are added (Gemma 4). The weights of a router's choice are multiplied by a number of their expert."""
     shared: GatedKind | None = None
     """Added to what the experts give, for all rows."""
     shared_name: str = "shared_expert"

@@ -23,7 +23,7 @@ from loraplex.engine.model.families.own_attention import uses_alibi
 from loraplex.engine.model.families.table import is_fused, is_wrapped
 from loraplex.engine.model.family import DecoderSpec, decoder_spec
 from loraplex.engine.model.fused import attention_needs, decoder_shape
-from loraplex.engine.model.layer_kinds import ShortConvKind
+from loraplex.engine.model.layer_kinds import DeltaKind, MambaKind, ShortConvKind
 from loraplex.engine.model.linear_forms import Linears, plan_linears
 from loraplex.engine.model.plans import KeptPlans, ReadConfig
 from loraplex.engine.model.served_config import ServedConfig, read_served_config, wrapped_shape
@@ -34,10 +34,8 @@ from loraplex.kernels.attention.kernel import TellsPrevious
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.linear.dense import multiplies
 
-_EXPERTS_BEHIND_STATES = (
-    "its layers have experts behind gated delta nets, which torch's kernels do not compute on a GPU; choose --kernels "
-    "auto"
-)
+_EXPERTS = "its layers have experts{}, which torch's kernels do not compute on a GPU; choose --kernels auto"
+_BEHIND = {DeltaKind: " behind gated delta nets", MambaKind: " behind Mamba-2"}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 TESTED = frozenset({"gemma", "granite", "olmo2", "smollm3", "starcoder2"})
@@ -260,7 +258,9 @@ def _plan(
         ):
             kept.save_plan(content, settings.max_model_len, read)
     if read.spec.mixtures and not computes_experts:
-        raise ModelUnsupported(not_served(raw["model_type"], _EXPERTS_BEHIND_STATES))
+        mixers = (type(kind.mixer) for kind in read.spec.layers)
+        where = next((_BEHIND[mixer] for mixer in mixers if mixer in _BEHIND), " beside feed-forwards")
+        raise ModelUnsupported(not_served(raw["model_type"], _EXPERTS.format(where)))
     dtype = _dtype(settings.dtype, read.dtype, kernels.multiplies(_DTYPES[read.dtype]))
     head, spec, unread = base_head(model_dir, raw), read.spec, read.unread
     if head is not None and head.answers is not None and spec.logits_softcap is not None:

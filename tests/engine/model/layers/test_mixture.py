@@ -79,16 +79,25 @@ def test_a_layer_that_predicts_further_tokens_is_not_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", *(pytest.param(f, marks=pytest.mark.soak) for f in ("qwen3_next", "glm4_moe"))]
+    "family",
+    [
+        "qwen3_moe",
+        "gemma4-moe",
+        *(pytest.param(f, marks=pytest.mark.soak) for f in ("qwen3_next", "glm4_moe")),
+    ],
 )
 def test_experts_of_codes_compute_what_the_codes_stand_for(family: str, tmp_path: Path) -> None:
-    base, dense = save_tiny(tmp_path / "base", FAMILIES[family]), tmp_path / "dense"
+    base = save_tiny(tmp_path / "base", FAMILIES[family] | {"tie_word_embeddings": False})
+    dense = tmp_path / "dense"
     dense.mkdir()
     tensors = load_file(base / "model.safetensors")
     for name, weight in tensors.items():
         kept = name.split(".")[-2] in FLOAT_SITES
-        if ("_proj" in name and name.endswith("weight") and not kept) or name == "lm_head.weight":
-            tensors[name] = torch.from_numpy(quantise_int8(weight.numpy()).dense())
+        if ("_proj" in name and (name.endswith("weight") or weight.dim() == 3) and not kept) or (
+            name == "lm_head.weight"
+        ):
+            rows = weight.reshape(-1, weight.shape[-1]).numpy()
+            tensors[name] = torch.from_numpy(quantise_int8(rows).dense()).view_as(weight)
     save_file(tensors, dense / "model.safetensors", {"format": "pt"})
     (dense / "config.json").write_bytes((base / "config.json").read_bytes())
     model = load_model(base, "cpu", "float32", quantise=True)

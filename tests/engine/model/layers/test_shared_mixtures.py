@@ -1,5 +1,5 @@
-"""Mixtures whose layers have a shared expert too: GLM-4.5, Qwen2-MoE, and Qwen3.5-MoE and Qwen3-Next behind delta
-nets."""
+"""Mixtures whose layers have a shared expert too: GLM-4.5, Qwen2-MoE, Granite, Gemma 4, and Qwen3.5-MoE and Qwen3-Next
+behind delta nets."""
 
 from __future__ import annotations
 
@@ -22,13 +22,23 @@ from loraplex.engine.model.model_plan import ModelSettings, make_plan
 from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 from support.engine.local_engine import LocalEngine
-from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, edit_config, save_tiny
+from support.models.checkpoints import (
+    FAMILIES,
+    VOCAB,
+    PagedRun,
+    edit_config,
+    reference_logits,
+    save_tiny,
+    save_tiny_with_vision,
+)
 from support.models.loading import load_model, plan_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 MIXTURES = ("qwen3_next", "qwen3_5_moe", "qwen2_moe", "glm4_moe")
-ELSEWHERE = {"qwen2_moe", "glm4_moe"}
+IN_LAYERS = ("gemma4-moe", "granite4-tiny", "granitemoeshared", "granitemoe")
+"""Those whose experts stand beside the feed-forward, in stacks; the last has no other."""
+ELSEWHERE = {"qwen2_moe", "glm4_moe", "granitemoeshared", "granitemoe"}
 """Those that run through transformers where torch computes on a GPU."""
 STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 TOKENS = 20
@@ -38,7 +48,7 @@ GPU = torch.device("cuda")
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
-    return {family: save_tiny(root / family, FAMILIES[family]) for family in MIXTURES}
+    return {family: save_tiny(root / family, FAMILIES[family]) for family in (*MIXTURES, *IN_LAYERS)}
 
 
 def save_adapter(base: BaseSpec, out: Path, rank: int, **options: Any) -> dict[str, torch.Tensor]:
@@ -77,7 +87,12 @@ def merged(base: Path, changes: dict[str, torch.Tensor]) -> Any:
 
 
 @pytest.mark.parametrize(
-    "family", [MIXTURES[0], *(pytest.param(f, marks=pytest.mark.soak) for f in MIXTURES[1:])]
+    "family",
+    [
+        MIXTURES[0],
+        *IN_LAYERS[:2],
+        *(pytest.param(f, marks=pytest.mark.soak) for f in (*MIXTURES[1:], *IN_LAYERS[2:])),
+    ],
 )
 def test_lora_on_every_linear_answers_as_the_merged_model(
     family: str, bases: dict[str, Path], tmp_path: Path
@@ -87,7 +102,11 @@ def test_lora_on_every_linear_answers_as_the_merged_model(
     base, spec = bases[family], load_base_spec(bases[family])
     leaves = {site for _, site in spec.sites}
     shared = {"gate", "shared_expert_gate"} if family.startswith("qwen") else set()
-    assert shared | {"gate_proj", "up_proj", "down_proj", "o_proj"} <= leaves
+    shared = {"router"} if family.startswith("granite") else {"proj"} if family == "gemma4-moe" else shared
+    dense = {"gate_proj", "up_proj", "down_proj"}
+    if family.startswith("granite"):
+        dense = set() if family == "granitemoe" else {"input_linear", "output_linear"}
+    assert shared | dense | {"o_proj"} <= leaves
     assert ({"in_proj_qkvz", "in_proj_ba"} <= leaves) == (family == "qwen3_next")
     changes = {"base": {}, "one": save_adapter(spec, tmp_path / "one", 8)}
     changes["two"] = save_adapter(spec, tmp_path / "two", 3, use_rslora=True)
@@ -117,7 +136,7 @@ def test_lora_on_every_linear_answers_as_the_merged_model(
         engine.close()
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [*MIXTURES, *IN_LAYERS])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_a_row_has_the_same_bits_alone_and_beside_others(
     family: str, dtype: str, bases: dict[str, Path]
@@ -153,6 +172,14 @@ def test_a_row_has_the_same_bits_alone_and_beside_others(
         ("qwen3_next", {"moe_intermediate_size": -1}, "moe_intermediate_size -1"),
         ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0"),
         ("qwen2_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("gemma4-moe", {"top_k_experts": 7}, "top_k_experts 7"),
+        ("gemma4-moe", {"num_experts": None}, "num_experts null"),
+        ("gemma4-moe", {"moe_intermediate_size": 0}, "moe_intermediate_size 0"),
+        ("gemma4-moe", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ("granite4-tiny", {"num_experts_per_tok": 7}, "num_experts_per_tok 7"),
+        ("granite4-tiny", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("granitemoe", {"residual_multiplier": -1.0}, "residual_multiplier is -1.0"),
+        ("granitemoeshared", {"num_local_experts": 0}, "num_experts 0"),
         ("glm4_moe", {"topk_group": 5}, "topk_group 5"),
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts 0"),
         ("glm4_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size 0"),
@@ -172,7 +199,7 @@ def test_a_config_that_means_something_else_is_refused_by_name(
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [*MIXTURES, *IN_LAYERS])
 def test_experts_behind_states_are_refused_where_torch_computes_on_a_gpu(
     family: str, bases: dict[str, Path]
 ) -> None:
@@ -181,7 +208,9 @@ def test_experts_behind_states_are_refused_where_torch_computes_on_a_gpu(
     if family in ELSEWHERE:
         assert make_plan(bases[family], ModelSettings(), kernels).decoder == "transformers"
         return
-    with pytest.raises(ModelUnsupported, match=r"experts behind gated delta nets, .* choose --kernels auto"):
+    where = {"gemma4-moe": "beside feed-forwards", "granite4-tiny": "behind Mamba-2"}
+    words = f"experts {where.get(family, 'behind gated delta nets')}, .* choose --kernels auto"
+    with pytest.raises(ModelUnsupported, match=words):
         make_plan(bases[family], ModelSettings(), kernels)
 
 
@@ -262,3 +291,10 @@ def test_a_head_that_predicts_further_tokens_is_not_read(bases: dict[str, Path],
     path = copy_with(base, tmp_path, tensors | more | {"mtp.fc.weight": torch.ones(2, 4)})
     assert load_base_spec(path).sites == load_base_spec(base).sites
     load_model(path, "cpu", "float32")
+
+
+def test_the_text_part_of_a_gemma4_with_experts_computes_as_transformers(tmp_path: Path) -> None:
+    base = save_tiny_with_vision(tmp_path, "gemma4", FAMILIES["gemma4-moe"])
+    assert plan_model(base).explain().startswith("gemma4_text on the fused decoder")
+    (want,) = reference_logits(base, [[5, 9, 40, 77, 3, 21]])
+    assert (logits_of(base) - want).abs().max() < 2.5e-4

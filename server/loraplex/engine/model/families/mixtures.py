@@ -117,6 +117,30 @@ def gpt_oss_mixture(config: Any, layer: int) -> MixtureKind | None:
     return msgspec.structs.replace(kind, router=router, gate="router", bias=True, clamped=clamped)
 
 
+def granite_hybrid_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    return None if config.num_local_experts == 0 else granite_mixture(config, layer)
+
+
+def granite_mixture(config: Any, layer: int) -> MixtureKind:
+    """Raises ModelUnsupported."""
+    kind = _mixture(config, "intermediate_size", normalise=False)
+    router = replace(kind.router, scores="softmax_of_top")
+    return msgspec.structs.replace(kind, router=router, gate="router", routed="block_sparse_moe")
+
+
+def gemma4_mixture(config: Any, layer: int) -> MixtureKind | None:
+    """Raises ModelUnsupported."""
+    if not config.enable_moe_block:
+        return None
+    kind = _mixture(
+        config, "moe_intermediate_size", normalise=True, weights_in_float32=True, top_k_field="top_k_experts"
+    )
+    return msgspec.structs.replace(
+        kind, activation="gelu_tanh", gate="router.proj", routed="", from_residual=True
+    )
+
+
 def _mixture(
     config: Any,
     size_field: str,
@@ -124,14 +148,15 @@ def _mixture(
     normalise: bool,
     weights_in_float32: bool = False,
     sites: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    top_k_field: str = "num_experts_per_tok",
 ) -> MixtureKind:
     # Most configs have the first name, for their own field or another.
     count = config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
-    top_k, size = config.num_experts_per_tok, _width(config, size_field)
+    top_k, size = getattr(config, top_k_field), _width(config, size_field)
     if type(count) is not int or not 1 <= count <= _MOST_EXPERTS:
         raise ModelUnsupported(f"num_experts {shown(count)} is not served; 1 to {_MOST_EXPERTS} are")
     if type(top_k) is not int or not 1 <= top_k <= count:
-        raise ModelUnsupported(f"num_experts_per_tok {shown(top_k)} is no number of the {count} experts")
+        raise ModelUnsupported(f"{top_k_field} {shown(top_k)} is no number of the {count} experts")
     router = RouterKind("softmax", count, top_k, normalise=normalise, weights_in_float32=weights_in_float32)
     return MixtureKind(size, "silu", router, sites)
 

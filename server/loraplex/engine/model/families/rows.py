@@ -106,6 +106,8 @@ class Family:
     logits_divisor: str = ""
     mixture: Callable[[Any, int], MixtureKind | None] | None = None
     """Makes the mixture of a config's layer, None of one that is dense; None: all are."""
+    without_experts: Callable[[Any], bool] = lambda config: False
+    """Whether all layers of a config are dense, though the family has mixtures."""
     further_layers: str = ""
     """The number of layers behind the model's own, whose tensors are not read: they predict further tokens."""
     is_wrapped: Callable[[Any], bool] = lambda config: False

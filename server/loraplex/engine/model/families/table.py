@@ -50,11 +50,13 @@ _GEMMA4 = Family(
     own_input_vocab="vocab_size_per_layer_input",
     scales_layers=True,
     # "vision": rows of one image see each other.
-    harmless={"use_bidirectional_attention": (None, False, "vision"), "enable_moe_block": (None, False)},
+    harmless={"use_bidirectional_attention": (None, False, "vision")},
+    mixture=mixtures.gemma4_mixture,
+    without_experts=lambda config: not config.enable_moe_block,
     fields=frozenset(
         {
             "per_layer_config", "global_head_dim", "num_global_key_value_heads", "num_experts", "top_k_experts",
-            "moe_intermediate_size", "expert_intermediate_size",
+            "moe_intermediate_size", "expert_intermediate_size", "enable_moe_block",
         }
     ),
 )  # fmt: skip
@@ -99,6 +101,15 @@ _GRANITE = LayerRow(
     mlp_size="shared_intermediate_size",
     mlp_sites=("input_linear", "output_linear"),
 )
+_GRANITE_MOE = Family(
+    {_FULL: _GRANITE},
+    ModuleNames(feed_forward="shared_mlp"),
+    embedding_multiplier="embedding_multiplier",
+    residual_multiplier="residual_multiplier",
+    logits_divisor="logits_scaling",
+    mixture=mixtures.granite_mixture,
+    fields=mixtures.FIELDS,
+)
 # Each layer is a mixer, attention or a feed-forward alone, and nothing is rotated.
 _NEMOTRON = LayerRow(qkv_bias=False, o_bias=False, activation_field="", mlp_sites=())
 FAMILIES: Mapping[str, Family] = {
@@ -120,7 +131,7 @@ FAMILIES: Mapping[str, Family] = {
         fields=frozenset({"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}),
     ),
     "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": replace(_GEMMA4, own_input="", own_input_vocab=""),
+    "gemma4_unified_text": replace(_GEMMA4, own_input="", own_input_vocab="", mixture=None),
     # The same plans by other names.
     "cwm": Family(_some_sliding(LayerRow(qkv_bias=False, o_bias=False))),
     "internlm3": replace(_LLAMA, fields=frozenset({"qkv_bias", "bias"})),
@@ -174,14 +185,16 @@ FAMILIES: Mapping[str, Family] = {
         partial_rope=True,
         fields=mamba.FIELDS | mamba.BAMBA_FIELDS,
     ),
-    "granitemoehybrid": Family(
-        {_FULL: _GRANITE, "linear_attention": replace(_GRANITE, mixer=mamba.granite_kind)},
-        ModuleNames(feed_forward="shared_mlp"),
+    "granitemoe": replace(
+        _GRANITE_MOE, layers={_FULL: replace(_GRANITE, mlp_size="intermediate_size", mlp_sites=())}
+    ),
+    "granitemoeshared": _GRANITE_MOE,
+    "granitemoehybrid": replace(
+        _GRANITE_MOE,
+        layers={_FULL: _GRANITE, "linear_attention": replace(_GRANITE, mixer=mamba.granite_kind)},
         rotates=mamba.rotates,
-        embedding_multiplier="embedding_multiplier",
-        residual_multiplier="residual_multiplier",
-        logits_divisor="logits_scaling",
-        is_wrapped=lambda config: config.num_local_experts > 0,
+        without_experts=lambda config: config.num_local_experts == 0,
+        mixture=mixtures.granite_hybrid_mixture,
         fields=mamba.FIELDS | mixtures.FIELDS,
     ),
     "nemotron_h": Family(
@@ -236,8 +249,10 @@ def is_fused(model_type: str) -> bool:
 
 
 def is_wrapped(config: Any, *, computes_experts: bool) -> bool:
-    """Whether a model of a family runs through transformers all the same. One with states cannot."""
+    """Whether a model of a family runs through transformers all the same. One with states, or with heads of several
+    sizes, cannot."""
     family = FAMILIES[config.model_type]
-    computes_all = computes_experts or family.mixture is None
-    has_states = any(row.mixer is not None for row in family.layers.values())
-    return family.is_wrapped(config) or not (computes_all or has_states)
+    computes_all = computes_experts or family.mixture is None or family.without_experts(config)
+    kinds = getattr(config, "layer_types", None) or family.layers
+    has_states = any(row.mixer is not None for name, row in family.layers.items() if name in kinds)
+    return family.is_wrapped(config) or not (computes_all or has_states or family.sizes_by_layer)
