@@ -10,7 +10,7 @@ from pathlib import Path
 
 from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.admission.peft_config import read_raw_config
-from loraplex.adapters.admission.safetensors_header import read_raw_header
+from loraplex.adapters.admission.safetensors_header import HeaderLimits, adapter_limits, read_raw_header
 from loraplex.adapters.errors import ArtifactMissing
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 
@@ -27,13 +27,14 @@ class InspectionCache:
 
     def __init__(self, base: BaseSpec, max_rank: int) -> None:
         self._base = base
+        self._limits = adapter_limits(base)
         self._max_rank = max_rank
         self._lock = threading.Lock()
         self._passed: OrderedDict[bytes, AdapterSpec] = OrderedDict()
 
     def inspect(self, config_path: Path, tensors_path: Path, digest: str) -> AdapterSpec:
         """The result of `inspect_adapter` without `deep`. Raises what that raises."""
-        key = _key(config_path, tensors_path)
+        key = _key(config_path, tensors_path, self._limits)
         with self._lock:
             known = self._passed.get(key)
             if known is not None:
@@ -49,10 +50,10 @@ class InspectionCache:
         return spec
 
 
-def _key(config_path: Path, tensors_path: Path) -> bytes:
+def _key(config_path: Path, tensors_path: Path, limits: HeaderLimits) -> bytes:
     try:
         config = read_raw_config(config_path)
-        header, size = read_raw_header(tensors_path)
+        header, size = read_raw_header(tensors_path, limits)
     except FileNotFoundError as error:
         raise ArtifactMissing(f"the adapter's file {Path(str(error.filename)).name} is missing") from error
     sha = hashlib.sha256(b"%d %d " % (len(config), size))

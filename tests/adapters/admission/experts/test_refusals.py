@@ -13,6 +13,7 @@ import pytest
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.admission.experts.places import expert_paths
 from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.admission.inspection_cache import InspectionCache
 from loraplex.adapters.admission.module_names import names_of
 from loraplex.adapters.admission.safetensors_header import ADAPTER_LIMITS, adapter_limits, largest_upload
 from loraplex.adapters.errors import AdapterRefused
@@ -93,6 +94,16 @@ def test_what_lies_on_experts_is_admitted_and_reported(tmp_path: Path, mixture: 
     assert "4 of 16 experts with LoRA have a product of zero" in told
     details = [check["detail"] for check in spec.report["checks"]]
     assert "a pair an expert: gate, up, down of 4 layers, rank 4 an expert" in details
+
+
+def test_a_file_of_many_experts_is_read_again_at_a_load(tmp_path: Path, mixture: BaseSpec) -> None:
+    many = {0: replace(mixture.experts[0], count=3000)}
+    names = ["gate_proj", "up_proj", "down_proj"]
+    base = replace(mixture, experts=many)
+    admitted = admit(base, tmp_path, pairs(many, 1), r=1, target_modules=names)
+    files = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    assert int.from_bytes(files[1].read_bytes()[:8], "little") > ADAPTER_LIMITS.max_bytes
+    assert InspectionCache(base, 16).inspect(*files, admitted.digest).experts == admitted.experts
 
 
 def test_experts_alone_are_admitted(tmp_path: Path, mixture: BaseSpec) -> None:
