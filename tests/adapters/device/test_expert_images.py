@@ -275,10 +275,12 @@ def test_what_does_not_fit_the_model_is_no_image(tmp_path: Path) -> None:
         (layout_of(other), "do not fit rank 8 of 5 experts"),
         (layout_of({0: EXPERTS[0]}), "layer 2 is not a place"),
         (layout_of(max_rank=4), r"has rank 8; this engine serves 1 … 4"),
-        (ArenaLayout(layout_of().groups, 3, torch.float32, max_rank=8), "not a place"),
     ):
         with pytest.raises(ArtifactCorrupt, match=words):
             build(folder, layout)
+    with pytest.raises(AdapterRefused, match="own decoder on a CPU, not here") as caught:
+        build(folder, ArenaLayout(layout_of().groups, 3, torch.float32, max_rank=8))
+    assert caught.value.feature == "experts"
 
 
 def test_an_image_comes_back_from_the_disk(tmp_path: Path) -> None:
