@@ -93,6 +93,19 @@ def test_gate_and_up_that_a_file_has_in_turns_are_compared_as_halves(tmp_path: P
     assert not judged(folder, outputs).ok
 
 
+def test_names_like_experts_beside_the_language_model_are_of_no_expert(tmp_path: Path) -> None:
+    tensors, _ = FORMS["pairs"](4)
+    outputs = expert_outputs(expert_matrices(write(tmp_path / "plain", tensors), EXPERTS), EXPERTS, "float32")
+    named = ("layers.merger.experts.up", "layers.experts.up", "layers.1.experts.0.up_proj")
+    for module in (f"visual.{name}" for name in named):
+        for side in ("lora_A", "lora_B"):
+            tensors[f"model.{module}.{side}.weight"] = np.ones((4, 4), np.float32)
+    folder = write(tmp_path / "more", tensors)
+    base = replace(plain_base(EXPERTS), model_type="mixture", multimodal="qwen3_5_moe")
+    files = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    assert check_numbers(*files, base, outputs).ok
+
+
 def by_rank_as_by_expert(found: Matrices) -> None:
     """B of a stack, whose column i·E + e is expert e's, read as if expert e had columns e·r to e·r + r."""
     for layer in LAYERS:

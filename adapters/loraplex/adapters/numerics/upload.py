@@ -10,11 +10,11 @@ import json
 import math
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -87,6 +87,14 @@ class UploadedRows:
     vocab_size: int
 
 
+class _Path(NamedTuple):
+    """The path of a module: as it is in the file, with the base's own names inside a layer, and within the decoder."""
+
+    whole: str
+    renamed: str
+    inside: str
+
+
 class Upload:
     """The sites of an upload, and the rows that it replaces. Raises ArtifactMissing, ArtifactCorrupt, AdapterRefused,
     OSError."""
@@ -103,6 +111,7 @@ class Upload:
         self._names = parts_of(base.model_type).inside
         pattern = self._config.get("alpha_pattern") or {}
         self._alphas = [(self._test(key), alpha) for key, alpha in pattern.items()]
+        self._parameters = frozenset(map(self._inside, self._config.get("target_parameters") or ()))
         modules = {self._inside(shape.module_path): key for key, shape in base.sites.items()}
         self._found: dict[tuple[int, str], tuple[str, dict[str, _Place]]] = {}
         self._rows: dict[tuple[int, str], tuple[str, _Place, list[int], int]] = {}
@@ -185,13 +194,14 @@ class Upload:
 
     def _scaling(self, module: str, rank: int) -> float:
         default = self._config.get("lora_alpha", 8)
-        parameters = [self._inside(name) for name in self._config.get("target_parameters") or ()]
-        if any(f".{self._inside(module)}.weight".endswith(f".{name}") for name in parameters):
+        if not self._parameters.isdisjoint(_ends(f"{self._inside(module)}.weight")):
             module += ".weight"
-        alpha = next((alpha for names, alpha in self._alphas if names(module)), default)
+        # Once a module, not once a key: there may be thousands of each.
+        path = _Path(module, self._renamed(module), self._inside(module))
+        alpha = next((alpha for names, alpha in self._alphas if names(path)), default)
         return float(alpha) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
-    def _test(self, key: str) -> Callable[[str], bool]:
+    def _test(self, key: str) -> Callable[[_Path], bool]:
         """Whether the key stands for a module: for its whole path, under any of its names, or, without "^", for its end
         behind a dot. Raises AdapterRefused."""
         name, whole = _unwrapped(key.removeprefix("^").removesuffix("$")), key.startswith("^")
@@ -204,7 +214,7 @@ class Upload:
         else:
             return _expression_test(_unwrapped(key))
         inside = self._inside(name)
-        return lambda module: at_end(self._renamed(module)) or self._inside(module) == inside
+        return lambda path: path.inside == inside or at_end(path.renamed)
 
     def _inside(self, module: str) -> str:
         """The part of a path inside the decoder, if only words that name whole models stand before it: the same under
@@ -291,7 +301,14 @@ def _outside(module: str) -> list[str]:
     return words[: words.index("layers")] if "layers" in words else words[:-1]
 
 
-def _expression_test(key: str) -> Callable[[str], bool]:
+def _ends(path: str) -> Iterator[str]:
+    """ "a.b.c" itself, then "b.c", then "c"."""
+    while path:
+        yield path
+        path = path.partition(".")[2]
+
+
+def _expression_test(key: str) -> Callable[[_Path], bool]:
     options = re2.Options()
     options.max_mem, options.log_errors = _MAX_PROGRAM_BYTES, False
     try:
@@ -302,7 +319,7 @@ def _expression_test(key: str) -> Callable[[str], bool]:
             f"the key {key[:80]!a} of alpha_pattern is not served",
             feature="alpha_pattern",
         ) from error
-    return lambda module: program.fullmatch(module) is not None
+    return lambda path: program.fullmatch(path.whole) is not None
 
 
 def _end_test(name: str, whole: bool, equal: Callable[[str, str], bool]) -> Callable[[str], bool]:

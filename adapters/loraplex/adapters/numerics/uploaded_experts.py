@@ -74,19 +74,19 @@ class UploadedExperts:
         self._pairs: dict[tuple[int, str, int], _Module] = {}
         self._wholes: dict[tuple[int, str], _Module] = {}
         self._stacks: dict[int, dict[int, _Module]] = {}
+        self._by_site: dict[int, dict[str, _Module]] = {}
         self._turned: bool | None = None
         self._held: tuple[tuple[int, str], _Matrix] | None = None
 
     def take(self, inside: str, module: str, kind: str, tensor: StoredTensor) -> bool:
         """Take a tensor of the module `module`, whose path within the decoder is `inside`. False if it lies on no
         routed expert. Raises AdapterRefused."""
-        before, found, rest = f".{inside}.".partition(".experts.")
+        before, found, rest = f"{inside}.".partition(".experts.")
         words = before.split(".")
-        if not found or "layers" not in words:
+        is_of_layer = len(words) > 1 and words[0] == "layers" and words[1].isascii() and words[1].isdecimal()
+        if not (found and is_of_layer) or int(words[1]) not in self._experts:
             return False
-        layer = int(words[words.index("layers") + 1])
-        if layer not in self._experts:
-            return False
+        layer = int(words[1])
         parts = [word for word in rest.split(".") if word]
         into: dict[Any, _Module]
         key: Any
@@ -146,11 +146,16 @@ class UploadedExperts:
 
     def _sites_of_stacks(self, layer: int) -> dict[str, _Module]:
         """PEFT wraps down_proj around gate_up_proj; one alone is what target_parameters names."""
-        stacks = self._stacks[layer]
-        if len(stacks) == 2:
-            return {"gate_up": stacks[1], "down": stacks[0]}
-        names_down = any(name.endswith("down_proj") for name in self._parameters_of(layer))
-        return {"down" if names_down else "gate_up": stacks[0]}
+        found = self._by_site.get(layer)
+        if found is None:
+            stacks = self._stacks[layer]
+            if len(stacks) == 2:
+                found = {"gate_up": stacks[1], "down": stacks[0]}
+            else:
+                names_down = any(name.endswith("down_proj") for name in self._parameters_of(layer))
+                found = {"down" if names_down else "gate_up": stacks[0]}
+            self._by_site[layer] = found
+        return found
 
     def _parameters_of(self, layer: int) -> list[str]:
         path = f".{self._experts[layer].module_path}."
