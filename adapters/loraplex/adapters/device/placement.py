@@ -71,16 +71,22 @@ class Placement:
 
 def place(spec: AdapterSpec, layout: ArenaLayout, experts: Sequence[ExpertKey] = ()) -> Placement:
     """`experts`: what `examine_experts` found. Adapters of one recipe differ in values alone: the placements of the
-    last few recipes are kept."""
+    last few recipes are kept, but those of experts. They are large, and which experts have no effect differs."""
     keys = [SiteKey(s.layer, s.site, s.rank, s.magnitude is not None) for s in spec.sites]
     if spec.tokens:
         keys.append(SiteKey(0, REPLACED, sum(len(table.ids) for table in spec.tokens), False))
     if spec.head is not None:
         keys.append(SiteKey(0, CLASSIFIER, spec.head.num_labels, False))
-    return _place(layout, tuple(keys), tuple(experts))
+    if experts:
+        return _place(layout, tuple(keys), tuple(experts))
+    return _place_without_experts(layout, tuple(keys))
 
 
 @lru_cache(maxsize=32)
+def _place_without_experts(layout: ArenaLayout, keys: tuple[SiteKey, ...]) -> Placement:
+    return _place(layout, keys, ())
+
+
 def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...], experts: tuple[ExpertKey, ...]) -> Placement:
     tiles = layout.tiles(keys)
     of_experts = [] if layout.experts is None else [*layout.experts.tiles(experts)]
