@@ -341,7 +341,7 @@ def _info(
         max_waiting=config.max_waiting,
         max_num_batched_tokens=parts.max_step_tokens,
         base_fingerprint=opened.base.fingerprint,
-        sites=arena.layout.site_names,
+        sites=(*arena.layout.site_names, *arena.layout.expert_site_names),
         hidden_size=model.hidden_size,
         four_bit_library=loaded.library,
         numerics=numerical_build(plan, loaded.library),

@@ -276,6 +276,9 @@ class VersionChecks:
         return _Attempt(decision.info)
 
     async def _verdict(self, info: VersionInfo) -> tuple[Refusal | None, dict[str, Any]]:
+        on_experts = {site for site in info.targets if site.startswith("experts.")}
+        if on_experts and (lacking := on_experts.difference(self.engine.info.sites)):
+            return Refusal("unsupported_feature", self._told_lacking(lacking)), {}
         key = _key(info)
         turns = self._engine_turns
         try:
@@ -288,6 +291,15 @@ class VersionChecks:
             self._note_death(info.tenant_id, self._clock())
             return Refusal("numerical_crash", _CRASHED), {}
         return await self._judge(info, outputs)
+
+    def _told_lacking(self, sites: set[str]) -> str:
+        """Whether routed experts take LoRA depends on the engine: not all decoders and kernels compute it."""
+        info = self.engine.info
+        where = "through transformers" if info.decoder == "transformers" else f"on {info.device}"
+        return (
+            f"LoRA on the experts of a mixture ({', '.join(sorted(sites))}) is not served by this engine, which runs "
+            f"the base {where}; it is by Loraplex's own decoder on a CPU. Train linears outside of the experts instead"
+        )
 
     async def _current(self, info: VersionInfo) -> VersionInfo:
         """The version as it is now; `deleted` also where its tenant is."""

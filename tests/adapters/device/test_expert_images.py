@@ -281,6 +281,8 @@ def test_what_does_not_fit_the_model_is_no_image(tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused, match="own decoder on a CPU, not here") as caught:
         build(folder, ArenaLayout(layout_of().groups, 3, torch.float32, max_rank=8))
     assert caught.value.feature == "experts"
+    # By the names that admission gives the sites of a version.
+    assert layout_of().expert_site_names == ("experts.gate", "experts.up", "experts.gate_up", "experts.down")
 
 
 def test_an_image_comes_back_from_the_disk(tmp_path: Path) -> None:

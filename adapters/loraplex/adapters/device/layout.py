@@ -142,6 +142,12 @@ class ArenaLayout:
         return (*own, *head, *(() if self.embedding is None else (EMBEDDING,)))
 
     @property
+    def expert_site_names(self) -> tuple[str, ...]:
+        """The sites of routed experts that adapters can change, as `AdapterSpec.targets` names them."""
+        groups = () if self.experts is None else self.experts.groups
+        return tuple(f"experts.{site}" for group in groups for site in group.sites)
+
+    @property
     def smallest_full_bytes(self) -> int:
         """Pages of an adapter of rank up to CHUNK on every site of every layer, without the head and routed experts."""
         return place_tiles(self._sizes, self.page_bytes)[1] * self.page_bytes
