@@ -114,7 +114,10 @@ def install_peer(work: Path) -> None:
 
 @contextlib.contextmanager
 def running(command: list[str], env: dict[str, str], url: str, log: Path) -> Iterator[None]:
-    """A server from its start to readiness, and to its end."""
+    """A server from its start to readiness, and to its end. Raises SystemExit where another one answers at `url`."""
+    with contextlib.suppress(httpx.TransportError):
+        httpx.get(url, timeout=2)
+        raise SystemExit(f"a server answers at {url} already: end it first")
     with open(log, "ab") as out:
         process = subprocess.Popen(
             command, env=os.environ | env, stdout=out, stderr=out, start_new_session=True
