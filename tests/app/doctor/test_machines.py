@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.adapters.admission.safetensors_header import largest_upload
+from loraplex.adapters.spec import BaseSpec, ExpertShape
 from loraplex.app.doctor.checks import checks_of, report
 from loraplex.app.doctor.machine import Disk, Machine, Port, SecretFile, read_machine
 from loraplex.app.output import Output
 from loraplex.app.settings import Settings
 from loraplex.migrations.run import upgrade
+from support.models.expert_adapters import plain_base
 from support.servers.postgres import postgres_server
 from support.servers.redis_server import RedisServer, redis_server
 
@@ -73,11 +76,12 @@ def said(
     machine: Machine,
     torch: Mapping[str, str],
     tmp_path: Path,
+    base: BaseSpec | None = None,
     **settings: object,
 ) -> tuple[int, str]:
     """The exit code and the output, with what differs from run to run replaced."""
     given = Settings.model_validate({"data_dir": tmp_path / "data", **settings})
-    code = report(checks_of(given, machine, torch), Output(False))
+    code = report(checks_of(given, machine, torch, lambda: base), Output(False))
     text = capsys.readouterr().out
     text = re.sub(r"(SQLite|PostgreSQL|Redis) \d[\d.]*", r"\1 VERSION", text)
     text = re.sub(r"127\.0\.0\.1:\d{5}", "HOST", text).replace(str(tmp_path), "TMP")
@@ -131,6 +135,23 @@ def test_a_gpus_pools_are_compared_with_the_gpu(capsys: pytest.CaptureFixture[st
     assert "the settings want 900.0 GiB of the GPU's 45.0 GiB" in text
     assert "lower --kv-cache-memory, or take a larger GPU" in text
     assert "ok    memory: " in found(kv_cache_memory=40 * GIB)[1]
+
+
+def test_room_for_uploads_follows_from_the_base(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """As the server takes them: adapters on the 128 experts of 48 layers are large."""
+    experts = {
+        layer: ExpertShape(layer, f"model.layers.{layer}.mlp.experts", 128, 2048, 768) for layer in range(48)
+    }
+    mixture = plain_base(experts)
+    largest = largest_upload("auto", mixture)
+    assert largest > 3 * GIB
+    few = replace(
+        GOOD, store=(disk("artifacts/staging", free=4 * GIB), disk("artifacts/sha256", free=4 * GIB))
+    )
+    wanted = partial(said, capsys, few, CPU_TORCH, tmp_path)
+    assert f"make room: {2 * largest / GIB:.1f} GiB are wanted for an upload" in wanted(mixture)[1]
+    assert "ok    artifact store: " in wanted(mixture, max_adapter_upload=GIB)[1]
+    assert "ok    artifact store: " in wanted(None)[1]
 
 
 def test_a_careless_container(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

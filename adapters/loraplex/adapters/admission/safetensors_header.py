@@ -78,11 +78,14 @@ def adapter_limits(base: BaseSpec) -> HeaderLimits:
     return HeaderLimits(max(ADAPTER_LIMITS.max_bytes, _BYTES_OF_TENSOR * tensors), tensors)
 
 
-def largest_upload(setting: int | Literal["auto"], base: BaseSpec) -> int:
-    """Bytes of the files of an upload; `auto`: by the base. Four times an adapter of rank 8 in 16 bits on every linear
-    is one of rank 16 in float32, in which PEFT saves an adapter over a base in 16 bits."""
+def largest_upload(setting: int | Literal["auto"], base: BaseSpec | None) -> int:
+    """Bytes of the files of an upload; `auto`: by the base, or the least where it is not known (None). Four times an
+    adapter of rank 8 in 16 bits on every linear is one of rank 16 in float32, in which PEFT saves an adapter over a
+    base in 16 bits."""
     if setting != "auto":
         return setting
+    if base is None:
+        return _LEAST_UPLOAD
     sizes = sum(shape.in_features + shape.out_features for shape in base.sites.values())
     sizes += sum(3 * of.count * (of.hidden_size + of.inner_size) for of in base.experts.values())
     return max(_LEAST_UPLOAD, 4 * 8 * 2 * sizes)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.adapters.end_tokens import read_end_tokens, read_not_followed
 from loraplex.adapters.errors import LoraplexError
+from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.files import shown
 from loraplex.app.base_model.served_tokenizer import serve_tokenizer
 from loraplex.app.base_model.source import ensure_model
@@ -42,7 +43,7 @@ def examine(settings: Settings, out: Output) -> int:
             model_dir=None if model.directory is None else str(model.directory),
         )
     )
-    checks = checks_of(settings, read_machine(settings), torch)
+    checks = checks_of(settings, read_machine(settings), torch, model.base)
     if settings.model:
         checks.append(("base model", lambda: model.examine(torch)))
     if (directory := model.directory) is not None:
@@ -55,8 +56,11 @@ def examine(settings: Settings, out: Output) -> int:
 Check = tuple[str, Callable[[], Finding]]
 
 
-def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list[Check]:
-    """All checks but that of the model, by name, of a machine that was looked at."""
+def checks_of(
+    settings: Settings, machine: Machine, torch: TorchAnswers, base: Callable[[], BaseSpec | None]
+) -> list[Check]:
+    """All checks but that of the model, by name, of a machine that was looked at. `base`: the model, None where it
+    cannot be had."""
     checks: list[Check] = [
         ("python", lambda: ok(machine.python)),
         ("torch", lambda: ok(torch["torch"])),
@@ -73,7 +77,7 @@ def checks_of(settings: Settings, machine: Machine, torch: TorchAnswers) -> list
     checks += [
         ("memory", lambda: production.check_memory(settings, machine, find_device(settings, torch))),
         ("data directory", lambda: production.check_data_dir(settings, machine.data, held=machine.is_held)),
-        ("artifact store", lambda: production.check_store(settings, machine.store)),
+        ("artifact store", lambda: production.check_store(settings, machine.store, base())),
         ("secrets", lambda: production.check_secrets(settings, machine)),
         ("open files", lambda: production.check_open_files(settings, machine, find_device(settings, torch))),
         ("huge pages", lambda: production.check_huge_pages(machine)),
@@ -134,18 +138,28 @@ class _Model:
         self._data_dir = settings.data_dir
         self.directory: Path | None = None
         self._failure: Exception | None = None
+        self._base: BaseSpec | None = None
         if settings.model:
             try:
                 self.directory = ensure_model(settings.model)
             except (LoraplexError, OSError) as error:
                 self._failure = error
 
+    def base(self) -> BaseSpec | None:
+        """None where there is none that can be served; `examine` says why."""
+        if self.directory is None:
+            return None
+        try:
+            return self._load(self.directory)
+        except (LoraplexError, OSError):
+            return None
+
     def examine(self, torch: TorchAnswers) -> Finding:
         if self._failure is not None:
             raise self._failure
         assert self.directory is not None
         how = torch["model"]
-        base = load_base_spec(self.directory, cache_dir=self._data_dir)
+        base = self._load(self.directory)
         found = f"{how}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
         if untested := torch["untested"]:
             return warn(
@@ -154,6 +168,12 @@ class _Model:
                 "on its own weights, and refuses it if they differ. Start the server once before you rely on it",
             )
         return ok(found)
+
+    def _load(self, directory: Path) -> BaseSpec:
+        """Read once. Raises BaseModelInvalid."""
+        if self._base is None:
+            self._base = load_base_spec(directory, cache_dir=self._data_dir)
+        return self._base
 
 
 def check_tokenizer(settings: Settings, model_dir: Path) -> Finding:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from loraplex.adapters.admission.safetensors_header import largest_upload
+from loraplex.adapters.spec import BaseSpec
 from loraplex.app.cluster.choice import uses_ray
 from loraplex.app.cluster.cost import OBJECT_STORE_BYTES, ray_bytes
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
@@ -107,11 +109,10 @@ def check_data_dir(settings: Settings, disk: Disk, *, held: bool) -> Finding:
     return ok(found)
 
 
-def check_store(settings: Settings, store: tuple[Disk, ...]) -> Finding:
-    """An upload is written into one folder, synced, and renamed into the other."""
+def check_store(settings: Settings, store: tuple[Disk, ...], base: BaseSpec | None) -> Finding:
+    """An upload is written into one folder, synced, and renamed into the other. `base`: None where it is not known."""
     staging, kept = store
-    largest = settings.max_adapter_upload
-    wanted = 2 * (GIB if largest == "auto" else largest)
+    wanted = 2 * largest_upload(settings.max_adapter_upload, base)
     found = replace(kept, path=kept.path.parent).room
     obstacle = staging.obstacle or kept.obstacle
     if obstacle:
