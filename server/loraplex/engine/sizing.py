@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from loraplex.adapters.device.expert_tiles import ExpertKey
 from loraplex.adapters.device.layout import ArenaLayout, SiteKey, place_tiles
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.config import DEFAULT_SEQUENCES, MAX_RECORDED_ROWS
@@ -113,15 +114,21 @@ def arena_bytes(num_pages: int, layout: ArenaLayout) -> int:
     return (num_pages + 1) * layout.page_bytes
 
 
-def adapter_pages(layout: ArenaLayout, rank: int, sites: tuple[str, ...]) -> int:
-    """Pages of an adapter of this rank on these sites of every layer that has them, without DoRA's vectors."""
+def adapter_pages(
+    layout: ArenaLayout, rank: int, sites: tuple[str, ...], experts: Sequence[ExpertKey] = ()
+) -> int:
+    """Pages of an adapter of this rank on these sites of every layer that has them, without DoRA's vectors, and on
+    `experts`."""
     keys = [
         SiteKey(layer, site, rank, False)
         for site in sites
         for layer in range(1 if site in (HEAD, EMBEDDING) else layout.num_layers)
         if layout.shape(layer, site) is not None
     ]
-    return place_tiles([tile.num_bytes for tile in layout.tiles(keys)], layout.page_bytes)[1]
+    sizes = [tile.num_bytes for tile in layout.tiles(keys)]
+    if layout.experts is not None:
+        sizes += [tile.num_bytes for tile in layout.experts.tiles(experts)]
+    return place_tiles(sizes, layout.page_bytes)[1]
 
 
 def too_large_pools(pools: Mapping[str, int], free: int | None) -> str | None:

@@ -23,6 +23,7 @@ _CHOICES = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "quantise": ("none", "int8"),
     "kv_cache_dtype": ("auto", "int8"),
+    "experts": ("none", "pairs", "stacked", "doubled", "shared"),
 }
 
 
@@ -40,6 +41,10 @@ def plan(
     target_modules: Annotated[
         str, typer.Option(help="Their linears, separated by commas (default: all of a layer)")
     ] = "",
+    experts: Annotated[
+        str,
+        typer.Option(help="Whether they are on routed experts too: none, pairs, stacked, doubled or shared"),
+    ] = "none",
     context: Annotated[int, typer.Option(min=1, help="Tokens of a typical sequence")] = 1024,
     max_model_len: Annotated[int, typer.Option(min=0, help="As of serve (0: chosen)")] = 0,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, max=4096, help="As of serve")] = None,
@@ -62,7 +67,8 @@ def plan(
     """Memory, places and settings of a server before there is one; nothing is fetched or started."""
     out = Output(as_json)
     with json_failures(out):
-        for name, value in (("dtype", dtype), ("quantise", quantise), ("kv_cache_dtype", kv_cache_dtype)):
+        given = {"dtype": dtype, "quantise": quantise, "kv_cache_dtype": kv_cache_dtype, "experts": experts}
+        for name, value in given.items():
             if value not in (known := _CHOICES[name]):
                 raise SettingsInvalid(
                     f"--{name.replace('_', '-')} {value[:40]}: give {', '.join(known[:-1])} or {known[-1]}."
@@ -71,6 +77,7 @@ def plan(
             "adapters": adapters,
             "rank": rank,
             "sites": tuple(part.strip() for part in target_modules.split(",") if part.strip()),
+            "experts": experts,
             "context": context,
             "max_num_seqs": max_num_seqs or 0,
             "state_cache": _bytes("state-cache", state_cache),

@@ -9,6 +9,7 @@ import torch
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.plan.devices import MIB, PlannedDevice
+from loraplex.app.plan.expert_forms import ExpertPlan, obstacle_to_experts, plan_experts, whole_adapter
 from loraplex.engine.devices import choose_lookahead
 from loraplex.engine.execution.device_memory import headroom
 from loraplex.engine.execution.kv_cache import KVSize, size_kv_cache
@@ -19,7 +20,6 @@ from loraplex.engine.model.outline import ModelOutline
 from loraplex.engine.sizing import (
     MAX_SLOTS,
     adapter_layout,
-    adapter_pages,
     arena_bytes,
     arena_size,
     host_budget,
@@ -46,11 +46,13 @@ class PlanDoesNotFit(LoraplexError):
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """The memory that the operator asks for: `adapters` of the server, on the device or in host memory. `sites` empty:
-    every linear of a layer. Sizes in tokens; 0: chosen. `kv_cache_dtype`: the setting of this name."""
+    every linear of a layer. `experts`: the form in which they are on routed experts too, of `EXPERT_FORMS`;
+    "none": they are not. Sizes in tokens; 0: chosen. `kv_cache_dtype`: the setting of this name."""
 
     adapters: int
     rank: int
     sites: tuple[str, ...] = ()
+    experts: str = "none"
     context: int = 1024
     max_model_len: int = 0
     max_num_seqs: int = 0
@@ -73,6 +75,8 @@ class MemoryPlan:
     page: int
     adapter: int
     """One adapter of the wanted rank."""
+    adapter_on_experts: int
+    """Its part on routed experts."""
     resident: int
     """Such adapters that fit on the device."""
     in_host: int
@@ -97,6 +101,8 @@ class MemoryPlan:
     free: int
     places: tuple[tuple[int, int], ...]
     """(Context length, sequences that run at once)."""
+    experts: ExpertPlan | None = None
+    """None where the model has no routed experts."""
     settings: dict[str, str | int] = field(default_factory=dict)
 
 
@@ -110,7 +116,7 @@ def divide_memory(
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
     layout = adapter_layout(model, _max_rank(wanted), on_experts=device.kind == "cpu")
     sites = _sites(model, layout, wanted)
-    adapter = adapter_pages(layout, wanted.rank, sites) * layout.page_bytes
+    adapter, on_experts = _adapter_sizes(model, device, layout, wanted, sites)
     reserve, weights = RESERVES[device.kind], model.weight_bytes
     tokens = most_tokens(0, device.kind, row_bytes(model.site_groups, model.dtype.itemsize), device.memory)
     recorded = most_recorded_rows(-1, device.capability, model.shape.num_layers, model.num_weights)
@@ -158,6 +164,7 @@ def divide_memory(
         arena_pages=pages,
         page=layout.page_bytes,
         adapter=adapter,
+        adapter_on_experts=on_experts,
         resident=min(pages * layout.page_bytes // adapter, slots),
         in_host=(host or 0) // adapter,
         host=host or 0,
@@ -174,6 +181,7 @@ def divide_memory(
         total=device.memory,
         free=free - arena - size.num_bytes - activations,
         places=_places(size, size.num_windows or wanted.max_num_seqs),
+        experts=plan_experts(model, device.kind, layout, wanted.rank, sites, (pages, slots)),
         settings=settings,
     )
 
@@ -259,6 +267,16 @@ def _sites(model: ModelOutline, layout: ArenaLayout, wanted: Wanted) -> tuple[st
             f"--target-modules {','.join(unknown)}: a {model.model_type} has {', '.join(known)}."
         )
     return wanted.sites
+
+
+def _adapter_sizes(
+    model: ModelOutline, device: PlannedDevice, layout: ArenaLayout, wanted: Wanted, sites: tuple[str, ...]
+) -> tuple[int, int]:
+    """Bytes of a wanted adapter, and its part on routed experts. Raises PlanDoesNotFit."""
+    if wanted.experts != "none" and (obstacle := obstacle_to_experts(model, device.kind)):
+        raise PlanDoesNotFit(f"--experts {wanted.experts}: {obstacle}.")
+    adapter = whole_adapter(layout, wanted.rank, sites, wanted.experts)
+    return adapter, adapter - whole_adapter(layout, wanted.rank, sites, "none")
 
 
 def _max_rank(wanted: Wanted) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from loraplex.app.output import Output
 from loraplex.app.plan.devices import PlannedDevice
+from loraplex.app.plan.expert_forms import EXPERT_FORMS, ExpertPlan
 from loraplex.app.plan.memory import MemoryPlan
 from loraplex.app.plan.speed import FORMULA, Speed
 
@@ -45,13 +46,16 @@ def print_plan(
     ]
     for name, num_bytes, note in rows:
         out.line(f"  {name:<38}{_size(num_bytes):>11}  {note}".rstrip())
-    out.line(f"\nadapters: {_size(plan.adapter)} each at rank {wanted.rank} on {', '.join(plan.sites)}")
+    too = "" if wanted.experts == "none" else f", and on routed experts ({wanted.experts})"
+    out.line(f"\nadapters: {_size(plan.adapter)} each at rank {wanted.rank} on {', '.join(plan.sites)}{too}")
     on_device = wanted.adapters - plan.waiting
     out.line(f"  {on_device:>5} on the device: {_size(on_device * plan.adapter)}")
     out.line(f"  {plan.waiting:>5} wait in host memory: {_size(plan.waiting * plan.adapter)}")
     if plan.host:
         must = f", which {device.name}'s host must have free" if device.kind == "cuda" else ""
         out.line(f"  host memory for copies of both: {_size(plan.host)} ({plan.in_host} adapters){must}")
+    if plan.experts is not None:
+        _print_experts(out, plan.experts, wanted.rank)
     out.line(f"longest sequence: {plan.max_model_len} tokens\nsequences at once, each of")
     for length, places in plan.places:
         out.line(f"  {length:>7} tokens: {places:>4}")
@@ -65,6 +69,21 @@ def print_plan(
     out.line("settings:")
     for name, value in settings.items():
         out.line(f"  {name}: {value}")
+
+
+def _print_experts(out: Output, experts: ExpertPlan, rank: int) -> None:
+    of_all = (
+        f"{experts.count} routed experts in {experts.layers} layers: {_size(experts.weights)} of the weights"
+    )
+    if experts.obstacle:
+        out.line(f"{of_all}; {experts.obstacle}")
+        return
+    out.line(of_all)
+    out.line(
+        f"  an adapter of rank {rank} on them too (--experts), and how many fit into the memory for adapters"
+    )
+    for form in experts.forms:
+        out.line(f"  {form.name:<8}{_size(form.adapter):>11}{form.resident:>6}  {EXPERT_FORMS[form.name]}")
 
 
 def _print_speed(out: Output, device: PlannedDevice, speeds: tuple[Speed, ...]) -> None:

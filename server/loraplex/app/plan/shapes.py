@@ -57,6 +57,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-7b": _config("qwen2", 3584, 18944, 28, 28, 4, 152064, 32768, rope_theta=1e6),
     "qwen2.5-14b": _config("qwen2", 5120, 13824, 48, 40, 8, 152064, 32768, rope_theta=1e6),
     "qwen3-8b": _config("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, rope_theta=1e6, head_dim=128),
+    "qwen3-30b-a3b": _config(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, 40960, rope_theta=1e6, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    "olmoe-1b-7b": _config(
+        "olmoe", 2048, 1024, 16, 16, 16, 50304, 4096, rope_theta=10000.0, num_experts=64, num_experts_per_tok=8,
+        norm_topk_prob=False,
+    ),
+    "mixtral-8x7b": _config(
+        "mixtral", 4096, 14336, 32, 32, 8, 32000, 32768, rope_theta=1e6, sliding_window=None, num_local_experts=8,
+        num_experts_per_tok=2,
+    ),
 }  # fmt: skip
 """Shapes by the names that --model takes."""
 
@@ -70,5 +83,8 @@ SOURCES = {
     "qwen2.5-7b": "hf:Qwen/Qwen2.5-7B-Instruct",
     "qwen2.5-14b": "hf:Qwen/Qwen2.5-14B-Instruct",
     "qwen3-8b": "hf:Qwen/Qwen3-8B",
+    "qwen3-30b-a3b": "hf:Qwen/Qwen3-30B-A3B",
+    "olmoe-1b-7b": "hf:allenai/OLMoE-1B-7B-0924",
+    "mixtral-8x7b": "hf:mistralai/Mixtral-8x7B-Instruct-v0.1",
 }
 """The values of serve's --model for them."""

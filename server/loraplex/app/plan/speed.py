@@ -41,7 +41,9 @@ def decode_speeds(model: ModelOutline, device: PlannedDevice, plan: MemoryPlan) 
             products = 2 * model.step_weights * rows / device.flops
         # A state is read and written at each position.
         kv = rows * (plan.needs.seen(context) * (plan.block / 16) + 2 * plan.state) / device.bandwidth
-        loras = adapters * plan.adapter / device.bandwidth
+        # An adapter's rows go through some experts, and its part on others is not read.
+        unread = plan.adapter_on_experts * (1 - model.chosen_share) ** (rows / adapters)
+        loras = adapters * (plan.adapter - unread) / device.bandwidth
         step = max(weights, products) + kv + loras
         speeds.append(Speed(rows, adapters, context, step, rows / step))
     return tuple(speeds)
