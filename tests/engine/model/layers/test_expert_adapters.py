@@ -20,7 +20,7 @@ from support.models.expert_adapters import pairs, write
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-MIXTURES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen3_5_moe", "qwen3_next")
+MIXTURES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen3_5_moe", "qwen3_next", "qwen2_moe")
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENS = 20
