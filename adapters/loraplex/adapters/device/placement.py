@@ -128,23 +128,24 @@ def _place_experts(
 ) -> ExpertPlacement:
     pieces: dict[tuple[int, Side, int], list[Piece]] = defaultdict(list)
     starts: dict[tuple[int, Side, int, int], int] = {}
+    tall = [key.height for key in keys]  # once a site: there are thousands of tiles
     for tile, offset in zip(tiles, offsets, strict=True):
-        key = keys[tile.key]
-        first = tile.chunk * key.height
-        rows = slice(first, min(first + key.height, key.ranks[tile.expert]))
+        key, height = keys[tile.key], tall[tile.key]
+        first = tile.chunk * height
+        rows = slice(first, min(first + height, key.ranks[tile.expert]))
         begin = offset // layout.dtype.itemsize
         elements = slice(begin, begin + (rows.stop - rows.start) * tile.features)
         pieces[tile.key, tile.side, tile.expert].append(Piece(rows, slice(None), elements))
         starts[tile.key, tile.side, tile.expert, tile.chunk] = offset // GRANULE_BYTES
     listed = []
     heights = []
-    for index, key in enumerate(keys):
+    for index, (key, height) in enumerate(zip(keys, tall, strict=True)):
         assert layout.experts is not None
         place = key.layer, layout.experts.number(key.site)
-        heights.append((*place, key.height))
+        heights.append((*place, height))
         for expert, rank in enumerate(key.ranks):
             holders = [(side, key.holder(side, expert)) for side in SIDES if rank]
-            for chunk in range(-(-rank // key.height) if rank else 0):
+            for chunk in range(-(-rank // height) if rank else 0):
                 where = (starts[index, side, holder, chunk] for side, holder in holders)
                 listed.append((*place, expert, chunk, *where))
     found = {key: tuple(some) for key, some in pieces.items()}
