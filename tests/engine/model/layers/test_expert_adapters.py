@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.logprobs import join_scores
 from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 from support.models.expert_adapters import pairs, write
+from support.models.loading import outline_model
+from support.models.quantised import dequantised
+from support.models.quantised_formats import write_quantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -60,7 +65,12 @@ def save_trained(base: Path, out: Path, seed: int, **config: Any) -> Logits:
 
 
 def save_pairs(base: Path, out: Path, rank: int, **config: Any) -> Logits:
-    """A pair an expert, and the model with their products in its weights."""
+    """A pair an expert."""
+    return logits_of(merge_pairs(base, out, rank, **config))
+
+
+def merge_pairs(base: Path, out: Path, rank: int, **config: Any) -> Any:
+    """Save a pair an expert; the model with their products in its weights."""
     experts = load_base_spec(base).experts
     shape = next(iter(experts.values()))
     leaves = ("w1", "w3", "w2") if "block_sparse_moe" in shape.module_path else tuple(SEVEN[-3:])
@@ -79,7 +89,7 @@ def save_pairs(base: Path, out: Path, rank: int, **config: Any) -> Logits:
                 path = f"{experts[int(place[1])].module_path}.{expert}.{leaf}"
                 a, b = (torch.from_numpy(tensors[f"{path}.lora_{side}.weight"]) for side in "AB")
                 weight.data[expert, rows] += scaling * b @ a
-    return logits_of(model)
+    return model
 
 
 def save_all(base: Path, root: Path) -> dict[str, Logits]:
@@ -112,6 +122,7 @@ def engine_of(base: Path, work: Path, **settings: Any) -> LocalEngine:
 
 
 def prompt_of(name: str) -> list[int]:
+    name = name.partition(" at ")[0]
     return [3 + (7 + len(name)) * number % (VOCAB - 3) for number in range(21)]
 
 
@@ -143,3 +154,150 @@ def test_every_form_answers_as_peft_does(family: str, bases: dict[str, Path], tm
         check_answers(engine, logits)
     finally:
         engine.close()
+
+
+Answers = dict[str, tuple[list[int], bytes]]
+
+
+def ask(engine: LocalEngine, folder: Path, *groups: Sequence[str]) -> Answers:
+    """Tokens, and the bytes of their log probabilities, of "base" and adapters by the names of their folders. Each
+    group is asked at once, when the one before it has ended. A second answer of the same one has to equal its
+    first."""
+    found: Answers = {}
+    for number, group in enumerate(groups):
+        for name in group:
+            ref = None if name == "base" else engine.publish(folder / name)
+            engine.add(f"{name} at {number}", prompt_of(name), ref, max_tokens=TOKENS, logprobs=0)
+        engine.run()
+        for name in group:
+            events = engine.events[f"{name} at {number}"]
+            scores = join_scores([event.scores for event in events if event.scores is not None]).output
+            assert scores is not None
+            answer = engine.tokens(f"{name} at {number}"), bytes(scores.values)
+            assert found.setdefault(name, answer) == answer, name
+    return found
+
+
+def ask_alone(engine: LocalEngine, folder: Path, names: Sequence[str]) -> Answers:
+    answers = ask(engine, folder, *([name] for name in names))
+    assert len({tuple(tokens) for tokens, _ in answers.values()}) == len(names)
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_moe", {"dtype": "bfloat16"}),
+        ("qwen3_moe", {"quantise": "int8"}),
+        ("qwen3_next", {"dtype": "bfloat16"}),
+    ],
+)
+def test_an_adapter_has_the_same_bits_alone_in_company_and_under_cuts(
+    family: str, settings: dict[str, Any], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    base, names = bases[family], ("eight", "pairs", "32", "base")
+    save_trained(base, tmp_path / "eight", 1, r=8, target_modules=["q_proj"], target_parameters=BOTH)
+    save_pairs(base, tmp_path / "pairs", 3)
+    save_trained(base, tmp_path / "32", 2, r=32, target_modules=[], target_parameters=BOTH)
+    with closing(engine_of(base, tmp_path / "alone", **settings)) as engine:
+        alone = ask_alone(engine, tmp_path, names)
+    with closing(engine_of(base, tmp_path / "together", **settings)) as engine:
+        assert ask(engine, tmp_path, names) == alone
+    with closing(engine_of(base, tmp_path / "cut", max_num_batched_tokens=16, **settings)) as engine:
+        assert ask(engine, tmp_path, names[::-1]) == alone
+
+
+@pytest.fixture(scope="module")
+def five(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
+    """A folder of five adapters, and their answers in an engine with room for each. "q" and "v" leave the experts
+    alone."""
+    base, folder = bases["qwen3_moe"], tmp_path_factory.mktemp("five")
+    save_trained(base, folder / "both", 1, r=8, target_modules=[], target_parameters=BOTH)
+    save_trained(base, folder / "q", 2, r=4, target_modules=["q_proj"])
+    save_trained(base, folder / "v", 3, r=4, target_modules=["v_proj", "o_proj"])
+    save_trained(base, folder / "down", 4, r=3, target_modules=["q_proj"], target_parameters=BOTH[1:])
+    save_pairs(base, folder / "pairs", 2)
+    with closing(engine_of(base, folder / "work")) as engine:
+        return folder, ask_alone(engine, folder, ("both", "q", "v", "down", "pairs", "base"))
+
+
+def test_a_slot_is_used_by_adapters_with_experts_and_without_in_turns(
+    five: tuple[Path, Answers], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, alone = five
+    page = 256 << 10
+    with closing(engine_of(bases["qwen3_moe"], tmp_path, adapter_memory=2 * page)) as engine:
+        in_turns = ("both", "pairs", "q", "v", "down", "both", "v", "q", "pairs", "down")
+        assert ask(engine, folder, *([name] for name in in_turns), tuple(alone)) == alone
+        stats = engine.core.stats()
+        assert (stats.num_adapter_slots, stats.num_arena_pages) == (2, 2)
+        assert stats.device_evictions >= len(in_turns) - 2
+
+
+def test_preempted_adapters_on_experts_answer_as_alone(
+    five: tuple[Path, Answers], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, alone = five
+    base = bases["qwen3_moe"]
+    caches = outline_model(base, torch.device("cpu"), "float32").shape.caches
+    few = 5 * block_bytes(caches, torch.float32)  # one answer is to have as many
+    with closing(engine_of(base, tmp_path, kv_cache_memory=few)) as engine:
+        assert ask(engine, folder, tuple(alone), tuple(alone)[::-1]) == alone  # loaded and not
+        assert engine.core.stats().num_preemptions
+
+
+def test_an_activated_adapter_acts_on_experts_from_its_invocation_on(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """PEFT trains none on experts of today's models: a model that goes on behind the base's keys and values is what
+    such a file means."""
+    base, prompt, place = bases["qwen3_moe"], prompt_of("alora"), 9
+    merged = merge_pairs(base, tmp_path / "alora", 2, alora_invocation_tokens=prompt[place : place + 2])
+    plain = of_transformers(base)
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            before = plain(torch.tensor([tokens[:place]]), use_cache=True)
+            behind = merged(torch.tensor([tokens[place:]]), past_key_values=before.past_key_values)
+        return torch.cat((before.logits[0], behind.logits[0]))
+
+    expected = {"alora": logits, "both": save_trained(
+        base, tmp_path / "both", 1, r=8, target_modules=[], target_parameters=BOTH
+    )}  # fmt: skip
+    with closing(engine_of(base, tmp_path / "work")) as engine:
+        for name in expected:
+            ref = engine.publish(tmp_path / name)
+            engine.add(name, prompt_of(name), ref, max_tokens=TOKENS, logprobs=0, prompt_logprobs=0)
+        engine.add("base", prompt, max_tokens=1, logprobs=0, prompt_logprobs=0)
+        engine.run()
+        check_answers(engine, expected)
+        scores = {
+            name: join_scores([e.scores for e in engine.events[name] if e.scores is not None]).prompt
+            for name in ("alora", "base")
+        }
+        own, of_base = (bytes(part.values) for part in scores.values() if part is not None)
+        differ = [at for at in range(0, len(own), 4) if own[at : at + 4] != of_base[at : at + 4]]
+        assert differ
+        assert (len(own) // 4, min(differ) // 4) == (len(prompt) - 1, place), "the row of its first token"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "gptq int4, zeros"])
+def test_adapters_over_codes_answer_as_over_what_the_codes_stand_for(kind: str, tmp_path: Path) -> None:
+    family = FAMILIES["qwen3_moe"] | {"moe_intermediate_size": 32, "intermediate_size": 64}
+    base, settings = save_tiny(tmp_path / "plain", family), {}
+    if kind == "int8":
+        dense, settings = dequantised(base, tmp_path / "dense"), {"quantise": "int8"}
+    else:
+        base, dense = write_quantised(base, tmp_path, kind)
+    logits = {
+        "both": save_trained(dense, tmp_path / "both", 1, r=8, target_modules=[], target_parameters=BOTH),
+        "pairs": save_pairs(dense, tmp_path / "pairs", 2),
+        "base": logits_of(of_transformers(dense)),
+    }
+    with closing(engine_of(base, tmp_path / "alone", **settings)) as engine:
+        alone = ask_alone(engine, tmp_path, tuple(logits))
+        check_answers(engine, {f"{name} at {n}": each for n, (name, each) in enumerate(logits.items())})
+    with closing(engine_of(base, tmp_path / "together", **settings)) as engine:
+        assert ask(engine, tmp_path, tuple(logits)) == alone
