@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
+from loraplex.adapters.admission.base_families import EXPERTS_SERVED
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind, block_needs, blocks_for
 from loraplex.engine.kv.states import slot_bytes
@@ -51,6 +52,14 @@ CROSSING = 5
 GROWING = [Question(tuple(range(3 + n, 23 + n)), None, {"max_tokens": 80}) for n in range(4)]
 """They grow out of few blocks where they are asked together."""
 INVOCATION = (1, 2)
+EXPERT_STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+ON_EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": {"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": EXPERT_STACKS},
+    "down-and-attention": {
+        "r": 20, "lora_alpha": 9, "target_modules": ["q_proj"], "target_parameters": EXPERT_STACKS[1:],
+    },
+}  # fmt: skip
+"""Of mixtures whose routed experts adapters may change."""
 CHOSEN |= {"activated": {**ADAPTERS["all"], "r": 6, "alora_invocation_tokens": list(INVOCATION)}}
 FAMILIES_ASKED = {
     # Groups of three heads, as in SmolLM2, whose keys are transformed before they become codes; sums over more inputs
@@ -116,7 +125,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subj
         family = OTHER_PLANS[name] | {"max_position_embeddings": 2048}
         root = tmp_path_factory.mktemp(name)
         base = save_tiny(root / "base", family)
-        chosen = with_gates(CHOSEN, family)
+        chosen = with_gates(CHOSEN, family) | (ON_EXPERTS if family["model_type"] in EXPERTS_SERVED else {})
         caches = plan_model(base).shape.caches
         return Subject(base, save_adapters(base, root, chosen), family, caches)
 
@@ -180,8 +189,9 @@ def make_asked(tmp_path: Path) -> Iterator[Callable[..., Asked]]:
         asked.close()
 
 
-def questions(rng: random.Random, count: int) -> list[Question]:
-    """On all adapters, some with a common beginning, of a few tokens to more than two spans of attention."""
+def questions(rng: random.Random, count: int, adapters: Collection[str]) -> list[Question]:
+    """On all of these adapters and the base, some with a common beginning, of a few tokens to more than two spans of
+    attention."""
     shared = tuple(rng.randrange(3, VOCAB) for _ in range(600))
     made = []
     for number in range(count):
@@ -197,7 +207,7 @@ def questions(rng: random.Random, count: int) -> list[Question]:
             {"logprobs": 3},
             {"logprobs": 0, "prompt_logprobs": 2},
         ]
-        adapter = rng.choice([None, *CHOSEN])
+        adapter = rng.choice([None, *adapters])
         if adapter == "activated":
             start = (*start, *INVOCATION)
         made.append(
@@ -251,6 +261,7 @@ def test_bits_do_not_depend_on_neighbours(
         ("gemma4-e2b", "int8", "int8", "bfloat16", 20),
         ("lfm2", "none", "auto", "float32", 20),
         ("qwen3_5", "none", "auto", "float32", 20),
+        ("qwen3_moe", "none", "auto", "float32", 20),
         pytest.param("qwen3_next", "none", "auto", "float32", 20, marks=pytest.mark.soak),
         pytest.param("glm4_moe", "none", "auto", "bfloat16", 20, marks=pytest.mark.soak),
         *(
@@ -302,8 +313,10 @@ def compared(
 ) -> tuple[Counter[str], set[str]]:
     """How many of `count` answers of each engine differ from that of a lone request, and what the engines did on the
     way."""
-    asked = questions(random.Random(count), min(30, count))
     lone = make(max_num_batched_tokens=2048)
+    # Adapters on experts are asked for as often as all others.
+    adapters = [name for name in lone.adapters for _ in range(5 if name in ON_EXPERTS else 1)]
+    asked = questions(random.Random(count), min(30, count), adapters)
     expected = {
         question: lone.alone(str(number), question) for number, question in enumerate(asked + GROWING)
     }

@@ -187,6 +187,7 @@ class Asked:
         **settings: Any,
     ) -> None:
         work.mkdir()
+        self.adapters = tuple(adapters)
         spec = plan_model(base).spec
         kinds = () if spec is None else spec.layers
         self._recorder = Recorder(
