@@ -132,12 +132,12 @@ ADAPTER_KINDS: tuple[AdapterKind, ...] = (
     AdapterKind(
         "the experts of a mixture that takes none, a pair each",
         "experts",
-        "served are [some mixtures](#lora-on-routed-experts), on a CPU",
+        "served are [some mixtures](#lora-on-routed-experts)",
     ),
     AdapterKind(
         "the experts of a mixture that takes none, stacked",
         "experts",
-        "served are [some mixtures](#lora-on-routed-experts), on a CPU",
+        "served are [some mixtures](#lora-on-routed-experts)",
     ),
     AdapterKind("LoHa, VeRA and other methods", "peft_type", "only LoRA"),
 )

@@ -89,7 +89,7 @@ class _Layer:
             slot: [(slot, first, last - first)] for slot, (first, last) in enumerate(pairwise(cuts))
         }
         slots = torch.from_numpy(slots_of_rows(self.by_slot, case.rows)).to(device)
-        self.lora = TritonExpertLora(self.weights, Scratch(device)).begin(slots)
+        self.lora = TritonExpertLora(self.weights).begin(slots)
         self.routes = self.ops.route(self.logits, case.router)
         self.rows = self.ops.group(self.routes, experts)
 

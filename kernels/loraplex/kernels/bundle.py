@@ -48,8 +48,9 @@ class Kernels:
     `choose_attention` gives the attention of a model in a dtype: `choice` names one of
     `loraplex.kernels.attention.choice.AttentionName`; it raises AttentionUnavailable for one that can't be had.
     `lora_pass` prepares a step's adapters on the host; None where lists of work lie on the device
-    (`loraplex.kernels.lora.triton_lora`). `expert_lora_pass` prepares its adapters on routed experts; None where there
-    are no kernels for these. `obstacle_to_same_bits` (dtype, batch_invariant) says why these kernels
+    (`loraplex.kernels.lora.triton_lora`). `expert_lora_pass` does so for its adapters on routed experts; None where
+    `lora_pass` is (`loraplex.kernels.experts.triton_expert_lora`).
+    `obstacle_to_same_bits` (dtype, batch_invariant) says why these kernels
     cannot promise the same bits of a model in this dtype; None where they can. `multiplies`: whether products in a
     dtype are fit for use; the others take tens of times as long as in float32. `processor`: what decides bits beside
     sources and versions, on a CPU. `compilation` None: kernels are compiled as they are launched, or not at all.

@@ -106,7 +106,7 @@ def load_device(config: EngineConfig, device: Device, plan: ModelPlan) -> Loaded
     """The model on its device, with the arena beside it. Raises LoraplexError."""
     kernels, executor = device.kernels, device.executor
     model = executor.submit(lambda: load_model(plan)).result()
-    layout = adapter_layout(model, config.max_adapter_rank, on_experts=kernels.expert_lora_pass is not None)
+    layout = adapter_layout(model, config.max_adapter_rank)
     head = None
     if plan.head is not None:
         head = read_base_head(plan.model_dir, plan.head, model.shape.vocab_size, model.hidden_size)

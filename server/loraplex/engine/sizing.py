@@ -77,9 +77,8 @@ def row_bytes(groups: Sequence[SiteGroup], itemsize: int) -> int:
     return (everywhere + max(by_layer.values())) * itemsize
 
 
-def adapter_layout(model: Model | ModelOutline, max_rank: int, *, on_experts: bool = False) -> ArenaLayout:
-    """How adapters up to a rank lie in memory beside a model. `on_experts`: routed experts may have them, as a CPU has
-    the kernels for it."""
+def adapter_layout(model: Model | ModelOutline, max_rank: int) -> ArenaLayout:
+    """How adapters up to a rank lie in memory beside a model."""
     return ArenaLayout(
         model.site_groups,
         model.num_layers,
@@ -88,7 +87,7 @@ def adapter_layout(model: Model | ModelOutline, max_rank: int, *, on_experts: bo
         head=model.head_group,
         embedding=model.embedding_shape,
         hidden_size=model.hidden_size,
-        experts=model.expert_groups if on_experts else (),
+        experts=model.expert_groups,
     )
 
 

@@ -293,12 +293,10 @@ class VersionChecks:
         return await self._judge(info, outputs)
 
     def _told_lacking(self, sites: set[str]) -> str:
-        """Whether routed experts take LoRA depends on the engine: not all decoders and kernels compute it."""
-        info = self.engine.info
-        where = "through transformers" if info.decoder == "transformers" else f"on {info.device}"
+        """Whether routed experts take LoRA depends on the engine: not all decoders compute it."""
         return (
-            f"LoRA on the experts of a mixture ({', '.join(sorted(sites))}) is not served by this engine, which runs "
-            f"the base {where}; it is by Loraplex's own decoder on a CPU. Train linears outside of the experts instead"
+            f"LoRA on the experts of a mixture ({', '.join(sorted(sites))}) is not served by this engine, which does "
+            "not run the base on Loraplex's own decoder. Train linears outside of the experts instead"
         )
 
     async def _current(self, info: VersionInfo) -> VersionInfo:

@@ -23,6 +23,7 @@ from loraplex.kernels.experts.lora_types import ExpertSiteGroup
 from loraplex.kernels.lora.dispatch import GRANULE_BYTES
 from loraplex.kernels.lora.site_groups import SiteGroup
 from support.adapters.whole_reads import check_numbers
+from support.kernels.recurrent import INTERPRETED
 from support.models.expert_adapters import Arrays, pairs, plain_base, read, stacks, three_dimensions, write
 
 HIDDEN, INNER, COUNT, NUM_LAYERS = 64, 48, 6, 3
@@ -73,6 +74,8 @@ def arena_of(
     spec = AdapterSpec("0" * 64, max(w.rank for w in weights), (), path.stat().st_size, (), experts=weights)
     image = build_image(spec, path, layout)
     arena = AdapterArena(layout, 2 * image.num_pages, 3, resolve_kernels(kernels, CPU))
+    if kernels == "triton":
+        arena.device_lora(64, 8)
     pages = tuple(range(2 * image.num_pages))
     arena.write(image, SLOT - 1, pages[: image.num_pages])
     arena.write(image, SLOT, pages[image.num_pages :])
@@ -116,6 +119,7 @@ def weights_of(folder: Path, experts: dict[int, ExpertShape] = EXPERTS) -> tuple
         ("torch", torch.bfloat16),
         ("numba", torch.float32),
         ("numba", torch.bfloat16),
+        pytest.param("triton", torch.float32, marks=INTERPRETED),
     ],
 )
 def test_sound_adapters_are_equal_to_the_reference(

@@ -70,7 +70,7 @@ def test_a_planned_adapter_is_as_large_as_its_image(form: str, rank: int, base: 
     folder = save(form, spec_of_base, rank, tmp_path / "adapter")
     tensors = folder / "adapter_model.safetensors"
     spec = inspect_adapter(folder / "adapter_config.json", tensors, spec_of_base, max_rank=64)
-    layout = adapter_layout(outline_model(base, torch.device("cpu"), "float32"), 64, on_experts=True)
+    layout = adapter_layout(outline_model(base, torch.device("cpu"), "float32"), 64)
     image = build_image(spec, tensors, layout)
     assert image.num_pages > 1
     found = plan(
@@ -134,7 +134,6 @@ def test_for_people() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("qwen3-30b-a3b", "--gpu", "h200"), "LoRA on routed experts is served on a CPU alone"),
         (("qwen3-8b", "--gpu", "cpu", "--gpu-memory", "64GiB"), "a qwen3 has no routed experts"),
     ],
 )

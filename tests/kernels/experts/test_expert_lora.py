@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 def pass_by_triton(
     weights: ExpertLoraWeights, scratch: Scratch, by_slot: Mapping[int, Sequence[Segment]], num_rows: int
 ) -> ExpertLoraPass:
-    return TritonExpertLora(weights, scratch).begin(torch.from_numpy(slots_of_rows(by_slot, num_rows)))
+    return TritonExpertLora(weights).begin(torch.from_numpy(slots_of_rows(by_slot, num_rows)))
 
 
 BACKENDS = {

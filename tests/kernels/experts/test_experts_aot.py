@@ -23,7 +23,6 @@ from loraplex.kernels.experts.lora_types import ExpertLoraWeights
 from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
 from loraplex.kernels.experts.triton_linears import StackedExperts, triton_expert_ops
 from loraplex.kernels.experts.types import ExpertActivation, RouterKind, Routes
-from loraplex.kernels.lora.types import Scratch
 from support.kernels.lora_arena import expert_groups
 from support.kernels.triton_aot import ARCHS, Recorder, Variant, check, launched_variant
 
@@ -76,7 +75,7 @@ def run_lora(group: str) -> None:
     groups = expert_groups(hidden, width, QWEN3.num_experts, (0,))
     tables = np.zeros((2, 1, 4, QWEN3.num_experts, 9, 2), np.int32)
     weights = ExpertLoraWeights(empty(1 << 20), groups, tables, np.zeros((2, 1, 4), np.int32))
-    lora = TritonExpertLora(weights, Scratch(META)).begin(empty(64, dtype=torch.int32))
+    lora = TritonExpertLora(weights).begin(empty(64, dtype=torch.int32))
     places = triton_expert_ops(no_codes, batch_invariant=False).group(
         Routes(empty(64, 8, dtype=torch.int64), empty(64, 8, dtype=torch.float32)), QWEN3.num_experts
     )

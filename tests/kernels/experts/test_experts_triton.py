@@ -13,7 +13,6 @@ from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
 from loraplex.kernels.experts.triton_linears import FEW_ROWS, MANY_ROWS
 from loraplex.kernels.experts.triton_rows import TritonExpertRows
 from loraplex.kernels.experts.types import ExpertActivation, ExpertOps, RouterKind, Routes
-from loraplex.kernels.lora.types import Scratch
 from loraplex.kernels.torch_backend import torch_ops
 from loraplex.kernels.triton_backend import triton_ops
 from loraplex.kernels.weight_form import FLOATS
@@ -118,10 +117,10 @@ def adapters() -> ManualExpertArena:
 
 def test_a_pass_reads_slots_and_tables_when_it_runs() -> None:
     """As a recorded one has to: it is made before any adapter is there."""
-    arena, cpu = adapters(), torch.device("cpu")
+    arena = adapters()
     tables, heights = (np.zeros_like(each) for each in (arena.weights.tables, arena.weights.heights))
     weights = replace(arena.weights, tables=tables, heights=heights)
-    lora, slots = TritonExpertLora(weights, Scratch(cpu)), torch.full((8,), -1, dtype=torch.int32)
+    lora, slots = TritonExpertLora(weights), torch.full((8,), -1, dtype=torch.int32)
     made, group = lora.begin(slots), weights.groups[0]
     rows = EACH.group(EACH.route(drawn(8, EXPERTS), KIND), EXPERTS)
     x, y = drawn(24, HIDDEN, seed=1), drawn(24, 2 * WIDTH, seed=2)
@@ -148,7 +147,7 @@ def test_a_pass_reads_slots_and_tables_when_it_runs() -> None:
 def test_a_row_has_the_same_bits_of_its_adapter_in_any_company() -> None:
     """Runs of more than 16 places, in pieces with others, and alone."""
     arena = adapters()
-    lora, group = TritonExpertLora(arena.weights, Scratch(torch.device("cpu"))), arena.weights.groups[0]
+    lora, group = TritonExpertLora(arena.weights), arena.weights.groups[0]
     slots = torch.tensor([0] * 3 + [1] * 25 + [-1] * 2 + [2] * 4, dtype=torch.int32)
     given, logits = drawn(34, HIDDEN), drawn(34, EXPERTS, seed=1)
 

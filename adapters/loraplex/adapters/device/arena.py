@@ -189,10 +189,12 @@ class AdapterArena:
         return self._last_head[1]
 
     def expert_pass(self, segments: Sequence[Segment], num_rows: int) -> ExpertLoraPass | None:
-        """Prepare the routed experts of a step, as `lora_pass` does the layers. None if no row has an adapter on
-        them."""
+        """Prepare the routed experts of a step, as `lora_pass` does the layers; where lists lie on the device, rows
+        beside a step's own. None if no row has an adapter on them."""
         if self._experts is None:
             return None
+        if self._device_lora is not None:
+            return self._device_lora.experts_apart(segments, num_rows)
         key = (tuple(segments), num_rows, self._writes_to(segments))
         if self._last_experts[0] != key:
             assert self.kernels.expert_lora_pass is not None
@@ -221,6 +223,7 @@ class AdapterArena:
         self._device_lora = DeviceLora(
             self._layers,
             self._head,
+            self._experts,
             self._filled,
             self._tokens,
             self.token_pass,

@@ -10,6 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex.kernels.experts.lora_types import (
+    ExpertLoraPass,
+    ExpertLoraWeights,
+    segments_on_experts,
+    slots_of_rows,
+)
 from loraplex.kernels.lora.dispatch import LoraPass, LoraWeights, Scratch, Segment
 from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables, Upload
 
@@ -33,13 +39,14 @@ def effective_segments(
 
 
 class DeviceLora:
-    """Made by `AdapterArena.device_lora`. `layers` and `head` are None where adapters cannot change them. `tokens` are
-    by slot the tables of adapters that change anything by token, and `token_pass` is the arena's."""
+    """Made by `AdapterArena.device_lora`. `layers`, `head` and `experts` are None where adapters cannot change them.
+    `tokens` are by slot the tables of adapters that change anything by token, and `token_pass` is the arena's."""
 
     def __init__(
         self,
         layers: LoraWeights,
         head: LoraWeights | None,
+        experts: ExpertLoraWeights | None,
         filled: NDArray[np.bool_],
         tokens: Mapping[int, TokenTables],
         token_pass: Callable[[Sequence[Segment], Sequence[Segment], Upload], TokenRowPass | None],
@@ -50,6 +57,7 @@ class DeviceLora:
         tiling: LoraTiling,
     ) -> None:
         # Triton need not be there where it does not run.
+        from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
         from loraplex.kernels.lora.triton_lora import TritonLora
 
         def device_lora(weights: LoraWeights) -> TritonLora:
@@ -68,6 +76,8 @@ class DeviceLora:
         self.layers = device_lora(layers)
         # Layers and head run one after the other, so that they may compute in the same memory.
         self.head = None if head is None else device_lora(head)
+        self._expert_weights = experts
+        self.experts = None if experts is None else TritonExpertLora(experts)
 
     @property
     def head_work_size(self) -> int:
@@ -79,6 +89,8 @@ class DeviceLora:
         self.layers.write(slot)
         if self.head is not None:
             self.head.write(slot)
+        if self.experts is not None:
+            self.experts.write(slot)
 
     def begin_lora_pass(
         self,
@@ -104,6 +116,33 @@ class DeviceLora:
         if not slots:
             return None, step.size
         return (lora.recorded(work, num_rows) if fixed else lora.launcher(work, step, slots)), step.size
+
+    def begin_expert_pass(
+        self, segments: Sequence[Segment], into: NDArray[np.int32], slots: torch.Tensor
+    ) -> ExpertLoraPass | None:
+        """Write the slot of each row into `into` [rows], whose copy on the device `slots` is: -1 for rows that no
+        adapter on experts has. Returns None if there are such rows alone. Raises ValueError as
+        `AdapterArena.expert_pass` does."""
+        by_slot = self._on_experts(segments, len(into))
+        into[:] = slots_of_rows(by_slot, len(into))
+        return self.recorded_experts(slots) if by_slot else None
+
+    def recorded_experts(self, slots: torch.Tensor) -> ExpertLoraPass | None:
+        """A pass over experts that may be captured, for rows whose slots are in `slots` when it runs."""
+        return None if self.experts is None else self.experts.begin(slots)
+
+    def experts_apart(self, segments: Sequence[Segment], num_rows: int) -> ExpertLoraPass | None:
+        """A pass over experts whose slots travel by themselves, beside those of the steps."""
+        by_slot = self._on_experts(segments, num_rows)
+        if not by_slot:
+            return None
+        slots = torch.from_numpy(slots_of_rows(by_slot, num_rows))
+        return self.recorded_experts(slots.to(self._weights[0].storage.device, non_blocking=True))
+
+    def _on_experts(self, segments: Sequence[Segment], num_rows: int) -> dict[int, list[Segment]]:
+        if self._expert_weights is None:
+            return {}
+        return segments_on_experts(self._expert_weights, segments, num_rows)
 
     def apart(self, segments: Sequence[Segment], num_rows: int, *, head: bool) -> LoraPass | None:
         """A pass whose list travels by itself, beside those of the steps. None and raises as
@@ -134,3 +173,5 @@ class DeviceLora:
         self.layers.warm_up(dtype)
         if self.head is not None:
             self.head.warm_up(dtype)
+        if self.experts is not None:
+            self.experts.warm_up(dtype)

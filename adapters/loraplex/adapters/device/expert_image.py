@@ -151,7 +151,7 @@ def check_experts_fit(spec: AdapterSpec, layout: ExpertLayout | None) -> None:
         if layout is None:
             raise AdapterRefused(
                 "unsupported_feature",
-                "LoRA on the experts of a mixture is served by Loraplex's own decoder on a CPU, not here",
+                "LoRA on the experts of a mixture is served by Loraplex's own decoder, not here",
                 feature="experts",
             )
         if shape is None or not -1 <= weights.expert < layout.num_experts:

@@ -95,14 +95,19 @@ def begin_expert_pass(
     num_rows: int,
 ) -> ExpertLoraPass | None:
     """Prepare a step of `num_rows` rows; None if no row has an adapter on experts. `make`: a backend's
-    (`Kernels.expert_lora_pass`).
+    (`Kernels.expert_lora_pass`). Raises ValueError as `segments_on_experts` does."""
+    on_experts = segments_on_experts(weights, segments, num_rows)
+    return make(weights, scratch, on_experts, num_rows) if on_experts else None
 
-    Raises ValueError for a segment outside the rows or the slots, or an overlap.
-    """
+
+def segments_on_experts(
+    weights: ExpertLoraWeights, segments: Sequence[Segment], num_rows: int
+) -> dict[int, list[Segment]]:
+    """Pick the segments of adapters on experts, by slot. Raises ValueError for a segment outside the rows or the slots,
+    or an overlap."""
     slots = len(weights.heights)
     by_slot = segments_by_slot(segments, np.ones(slots, np.int32), num_rows)
-    on_experts = {slot: own for slot, own in by_slot.items() if weights.heights[slot].any()}
-    return make(weights, scratch, on_experts, num_rows) if on_experts else None
+    return {slot: own for slot, own in by_slot.items() if weights.heights[slot].any()}
 
 
 def slots_of_rows(by_slot: Mapping[int, Sequence[Segment]], num_rows: int) -> NDArray[np.int32]:

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from loraplex.kernels.experts.lora_types import ExpertLoraWeights, check_operands, sites_of_group
-from loraplex.kernels.experts.triton_rows import TritonExpertRows
-from loraplex.kernels.experts.types import ExpertRows
-from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES, Scratch
+from loraplex.kernels.experts.triton_rows import TritonExpertRows, group
+from loraplex.kernels.experts.types import ExpertRows, Routes
+from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES
 
 RUN_ROWS = 16
 """Places of a run, and ranks at a time: the fewest that tensor cores multiply."""
@@ -28,26 +28,39 @@ _BLOCK_K, _BLOCK_N = 128, 128
 class TritonExpertLora:
     """The adapters of `weights` as programs find them."""
 
-    def __init__(self, weights: ExpertLoraWeights, scratch: Scratch) -> None:
+    def __init__(self, weights: ExpertLoraWeights) -> None:
         device = weights.storage.device
-        self._weights, self._scratch = weights, scratch
-        self._tables = torch.tensor(weights.tables, device=device)
-        self._heights = torch.tensor(weights.heights, device=device)
+        self._weights = weights
+        self._tables = torch.zeros(weights.tables.shape, dtype=torch.int32, device=device)
+        self._heights = torch.zeros(weights.heights.shape, dtype=torch.int32, device=device)
+        for slot in range(len(weights.heights)):
+            self.write(slot)
         self._columns = {
-            group.key: torch.tensor(group.columns, dtype=torch.int32, device=device)
-            for group in weights.groups
+            each.key: torch.tensor(each.columns, dtype=torch.int32, device=device) for each in weights.groups
         }
 
     def write(self, slot: int) -> None:
         """Take over what the tables of `weights` say of a slot. While no step that uses it is in flight."""
-        self._tables[slot].copy_(torch.from_numpy(self._weights.tables[slot]))
-        self._heights[slot].copy_(torch.from_numpy(self._weights.heights[slot]))
+        heights = torch.from_numpy(self._weights.heights[slot])
+        self._heights[slot].copy_(heights)
+        # No program reads tables behind a height of 0.
+        if heights.any():
+            self._tables[slot].copy_(torch.from_numpy(self._weights.tables[slot]))
 
     def begin(self, slot_of_row: torch.Tensor) -> TritonExpertPass:
         """A pass over rows whose slots, int32, -1 for the base model, are read when it runs."""
-        return TritonExpertPass(
-            self._weights, self._scratch, self._tables, self._heights, self._columns, slot_of_row
-        )
+        return TritonExpertPass(self._weights, self._tables, self._heights, self._columns, slot_of_row)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what a step may launch, for x and y of this dtype. Launches everything once for a row of the base."""
+        device = self._weights.storage.device
+        lora = self.begin(torch.full((1,), -1, dtype=torch.int32, device=device))
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        for of in self._weights.groups:
+            rows = group(Routes(ids, torch.ones(ids.shape, device=device)), of.num_experts, RUN_ROWS)
+            x = torch.empty(1, of.in_features, dtype=dtype, device=device)
+            y = torch.empty(1, of.out_features, dtype=dtype, device=device)
+            lora.apply(of.layers[0], of.key, x, y, rows)
 
 
 class TritonExpertPass:
@@ -56,14 +69,13 @@ class TritonExpertPass:
     def __init__(
         self,
         weights: ExpertLoraWeights,
-        scratch: Scratch,
         tables: torch.Tensor,
         heights: torch.Tensor,
         columns: dict[str, torch.Tensor],
         slot_of_row: torch.Tensor,
     ) -> None:
         """`columns` [sites, 2] int32 of each group."""
-        self._weights, self._scratch, self._slots = weights, scratch, slot_of_row
+        self._weights, self._slots = weights, slot_of_row
         self._tables, self._heights, self._columns = tables, heights, columns
 
     def apply(self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, rows: ExpertRows) -> None:
@@ -77,7 +89,8 @@ class TritonExpertPass:
             return
         _, layers, all_sites, experts, chunks, _ = self._tables.shape
         ranks = -(-(chunks - 1) * CHUNK // RUN_ROWS) * RUN_ROWS
-        hidden = self._scratch.buffer("experts", (places, sites, ranks), torch.float32)
+        # Not of memory that grows: what a recorded step computes in stays its own.
+        hidden = torch.empty(places, sites, ranks, dtype=torch.float32, device=x.device)
         storage = self._weights.storage
         where = (rows.expert_of, rows.row_of, rows.starts, self._slots)
         tables = (self._tables, self._heights, storage)

@@ -63,14 +63,12 @@ class ExpertPlan:
     forms: tuple[ExpertForm, ...]
 
 
-def obstacle_to_experts(model: ModelOutline, device_kind: str) -> str:
-    """Why adapters cannot be on routed experts of this model on such a device; empty where they can."""
+def obstacle_to_experts(model: ModelOutline) -> str:
+    """Why adapters cannot be on routed experts of this model; empty where they can."""
     if not model.expert_groups:
         return f"a {model.model_type} has no routed experts that adapters can be on"
     if model.model_type not in EXPERTS_SERVED:
         return f"LoRA on the routed experts of a {model.model_type} is not served"
-    if device_kind != "cpu":
-        return "LoRA on routed experts is served on a CPU alone"
     return ""
 
 
@@ -91,7 +89,6 @@ def whole_adapter(layout: ArenaLayout, rank: int, sites: tuple[str, ...], form: 
 
 def plan_experts(
     model: ModelOutline,
-    device_kind: str,
     layout: ArenaLayout,
     rank: int,
     sites: tuple[str, ...],
@@ -101,7 +98,7 @@ def plan_experts(
     if not model.expert_groups:
         return None
     group, (pages, slots) = model.expert_groups[0], arena
-    obstacle = obstacle_to_experts(model, device_kind)
+    obstacle = obstacle_to_experts(model)
     sizes = {} if obstacle else {form: whole_adapter(layout, rank, sites, form) for form in EXPERT_FORMS}
     return ExpertPlan(
         count=group.num_experts,

@@ -114,9 +114,9 @@ def divide_memory(
     target = torch.device(device.kind)
     block, slot = block_bytes(model.shape.caches, model.kv_dtype), slot_bytes(model.shape.caches)
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
-    layout = adapter_layout(model, _max_rank(wanted), on_experts=device.kind == "cpu")
+    layout = adapter_layout(model, _max_rank(wanted))
     sites = _sites(model, layout, wanted)
-    adapter, on_experts = _adapter_sizes(model, device, layout, wanted, sites)
+    adapter, on_experts = _adapter_sizes(model, layout, wanted, sites)
     reserve, weights = RESERVES[device.kind], model.weight_bytes
     tokens = most_tokens(0, device.kind, row_bytes(model.site_groups, model.dtype.itemsize), device.memory)
     recorded = most_recorded_rows(-1, device.capability, model.shape.num_layers, model.num_weights)
@@ -181,7 +181,7 @@ def divide_memory(
         total=device.memory,
         free=free - arena - size.num_bytes - activations,
         places=_places(size, size.num_windows or wanted.max_num_seqs),
-        experts=plan_experts(model, device.kind, layout, wanted.rank, sites, (pages, slots)),
+        experts=plan_experts(model, layout, wanted.rank, sites, (pages, slots)),
         settings=settings,
     )
 
@@ -270,10 +270,10 @@ def _sites(model: ModelOutline, layout: ArenaLayout, wanted: Wanted) -> tuple[st
 
 
 def _adapter_sizes(
-    model: ModelOutline, device: PlannedDevice, layout: ArenaLayout, wanted: Wanted, sites: tuple[str, ...]
+    model: ModelOutline, layout: ArenaLayout, wanted: Wanted, sites: tuple[str, ...]
 ) -> tuple[int, int]:
     """Bytes of a wanted adapter, and its part on routed experts. Raises PlanDoesNotFit."""
-    if wanted.experts != "none" and (obstacle := obstacle_to_experts(model, device.kind)):
+    if wanted.experts != "none" and (obstacle := obstacle_to_experts(model)):
         raise PlanDoesNotFit(f"--experts {wanted.experts}: {obstacle}.")
     adapter = whole_adapter(layout, wanted.rank, sites, wanted.experts)
     return adapter, adapter - whole_adapter(layout, wanted.rank, sites, "none")

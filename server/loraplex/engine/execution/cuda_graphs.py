@@ -155,8 +155,8 @@ def record_steps(model: Model, kv: KVCache, source: PackedSource, recorder: Reco
         )
         batches = [] if size.adapters_only else [batch]
         if source.lora is not None:
-            layers, head = source.recorded_adapters(size)
-            batches.append(replace(batch, lora=layers, head_lora=head))
+            made = source.recorded_adapters(size)
+            batches.append(replace(batch, lora=made.layers, expert_lora=made.experts, head_lora=made.head))
         if not batches:
             continue
         variants = tuple(recorder.record(partial(model.forward, found)) for found in batches)

@@ -117,7 +117,8 @@ class StepAdapters:
 
     @property
     def any_lora(self) -> bool:
-        return self.layers is not None or self.head is not None
+        """Whether there are changes that a recorded pass with adapters makes."""
+        return self.layers is not None or self.experts is not None or self.head is not None
 
 
 def begin_adapters(

@@ -1,10 +1,10 @@
 """A step's inputs in one piece of memory, and one copy to the device.
 
 The piece begins with what a recorded pass reads at fixed places: the tokens and positions of the rows, with prompts the
-rows whose logits are wanted, where layers have windowed states the step's sequences, and the adapters' lists of work.
-Then comes room for what is read by no recorded pass, and at the end attention's lists, whose last part, the block
-tables, is as long as the step needs it. So a copy is as long as what is used. Where layers are of several groups, each
-has such lists, and the long gaps between them are left out.
+rows whose logits are wanted, where layers have windowed states the step's sequences, the adapters' lists of work, and
+where there are routed experts the adapter of each row. Then comes room for what is read by no recorded pass, and at the
+end attention's lists, whose last part, the block tables, is as long as the step needs it. So a copy is as long as what
+is used. Where layers are of several groups, each has such lists, and the long gaps between them are left out.
 
 A step is laid out for the first recorded size that serves it, with rows of padding behind its own; any other step for
 the largest step there is.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,11 +28,11 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_lora import DeviceLora
 from loraplex.engine.execution.batch import StepRows
-from loraplex.engine.execution.inputs import RecordedSize, Segments, StepLimits, put_units
+from loraplex.engine.execution.inputs import RecordedSize, Segments, StepAdapters, StepLimits, put_units
 from loraplex.engine.model.base import TokenRows
 from loraplex.kernels.attention.kernel import AttentionKernel, AttentionLayout, RecordableAttention
 from loraplex.kernels.attention.triton_plan import AttentionCapacity
-from loraplex.kernels.lora.triton_lora import LoraLauncher
+from loraplex.kernels.experts.lora_types import ExpertLoraPass
 from loraplex.kernels.lora.types import LoraPass
 from loraplex.kernels.recurrent.types import (
     RecurrentRows,
@@ -65,6 +66,8 @@ class Layout:
     recurrent: int
     """The table of sequences of layers with windows, in a recorded step."""
     lora: int
+    slots: int
+    """The slot of each row, int32, where adapters may change routed experts."""
     lora_end: int
     free_end: int
     attention: int
@@ -78,6 +81,8 @@ class Layout:
         lists: Sequence[AttentionLayout],
         lora_ints: int,
         recurrent_ints: int = 0,
+        *,
+        on_experts: bool,
     ) -> Layout:
         rows: dict[str, int] = {}
         at = 0
@@ -85,10 +90,11 @@ class Layout:
             rows[name] = at
             at = _aligned(at + 8 * count)
         recurrent, at = at, _aligned(at + 8 * recurrent_ints)
-        lora_end = _aligned(at + 4 * lora_ints)
+        slots = _aligned(at + 4 * lora_ints)
+        lora_end = _aligned(slots + 4 * num_rows * on_experts)
         free_end = _aligned(lora_end + _FREE_BYTES)
         end = free_end + 4 * sum(each.num_ints for each in lists)
-        return cls(tuple(lists), rows, recurrent, at, lora_end, free_end, free_end, end)
+        return cls(tuple(lists), rows, recurrent, at, slots, lora_end, free_end, free_end, end)
 
     def places(self) -> Iterator[tuple[AttentionLayout, int, int]]:
         """The lists of each group: first byte, and bytes."""
@@ -134,6 +140,7 @@ class PackedSource:
         self.lora = lora
         self.replays: dict[RecordedSize, Replay] = {}
         lora_ints = 0 if lora is None else lora.layers.work_size + lora.head_work_size
+        make = partial(Layout.make, on_experts=lora is not None and lora.experts is not None)
         self.attention = attention
         self.layouts: dict[RecordedSize, Layout] = {}
         if isinstance(attention, RecordableAttention):
@@ -153,17 +160,16 @@ class PackedSource:
                     [*range(num_groups)] * (1 + len(sizes)),
                 )
             )
-            self.layout = Layout.make(limits.max_rows, 0, [*islice(made, num_groups)], lora_ints)
+            self.layout = make(limits.max_rows, 0, [*islice(made, num_groups)], lora_ints)
             for size in sizes:
                 logits_rows = size.sequences if size.prompts else 0
                 units = table_size(size.rows, size.sequences) if has_windows else 0
-                self.layouts[size] = Layout.make(
-                    size.rows, logits_rows, [*islice(made, num_groups)], lora_ints, units
-                )
+                lists = [*islice(made, num_groups)]
+                self.layouts[size] = make(size.rows, logits_rows, lists, lora_ints, units)
         else:
             if sizes:
                 raise ValueError(f"steps cannot be recorded whose attention is {attention.name}'s")
-            self.layout = Layout.make(limits.max_rows, 0, (), lora_ints)
+            self.layout = make(limits.max_rows, 0, (), lora_ints)
         num_bytes = max(layout.num_bytes for layout in (self.layout, *self.layouts.values()))
         self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         hosts = [
@@ -199,6 +205,7 @@ class PackedSource:
         inputs.attention([], [], [[] for _ in layout.lists])
         inputs.adapters([], 0)
         inputs.head_adapters([], 0)
+        inputs.expert_adapters([], 0)
         if layout.recurrent < layout.lora:
             inputs.recurrent([])
         inputs.send()
@@ -208,12 +215,18 @@ class PackedSource:
         ]
         return rows, tuple(batches)
 
-    def recorded_adapters(self, size: RecordedSize) -> tuple[LoraLauncher, LoraLauncher | None]:
-        """The passes that read the adapters' lists of a recorded size."""
+    def recorded_adapters(self, size: RecordedSize) -> StepAdapters:
+        """The passes that read the adapters' lists of a recorded size. Nothing by token is recorded."""
         assert self.lora is not None
         layout = self.layouts[size]
-        layers, head = (self.view(*self.lora_place(layout, head=head), torch.int32) for head in (False, True))
-        return self.lora.recorded(layers, head, size.rows, size.sequences)
+        of_layers, of_head = (
+            self.view(*self.lora_place(layout, head=head), torch.int32) for head in (False, True)
+        )
+        layers, head = self.lora.recorded(of_layers, of_head, size.rows, size.sequences)
+        experts = None
+        if layout.slots < layout.lora_end:
+            experts = self.lora.recorded_experts(self.view(layout.slots, 4 * size.rows, torch.int32))
+        return StepAdapters(layers, experts, head, None)
 
     def recorded_units(self, size: RecordedSize) -> RecurrentRows | None:
         """The sequences of layers with windows, as a recorded size reads them; None where there are no such layers."""
@@ -232,7 +245,7 @@ class PackedSource:
         """Where the list of work of the layers lies, or that of the head: first byte, and bytes."""
         assert self.lora is not None
         middle = layout.lora + 4 * self.lora.layers.work_size
-        return (middle, layout.lora_end - middle) if head else (layout.lora, middle - layout.lora)
+        return (middle, layout.slots - middle) if head else (layout.lora, middle - layout.lora)
 
     def _frame(self) -> Frame:
         frame = self._frames[self._next]
@@ -308,8 +321,14 @@ class PackedInputs:
     def head_adapters(self, segments: Segments, num_rows: int) -> LoraPass | None:
         return self._pass(segments, num_rows, head=True)
 
-    def expert_adapters(self, segments: Segments, num_rows: int) -> None:
-        """Adapters on routed experts are not computed where inputs are packed."""
+    def expert_adapters(self, segments: Segments, num_rows: int) -> ExpertLoraPass | None:
+        lora, start = self.source.lora, self._layout.slots
+        if lora is None or start == self._layout.lora_end:
+            return None
+        num_bytes = 4 * (num_rows if self.size is None else self.size.rows)
+        self._used = max(self._used, start + num_bytes)
+        numbers = self.frame.numbers[start : start + num_bytes].view(np.int32)
+        return lora.begin_expert_pass(segments, numbers, self.source.view(start, num_bytes, torch.int32))
 
     def token_rows(self, segments: Segments, logits_segments: Segments) -> TokenRows | None:
         lora = self.source.lora

@@ -17,6 +17,8 @@ from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.logprobs import join_scores
 from support.engine.local_engine import LocalEngine
+from support.engine.repeater import Repeater
+from support.kernels.recurrent import INTERPRETED
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 from support.models.expert_adapters import pairs, write
 from support.models.loading import outline_model
@@ -29,6 +31,8 @@ MIXTURES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen3_5_moe", "qwen3_n
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENS = 20
+ROOM = 512 << 10
+"""Bytes of the device for two small adapters."""
 Logits = Callable[[list[int]], torch.Tensor]
 
 
@@ -121,21 +125,23 @@ def engine_of(base: Path, work: Path, **settings: Any) -> LocalEngine:
     } | settings))  # fmt: skip
 
 
-def prompt_of(name: str) -> list[int]:
+def prompt_of(name: str, length: int = 21) -> list[int]:
     name = name.partition(" at ")[0]
-    return [3 + (7 + len(name)) * number % (VOCAB - 3) for number in range(21)]
+    return [3 + (7 + len(name)) * number % (VOCAB - 3) for number in range(length)]
 
 
-def check_answers(engine: LocalEngine, logits: dict[str, Logits]) -> None:
+def check_answers(
+    engine: LocalEngine, logits: dict[str, Logits], length: int = 21, count: int = TOKENS
+) -> None:
     for name, expected in logits.items():
-        prompt, tokens = prompt_of(name), engine.tokens(name)
+        prompt, tokens = prompt_of(name, length), engine.tokens(name)
         want = expected(prompt + tokens[:-1])[len(prompt) - 1 :]
-        assert len(tokens) == TOKENS
+        assert len(tokens) == count
         assert tokens == want.argmax(-1).tolist(), name
         found = join_scores([e.scores for e in engine.events[name] if e.scores is not None]).output
         assert found is not None
-        values = torch.frombuffer(bytearray(found.values), dtype=torch.float32).view(TOKENS, -1)[:, 0]
-        chosen = want.log_softmax(-1)[range(TOKENS), tokens]
+        values = torch.frombuffer(bytearray(found.values), dtype=torch.float32).view(count, -1)[:, 0]
+        chosen = want.log_softmax(-1)[range(count), tokens]
         assert (values - chosen).abs().max() <= 2.5e-4 * want.abs().max(), name
 
 
@@ -301,3 +307,39 @@ def test_adapters_over_codes_answer_as_over_what_the_codes_stand_for(kind: str, 
         check_answers(engine, {f"{name} at {n}": each for n, (name, each) in enumerate(logits.items())})
     with closing(engine_of(base, tmp_path / "together", **settings)) as engine:
         assert ask(engine, tmp_path, tuple(logits)) == alone
+
+
+@INTERPRETED
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_interpreter")
+def test_answers_on_a_gpus_path_are_those_of_peft(tmp_path: Path) -> None:
+    """Prompts in steps of their own and decoding in recorded ones, with a row of padding; then with adapters on experts
+    alone; then there is room for others only in the place of these, and one changes no experts."""
+    layers = {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts": 4, "num_experts_per_tok": 2}
+    base = save_tiny(tmp_path / "base", FAMILIES["qwen3_moe"] | layers)
+    stacked: dict[str, Any] = {"r": 8, "target_modules": ["q_proj"], "target_parameters": BOTH}
+    logits = {
+        "stacks": save_trained(base, tmp_path / "stacks", 1, **stacked),
+        "pairs": save_pairs(base, tmp_path / "pairs", 3),
+        "others": save_trained(base, tmp_path / "others", 2, **stacked),
+        "attention": save_trained(base, tmp_path / "attention", 3, r=4, target_modules=["v_proj"]),
+        "base": logits_of(of_transformers(base)),
+    }
+    recorder = Repeater()
+    engine = engine_of(
+        base, tmp_path / "work", kernels="triton", recorder=recorder, max_num_seqs=4, max_adapter_rank=8,
+        adapter_memory=ROOM, num_threads=1,
+    )  # fmt: skip
+    refs = {name: engine.publish(tmp_path / name) for name in logits if name != "base"}
+    try:
+        for together in (("stacks", "pairs", "base"), ("pairs", "base"), ("others", "attention", "base")):
+            before = recorder.replays.total()
+            for name in together:
+                engine.add(name, prompt_of(name, 5), refs.get(name), max_tokens=3, logprobs=0)
+            engine.run()
+            check_answers(engine, {name: logits[name] for name in together}, 5, 3)
+            assert recorder.replays.total() - before >= 2
+            engine.events.clear()
+        assert engine.core.residency().get(refs["stacks"].digest) != "hot"
+    finally:
+        engine.close()

@@ -11,8 +11,7 @@ import torch
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.numerics import INPUT_ROWS
 from loraplex.adapters.numerics.probes import EXPERT_SUMS, column_signs, probe_inputs
-from loraplex.kernels.experts.torch_experts import gather, group
-from loraplex.kernels.experts.types import ExpertRows, Routes
+from loraplex.kernels.experts.types import ExpertOps, ExpertRows, Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,13 @@ def _outputs(
     arena: AdapterArena, slot: int, layers: range, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """(layer, site, its outputs [experts, N] in float32)."""
-    weights = arena.experts
+    weights, ops = arena.experts, arena.kernels.ops.experts
     lora = arena.expert_pass([(slot, 0, INPUT_ROWS)], INPUT_ROWS)
     if weights is None or lora is None:
         return
     number = 0
     for of in weights.groups:
-        rows = _rows(of.num_experts, device)
+        rows = _rows(ops, of.num_experts, device)
         first = rows.starts[:-1]
         for layer in layers:
             heights = weights.heights[slot, layer, number : number + len(of.sites)]
@@ -62,7 +61,7 @@ def _outputs(
                 continue
             x = torch.from_numpy(probe_inputs(layer, of.in_features)[:INPUT_ROWS].copy()).to(device, dtype)
             y = torch.zeros(len(rows.row_of), of.out_features, dtype=dtype, device=device)
-            lora.apply(layer, of.key, gather(x, rows), y, rows)
+            lora.apply(layer, of.key, ops.gather(x, rows), y, rows)
             out = y[first].float()
             for site, (start, end), height in zip(of.sites, of.columns, heights.tolist(), strict=True):
                 if height:
@@ -70,9 +69,9 @@ def _outputs(
         number += len(of.sites)
 
 
-def _rows(num_experts: int, device: torch.device) -> ExpertRows:
+def _rows(ops: ExpertOps, num_experts: int, device: torch.device) -> ExpertRows:
     """Row e mod INPUT_ROWS goes to expert e. The last expert is chosen again where the number of experts does not
     divide; the first of its places is the row's that it has."""
     ids = torch.arange(-(-num_experts // INPUT_ROWS) * INPUT_ROWS, device=device).clamp(max=num_experts - 1)
     ids = ids.view(-1, INPUT_ROWS).T.contiguous()
-    return group(Routes(ids, torch.ones(ids.shape, device=device)), num_experts)
+    return ops.group(Routes(ids, torch.ones(ids.shape, device=device)), num_experts)
