@@ -49,7 +49,6 @@ SEEING = {"gemma3-vision": "gemma3", "gemma4-e2b-vision": "gemma4", "gemma4-unif
         "gemma2",
         "gemma3",
         "gemma4",
-        "gpt_oss",
         "lfm2",
         "lfm3",
         *SEEING,
@@ -63,7 +62,7 @@ def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
         base = save_tiny(tmp_path / "base", options, max_shard_size="20KB")
     assert len(list(base.glob("*.safetensors"))) > 1
     adapters = save_adapters(base, tmp_path, with_gates(ADAPTERS, options))
-    of_family = {"lfm2": 8, "lfm3": 13, "gpt_oss": 13}
+    of_family = {"lfm2": 8, "lfm3": 13}
     num_blocks = of_family.get(family, 10 if family.startswith("gemma4") else 12)
     engine = cramped_engine(base, tmp_path / "work", max_num_seqs=8, num_blocks=num_blocks)
     answered = ask_mixed(engine, adapters, seed=family, requests=12, tokens=OUTPUTS)
@@ -149,10 +148,6 @@ def test_a_text_part_that_means_something_else_is_refused(change, words, tmp_pat
         ),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window"),
         ({"model_type": "phi3", "lm_head_bias": True}, "lm_head_bias"),
-        (
-            {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text", "enable_moe_block": True}},
-            "experts",
-        ),
         ({"model_type": "gemma4_text", "use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"model_type": "gemma4_text", "vocab_size_per_layer_input": 9}, "fewer than the 262144 tokens"),
         ({"model_type": "gemma4_text", "num_kv_shared_layers": 29}, "num_kv_shared_layers is 29"),
