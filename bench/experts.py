@@ -76,7 +76,7 @@ class Mixture:
 
 
 def make_adapters(rank: int, slots: int, experts: int) -> ExpertLoraWeights:
-    """Of each expert of one layer, tile by tile, as an adapter's pages have them."""
+    """The tiles of each expert of one layer, one behind the other, as an adapter's pages have them."""
     groups = (
         ExpertSiteGroup("experts.gate_up", ("gate_up",), HIDDEN, ((0, 2 * WIDTH),), experts, (0,)),
         ExpertSiteGroup("experts.down", ("down",), WIDTH, ((0, HIDDEN),), experts, (0,)),

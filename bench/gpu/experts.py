@@ -143,7 +143,7 @@ class _Layer:
         return each.combine(given, routes, rows)
 
     def parts(self) -> dict[str, Any]:
-        """What is timed, by the name of its column."""
+        """The timed calls, by the name of their column."""
         each, rows, routes = self.ops, self.rows, self.routes
         xs = each.gather(self.x, rows)
         y = self.packed["experts.gate_up"](xs, rows)

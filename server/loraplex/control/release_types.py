@@ -136,7 +136,7 @@ class ReleaseInfo:
     actor_key_id: str | None = None
     """The key of that caller."""
     plan: ReleasePlan = NO_PLAN
-    """Its guard, schedule and shadow."""
+    """The guard, schedule and shadow of the release."""
     began: int | None = None
     """The revision whose schedule a `step` follows."""
     reason: str | None = None

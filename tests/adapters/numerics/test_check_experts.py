@@ -134,7 +134,7 @@ def exchange(found: Matrices, one: tuple[int, str, int], other: tuple[int, str, 
 
 
 def up_from_gates_a(found: Matrices) -> None:
-    """Of pairs up gets gate's A; of a doubled whole its second half of ranks gets the A of the first."""
+    """Give up the A of gate in pairs, and the second half of ranks the A of the first in a doubled whole."""
     for (layer, site, expert), (a, b) in list(found.items()):
         if site == "up":
             found[layer, site, expert] = found[layer, "gate", expert][0], b

@@ -121,12 +121,13 @@ ROUTED = frozenset(
     }
 )  # fmt: skip
 """Types of mixtures whose routers, and gates of shared experts, adapters may change."""
-_ROUTERS_ALONE = frozenset(
-    {"gemma4", "gemma4_text", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared"}
-)
-EXPERTS_SERVED = (ROUTED | {"glm4_moe"}) - _ROUTERS_ALONE
-"""Types of mixtures whose routed experts adapters may change. gpt-oss has rows of gate and up in turns, which are not
-put in order for the device."""
+EXPERTS_SERVED = frozenset(
+    {
+        "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next",
+    }
+)  # fmt: skip
+"""Types of mixtures whose routed experts adapters may change: each is compared with PEFT in
+`tests/engine/model/layers/test_expert_adapters.py`."""
 ANSWER_FILE = "1_LogitScore/config.json"
 """The file in which sentence-transformers names the tokens whose logits a reranker compares."""
 _ENDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "Model")

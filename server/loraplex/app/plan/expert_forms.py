@@ -44,7 +44,7 @@ class ExpertForm:
 
     name: str
     adapter: int
-    """Its bytes in memory."""
+    """Bytes of the adapter in memory."""
     resident: int
     """Such adapters that fit into the device memory for adapters."""
 

@@ -76,7 +76,7 @@ class MemoryPlan:
     adapter: int
     """One adapter of the wanted rank."""
     adapter_on_experts: int
-    """Its part on routed experts."""
+    """The part of those bytes on routed experts."""
     resident: int
     """Such adapters that fit on the device."""
     in_host: int
