@@ -28,7 +28,7 @@ from loraplex.kernels.experts.lora_types import (
 )
 from loraplex.kernels.experts.types import ExpertActivation, RouterKind
 from loraplex.kernels.host_memory import untouched_zeros
-from loraplex.kernels.lora.types import GRANULE_BYTES, Scratch
+from loraplex.kernels.lora.types import GRANULE_BYTES
 from loraplex.kernels.numba_runtime.recording import CallList
 from loraplex.kernels.numba_runtime.thread_team import record_calls
 from loraplex.kernels.weight_form import FLOATS
@@ -107,7 +107,7 @@ def measure(
             slots = (torch.arange(rows) % len(adapters.heights)).sort().values
             segments = [(int(slot), row, 1) for row, slot in enumerate(slots)]
             make = mixture.kernels.expert_lora_pass
-            lora = begin_expert_pass(make, adapters, Scratch(torch.device("cpu")), segments, rows)
+            lora = begin_expert_pass(make, adapters, segments, rows)
             pairs += len((ids + slots[:, None] * mixture.experts).unique()) * (step > 0)
         for name, calls in mixture.parts(torch.randn(rows, HIDDEN).to(DTYPE), logits, lora):
             begun = time.thread_time_ns()

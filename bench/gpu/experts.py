@@ -19,7 +19,7 @@ from loraplex.kernels.experts.lora_types import ExpertLoraWeights, ExpertSiteGro
 from loraplex.kernels.experts.torch_expert_lora import TorchExpertLoraPass
 from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
 from loraplex.kernels.experts.types import ExpertActivation, RouterKind
-from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES, Scratch, Segment
+from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES, Segment
 from loraplex.kernels.triton_backend import triton_ops
 from loraplex.kernels.weight_form import FLOATS
 from support.kernels.lora_arena import expert_groups
@@ -128,7 +128,7 @@ class _Layer:
         routes = replace(self.routes, ids=self.routes.ids.cpu(), weights=self.routes.weights.cpu())
         rows = each.group(routes, case.router.num_experts)
         weights = replace(self.weights, storage=self.weights.storage.cpu())
-        lora = TorchExpertLoraPass(weights, Scratch(torch.device("cpu")), self.by_slot, case.rows)
+        lora = TorchExpertLoraPass(weights, self.by_slot, case.rows)
         given = each.gather(self.x.cpu().float(), rows)
         for key, stack in self.floats.items():
             y = torch.cat(

@@ -20,7 +20,7 @@ from loraplex.kernels.experts.lora_types import (
 from loraplex.kernels.experts.numba_expert_lora import NumbaExpertLoraPass
 from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
 from loraplex.kernels.experts.types import ExpertRows, Routes
-from loraplex.kernels.lora.types import Scratch, Segment
+from loraplex.kernels.lora.types import Segment
 from loraplex.kernels.numba_backend import numba_kernels
 from loraplex.kernels.numba_runtime.recording import CallList
 from loraplex.kernels.numba_runtime.thread_team import record_calls
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def pass_by_triton(
-    weights: ExpertLoraWeights, scratch: Scratch, by_slot: Mapping[int, Sequence[Segment]], num_rows: int
+    weights: ExpertLoraWeights, by_slot: Mapping[int, Sequence[Segment]], num_rows: int
 ) -> ExpertLoraPass:
     return TritonExpertLora(weights).begin(torch.from_numpy(slots_of_rows(by_slot, num_rows)))
 
@@ -80,7 +80,7 @@ def begin(
     kernels: Kernels, arena: ManualExpertArena, segments: list[Segment], num_rows: int
 ) -> ExpertLoraPass | None:
     assert kernels.expert_lora_pass is not None
-    return begin_expert_pass(kernels.expert_lora_pass, arena.weights, Scratch(CPU), segments, num_rows)
+    return begin_expert_pass(kernels.expert_lora_pass, arena.weights, segments, num_rows)
 
 
 def rows_of(kernels: Kernels, num_rows: int, seed: int = 0) -> ExpertRows:

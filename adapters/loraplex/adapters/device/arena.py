@@ -199,7 +199,7 @@ class AdapterArena:
         if self._last_experts[0] != key:
             assert self.kernels.expert_lora_pass is not None
             make, experts = self.kernels.expert_lora_pass, self._experts
-            self._last_experts = key, begin_expert_pass(make, experts, self._scratch, segments, num_rows)
+            self._last_experts = key, begin_expert_pass(make, experts, segments, num_rows)
         return self._last_experts[1]
 
     def slot_pass(self, slot: int, num_rows: int, *, head: bool) -> LoraPass | None:

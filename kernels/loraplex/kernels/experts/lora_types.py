@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.kernels.experts.types import ExpertRows
-from loraplex.kernels.lora.types import Scratch, Segment, segments_by_slot
+from loraplex.kernels.lora.types import Segment, segments_by_slot
 
 TILE_HEIGHTS = (1, 2, 4, 8)
 """Ranks that a tile may have."""
@@ -81,23 +81,20 @@ class ExpertLoraPass(Protocol):
         ...
 
 
-MakeExpertLoraPass = Callable[
-    [ExpertLoraWeights, Scratch, Mapping[int, Sequence[Segment]], int], ExpertLoraPass
-]
-"""Prepares a step's adapters on experts: weights, scratch memory, segments by slot, rows of the step."""
+MakeExpertLoraPass = Callable[[ExpertLoraWeights, Mapping[int, Sequence[Segment]], int], ExpertLoraPass]
+"""Prepares a step's adapters on experts: weights, segments by slot, rows of the step."""
 
 
 def begin_expert_pass(
     make: MakeExpertLoraPass,
     weights: ExpertLoraWeights,
-    scratch: Scratch,
     segments: Sequence[Segment],
     num_rows: int,
 ) -> ExpertLoraPass | None:
     """Prepare a step of `num_rows` rows; None if no row has an adapter on experts. `make`: a backend's
     (`Kernels.expert_lora_pass`). Raises ValueError as `segments_on_experts` does."""
     on_experts = segments_on_experts(weights, segments, num_rows)
-    return make(weights, scratch, on_experts, num_rows) if on_experts else None
+    return make(weights, on_experts, num_rows) if on_experts else None
 
 
 def segments_on_experts(

@@ -27,7 +27,7 @@ from loraplex.kernels.experts.lora_types import (
 from loraplex.kernels.experts.numba_expert_tiles import expand, prefetch_a, prefetch_b, shrink
 from loraplex.kernels.experts.types import ExpertRows
 from loraplex.kernels.lora.numba_lora_tiles import ROWS
-from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES, Scratch, Segment
+from loraplex.kernels.lora.types import CHUNK, GRANULE_BYTES, Segment
 from loraplex.kernels.numba_runtime.recording import StepValue
 from loraplex.kernels.numba_runtime.thread_team import Kernel, take_unit
 from loraplex.kernels.numba_runtime.vectors import LIKE, jit, read_int32, read_int64, size_of
@@ -55,7 +55,6 @@ class NumbaExpertLoraPass:
     def __init__(
         self,
         weights: ExpertLoraWeights,
-        scratch: Scratch,
         by_slot: Mapping[int, Sequence[Segment]],
         num_rows: int,
     ) -> None:
@@ -146,7 +145,7 @@ def warm_up(weights: torch.dtype, activations: torch.dtype) -> None:
     arena = ExpertLoraWeights(storage, (site,), tables, np.ones((1, 1, 1), np.int32))
     x, y = torch.zeros(1, 1, dtype=activations), torch.zeros(1, 1, dtype=activations)
     rows = ExpertRows(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([[0]]))
-    NumbaExpertLoraPass(arena, Scratch(x.device), {0: [(0, 0, 1)]}, 1).apply(0, "one", x, y, rows)
+    NumbaExpertLoraPass(arena, {0: [(0, 0, 1)]}, 1).apply(0, "one", x, y, rows)
 
 
 @jit

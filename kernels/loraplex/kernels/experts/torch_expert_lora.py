@@ -15,7 +15,7 @@ from loraplex.kernels.experts.lora_types import (
     slots_of_rows,
 )
 from loraplex.kernels.experts.types import ExpertRows
-from loraplex.kernels.lora.types import GRANULE_BYTES, Scratch, Segment
+from loraplex.kernels.lora.types import GRANULE_BYTES, Segment
 
 
 class TorchExpertLoraPass:
@@ -24,7 +24,6 @@ class TorchExpertLoraPass:
     def __init__(
         self,
         weights: ExpertLoraWeights,
-        scratch: Scratch,
         by_slot: Mapping[int, Sequence[Segment]],
         num_rows: int,
     ) -> None:
