@@ -50,10 +50,10 @@ def other_value(name: str) -> Any:
         return ["hooks.internal", "10.0.0.0/8"]
     if field.annotation is bool:
         return not field.default
-    if get_origin(field.annotation) is not None:
-        return next(choice for choice in reversed(get_args(field.annotation)) if choice != field.default)
     if any(getattr(rule, "func", None) is parse_size for rule in field.metadata):
         return 3 << 40
+    if get_origin(field.annotation) is not None:
+        return next(choice for choice in reversed(get_args(field.annotation)) if choice != field.default)
     if field.annotation is float:
         more = field.default + 0.25
         return more if more <= bounds.get("le", more) else field.default - 0.25

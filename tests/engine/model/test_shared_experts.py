@@ -31,6 +31,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 """The name of the shared expert, and the fields of a mixture whose first layer is dense and wider."""
 
 
+ROUTERS: dict[str, dict[tuple[int, str], str]] = {
+    "qwen2_moe": {
+        (layer, leaf): f"model.layers.{layer}.mlp.{leaf}"
+        for layer in (1, 2)
+        for leaf in ("gate", "shared_expert_gate")
+    },
+    "glm4_moe": {},
+}
+"""The linears that choose experts and weigh the shared one, where they take adapters."""
+
+
 def save_mixture(family: str, directory: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,11 +77,15 @@ def test_admission_and_engine_find_the_linears_of_a_shared_expert(family: str, t
     in_mlp = {key: shape.module_path for key, shape in spec.sites.items() if ".mlp." in shape.module_path}
     # The first layer's own linears are wider than the shared expert's.
     parts = {0: "", 1: f".{MIXTURES[family][0]}", 2: f".{MIXTURES[family][0]}"}
-    assert in_mlp == {
-        (layer, leaf): f"model.layers.{layer}.mlp{part}.{leaf}"
-        for layer, part in parts.items()
-        for leaf in LEAVES
-    }
+    assert (
+        in_mlp
+        == {
+            (layer, leaf): f"model.layers.{layer}.mlp{part}.{leaf}"
+            for layer, part in parts.items()
+            for leaf in LEAVES
+        }
+        | ROUTERS[family]
+    )
     modules, groups = find_sites(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), spec.num_layers)
     assert modules.keys() == {key for key in spec.sites if key[1] not in ("lm_head", "embed_tokens")}
     sizes = {g.layers: (g.in_features, *g.out_features) for g in groups if g.sites == ("up_proj",)}
