@@ -420,7 +420,8 @@ def load_site(path: Path, site: SiteWeights) -> torch.Tensor:
 def test_what_other_servers_drop_or_misread_is_refused(
     old: str, new: str | None, words: str, base: Path, tmp_path: Path
 ) -> None:
-    """Adapters that lack tensors their config names, and linears that other tools fuse."""
+    """Adapters that lack tensors their config names, as SGLang served them (sglang#31522), and linears that other tools
+    fuse."""
     folder = save_adapters(base, tmp_path, {"all": {"r": 4, "lora_alpha": 8, "target_modules": ALL_SITES}})[
         "all"
     ]
