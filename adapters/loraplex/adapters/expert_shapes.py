@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,13 +75,17 @@ def _is_stack(shape: tuple[int, ...], parts: int) -> bool:
 
 
 def find_experts(
-    linears: Mapping[str, tuple[int, int]], tensors: Mapping[str, tuple[int, ...]], num_layers: int
+    linears: Mapping[str, tuple[int, int]],
+    tensors: Mapping[str, tuple[int, ...]],
+    num_layers: int,
+    *,
+    in_turns: bool = False,
 ) -> dict[int, ExpertShape]:
     """The experts by layer, of the linears' [out_features, in_features] by path and of all tensors' shapes by name.
 
     A checkpoint has a tensor for each linear of each expert, or stacks of them: [experts, out, in], [experts, in, out]
     (gpt-oss), or blocks of MXFP4 [experts, out, in / 32, 16]. A layer whose experts have other linears than gate, up
-    and down, or are not of one size, has none here.
+    and down, or are not of one size, has none here. `in_turns`: of ExpertShape.
     """
     of_linears: dict[tuple[int, str], dict[str, dict[int, tuple[int, int]]]] = {}
     for path, shape in linears.items():
@@ -95,7 +99,11 @@ def find_experts(
             of_stacks.setdefault((int(found[2]), found[1]), {})[found[3]] = whole
     shapes = [_of_linears(place, sites) for place, sites in of_linears.items()]
     shapes += [_of_stacks(place, stacks) for place, stacks in of_stacks.items()]
-    return {shape.layer: shape for shape in shapes if shape is not None and shape.layer < num_layers}
+    return {
+        shape.layer: replace(shape, in_turns=in_turns)
+        for shape in shapes
+        if shape is not None and shape.layer < num_layers
+    }
 
 
 def _of_linears(

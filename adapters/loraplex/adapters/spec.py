@@ -33,6 +33,8 @@ class ExpertShape:
     count: int
     hidden_size: int
     inner_size: int
+    in_turns: bool = False
+    """Whether stacks of a file, the base's and an adapter's, have the outputs of gate and up in turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class ExpertWeights:
     turned: bool = False
     """Whether `a` and `b` of a stack are of the transposed weights: then expert e's A is the transpose of its part of
     `b`, and its B that of its part of `a`."""
+    in_turns: bool = False
+    """Whether an expert's outputs are those of gate and up in turns. They are served as halves, gate before up."""
 
 
 @dataclass(frozen=True, slots=True)

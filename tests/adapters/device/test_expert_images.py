@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,19 @@ def test_every_form_becomes_its_tiles(form: str, rank: int, dtype: torch.dtype, 
         for site, change in sites.items():
             error = np.abs(found[place][site] - change).max() / np.abs(change).max()
             assert error < (1e-5 if dtype is torch.float32 else 2e-2), (place, site)
+
+
+@pytest.mark.parametrize("form", ["stacks", "turned", "doubled"])
+def test_gate_and_up_that_a_stack_has_in_turns_become_halves(form: str, tmp_path: Path) -> None:
+    experts = {layer: replace(shape, in_turns=True) for layer, shape in EXPERTS.items()}
+    layout, folder = layout_of(experts), saved(form, 3, tmp_path, experts)
+    expected = changes(folder, read(folder, experts), experts)
+    found = in_image(build(folder, layout, experts), layout, experts)
+    assert found.keys() == expected.keys()
+    for place, sites in expected.items():
+        gate_up = np.concatenate((sites["gate_up"][0::2], sites["gate_up"][1::2]))
+        np.testing.assert_allclose(found[place]["gate_up"], gate_up, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(found[place]["down"], sites["down"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("rank", "height"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (12, 8)])

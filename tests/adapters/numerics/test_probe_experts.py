@@ -134,6 +134,18 @@ def test_sound_adapters_are_equal_to_the_reference(
     assert len(verdict.report["errors"]) == sites * len(EXPERTS)
 
 
+@pytest.mark.parametrize("form", ["stacks", "turned", "doubled"])
+def test_gate_and_up_in_turns_are_equal_to_the_reference_as_halves(form: str, tmp_path: Path) -> None:
+    experts = {layer: replace(shape, in_turns=True) for layer, shape in EXPERTS.items()}
+    folder = saved(form, 3, tmp_path, experts)
+    files = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    base = replace(plain_base(experts), model_type="gpt_oss")
+    for read_as, is_right in ((experts, True), (EXPERTS, False)):
+        arena = arena_of(weights_of(folder, read_as), files[1], torch.float32, "numba", read_as)
+        verdict = check_numbers(*files, base, measured(arena))
+        assert verdict.ok is is_right, verdict.message
+
+
 def sites_of(arena: AdapterArena) -> dict[str, int]:
     assert arena.layout.experts is not None
     return {site: arena.layout.experts.number(site) for site in ("gate", "up", "gate_up", "down")}

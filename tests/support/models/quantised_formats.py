@@ -303,3 +303,29 @@ def write_quantised(
         {key: tensor.clone() for key, tensor in exact.items()}, dense / "model.safetensors", {"format": "pt"}
     )
     return made, dense
+
+
+def write_mxfp4(base: Path, out: Path) -> tuple[Path, Path]:
+    """The gpt-oss in `base` with random experts in MXFP4, and in float32 as transformers decodes these."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors = load_file(base / "model.safetensors")
+    dense = dict(tensors)
+    generator = torch.Generator().manual_seed(2)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        shape = count, outputs, inputs // 32
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+    codes = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config = json.loads((base / "config.json").read_text())
+    for folder, weights, fields in (
+        (out / "packed", tensors, {"quantization_config": codes}),
+        (out / "dense", dense, {}),
+    ):
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config | fields))
+    return out / "packed", out / "dense"

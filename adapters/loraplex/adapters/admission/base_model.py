@@ -130,7 +130,10 @@ def load_base_spec(model_dir: Path, *, cache_dir: Path | None = None, quantise: 
         stored="" if stored is None else stored.scheme.name,
         multimodal=raw["model_type"] if parts.others else "",
         experts=find_experts(
-            linears, {name: entry.tensor.shape for name, entry in tensors.items()}, num_layers
+            linears,
+            {name: entry.tensor.shape for name, entry in tensors.items()},
+            num_layers,
+            in_turns=parts.experts_in_turns,
         ),
     )
 

@@ -119,9 +119,13 @@ class ExpertWriter:
             exact = values.astype(np.float32, copy=False)
             scaled = exact * np.float32(weights.scaling) if found.side == "b" else exact
             values = scaled.astype(dtype, copy=False)
-        # A stack by rank is transposed whole: the columns of an expert lie apart.
         by_expert = found.by_expert(values.view(f"u{dtype.itemsize}"))
-        if weights.expert < 0:
+        if weights.in_turns and found.side == "b":
+            count, rank, outputs = by_expert.shape
+            halves = by_expert.reshape(count, rank, outputs // 2, 2).swapaxes(2, 3)
+            by_expert = halves.reshape(count, rank, outputs)
+        elif weights.expert < 0:
+            # A stack by rank is transposed whole: the columns of an expert lie apart.
             by_expert = np.ascontiguousarray(by_expert)
         index = self._indices[weights.layer, weights.site]
         for expert, matrix in enumerate(by_expert.view(dtype), max(weights.expert, 0)):

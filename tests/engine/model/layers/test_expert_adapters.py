@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.logprobs import join_scores
+from support.adapters.whole_reads import check_numbers
 from support.engine.local_engine import LocalEngine
 from support.engine.repeater import Repeater
 from support.kernels.recurrent import INTERPRETED
@@ -23,11 +24,13 @@ from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 from support.models.expert_adapters import pairs, write
 from support.models.loading import outline_model
 from support.models.quantised import dequantised
-from support.models.quantised_formats import write_quantised
+from support.models.quantised_formats import write_mxfp4, write_quantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-MIXTURES = ("qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen3_5_moe", "qwen3_next", "qwen2_moe")
+MIXTURES = (
+    "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen3_5_moe", "qwen3_next", "qwen2_moe", "gpt_oss",
+)  # fmt: skip
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TOKENS = 20
@@ -87,12 +90,15 @@ def merge_pairs(base: Path, out: Path, rank: int, **config: Any) -> Any:
         if place is None:
             continue
         inner = shape.inner_size
-        parts = zip(leaves, (slice(0, inner), slice(inner, None), slice(None)), strict=True)
+        halves = slice(0, inner), slice(inner, None)
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if shape.in_turns else halves
+        parts = zip(leaves, (gate, up, slice(None)), strict=True)
         for leaf, rows in list(parts)[2:] if place[2] == "down" else list(parts)[:2]:
             for expert in range(shape.count):
                 path = f"{experts[int(place[1])].module_path}.{expert}.{leaf}"
                 a, b = (torch.from_numpy(tensors[f"{path}.lora_{side}.weight"]) for side in "AB")
-                weight.data[expert, rows] += scaling * b @ a
+                into = weight.data[expert].T if shape.in_turns else weight.data[expert]
+                into[rows] += scaling * b @ a
     return model
 
 
@@ -153,11 +159,17 @@ def test_every_form_answers_as_peft_does(family: str, bases: dict[str, Path], tm
     engine = engine_of(bases[family], tmp_path / "work")
     try:
         for name in logits:
-            engine.add(name, prompt_of(name), engine.publish(tmp_path / name), max_tokens=TOKENS, logprobs=0)
+            ref = engine.publish(tmp_path / name)
+            engine.add(name, prompt_of(name), ref, max_tokens=TOKENS, logprobs=0)
+            engine.measure(f"numbers of {name}", ref)
         logits["base"] = logits_of(of_transformers(bases[family]))
         engine.add("base", prompt_of("base"), max_tokens=TOKENS, logprobs=0)
         engine.run()
         check_answers(engine, logits)
+        for name in logits.keys() - {"base"}:
+            files = tmp_path / name / "adapter_config.json", tmp_path / name / "adapter_model.safetensors"
+            verdict = check_numbers(*files, engine.base, engine.outputs(f"numbers of {name}"))
+            assert verdict.ok, (name, verdict.message)
     finally:
         engine.close()
 
@@ -289,12 +301,17 @@ def test_an_activated_adapter_acts_on_experts_from_its_invocation_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "gptq int4, zeros"])
+@pytest.mark.parametrize("kind", ["int8", "gptq int4, zeros", "mxfp4"])
 def test_adapters_over_codes_answer_as_over_what_the_codes_stand_for(kind: str, tmp_path: Path) -> None:
-    family = FAMILIES["qwen3_moe"] | {"moe_intermediate_size": 32, "intermediate_size": 64}
+    if kind == "mxfp4":
+        family = FAMILIES["gpt_oss"] | {"intermediate_size": 32}
+    else:
+        family = FAMILIES["qwen3_moe"] | {"moe_intermediate_size": 32, "intermediate_size": 64}
     base, settings = save_tiny(tmp_path / "plain", family), {}
     if kind == "int8":
         dense, settings = dequantised(base, tmp_path / "dense"), {"quantise": "int8"}
+    elif kind == "mxfp4":
+        base, dense = write_mxfp4(base, tmp_path)
     else:
         base, dense = write_quantised(base, tmp_path, kind)
     logits = {

@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loraplex.adapters.admission.base_model import load_base_spec
-from loraplex.adapters.admission.inspection import inspect_adapter
-from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.spec import ExpertShape
 from loraplex.engine.devices import kernels_elsewhere
 from loraplex.engine.model.base import ModelUnsupported
@@ -36,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_experts_are_found_in_stacks_whose_columns_lie_in_turns(base: Path) -> None:
     spec = load_base_spec(base)
-    assert spec.experts[1] == ExpertShape(1, "model.layers.1.mlp.experts", 6, 32, 24)
+    assert spec.experts[1] == ExpertShape(1, "model.layers.1.mlp.experts", 6, 32, 24, in_turns=True)
     assert {site for layer, site in spec.sites if layer == 1} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "router",
     }  # fmt: skip
@@ -143,19 +141,6 @@ def test_stacks_of_another_shape_are_refused_by_name(
     path = copy_with(base, tmp_path, tensors | {GATE_UP: change(tensors[GATE_UP]).contiguous()})
     with pytest.raises(ModelUnsupported, match=words):
         load_model(path, "cpu", "float32")
-
-
-def test_lora_on_experts_is_refused(base: Path, tmp_path: Path) -> None:
-    fields = {"r": 2, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
-    adapter = save_adapters(base, tmp_path, {"experts": fields})["experts"]
-    with pytest.raises(AdapterRefused) as caught:
-        inspect_adapter(
-            adapter / "adapter_config.json",
-            adapter / "adapter_model.safetensors",
-            load_base_spec(base),
-            max_rank=8,
-        )
-    assert caught.value.feature == "experts"
 
 
 def test_numbers_of_the_activation_are_of_the_fingerprint(base: Path, tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from loraplex.adapters.admission.base_model import (
     stored_scheme,
 )
 from loraplex.engine.model.base import ModelUnsupported
-from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, edit_config, reference_logits, save_tiny
+from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, reference_logits, save_tiny
 from support.models.loading import load_model, outline_model, plan_model
+from support.models.quantised_formats import write_mxfp4
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -27,30 +28,12 @@ PROMPT = [number * 7 % VOCAB for number in range(40)]
 Tensors = dict[str, torch.Tensor]
 
 
-def save(out: Path, base: Path, tensors: Tensors) -> Path:
-    out.mkdir()
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    (out / "config.json").write_bytes((base / "config.json").read_bytes())
-    return out
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A checkpoint in MXFP4, and the same as transformers decodes it."""
     root = tmp_path_factory.mktemp("mxfp4")
     base = save_tiny(root / "base", FAMILIES["gpt_oss"] | {"intermediate_size": 32})
-    tensors, dense = load_file(base / "model.safetensors"), load_file(base / "model.safetensors")
-    generator = torch.Generator().manual_seed(2)
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        count, inputs, outputs = tensors.pop(name).shape
-        shape = count, outputs, inputs // 32
-        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
-        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
-    path = save(root / "packed", base, tensors)
-    edit_config(path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return path, save(root / "dense", base, dense)
+    return write_mxfp4(base, root)
 
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("numba", marks=pytest.mark.slow)])
@@ -75,7 +58,11 @@ def test_the_plan_counts_codes_of_experts_alone(made: tuple[Path, Path]) -> None
 
 
 def change(made: tuple[Path, Path], out: Path, changes: Tensors) -> Path:
-    path = save(out / "changed", made[0], load_file(made[0] / "model.safetensors") | changes)
+    path = out / "changed"
+    path.mkdir()
+    tensors = load_file(made[0] / "model.safetensors") | changes
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_bytes((made[0] / "config.json").read_bytes())
     return path
 
 

@@ -125,7 +125,8 @@ class _Reader:
             if pair.a.shape[0] != rank * count or pair.b.shape[1] != pair.a.shape[0] or not rank:
                 _refuse("shape_mismatch", f"{_told(pair)} are no stacks of {count} experts")
             scaling = self._scaling(f"{self._module(layer)}.{parameter}", rank, site)
-            found.append(ExpertWeights(layer, site, -1, rank, scaling, pair.a, pair.b, turned))
+            in_turns = self.experts[layer].in_turns and site == "gate_up"
+            found.append(ExpertWeights(layer, site, -1, rank, scaling, pair.a, pair.b, turned, in_turns))
         turned_in_words = ", turned as PEFT before 0.19.1 has them" if turned else ""
         return ExpertForms(_ordered(found), f"stacks of all experts of a layer{turned_in_words}")
 
