@@ -123,8 +123,8 @@ ROUTED = frozenset(
 """Types of mixtures whose routers, and gates of shared experts, adapters may change."""
 EXPERTS_SERVED = frozenset(
     {
-        "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text",
-        "qwen3_next",
+        "gemma4", "gemma4_text", "glm4_moe", "gpt_oss", "granitemoe", "granitemoehybrid", "granitemoeshared", "mixtral",
+        "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next",
     }
 )  # fmt: skip
 """Types of mixtures whose routed experts adapters may change: each is compared with PEFT in

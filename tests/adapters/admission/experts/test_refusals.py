@@ -136,6 +136,20 @@ def test_the_refusal_of_another_family_says_which_form_was_found(
     assert "1.41 times too strong" in trained.message
 
 
+def test_granites_stacks_by_their_names_of_transformers_4_are_refused_by_name(tmp_path: Path) -> None:
+    base = load_base_spec(save_family("granitemoe", tmp_path / "base"))
+    for linear, k, n in (("input_linear", 64, 64), ("output_linear", 32, 64)):
+        path = f"model.layers.0.block_sparse_moe.{linear}"
+        tensors = attention(base) | {
+            f"{path}.lora_A.weight": np.ones((16, k), np.float32),
+            f"{path}.lora_B.weight": np.ones((n, 16), np.float32),
+        }
+        fields = {"target_modules": ["q_proj"], "target_parameters": [f"{linear}.weight"]}
+        error = refused(base, tmp_path / linear, tensors, **fields)
+        assert (error.code, error.feature) == ("unsupported_feature", "experts_layout")
+        assert path in error.message
+
+
 def test_a_fault_of_the_file_is_told(tmp_path: Path, mixture: BaseSpec, not_served: BaseSpec) -> None:
     tensors = attention(mixture) | pairs(mixture.experts)
     lacking = {name: array for name, array in tensors.items() if "layers.3.mlp.experts.2.up_proj" not in name}

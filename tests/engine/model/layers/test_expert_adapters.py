@@ -20,7 +20,7 @@ from support.adapters.whole_reads import check_numbers
 from support.engine.local_engine import LocalEngine
 from support.engine.repeater import Repeater
 from support.kernels.recurrent import INTERPRETED
-from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+from support.models.checkpoints import FAMILIES, VOCAB, save_tiny, save_tiny_with_vision
 from support.models.expert_adapters import pairs, write
 from support.models.loading import outline_model
 from support.models.quantised import dequantised
@@ -28,8 +28,10 @@ from support.models.quantised_formats import write_mxfp4, write_quantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
+SEES = "gemma4-moe that sees"
 MIXTURES = (
-    "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen3_5_moe", "qwen3_next", "qwen2_moe", "gpt_oss",
+    "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "qwen3_5_moe", "qwen3_next", "qwen2_moe", "gpt_oss", "granitemoe",
+    "granitemoeshared", "granite4-tiny", "gemma4-moe", SEES,
 )  # fmt: skip
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -42,7 +44,8 @@ Logits = Callable[[list[int]], torch.Tensor]
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
-    return {family: save_tiny(root / family, FAMILIES[family]) for family in MIXTURES}
+    found = {family: save_tiny(root / family, FAMILIES[family]) for family in MIXTURES[:-1]}
+    return found | {SEES: save_tiny_with_vision(root / SEES, "gemma4", FAMILIES["gemma4-moe"])}
 
 
 def of_transformers(base: Path) -> Any:
@@ -108,6 +111,10 @@ def save_all(base: Path, root: Path) -> dict[str, Logits]:
     with_attention = {"target_modules": ["q_proj", "o_proj"], **both}
     if "qwen3_next" in base.name:
         with_attention["target_modules"] = ["q_proj", "in_proj_qkvz"]
+    if base.name == SEES:
+        with_attention["target_modules"] = r".*\.language_model\..*\.(q|o)_proj"
+    if base.name.startswith(("gpt_oss", "granite")):
+        with_attention["target_parameters"] = [*BOTH, "router.weight"]
     return {
         "one rank": save_trained(base, root / "one rank", 1, r=1, target_modules=[], **both),
         "three, rsLoRA": save_trained(

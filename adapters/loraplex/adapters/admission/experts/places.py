@@ -59,8 +59,9 @@ def take_experts(tensors: AdapterTensors, base: BaseSpec, names: ModuleNames) ->
     found = ExpertTensors()
     if not base.experts:
         return found
-    for module in [module for module in tensors.a if "experts" in module.split(".")]:
-        place = _place(names.in_base(module), base)
+    paths = {module: names.in_base(module) for module in tensors.a}
+    for module in [module for module, path in paths.items() if "experts" in path.split(".")]:
+        place = _place(paths[module], base)
         if place is None:
             continue
         pair = Pair(module, tensors.a.pop(module), tensors.b.pop(module))
