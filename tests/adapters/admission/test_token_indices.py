@@ -42,7 +42,7 @@ def with_rows(indices: Any, rows: dict[str, int], suffix: str = "", **config: An
 
 def with_lora(**config: Any) -> AdapterDraft:
     """On the embedding, beside q_proj and v_proj."""
-    draft = draft_adapter(ARCH, target_modules=["q_proj", "v_proj", "embed_tokens"], **config)
+    draft = draft_adapter(ARCH, **{"target_modules": ["q_proj", "v_proj", "embed_tokens"], **config})
     draft.tensors[f"{EMBED}.lora_embedding_A"] = halves(4, V)
     draft.tensors[f"{EMBED}.lora_embedding_B"] = halves(C, 4)
     return draft
@@ -258,7 +258,12 @@ REFUSALS: dict[str, Case] = {
         lambda: _tensor(with_lora(), f"{EMBED}.lora_embedding_A", np.full((4, V), np.inf, np.float32)), "infinite",
     ),
     "a tied head without its adapter": (
-        "tied", "missing_tensor", None, lambda: with_lora(ensure_weight_tying=True), "lm_head",
+        "tied", "missing_tensor", None, lambda: with_lora(ensure_weight_tying=True), "set ensure_weight_tying to false",
+    ),
+    "a tied head without its adapter, of an expression": (
+        "tied", "missing_tensor", None,
+        lambda: with_lora(ensure_weight_tying=True, target_modules="(q_proj|v_proj|embed_tokens)"),
+        "set ensure_weight_tying to false",
     ),
     "a tied head with another adapter": (
         "tied", "unexpected_tensor", None,

@@ -33,6 +33,11 @@ _FUSED = frozenset({"in_proj_qkvz", "in_proj_ba"})
 _LORA, _BASE_LAYER = ".lora_", ".base_layer."
 _SIDES = {"A": 1, "B": 0}
 """The dimension that a matrix has of its linear's weight."""
+_UNTIED = (
+    "ensure_weight_tying gives lm_head the embedding's adapter, but no tensors came for lm_head. PEFT trains lm_head "
+    "without LoRA in an adapter that is added beside another, and where an expression in target_modules does not fit "
+    "the embedding's bare name: if it did here, set ensure_weight_tying to false in adapter_config.json"
+)
 
 
 def leave_out_parts(
@@ -198,7 +203,10 @@ def check_coverage(
     selection = settings.selection
     selected = {module for module in by_path if selection.selects(module)}
     if has_tied_head(settings, tensors, base):
-        selected |= {path for path, shape in by_path.items() if shape.site == HEAD}
+        tied = {path for path, shape in by_path.items() if shape.site == HEAD}
+        if not tied <= tensors.a.keys():
+            raise AdapterRefused("missing_tensor", _UNTIED)
+        selected |= tied
     for module in tensors.a:
         if module not in selected:
             raise AdapterRefused(
