@@ -162,6 +162,7 @@ class LoraLauncher:
     def _launch_expand(self, kind: int, layer: int, g: int, plan: GroupPlan, y: torch.Tensor) -> None:
         tiling = self._planner.tiling
         small = kind == SMALL
+        warps = tiling.small_warps if small else tiling.large_warps
         # Sums of products without bfloat16's tensor cores would not fit.
         bfloat16 = self._storage.dtype is torch.bfloat16
         behind_shrink = {"launch_pdl": True} if self._dependent else {}
@@ -189,9 +190,9 @@ class LoraLauncher:
             BY_ROWS=small and not tiling.batch_invariant,
             DEPENDENT=self._dependent,
             **behind_shrink,
-            num_warps=tiling.small_warps if small else tiling.large_warps,
+            num_warps=warps,
             num_stages=tiling.small_stages,
-            maxnreg=tiling.expand_registers if small and bfloat16 else None,
+            maxnreg=tiling.expand_registers(warps) if bfloat16 else None,
         )
 
 

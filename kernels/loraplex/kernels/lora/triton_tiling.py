@@ -66,11 +66,10 @@ class LoraTiling:
                 "64 rows and more are expanded with WGMMA, whose operands in registers ptxas gets wrong"
             )
 
-    @property
-    def expand_registers(self) -> int:
-        """The most registers of a thread with which `expand_programs` B sides of small pieces fit a multiprocessor.
+    def expand_registers(self, warps: int) -> int:
+        """The most registers of a thread with which `expand_programs` B sides of `warps` warps fit a multiprocessor.
         Where it may choose, a compiler takes more than it needs."""
-        return _REGISTERS // (self.expand_programs * self.small_warps * 32) // 8 * 8
+        return _REGISTERS // (self.expand_programs * warps * 32) // 8 * 8
 
     def split(self, in_features: int, wanted: int) -> tuple[int, int]:
         """The columns in a plane of a small piece, and the number of planes. `wanted` planes would give every program
