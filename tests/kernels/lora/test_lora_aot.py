@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.lora import triton_expand, triton_lora, triton_shrink
+from loraplex.kernels.lora import triton_expand, triton_lora, triton_rows, triton_shrink
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_lora import TritonLora
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
@@ -35,6 +36,13 @@ RECORD = Path(__file__).parents[1] / "aot" / "lora.json"
 GROUP = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024))
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 UNSPECIALISED = ("which", "layer", "first_site", "num_sites", "units")
+KERNELS = {
+    "shrink": ("triton_shrink", triton_shrink.shrink),
+    "expand": ("triton_expand", triton_expand.expand),
+    "expand_rows": ("triton_rows", triton_rows.expand_rows),
+}
+"""The module and the kernel, by the name by which it is launched."""
+BY_ROWS = LoraTiling(row_programs=12)
 REGISTERS = 65536
 """Of a multiprocessor."""
 TOO_LARGE = {
@@ -62,24 +70,24 @@ def launched(
     """The launches of a step of `rows` rows of one adapter."""
     found: list[Variant] = []
     size = "large" if rows > 16 else "small"
-    if tiling is not None:
+    if tiling is not None and tiling.batch_invariant:
         size = "batch-invariant"
 
-    def keep(stage: str, arguments: dict[str, Any]) -> None:
-        detail = f", {arguments['BLOCK_R']} ranks" if stage == "shrink" else ""
+    def keep(kernel: str, arguments: dict[str, Any]) -> None:
+        detail = f", {arguments['BLOCK_R']} ranks" if kernel == "shrink" else ""
+        words = "expand by rows" if kernel == "expand_rows" else f"{kernel} {size}"
         found.append(
             launched_variant(
-                f"{stage} {size}{detail}, {NAMES[dtype]}",
-                f"loraplex.kernels.lora.triton_{stage}:{stage}",
+                f"{words}{detail}, {NAMES[dtype]}",
+                f"loraplex.kernels.lora.{KERNELS[kernel][0]}:{kernel}",
                 arguments,
                 unspecialised=UNSPECIALISED,
             )
         )
 
     with monkeypatch.context() as patch:
-        for stage, kernel in (("shrink", triton_shrink.shrink), ("expand", triton_expand.expand)):
-            recorder = Recorder(kernel, lambda arguments, stage=stage: keep(stage, arguments))
-            patch.setattr(triton_lora, stage, recorder)
+        for name, (_, kernel) in KERNELS.items():
+            patch.setattr(triton_lora, name, Recorder(kernel, partial(keep, name)))
         arena = make_arena([GROUP], 1, dtype, [rank], max_rank=64)
         lora = TritonLora(
             arena.weights,
@@ -117,8 +125,11 @@ def too_large_for_their_launches(report: Report) -> list[str]:
         if "batch-invariant" in name:
             continue
         programs = tiling.shrink_programs if "shrink" in name else tiling.expand_programs
+        warps = tiling.large_warps if "large" in name else tiling.small_warps
+        if "by rows" in name:
+            programs, warps = BY_ROWS.row_programs, 1
         for arch, usage in by_arch.items():
-            threads = 32 * (tiling.large_warps if "large" in name else tiling.small_warps)
+            threads = 32 * warps
             registers = programs * threads * (-(-usage.registers // 8) * 8)
             shared = programs * (usage.shared_bytes + (1 << 10))  # the driver takes 1 KiB for each
             if registers > REGISTERS or shared > MAX_SHARED_BYTES[int(arch.removeprefix("sm_"))]:
@@ -145,13 +156,18 @@ def test_all_compile_and_take_no_more_than_recorded(every: bool, monkeypatch: py
         variants += launched(dtype, 16, 100, monkeypatch)
         variants += launched(dtype, 64, 100, monkeypatch)[:1]
         variants += launched(dtype, 64, 1, monkeypatch, INVARIANT_TILING)
-    variants += [dependent(variant) for variant in launched(torch.bfloat16, 16, 1, monkeypatch)]
+        variants += launched(dtype, 16, 1, monkeypatch, BY_ROWS)[1:]
+    launches = [
+        *launched(torch.bfloat16, 16, 1, monkeypatch),
+        *launched(torch.bfloat16, 16, 1, monkeypatch, BY_ROWS)[1:],
+    ]
+    variants += [dependent(variant) for variant in launches]
     report = check(variants, RECORD, compiled=variants if every else list(short(variants)))
     for name, by_arch in report.items():
         for arch, usage in by_arch.items():
             assert usage.spill_bytes == 0, f"{name} on {arch}"
             assert usage.wide_loads > 0, f"{name} on {arch}"
-            assert usage.tensor_cores > 0, f"{name} on {arch}"
+            assert (usage.tensor_cores == 0) == ("by rows" in name), f"{name} on {arch}"
     compiled = {f"{name} on {arch}" for name, by_arch in report.items() for arch in by_arch}
     assert set(too_large_for_their_launches(report)) == TOO_LARGE & compiled
 

@@ -22,13 +22,14 @@ from loraplex.kernels.lora.triton_plan import (
     LoraPlanner,
     Work,
 )
-from loraplex.kernels.lora.triton_tiling import LoraTiling
+from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
 
 GROUPS = (
     SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024)),
     SiteGroup("down", ("down_proj",), 14336, (4096,)),
 )
 PLANNER = LoraPlanner(GROUPS, 32, LoraTiling(), 528)
+BY_ROWS = LoraPlanner(GROUPS, 32, LoraTiling(row_programs=12), 528)
 MANY_PLANES = LoraTiling(block_k=256, max_splits=16)
 MAX_ROWS, MAX_SEGMENTS = 9000, 24
 
@@ -106,6 +107,28 @@ def test_every_row_with_an_adapter_is_listed_once_and_no_other(step, fixed: bool
         assert not hidden or hidden[-1][1] <= work.hidden
     if fixed:
         assert not any(map(any, work.pieces[LARGE]))
+
+
+@given(steps(), st.booleans())
+def test_by_rows_b_sides_take_parts_of_what_a_sides_leave(step, fixed: bool) -> None:
+    segments, num_rows, widest = step
+    into = np.full(BY_ROWS.capacity(MAX_ROWS, MAX_SEGMENTS), -1, np.int32)
+    work = BY_ROWS.write(segments, widest, num_rows, into, fixed=fixed)
+    for group in range(len(GROUPS)):
+        left = {
+            row: piece
+            for piece in pieces(into, work, SMALL, SHRINK, group)
+            for row in range(piece[0], piece[0] + piece[1])
+        }
+        expanded: list[int] = []
+        for first, count, slot, _, at, ranks, height, _ in pieces(into, work, SMALL, EXPAND, group).tolist():
+            assert 1 <= count <= ROW_ROWS
+            whole = left[first]
+            assert (slot, ranks, height) == (whole[2], whole[5], whole[1])
+            assert at == whole[4] + (first - whole[0]) * ranks
+            assert first + count <= whole[0] + height
+            expanded += range(first, first + count)
+        assert sorted(expanded) == sorted(left)
 
 
 def test_the_heaviest_pieces_begin_first() -> None:

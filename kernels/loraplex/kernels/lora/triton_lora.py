@@ -18,7 +18,7 @@ Passes that share hidden values must not run at the same time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from loraplex.kernels.lora.triton_plan import (
     Work,
     site_records,
 )
+from loraplex.kernels.lora.triton_rows import expand_rows
 from loraplex.kernels.lora.triton_shrink import shrink
 from loraplex.kernels.lora.triton_tiling import LoraTiling
 from loraplex.kernels.lora.types import GRANULE_BYTES, LoraWeights, Scratch, Segment, segments_by_slot
@@ -49,7 +50,7 @@ _PROGRAMS_ON_HOST = 3
 
 class LoraLauncher:
     """See `loraplex.kernels.lora.dispatch.LoraPass`. Launches over buffers that stay where they are; what they hold
-    may change.
+    may change. `programs`: the most of a launch, by (kind, stage).
 
     `work` int32 is the list, `records` those of the slots that it names, `units` of each group, `hidden` float32.
     Without a `step` every group's small pieces are launched, whatever the list will say: for recording, with programs
@@ -61,7 +62,7 @@ class LoraLauncher:
         storage: torch.Tensor,
         planner: LoraPlanner,
         *,
-        programs: tuple[int, int],
+        programs: Mapping[tuple[int, int], int],
         records: torch.Tensor,
         units: Sequence[torch.Tensor],
         work: torch.Tensor,
@@ -73,7 +74,7 @@ class LoraLauncher:
         self._storage = storage
         self._floats = storage.view(torch.float32)
         self._planner = planner
-        self._programs, self._expand_programs = programs
+        self._programs = programs
         self._records = records
         self._units = units
         self._work = work
@@ -123,8 +124,7 @@ class LoraLauncher:
 
     def _grid(self, kind: int, stage: int, g: int, units: int) -> tuple[int]:
         pieces = self._most_pieces[stage] if self._step is None else self._step.pieces[kind][stage][g]
-        programs = self._programs if stage == SHRINK else self._expand_programs
-        return (max(1, min(programs, pieces * units)),)
+        return (max(1, min(self._programs[kind, stage], pieces * units)),)
 
     def _constants(self) -> dict[str, Any]:
         return {
@@ -162,12 +162,14 @@ class LoraLauncher:
     def _launch_expand(self, kind: int, layer: int, g: int, plan: GroupPlan, y: torch.Tensor) -> None:
         tiling = self._planner.tiling
         small = kind == SMALL
-        warps = tiling.small_warps if small else tiling.large_warps
-        # Sums of products without bfloat16's tensor cores would not fit.
-        bfloat16 = self._storage.dtype is torch.bfloat16
-        behind_shrink = {"launch_pdl": True} if self._dependent else {}
+        by_rows = small and tiling.row_programs > 0
         units = self._units[2 * g + kind]
-        expand[self._grid(kind, EXPAND, g, units.shape[0])](
+        options = self._row_options() if by_rows else self._tile_options(small)
+        if self._dependent:
+            options["launch_pdl"] = True
+        # On tensor cores, sums of products of other dtypes than bfloat16 would not fit.
+        bounded = self._storage.dtype is torch.bfloat16 or (by_rows and self._storage.dtype is torch.float16)
+        (expand_rows if by_rows else expand)[self._grid(kind, EXPAND, g, units.shape[0])](
             y,
             y.stride(0),
             self._storage,
@@ -182,18 +184,26 @@ class LoraLauncher:
             plan.hidden_sites,
             units.shape[0],
             **self._constants(),
-            PLANES=tiling.planes,
-            BLOCK_M=tiling.small_rows if small else tiling.expand_rows,
-            BLOCK_R=tiling.block_r,
             BLOCK_N=tiling.block_n if small else tiling.large_block_n,
             ALIGNED=plan.aligned,
-            BY_ROWS=small and not tiling.batch_invariant,
             DEPENDENT=self._dependent,
-            **behind_shrink,
-            num_warps=warps,
             num_stages=tiling.small_stages,
-            maxnreg=tiling.expand_registers(warps) if bfloat16 else None,
+            maxnreg=tiling.expand_registers(small) if bounded else None,
+            **options,
         )
+
+    def _row_options(self) -> dict[str, Any]:
+        return {"RANKS": self._planner.tiling.block_r, "num_warps": 1}
+
+    def _tile_options(self, small: bool) -> dict[str, Any]:
+        tiling = self._planner.tiling
+        return {
+            "PLANES": tiling.planes,
+            "BLOCK_M": tiling.small_rows if small else tiling.expand_rows,
+            "BLOCK_R": tiling.block_r,
+            "BY_ROWS": small and not tiling.batch_invariant,
+            "num_warps": tiling.small_warps if small else tiling.large_warps,
+        }
 
 
 class TritonLora:
@@ -218,8 +228,8 @@ class TritonLora:
         num_slots, chunks, layers, sites, _ = weights.tables.shape
         self._weights = weights
         self._max_rows, self._max_segments = max_rows, max_segments
-        self._programs = (programs, programs) if programs else _count_programs(device, tiling)
-        self._planner = LoraPlanner(weights.groups, chunks - 1, tiling, self._programs[0])
+        self._programs = _count_programs(device, tiling, programs)
+        self._planner = LoraPlanner(weights.groups, chunks - 1, tiling, self._programs[SMALL, SHRINK])
         shape = (num_slots, layers, sites, RECORD_HEAD + 2 * (chunks - 1))
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._records = torch.zeros(shape, dtype=torch.int32, device=device)
@@ -327,9 +337,17 @@ def _launches_dependents(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _count_programs(device: torch.device, tiling: LoraTiling) -> tuple[int, int]:
-    """Numbers of programs of an A side and of a B side."""
-    if device.type != "cuda":
-        return _PROGRAMS_ON_HOST, _PROGRAMS_ON_HOST
+def _count_programs(
+    device: torch.device, tiling: LoraTiling, given: int | None
+) -> dict[tuple[int, int], int]:
+    """The most programs of a launch, by (kind, stage): those that a device runs at a time, unless they are given."""
+    of_one = {
+        (SMALL, SHRINK): tiling.shrink_programs,
+        (SMALL, EXPAND): tiling.row_programs or tiling.expand_programs,
+        (LARGE, SHRINK): tiling.shrink_programs,
+        (LARGE, EXPAND): tiling.expand_programs,
+    }
+    if given or device.type != "cuda":
+        return dict.fromkeys(of_one, given or _PROGRAMS_ON_HOST)
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return count * tiling.shrink_programs, count * tiling.expand_programs
+    return {launch: count * programs for launch, programs in of_one.items()}

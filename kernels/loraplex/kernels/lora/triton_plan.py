@@ -29,7 +29,8 @@ from loraplex.kernels.lora.types import CHUNK, LoraWeights, Segment
 LIST_FIELDS = 4
 """Number of fields of a list's head."""
 PIECE_FIELDS = 8
-"""First row, rows, slot, first chunk, and of the piece's hidden values: where they begin, ranks a row; two unused."""
+"""First row, rows, slot, first chunk, and of the piece's hidden values: where they begin, ranks a row, and the rows of
+the A side's piece that they are part of, where B sides go by rows; one unused."""
 UNIT_FIELDS = 8
 """Site, whose hidden values it takes, first column, the site's columns, where those begin in y; three unused."""
 RECORD_HEAD = 2
@@ -133,8 +134,9 @@ class LoraPlanner:
         """int32 that the list of any step of `max_rows` rows, of `max_segments` sequences with adapters, can take."""
         # Each run of rows is cut into pieces of small_rows at least, except its last.
         pieces = min(max_rows, max_rows // self.tiling.small_rows + max_segments)
+        expanded = min(max_rows, max_rows // ROW_ROWS + max_segments) if self.tiling.row_programs else pieces
         blocks = -(-self.max_ranks // self.tiling.block_r)
-        return self.head_size + len(self.groups) * PIECE_FIELDS * pieces * (blocks + 1)
+        return self.head_size + len(self.groups) * PIECE_FIELDS * (pieces * blocks + expanded)
 
     def hidden_capacity(self, max_rows: int, max_segments: int, *, fixed: bool) -> int:
         """float32 that the hidden values of any step of `max_rows` rows can take; `fixed` as for `write`."""
@@ -191,7 +193,8 @@ class LoraPlanner:
                 listed[:, 4] = ends - sizes
                 listed[:, 5] = chunks * CHUNK
                 first = int(ends[-1])
-                lists[self.list_number(kind, EXPAND, g)] = listed
+                by_rows = kind == SMALL and self.tiling.row_programs
+                lists[self.list_number(kind, EXPAND, g)] = _by_rows(listed) if by_rows else listed
                 lists[self.list_number(kind, SHRINK, g)] = _by_blocks(listed, blocks, steps[kind] // CHUNK)
             hidden = max(hidden, first)
         if hidden >= 2**31:
@@ -292,6 +295,19 @@ def _by_blocks(pieces: NDArray[np.int32], blocks: NDArray[np.int32], step: int) 
     repeated = pieces[owner]
     repeated[:, 3] = offset * step
     return repeated
+
+
+def _by_rows(pieces: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Pieces of up to ROW_ROWS rows, which find their hidden values among those of the pieces that they are cut
+    from."""
+    owner, offset = _repeat(-(-pieces[:, 1] // ROW_ROWS))
+    cut = pieces[owner]
+    skipped = offset * ROW_ROWS
+    cut[:, 6] = cut[:, 1]
+    cut[:, 0] += skipped
+    cut[:, 1] = np.minimum(cut[:, 1] - skipped, ROW_ROWS)
+    cut[:, 4] += skipped * cut[:, 5]
+    return cut
 
 
 def _repeat(times: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

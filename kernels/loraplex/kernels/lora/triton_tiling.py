@@ -8,6 +8,8 @@ from loraplex.kernels.lora.types import CHUNK
 
 _REGISTERS = 65536
 """Registers of a multiprocessor; threads get them by eights."""
+_MOST_REGISTERS = 255
+"""Registers that a thread can have."""
 ROW_ROWS = 4
 """B sides of pieces of up to this number of rows are computed without tensor cores."""
 
@@ -26,7 +28,9 @@ class LoraTiling:
     `expand_rows` rows are expanded at a time: below 64, see `loraplex.kernels.lora.triton_expand`.
 
     A launch has `shrink_programs` or `expand_programs` for each multiprocessor, and B sides no more registers than fit
-    there.
+    there. With `row_programs`, B sides of small pieces have none on tensor cores: pieces have up to ROW_ROWS rows then,
+    and that number of programs of one warp share a multiprocessor (`loraplex.kernels.lora.triton_rows`). 12 are planned
+    for, and no GPU has timed them.
 
     `batch_invariant`: every piece is a small one, on tensor cores whatever its rows, so that the order of a row's sums
     follows from its site and its adapter's ranks alone (ADR 0040).
@@ -51,6 +55,7 @@ class LoraTiling:
     expand_rows: int = 32
     shrink_programs: int = 4
     expand_programs: int = 3
+    row_programs: int = 0
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -65,10 +70,15 @@ class LoraTiling:
             raise ValueError(
                 "64 rows and more are expanded with WGMMA, whose operands in registers ptxas gets wrong"
             )
+        if self.row_programs and self.batch_invariant:
+            raise ValueError("B sides by rows take sums in another order for one row than for several")
 
-    def expand_registers(self, warps: int) -> int:
-        """The most registers of a thread with which `expand_programs` B sides of `warps` warps fit a multiprocessor.
-        Where it may choose, a compiler takes more than it needs."""
+    def expand_registers(self, small: bool) -> int:
+        """The most registers of a thread with which the B sides of a launch fit a multiprocessor. Where it may choose,
+        a compiler takes more than it needs."""
+        if small and self.row_programs:
+            return min(_MOST_REGISTERS, _REGISTERS // (self.row_programs * 32)) // 8 * 8
+        warps = self.small_warps if small else self.large_warps
         return _REGISTERS // (self.expand_programs * warps * 32) // 8 * 8
 
     def split(self, in_features: int, wanted: int) -> tuple[int, int]:
