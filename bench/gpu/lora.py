@@ -92,14 +92,17 @@ def small_cases() -> list[LoraCase]:
 
 
 def engine_cases(*, small: bool) -> list[LoraCase]:
-    """In the engine's own tilings: what tensor cores and the compiler for them can get wrong. bfloat16 in the shapes of
-    Llama-3.1-8B; `small`: the same batches in tiny shapes and float16, as the interpreter multiplies no bfloat16."""
+    """In the engine's own tilings, and with B sides by rows: what tensor cores and the compiler for them can get wrong.
+    bfloat16 in the shapes of Llama-3.1-8B; `small`: the same batches in tiny shapes and float16, as the interpreter
+    multiplies no bfloat16."""
     groups, dtype = (SMALL, torch.float16) if small else (LLAMA_8B, torch.bfloat16)
     many, chunk = (3, 37) if small else (64, 464)
     ranks = tuple(8 << (slot % 4) for slot in range(8))
     mix = ((-1, 2), *distinct(many // 2, many // 2), (many // 2, chunk))
+    tilings = (("engine's tiling", LoraTiling()), ("B sides by rows", LoraTiling(row_programs=12)))
     return [
-        LoraCase(f"engine's tiling, {name}", groups, case_ranks, rows, dora=dora, dtype=dtype)
+        LoraCase(f"{words}, {name}", groups, case_ranks, rows, dora=dora, dtype=dtype, tiling=tiling)
+        for words, tiling in tilings
         for name, case_ranks, rows, dora in (
             ("a row an adapter", (16,) * many, distinct(many, many), ()),
             ("several rows an adapter, ranks 8 … 64", ranks, distinct(8 * many, 8), ()),
@@ -136,6 +139,9 @@ def full_cases() -> list[LoraCase]:
         LoraCase("8B decode, rank 256", LLAMA_8B, (256,) * 8, distinct(64, 8), max_rank=256),
     ]
     for changed in (
+        {"row_programs": 8},
+        {"row_programs": 12},
+        {"row_programs": 16},
         {"block_k": 512, "max_splits": 8},
         {"block_k": 128, "max_splits": 32},
         {"block_n": 128},

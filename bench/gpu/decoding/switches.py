@@ -114,6 +114,12 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(block_n=256),
         _tiled(block_n=512),
     ),
+    "gemv": Switch(
+        "B sides of pieces of up to 16 rows",
+        "B sides of up to 4 rows, a warp a program",
+        _tiled(),
+        _tiled(row_programs=12),
+    ),
     "planes": Switch(
         "the A side by 256 of K in up to 16 planes",
         "the A side by 512 of K in up to 8 planes",
