@@ -1,7 +1,7 @@
 """Triton program of batched LoRA: the B side of few rows, without tensor cores (`loraplex.kernels.lora.triton_lora`).
 
 A program is one warp and takes 256 columns, so that each thread has 8 neighbouring columns of every rank: a load of 16
-bytes for each rank, none of which waits for another, and sums that stay in the thread. Pieces have up to ROW_ROWS rows.
+bytes for each rank, all independent, and sums that stay in the thread. Pieces have up to ROW_ROWS rows.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -188,5 +188,5 @@ def expand_rows(
                     MAX_CHUNKS, GRANULE, FEW_ROWS, RANKS // 2, DEPENDENT,
                 )  # fmt: skip
     if DEPENDENT:
-        # Whoever comes next writes hidden values anew: no program may end before the A side, even without an item.
+        # The next A side writes hidden values again: no program may end before this one's, even without an item.
         tl.extra.cuda.gdc_wait()
