@@ -8,14 +8,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.numerics.upload import Upload
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from support.adapters.admission import ARCH, admit, halves
 from support.adapters.drafts import TinyBase, base_tensors, draft_adapter, write_base, write_safetensors
+from support.models.expert_adapters import write
+from support.models.tiny_families import save_family
 
 MIXTURE = ["model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert.up_proj"]
 TOWER = [
@@ -207,3 +211,28 @@ def test_both_kinds_of_foreign_modules_are_told(tmp_path: Path, mixture: BaseSpe
     assert [fault.feature for fault in error.faults] == ["gate", "other_towers", None]
     assert [fault.code for fault in error.faults][-1] == "base_mismatch"
     json.dumps(error.report, allow_nan=False)
+
+
+def test_layers_without_lora_of_a_hybrid_are_told(tmp_path: Path) -> None:
+    """Names of an attention's linears fit one layer in four of Qwen3.5; the report says so, as PEFT does not."""
+    hybrid = load_base_spec(save_family("qwen3_5_text", tmp_path / "base"))
+
+    def told(name: str, *sites: str, **fields: Any) -> str:
+        tensors = {
+            f"{shape.module_path}.lora_{side}.weight": np.ones(size, np.float32)
+            for shape in hybrid.sites.values()
+            if shape.site in sites
+            for side, size in (("A", (4, shape.in_features)), ("B", (shape.out_features, 4)))
+        }
+        folder = write(tmp_path / name, tensors, **({"target_modules": list(sites)} | fields))
+        files = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+        return warnings(inspect_adapter(*files, hybrid, max_rank=16))
+
+    attention = told("attention", "q_proj", "v_proj")
+    assert "3 of 4 layers have no LoRA (0, 1, 2): target_modules names none of their linears" in attention
+    assert "in_proj_qkv" in attention
+    assert "have no LoRA" not in told("all", "q_proj", "out_proj")
+    assert "have no LoRA" not in told("head", "lm_head")
+    # The config chose these layers itself.
+    assert "have no LoRA" not in told("layers", "q_proj", layers_to_transform=[3])
+    assert "have no LoRA" not in told("path", "q_proj", target_modules=["model.layers.3.self_attn.q_proj"])

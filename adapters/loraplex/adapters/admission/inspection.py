@@ -37,6 +37,7 @@ from loraplex.adapters.admission.modules import (
     check_tying,
     has_tied_head,
     leave_out_parts,
+    note_bare_layers,
     told_left_out,
 )
 from loraplex.adapters.admission.peft_config import LoraSettings, read_settings
@@ -371,6 +372,8 @@ def _check_agreement(
     with report.check("coverage"):
         notes = check_coverage(tensors, by_path, settings, base, names, thorough=deep)
         notes += [] if on_experts.weights else note_untrained(settings, base, names)
+        with_experts = {weights.layer for weights in on_experts.weights}
+        notes += note_bare_layers(tensors, with_experts, settings, base, names)
         report.done("tensors came for every module of the base that the config names")
         report.warn(notes)
     report.end()

@@ -25,7 +25,7 @@ from loraplex.adapters.expert_shapes import LEAVES
 from loraplex.adapters.spec import BaseSpec, SiteShape, SiteWeights, TensorSlice
 from loraplex.adapters.store.files import shown
 from loraplex.adapters.store.tensors import NUMPY_DTYPES
-from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, ROUTED_SITES, SITES
+from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, LAYER_SITES, ROUTED_SITES, SITES
 
 _MAX_TOLD = 8
 _FUSED = frozenset({"in_proj_qkvz", "in_proj_ba"})
@@ -234,6 +234,38 @@ def check_coverage(
             "linear of; the tensors tell what was trained"
         )
     return notes
+
+
+def note_bare_layers(
+    tensors: AdapterTensors,
+    on_experts: Iterable[int],
+    settings: LoraSettings,
+    base: BaseSpec,
+    names: ModuleNames,
+) -> list[str]:
+    """Return a warning where target_modules fits no linear of some layers, as the names of attention's linears do on a
+    hybrid. Nothing is said where the config chooses layers. `on_experts`: the layers with LoRA on routed experts."""
+    selection = settings.selection
+    chosen = selection.targets is None or selection.layers is not None or not selection.exact
+    if chosen or any(part.isdecimal() for name in selection.targets or () for part in name.split(".")):
+        return []
+    linears: dict[int, list[SiteShape]] = {}
+    for shape in base.sites.values():
+        if shape.site in LAYER_SITES:
+            linears.setdefault(shape.layer, []).append(shape)
+    trained = {
+        layer
+        for layer, shapes in linears.items()
+        if any(names.in_file(shape.module_path) in tensors.a for shape in shapes)
+    } | set(on_experts)
+    bare = sorted(linears.keys() - trained)
+    if not trained or not bare:
+        return []
+    lacking = dict.fromkeys(shape.site for layer in bare for shape in linears[layer])
+    return [
+        f"{len(bare)} of {len(linears)} layers have no LoRA ({_list(map(str, bare))}): target_modules names none of "
+        f"their linears, which are {', '.join(name for name in LAYER_SITES if name in lacking)}"
+    ]
 
 
 def _refuse_missing(unused: list[str], base: BaseSpec, names: ModuleNames) -> None:

@@ -179,7 +179,9 @@ def test_what_the_experts_recipe_left_out_is_told(tmp_path: Path, with_shared: B
     assert "model.layers.0.mlp.gate_proj and 11 more" in told
 
 
-def test_attention_alone_warns_where_the_config_names_experts(tmp_path: Path, mixture: BaseSpec) -> None:
+def test_attention_alone_warns_where_the_config_names_experts(
+    tmp_path: Path, mixture: BaseSpec, not_served: BaseSpec
+) -> None:
     """PEFT 0.18 saves this of the seven names over stacked experts."""
     plain = admit(mixture, tmp_path / "plain", attention(mixture), target_modules=["q_proj"])
     assert "experts" not in warnings(plain)
@@ -189,6 +191,10 @@ def test_attention_alone_warns_where_the_config_names_experts(tmp_path: Path, mi
     told = [line for line in warnings(spec).splitlines() if "experts" in line]
     assert len(told) == 1
     assert "the experts were not trained: target_modules names gate_proj, up_proj, down_proj" in told[0]
+    assert 'target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them' in told[0]
+    other = warnings(admit(not_served, tmp_path / "other", attention(mixture), target_modules=names))
+    assert "LoRA on the experts of a phimoe would be refused: it is not served" in other
+    assert "target_parameters" not in other
     error = refused(mixture, tmp_path / "parameters", attention(mixture), **BOTH)
     assert (error.code, error.feature) == ("missing_tensor", None)
     assert "target_parameters names 'down_proj', but no tensors came" in error.message

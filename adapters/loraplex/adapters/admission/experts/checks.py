@@ -140,10 +140,15 @@ def note_untrained(settings: LoraSettings, base: BaseSpec, names: ModuleNames) -
     named = _names_experts(settings, base, names)
     if named is None:
         return []
-    return [
+    told = (
         f"the experts were not trained: {named}, and no tensors came for them. The adapter changes what lies outside "
-        "of them alone. PEFT before 0.19 leaves out experts that transformers has in stacks, and later releases do so "
-        'in some families; target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them'
+        "of them alone"
+    )
+    if base.model_type not in EXPERTS_SERVED:
+        return [f"{told}. LoRA on the experts of a {base.model_type} would be refused: it is not served"]
+    return [
+        f"{told}. PEFT before 0.19 leaves out experts that transformers has in stacks, and later releases do so in "
+        'some families; target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them'
     ]
 
 
