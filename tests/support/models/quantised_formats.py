@@ -275,10 +275,16 @@ FORMATS: dict[str, Format] = {
 
 
 def write_quantised(
-    base: Path, out: Path, name: str, *, head: bool = False, left_out: tuple[str, ...] = ()
+    base: Path,
+    out: Path,
+    name: str,
+    *,
+    head: bool = False,
+    left_out: tuple[str, ...] = (),
+    gates: tuple[str, ...] = (),
 ) -> tuple[Path, Path]:
     """The checkpoint in `base` as a format stores its layers' linears, with `head` its head too, and in float32 with
-    what they stand for then. `left_out`: ends of modules that stay floats."""
+    what they stand for then. `left_out`: ends of modules that stay floats. `gates`: of further ones that do not."""
     made, dense = out / "quantised", out / "dense"
     for folder in (made, dense):
         folder.mkdir(parents=True)
@@ -288,7 +294,7 @@ def write_quantised(
     tensors, stored, exact = load_file(base / "model.safetensors"), {}, {}
     for key, tensor in tensors.items():
         module = key.removesuffix(".weight")
-        is_stored = is_linear(key) or (head and module == "lm_head")
+        is_stored = is_linear(key) or (head and module == "lm_head") or (gates and module.endswith(gates))
         if not is_stored or (left_out and module.endswith(left_out)):
             stored[key] = exact[key] = tensor
             continue
