@@ -90,7 +90,8 @@ def make_adapters(rank: int, slots: int, experts: int) -> ExpertLoraWeights:
             place += height * width // granule
     storage = untouched_zeros((place * granule,), DTYPE)
     storage.normal_(0, 0.02)
-    return ExpertLoraWeights(storage, groups, tables, np.full((slots, 1, 2), height, np.int32))
+    heights = np.full((slots, 1, 2), height, np.int32)
+    return ExpertLoraWeights(storage, groups, np.arange(slots, dtype=np.int32), tables, heights)
 
 
 def measure(

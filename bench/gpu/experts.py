@@ -108,7 +108,8 @@ class _Layer:
                 numbers = np.arange(slots * experts * chunks).reshape(slots, experts, chunks)
                 tables[:, 0, site, :, :chunks, side] = end + size * numbers
                 end += size * numbers.size
-        return ExpertLoraWeights(drawn(end * granule, scale=0.05), groups, tables, heights)
+        storage, slot_of = drawn(end * granule, scale=0.05), np.arange(slots, dtype=np.int32)
+        return ExpertLoraWeights(storage, groups, slot_of, tables, heights)
 
     def run(self) -> torch.Tensor:
         each, packed = self.ops, self.packed

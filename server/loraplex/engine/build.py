@@ -289,7 +289,7 @@ def _host_slab(config: EngineConfig, place: torch.device, loaded: LoadedModel) -
     num_bytes = config.adapter_cpu_memory or host_budget(
         available_memory(torch.device("cpu")) // config.num_sharing
     )
-    require_room("--adapter-cpu-memory", num_bytes, layout)
+    require_room("--adapter-cpu-memory", num_bytes // layout.page_bytes, layout, layout.page_bytes)
     return HostSlab(num_bytes, layout.page_bytes, pinned=place.type == "cuda")
 
 

@@ -102,15 +102,26 @@ def host_budget(free: int) -> int:
 
 
 def arena_size(budget: int, layout: ArenaLayout) -> tuple[int, int]:
-    """(pages, slots) of `budget` bytes. Raises AdapterMemoryTooSmall."""
-    num_pages = budget // layout.page_bytes
-    require_room("--adapter-memory", num_pages * layout.page_bytes, layout)
+    """(pages, slots) of `budget` bytes: pages, and the tables of as many adapters on routed experts as they hold.
+    Raises AdapterMemoryTooSmall."""
+    num_pages = budget // page_cost(layout)
+    require_room("--adapter-memory", num_pages, layout, page_cost(layout))
     return num_pages, min(num_pages, MAX_SLOTS)
 
 
+def page_cost(layout: ArenaLayout) -> int:
+    """Bytes of a page for adapters, with its part of the tables of adapters on routed experts."""
+    return layout.page_bytes + -(-layout.expert_table_bytes // layout.expert_pages)
+
+
 def arena_bytes(num_pages: int, layout: ArenaLayout) -> int:
-    """Device memory of an arena: one page more than it has for adapters, of zeros."""
-    return (num_pages + 1) * layout.page_bytes
+    """Device memory of an arena: one page more than it has for adapters, of zeros, and `table_bytes`."""
+    return (num_pages + 1) * layout.page_bytes + table_bytes(num_pages, layout)
+
+
+def table_bytes(num_pages: int, layout: ArenaLayout) -> int:
+    """The part of an arena that says where adapters on routed experts lie."""
+    return min(layout.expert_slots(num_pages), MAX_SLOTS) * layout.expert_table_bytes
 
 
 def adapter_pages(
@@ -127,7 +138,7 @@ def adapter_pages(
     sizes = [tile.num_bytes for tile in layout.tiles(keys)]
     if layout.experts is not None:
         sizes += [tile.num_bytes for tile in layout.experts.tiles(experts)]
-    return place_tiles(sizes, layout.page_bytes)[1]
+    return max(place_tiles(sizes, layout.page_bytes)[1], layout.expert_pages if experts else 0)
 
 
 def too_large_pools(pools: Mapping[str, int], free: int | None) -> str | None:
@@ -143,11 +154,13 @@ def too_large_pools(pools: Mapping[str, int], free: int | None) -> str | None:
     )
 
 
-def require_room(option: str, num_bytes: int, layout: ArenaLayout) -> None:
-    """Require room for the smallest adapter that changes every site. A larger one is refused when it is asked for."""
-    needed = layout.smallest_full_bytes
-    if num_bytes < needed:
+def require_room(option: str, num_pages: int, layout: ArenaLayout, cost: int) -> None:
+    """Require pages, of `cost` bytes each, for the smallest adapter that changes every site. A larger one is refused
+    when it is asked for."""
+    needed = layout.smallest_full_bytes // layout.page_bytes
+    if num_pages < needed:
         raise AdapterMemoryTooSmall(
-            f"{option}: {num_bytes / (1 << 20):.1f} MiB, in whole pages of {layout.page_bytes >> 10} KiB, cannot hold "
-            f"even an adapter of rank {CHUNK} on every site; at least {math.ceil(needed / (1 << 20))} MiB are needed"
+            f"{option}: {num_pages * cost / (1 << 20):.1f} MiB, in whole pages of {layout.page_bytes >> 10} KiB, "
+            f"cannot hold even an adapter of rank {CHUNK} on every site; at least "
+            f"{math.ceil(needed * cost / (1 << 20))} MiB are needed"
         )

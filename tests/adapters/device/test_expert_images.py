@@ -325,14 +325,15 @@ def test_a_slot_has_the_tables_of_its_last_adapter(tmp_path: Path) -> None:
         pages = tuple(range(image.num_pages, 0, -1))
         arena.write(image, 1, pages)
         starts = (np.array(pages) + 1) * layout.granules_per_page
-        table, per_page = arena.experts.tables[1], layout.granules_per_page
+        own = arena.experts.slot_of[1]
+        table, per_page = arena.experts.tables[own], layout.granules_per_page
         assert np.count_nonzero(table) == 2 * len(image.experts)
         for *where, a, b in image.experts.tolist():
             expected = [starts[tile // per_page] + tile % per_page for tile in (a, b)]
             assert table[tuple(where)].tolist() == expected
         assert {
-            (*at, arena.experts.heights[1][at])
-            for at in zip(*arena.experts.heights[1].nonzero(), strict=True)
+            (*at, arena.experts.heights[own][at])
+            for at in zip(*arena.experts.heights[own].nonzero(), strict=True)
         } == {tuple(row) for row in image.heights.tolist()}
         assert arena.expert_pass([(1, 0, 2)], 3) is not None
         assert arena.expert_pass([(-1, 0, 2)], 3) is None

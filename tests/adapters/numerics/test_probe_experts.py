@@ -146,6 +146,12 @@ def test_gate_and_up_in_turns_are_equal_to_the_reference_as_halves(form: str, tm
         assert verdict.ok is is_right, verdict.message
 
 
+def own_slot(arena: AdapterArena) -> int:
+    """SLOT's in the tables of experts."""
+    assert arena.experts is not None
+    return int(arena.experts.slot_of[SLOT])
+
+
 def sites_of(arena: AdapterArena) -> dict[str, int]:
     assert arena.layout.experts is not None
     return {site: arena.layout.experts.number(site) for site in ("gate", "up", "gate_up", "down")}
@@ -154,32 +160,32 @@ def sites_of(arena: AdapterArena) -> dict[str, int]:
 def dropped(arena: AdapterArena, *sites: str) -> None:
     assert arena.experts is not None
     for site in sites:
-        arena.experts.heights[SLOT, :, sites_of(arena)[site]] = 0
+        arena.experts.heights[own_slot(arena), :, sites_of(arena)[site]] = 0
 
 
 def one_dropped(arena: AdapterArena) -> None:
     assert arena.experts is not None
-    arena.experts.tables[SLOT, 2, :, 4] = 0
+    arena.experts.tables[own_slot(arena), 2, :, 4] = 0
 
 
 def exchanged(arena: AdapterArena) -> None:
     assert arena.experts is not None
-    of_site = arena.experts.tables[SLOT, 0, sites_of(arena)["down"]]
+    of_site = arena.experts.tables[own_slot(arena), 0, sites_of(arena)["down"]]
     of_site[[2, 5]] = of_site[[5, 2]]
 
 
 def up_from_gates_a(arena: AdapterArena) -> None:
     assert arena.experts is not None
-    tables, sites = arena.experts.tables[SLOT], sites_of(arena)
+    tables, sites = arena.experts.tables[own_slot(arena)], sites_of(arena)
     tables[:, sites["up"], ..., 0] = tables[:, sites["gate"], ..., 0]
 
 
 def one_scaled(arena: AdapterArena) -> None:
     assert arena.experts is not None
     number = sites_of(arena)["down"]
-    height = int(arena.experts.heights[SLOT, 2, number])
+    height = int(arena.experts.heights[own_slot(arena), 2, number])
     storage = arena.experts.storage
-    for offset in arena.experts.tables[SLOT, 2, number, 3, :, 1].tolist():
+    for offset in arena.experts.tables[own_slot(arena), 2, number, 3, :, 1].tolist():
         if offset:
             storage[offset * GRANULE_BYTES // storage.itemsize :][: height * HIDDEN] *= 1.1
 

@@ -74,7 +74,9 @@ def run_lora(group: str) -> None:
     hidden, width = 2048, 768
     groups = expert_groups(hidden, width, QWEN3.num_experts, (0,))
     tables = np.zeros((2, 1, 4, QWEN3.num_experts, 9, 2), np.int32)
-    weights = ExpertLoraWeights(empty(1 << 20), groups, tables, np.zeros((2, 1, 4), np.int32))
+    weights = ExpertLoraWeights(
+        empty(1 << 20), groups, np.arange(2, dtype=np.int32), tables, np.zeros((2, 1, 4), np.int32)
+    )
     lora = TritonExpertLora(weights).begin(empty(64, dtype=torch.int32))
     places = triton_expert_ops(no_codes, batch_invariant=False).group(
         Routes(empty(64, 8, dtype=torch.int64), empty(64, 8, dtype=torch.float32)), QWEN3.num_experts

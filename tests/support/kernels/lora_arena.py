@@ -273,4 +273,5 @@ def make_expert_arena(
     storage = torch.full((start * granule,), float("nan"), dtype=dtype)
     for begin, numbers in where:
         storage[begin : begin + len(numbers)] = numbers
-    return ManualExpertArena(ExpertLoraWeights(storage.to(device), tuple(groups), tables, heights))
+    slot_of = np.where(heights.any((1, 2)), np.arange(len(ranks)), -1).astype(np.int32)
+    return ManualExpertArena(ExpertLoraWeights(storage.to(device), tuple(groups), slot_of, tables, heights))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from loraplex.adapters.device.device_copies import CopyQueue, HostQueue, PacedCopies, StreamQueue
 from loraplex.adapters.device.device_lora import DeviceLora, effective_segments
-from loraplex.adapters.device.expert_tiles import ExpertLayout
+from loraplex.adapters.device.expert_tables import ExpertTables
 from loraplex.adapters.device.host_image import HostImage
 from loraplex.adapters.device.host_slab import adjacent_runs
 from loraplex.adapters.device.layout import ArenaLayout
@@ -68,7 +68,9 @@ class AdapterArena:
         # The head is one group more, run once and for the sampled rows alone: a model of one layer, so to say.
         self._head = None if layout.head is None else self._empty_tables((layout.head,), 1, num_slots)
         self._experts = (
-            None if layout.experts is None else self._empty_expert_tables(layout.experts, num_slots)
+            None
+            if layout.experts is None
+            else ExpertTables(layout, num_pages, num_slots, self._layers.storage, kernels)
         )
         self._copies = PacedCopies(queue or (HostQueue() if device.type == "cpu" else StreamQueue()))
         self._filled = np.zeros(num_slots, np.bool_)
@@ -98,12 +100,13 @@ class AdapterArena:
     @property
     def experts(self) -> ExpertLoraWeights | None:
         """The same of routed experts. None where adapters can't change them."""
-        return self._experts
+        return None if self._experts is None else self._experts.weights
 
     @property
     def num_bytes(self) -> int:
-        """Device memory that it takes."""
-        return self._pages.numel()
+        """Device memory that it takes: pages, and the tables of adapters on routed experts."""
+        tables = 0 if self._experts is None else len(self._experts.weights.heights)
+        return self._pages.numel() + tables * self.layout.expert_table_bytes
 
     def write(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
         """Copy an image into these pages, piece by piece, and describe it in `slot`. Returns when the device has its
@@ -137,7 +140,7 @@ class AdapterArena:
         self._tokens.pop(slot, None)
         self._heads.pop(slot, None)
         if self._experts is not None:
-            self._clear_experts(self._experts, slot)
+            self._experts.clear(slot)
 
     def head_rows(self, slot: int) -> NDArray[np.int64] | None:
         """The granules at which the rows of the head in a slot begin, by label. The base's is that of slot -1, and of
@@ -198,7 +201,7 @@ class AdapterArena:
         key = (tuple(segments), num_rows, self._writes_to(segments))
         if self._last_experts[0] != key:
             assert self.kernels.expert_lora_pass is not None
-            make, experts = self.kernels.expert_lora_pass, self._experts
+            make, experts = self.kernels.expert_lora_pass, self._experts.weights
             self._last_experts = key, begin_expert_pass(make, experts, segments, num_rows)
         return self._last_experts[1]
 
@@ -257,21 +260,6 @@ class AdapterArena:
             vectors=np.zeros((num_slots, *places), np.int32),
         )
 
-    def _empty_expert_tables(self, experts: ExpertLayout, num_slots: int) -> ExpertLoraWeights:
-        places = (num_slots, self.layout.num_layers, experts.num_sites)
-        return ExpertLoraWeights(
-            storage=self._layers.storage,
-            groups=experts.groups,
-            tables=np.zeros((*places, experts.num_experts, experts.max_chunks + 1, 2), np.int32),
-            heights=np.zeros(places, np.int32),
-        )
-
-    def _clear_experts(self, experts: ExpertLoraWeights, slot: int) -> None:
-        """Tables of a slot without experts are left alone: their memory is taken when they are first written to."""
-        if experts.heights[slot].any():
-            experts.heights[slot] = 0
-            experts.tables[slot] = 0
-
     def _writes_to(self, segments: Sequence[Segment]) -> tuple[int, ...]:
         """How often each slot has changed."""
         return tuple(self._writes[slot] for slot, _, _ in segments if 0 <= slot < len(self._writes))
@@ -303,12 +291,7 @@ class AdapterArena:
             weights.vectors[slot] = 0
             weights.vectors[slot, np.zeros_like(layers) if of_head else layers, numbers] = place(tile)
         if self._experts is not None:
-            self._clear_experts(self._experts, slot)
-            *where, a_tiles, b_tiles = image.experts.T
-            self._experts.tables[slot, *where, 0] = place(a_tiles)
-            self._experts.tables[slot, *where, 1] = place(b_tiles)
-            layers, numbers, heights = image.heights.T
-            self._experts.heights[slot, layers, numbers] = heights
+            self._experts.describe(image, slot, place)
         head = describe_head(image, place)
         if head is None:
             self._heads.pop(slot, None)

@@ -10,12 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loraplex.kernels.experts.lora_types import (
-    ExpertLoraPass,
-    ExpertLoraWeights,
-    segments_on_experts,
-    slots_of_rows,
-)
+from loraplex.adapters.device.expert_tables import ExpertTables
+from loraplex.kernels.experts.lora_types import ExpertLoraPass, segments_on_experts, slots_of_rows
 from loraplex.kernels.lora.dispatch import LoraPass, LoraWeights, Scratch, Segment
 from loraplex.kernels.lora.token_rows import TokenRowPass, TokenTables, Upload
 
@@ -46,7 +42,7 @@ class DeviceLora:
         self,
         layers: LoraWeights,
         head: LoraWeights | None,
-        experts: ExpertLoraWeights | None,
+        experts: ExpertTables | None,
         filled: NDArray[np.bool_],
         tokens: Mapping[int, TokenTables],
         token_pass: Callable[[Sequence[Segment], Sequence[Segment], Upload], TokenRowPass | None],
@@ -57,7 +53,6 @@ class DeviceLora:
         tiling: LoraTiling,
     ) -> None:
         # Triton need not be there where it does not run.
-        from loraplex.kernels.experts.triton_expert_lora import TritonExpertLora
         from loraplex.kernels.lora.triton_lora import TritonLora
 
         def device_lora(weights: LoraWeights) -> TritonLora:
@@ -76,8 +71,8 @@ class DeviceLora:
         self.layers = device_lora(layers)
         # Layers and head run one after the other, so that they may compute in the same memory.
         self.head = None if head is None else device_lora(head)
-        self._expert_weights = experts
-        self.experts = None if experts is None else TritonExpertLora(experts)
+        self._expert_weights = None if experts is None else experts.weights
+        self.experts = None if experts is None else experts.programs
 
     @property
     def head_work_size(self) -> int:
@@ -85,12 +80,10 @@ class DeviceLora:
         return 0 if self.head is None else self.head.work_size
 
     def write(self, slot: int) -> None:
-        """Take over what the arena's tables say of a slot."""
+        """Take over what the arena's tables say of a slot's layers and head."""
         self.layers.write(slot)
         if self.head is not None:
             self.head.write(slot)
-        if self.experts is not None:
-            self.experts.write(slot)
 
     def begin_lora_pass(
         self,

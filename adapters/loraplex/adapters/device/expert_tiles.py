@@ -85,6 +85,10 @@ class ExpertLayout:
         _, group, columns = self._sites.get(site, (0, None, 0))
         return None if group is None or layer not in group.layers else (group.in_features, columns)
 
+    def table_bytes(self, num_layers: int) -> int:
+        """The bytes that one adapter has of `ExpertLoraWeights.tables` and `heights`."""
+        return num_layers * self.num_sites * (self.num_experts * (self.max_chunks + 1) * 2 + 1) * 4
+
     @property
     def chunk_bytes(self) -> int:
         """Tiles of an adapter of the largest height on gate, up and down of every expert."""

@@ -16,6 +16,8 @@ from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD, SiteGroup
 
 MIN_PAGE_BYTES = 256 << 10
 MAX_PAGE_BYTES = 2 << 20
+_TABLE_SHARE = 20
+"""The tables of adapters on routed experts take one part in 20 of the pages, at most."""
 
 
 REPLACED = "replaced rows"
@@ -120,6 +122,7 @@ class ArenaLayout:
                 f"or is no multiple of {GRANULE_BYTES}"
             )
         self.page_bytes = page_bytes
+        self.expert_table_bytes = 0 if self.experts is None else self.experts.table_bytes(num_layers)
         self.head = None if head is None else self._cut(head)
         fits = embedding is not None and self.tile_bytes(embedding[1]) <= page_bytes
         self.embedding = embedding if fits else None
@@ -151,6 +154,16 @@ class ArenaLayout:
     def smallest_full_bytes(self) -> int:
         """Pages of an adapter of rank up to CHUNK on every site of every layer, without the head and routed experts."""
         return place_tiles(self._sizes, self.page_bytes)[1] * self.page_bytes
+
+    @property
+    def expert_pages(self) -> int:
+        """Pages that an adapter on routed experts has at least. With them, the tables for as many such adapters as an
+        arena can hold take a twentieth of its pages at most."""
+        return max(1, -(-_TABLE_SHARE * self.expert_table_bytes // self.page_bytes))
+
+    def expert_slots(self, num_pages: int) -> int:
+        """The most adapters on routed experts that `num_pages` hold at a time."""
+        return 0 if self.experts is None else num_pages // self.expert_pages
 
     @property
     def granules_per_page(self) -> int:

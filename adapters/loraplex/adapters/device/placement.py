@@ -112,10 +112,14 @@ def _place(layout: ArenaLayout, keys: tuple[SiteKey, ...], experts: tuple[Expert
         for pieces_of_one in placed.pieces.values()
         for piece in pieces_of_one
     ]
+    unused = range(num_pages, layout.expert_pages if of_experts else 0)
     return Placement(
-        num_pages,
+        num_pages + len(unused),
         {key: tuple(some) for key, some in pieces.items()},
-        _gaps(spans, num_pages * layout.page_bytes),
+        (
+            *_gaps(spans, num_pages * layout.page_bytes),
+            *(slice(page * layout.page_bytes, (page + 1) * layout.page_bytes) for page in unused),
+        ),
         tables.sites(),
         tables.vectors(),
         tables.rows(),

@@ -64,6 +64,9 @@ class ExpertLoraWeights:
     """Flat, in the dtype of the tiles. Tiles begin at multiples of GRANULE_BYTES, an A tile [height, K] and a B tile
     [height, N_i]. Several experts may share a tile."""
     groups: tuple[ExpertSiteGroup, ...]
+    slot_of: NDArray[np.int32]
+    """[slots of the arena]: which slot of the tables here its adapter has; -1 where it has nothing on experts. By their
+    size these tables have fewer slots."""
     tables: NDArray[np.int32]
     """[slots, layers, sites, experts, chunks, 2]: offsets in granules of the A tile (0) and the B tile (1) of a chunk.
     Sites are numbered through the groups in their order. Offset 0 ends an expert's chunks; the last one has it."""
@@ -82,7 +85,7 @@ class ExpertLoraPass(Protocol):
 
 
 MakeExpertLoraPass = Callable[[ExpertLoraWeights, Mapping[int, Sequence[Segment]], int], ExpertLoraPass]
-"""Prepares a step's adapters on experts: weights, segments by slot, rows of the step."""
+"""Prepares a step's adapters on experts: weights, segments by slot of the tables of experts, rows of the step."""
 
 
 def begin_expert_pass(
@@ -100,15 +103,15 @@ def begin_expert_pass(
 def segments_on_experts(
     weights: ExpertLoraWeights, segments: Sequence[Segment], num_rows: int
 ) -> dict[int, list[Segment]]:
-    """Pick the segments of adapters on experts, by slot. Raises ValueError for a segment outside the rows or the slots,
-    or an overlap."""
-    slots = len(weights.heights)
-    by_slot = segments_by_slot(segments, np.ones(slots, np.int32), num_rows)
-    return {slot: own for slot, own in by_slot.items() if weights.heights[slot].any()}
+    """Pick the segments of adapters on experts, by slot of the tables of experts. Those of `segments` are the arena's.
+    Raises ValueError for a segment outside the rows or the slots, or an overlap."""
+    by_slot = segments_by_slot(segments, np.ones(len(weights.slot_of), np.int32), num_rows)
+    found = ((int(weights.slot_of[slot]), own) for slot, own in by_slot.items())
+    return {slot: own for slot, own in found if slot >= 0}
 
 
 def slots_of_rows(by_slot: Mapping[int, Sequence[Segment]], num_rows: int) -> NDArray[np.int32]:
-    """[num_rows] the slot of each row, -1 for the base model."""
+    """[num_rows] the slot of each row in the tables of experts, -1 for the base model."""
     slots = np.full(num_rows, -1, np.int32)
     for slot, segments in by_slot.items():
         for _, first, count in segments:

@@ -142,7 +142,7 @@ def warm_up(weights: torch.dtype, activations: torch.dtype) -> None:
     tables = np.zeros((1, 1, 1, 1, 2, 2), np.int32)
     tables[0, 0, 0, 0, 0] = 1
     storage = torch.zeros(2 * GRANULE_BYTES // weights.itemsize, dtype=weights)
-    arena = ExpertLoraWeights(storage, (site,), tables, np.ones((1, 1, 1), np.int32))
+    arena = ExpertLoraWeights(storage, (site,), np.zeros(1, np.int32), tables, np.ones((1, 1, 1), np.int32))
     x, y = torch.zeros(1, 1, dtype=activations), torch.zeros(1, 1, dtype=activations)
     rows = ExpertRows(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([[0]]))
     NumbaExpertLoraPass(arena, {0: [(0, 0, 1)]}, 1).apply(0, "one", x, y, rows)

@@ -26,7 +26,9 @@ from loraplex.engine.sizing import (
     most_recorded_rows,
     most_sequences,
     most_tokens,
+    page_cost,
     row_bytes,
+    table_bytes,
 )
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
@@ -71,6 +73,8 @@ class MemoryPlan:
     activations: int
     arena: int
     """Device memory for adapters."""
+    arena_tables: int
+    """The part of it that says where adapters on routed experts lie."""
     arena_pages: int
     page: int
     adapter: int
@@ -132,7 +136,8 @@ def divide_memory(
     needs = block_needs(model.shape.caches, most_ahead)
     needed = needs.of(max(wanted.context, wanted.max_model_len)) * block + slot
     on_device, host = _share(device, wanted, layout, adapter, free - activations, needed, host_free)
-    budget = _whole_mib(max(on_device * adapter, layout.smallest_full_bytes), layout.page_bytes)
+    wanted_pages = max(on_device * adapter, layout.smallest_full_bytes) // layout.page_bytes
+    budget = _whole_mib(wanted_pages * page_cost(layout), layout.page_bytes)
     pages, slots = arena_size(budget, layout)
     arena = arena_bytes(pages, layout)
     size, kv_budget = _kv_size(model, wanted, target, free - arena, device, activations, most_ahead)
@@ -161,6 +166,7 @@ def divide_memory(
         reserve=reserve,
         activations=activations,
         arena=arena,
+        arena_tables=table_bytes(pages, layout),
         arena_pages=pages,
         page=layout.page_bytes,
         adapter=adapter,
@@ -203,7 +209,7 @@ def _share(
     unit = max(MIB, layout.page_bytes)
 
     def fit(num_bytes: int) -> int:
-        whole = (num_bytes - layout.page_bytes) // unit * unit
+        whole = (num_bytes - layout.page_bytes) // unit * unit // page_cost(layout) * layout.page_bytes
         return whole // adapter if whole >= layout.smallest_full_bytes else 0
 
     most = fit(free - needed)

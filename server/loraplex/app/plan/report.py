@@ -32,9 +32,10 @@ def print_plan(
     if plan.windows:
         states += f", {plan.states - plan.windows} of them for prefixes; "
         states += f"{plan.windows} windows, {_size(plan.window)} each"
+    tables = f"; {_size(plan.arena_tables)} of tables of those on experts" if plan.arena_tables else ""
     rows = [
         ("weights", plan.weights, ""),
-        ("adapters", plan.arena, f"{plan.arena_pages} pages of {_size(plan.page)}"),
+        ("adapters", plan.arena, f"{plan.arena_pages} pages of {_size(plan.page)}{tables}"),
         (
             "KV cache",
             plan.kv,

@@ -252,7 +252,9 @@ def test_a_slot_is_used_by_adapters_with_experts_and_without_in_turns(
 ) -> None:
     folder, alone = five
     page = 256 << 10
-    with closing(engine_of(bases["qwen3_moe"], tmp_path, adapter_memory=2 * page)) as engine:
+    with closing(
+        engine_of(bases["qwen3_moe"], tmp_path, adapter_memory=9 * page // 4)
+    ) as engine:  # two, and tables
         in_turns = ("both", "pairs", "q", "v", "down", "both", "v", "q", "pairs", "down")
         assert ask(engine, folder, *([name] for name in in_turns), tuple(alone)) == alone
         stats = engine.core.stats()

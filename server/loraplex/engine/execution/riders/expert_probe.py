@@ -56,7 +56,7 @@ def _outputs(
         rows = _rows(ops, of.num_experts, device)
         first = rows.starts[:-1]
         for layer in layers:
-            heights = weights.heights[slot, layer, number : number + len(of.sites)]
+            heights = weights.heights[weights.slot_of[slot], layer, number : number + len(of.sites)]
             if not heights.any():
                 continue
             x = torch.from_numpy(probe_inputs(layer, of.in_features)[:INPUT_ROWS].copy()).to(device, dtype)
