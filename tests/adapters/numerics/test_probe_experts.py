@@ -96,6 +96,17 @@ def measured(arena: AdapterArena) -> SiteOutputs:
     )
 
 
+def test_a_probe_leaves_the_pass_of_the_steps_alone(tmp_path: Path) -> None:
+    """Most steps are like the one before, and cost nothing to prepare."""
+    path = write(tmp_path, pairs(EXPERTS, 2), r=2) / "adapter_model.safetensors"
+    arena = arena_of(weights_of(tmp_path), path, torch.float32)
+    step = [(SLOT - 1, 0, 3)]
+    made = arena.expert_pass(step, 4)
+    assert made is not None
+    assert measured(arena).expert_sites
+    assert arena.expert_pass(step, 4) is made
+
+
 def judged(folder: Path, arena: AdapterArena, experts: dict[int, ExpertShape] = EXPERTS) -> NumbersVerdict:
     files = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     return check_numbers(*files, plain_base(experts), measured(arena))

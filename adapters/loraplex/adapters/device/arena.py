@@ -192,17 +192,13 @@ class AdapterArena:
         return self._last_head[1]
 
     def expert_pass(self, segments: Sequence[Segment], num_rows: int) -> ExpertLoraPass | None:
-        """Prepare the routed experts of a step, as `lora_pass` does the layers; where lists lie on the device, rows
-        beside a step's own. None if no row has an adapter on them."""
+        """Prepare the routed experts of a step, as `lora_pass` does the layers. None if no row has an adapter on
+        them."""
         if self._experts is None:
             return None
-        if self._device_lora is not None:
-            return self._device_lora.experts_apart(segments, num_rows)
         key = (tuple(segments), num_rows, self._writes_to(segments))
         if self._last_experts[0] != key:
-            assert self.kernels.expert_lora_pass is not None
-            make, experts = self.kernels.expert_lora_pass, self._experts.weights
-            self._last_experts = key, begin_expert_pass(make, experts, segments, num_rows)
+            self._last_experts = key, self._begin_experts(self._experts.weights, segments, num_rows)
         return self._last_experts[1]
 
     def slot_pass(self, slot: int, num_rows: int, *, head: bool) -> LoraPass | None:
@@ -216,6 +212,16 @@ class AdapterArena:
         if self._device_lora is not None:
             return self._device_lora.apart(segments, num_rows, head=head)
         return self._begin(weights, segments, num_rows)
+
+    def slot_expert_pass(self, slot: int, num_rows: int) -> ExpertLoraPass | None:
+        """Prepare a pass over routed experts as `slot_pass` does one over the layers. None if the adapter changes none
+        of them."""
+        if self._experts is None:
+            return None
+        segments = [(slot, 0, num_rows)]
+        if self._device_lora is not None:
+            return self._device_lora.experts_apart(segments, num_rows)
+        return self._begin_experts(self._experts.weights, segments, num_rows)
 
     def device_lora(self, max_rows: int, max_sequences: int, tiling: LoraTiling = _TILING) -> DeviceLora:
         """Passes whose lists travel with a step's other inputs, for steps of up to `max_rows` rows of `max_sequences`
@@ -248,6 +254,12 @@ class AdapterArena:
         assert self.kernels.lora_pass is not None
         chosen = effective_segments(segments, weights, self._filled)
         return begin_pass(self.kernels.lora_pass, weights, self._scratch, chosen, num_rows)
+
+    def _begin_experts(
+        self, weights: ExpertLoraWeights, segments: Sequence[Segment], num_rows: int
+    ) -> ExpertLoraPass | None:
+        assert self.kernels.expert_lora_pass is not None
+        return begin_expert_pass(self.kernels.expert_lora_pass, weights, segments, num_rows)
 
     def _empty_tables(self, groups: tuple[SiteGroup, ...], num_layers: int, num_slots: int) -> LoraWeights:
         places = (num_layers, sum(len(group.sites) for group in groups))

@@ -48,7 +48,7 @@ def _outputs(
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     """(layer, site, its outputs [experts, N] in float32)."""
     weights, ops = arena.experts, arena.kernels.ops.experts
-    lora = arena.expert_pass([(slot, 0, INPUT_ROWS)], INPUT_ROWS)
+    lora = arena.slot_expert_pass(slot, INPUT_ROWS)
     if weights is None or lora is None:
         return
     number = 0
