@@ -31,6 +31,7 @@ from support.kernels.triton_aot import (
     loads_before_product,
     products_in_flight,
 )
+from support.machine_code import read_code
 
 RECORD = Path(__file__).parents[1] / "aot" / "lora.json"
 GROUP = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024))
@@ -185,3 +186,28 @@ def test_an_a_sides_first_load_of_weights_waits_for_no_other(monkeypatch: pytest
     shrink, expand = launched(torch.bfloat16, 16, 1, monkeypatch)
     assert loads_before_product(shrink) == 1
     assert loads_before_product(expand) > 1
+
+
+@pytest.mark.slow
+def test_b_sides_by_rows_have_enough_bytes_on_the_way_for_the_bandwidth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By Little's law an H200 needs 22 KB on the way a multiprocessor. The runs of loads are those of a row, its later
+    ranks, its vectors; then of several rows the same. y is one load for each row."""
+    (by_rows,) = launched(torch.bfloat16, 16, 1, monkeypatch, BY_ROWS)[1:]
+    now = launched(torch.bfloat16, 16, 1, monkeypatch)[1]
+    hopper, ampere, today = read_code([(dependent(by_rows), 90), (by_rows, 80), (dependent(now), 90)])
+    assert hopper.at_once[:3] == ampere.at_once[:3] == [17, 16, 4]
+    assert hopper.at_once[3:5] == ampere.at_once[3:5] == [12, 8]
+    assert hopper.before_wait[:2] == [16, 8]  # B's first ranks; y is loaded behind the wait
+    for code in (hopper, ampere):
+        of_tiles = [loads for at, loads in enumerate(code.at_once) if at not in (2, 5)]
+        fewest = min(bytes_on_the_way(loads, BY_ROWS.row_programs, 1) for loads in of_tiles)
+        assert fewest >= 40 << 10
+        assert code.barriers <= 4
+    assert bytes_on_the_way(max(today.at_once), LoraTiling().expand_programs, 4) == 24 << 10
+
+
+def bytes_on_the_way(loads: int, programs: int, warps: int) -> int:
+    """Of a multiprocessor, by loads of 16 bytes a thread at once."""
+    return 16 * loads * programs * 32 * warps
