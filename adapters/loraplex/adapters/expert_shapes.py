@@ -85,7 +85,7 @@ def find_experts(
 
     A checkpoint has a tensor for each linear of each expert, or stacks of them: [experts, out, in], [experts, in, out]
     (gpt-oss), or blocks of MXFP4 [experts, out, in / 32, 16]. A layer whose experts have other linears than gate, up
-    and down, or are not of one size, has none here. `in_turns`: of ExpertShape.
+    and down, or are not of one size, has none here. `in_turns` is that of ExpertShape.
     """
     of_linears: dict[tuple[int, str], dict[str, dict[int, tuple[int, int]]]] = {}
     for path, shape in linears.items():

@@ -34,7 +34,8 @@ class ExpertShape:
     hidden_size: int
     inner_size: int
     in_turns: bool = False
-    """Whether stacks of a file, the base's and an adapter's, have the outputs of gate and up in turns."""
+    """Whether the base's stacks are [experts, in, out], with the outputs of gate and up in turns, as in gpt-oss. B of
+    an adapter's stack has the outputs in turns too."""
 
 
 @dataclass(frozen=True, slots=True)

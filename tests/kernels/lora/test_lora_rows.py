@@ -63,7 +63,7 @@ class Rig:
     def step(
         self, segments: Sequence[Segment], rows: int, *, fixed: bool
     ) -> Callable[[int, SiteGroup, torch.Tensor, torch.Tensor], None]:
-        """What applies a step's adapters, planned as for a recording or as for itself."""
+        """Plan a step, as for a recording or as for itself, and return what applies its adapters."""
         self.numbers[:] = 99  # whatever the step before left behind its list
         step = self.lora.plan(segments, rows, self.numbers, fixed=fixed)
         self.work.copy_(torch.from_numpy(self.numbers))
@@ -95,8 +95,8 @@ def check_step(
     fixed: bool,
     seed: int,
 ) -> None:
-    """As near to the float64 sum as a number of this dtype is, except what float32 sums lose; rows of the base keep
-    their bits."""
+    """Check that y is as near to the float64 sum as its dtype is, except what float32 sums lose, and that rows of the
+    base keep their bits."""
     rows = sum(count for _, _, count in segments)
     apply = rig.step(segments, rows, fixed=fixed)
     base = [row for slot, first, count in segments if slot < 0 for row in range(first, first + count)]
@@ -126,7 +126,7 @@ def test_equals_the_formula(rig: Rig, batch: str, fixed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_once(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    """In tiles as they run on a GPU."""
+    """The tiles are those that run on a GPU."""
     repair_bfloat16(monkeypatch)
     batch = BATCHES["pieces of four rows and their rests"]
     check_step(Rig(dtype, LoraTiling(row_programs=12)), batch, (QKV, DOWN), dtype, fixed=True, seed=2)

@@ -23,13 +23,13 @@ SIZES = {
     "hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "num_experts": 16,
     "num_experts_per_tok": 4, "num_hidden_layers": 4, "head_dim": 32, "norm_topk_prob": True,
 }  # fmt: skip
-"""Of a model in which bfloat16's rounding moves a log probability by a tenth in the mean."""
+"""A model in which bfloat16's rounding moves a log probability by a tenth in the mean."""
 RANKS = ("8", "32", "64")
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def save_base(out: Path) -> Path:
-    """Its numbers are those of bfloat16."""
+    """Save a mixture whose numbers are those of bfloat16."""
     base = save_tiny(out, FAMILIES["qwen3_moe"] | SIZES)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
