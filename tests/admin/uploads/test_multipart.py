@@ -123,6 +123,12 @@ def test_broken_bodies_are_400(name: str, size: int) -> None:
     assert len(problem.message) < 400
 
 
+def test_an_unknown_part_is_told_as_such() -> None:
+    """ "config" is a likely guess; the words must not read as if it had not come."""
+    message = refusal(body(part("config", b"{}"), TENSORS_PART)).message
+    assert "The part 'config' is none that an upload has. Send adapter_config.json" in message
+
+
 @pytest.mark.parametrize("name", ["a preamble", "another boundary", "not multipart at all", "zeros"])
 def test_a_body_that_does_not_begin_with_its_boundary_is_told_so(name: str) -> None:
     bodies = BROKEN | {"a preamble": b"This is a form.\r\n" + files(CONFIG, b"x")}

@@ -61,7 +61,7 @@ class Faults:
         )
 
     def _keep(self, fault: AdapterRefused) -> None:
-        if len(self._found) <= _MAX_TOLD:
+        if len(self._found) <= _MAX_TOLD and all(fault.message != other.message for other in self._found):
             self._found.append(fault)
 
 

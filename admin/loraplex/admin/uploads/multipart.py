@@ -129,7 +129,7 @@ class UploadParser(FormReader):
         if wanted not in _PARTS or (wanted in (ARCHIVE_NAME, SERVING_NAME) and wanted != name):
             raise Problem(
                 "invalid_multipart",
-                f"There is no part {shown(wanted)}. {_WHAT_IS_WANTED}",
+                f"The part {shown(wanted)} is none that an upload has. {_WHAT_IS_WANTED}",
                 param=name[:80],
             )
         return _PARTS[wanted]

@@ -171,6 +171,30 @@ def test_a_fault_of_the_file_is_told(tmp_path: Path, mixture: BaseSpec, not_serv
     assert refused(mixture, tmp_path / "bias", tensors, lora_bias=True).feature == "lora_bias"
 
 
+def test_an_adapter_for_more_experts_is_told_as_such(tmp_path: Path, mixture: BaseSpec) -> None:
+    """8 experts at rank 4 have the rows of 4 at rank 8."""
+    more = {layer: replace(shape, count=8) for layer, shape in mixture.experts.items()}
+    error = refused(mixture, tmp_path / "more", attention(mixture) | stacks(more), **BOTH)
+    assert error.code == "shape_mismatch"
+    assert (
+        "stacks of 8 experts at the config's rank 4, and of rank 8 for the 4 experts of the base"
+        in error.message
+    )
+    many = {layer: replace(shape, count=128) for layer, shape in mixture.experts.items()}
+    assert "stacks of 128 experts" in refused(mixture, tmp_path / "many", stacks(many), **BOTH).message
+
+
+def test_a_number_that_no_expert_has_is_no_experts_that_are_not_served(
+    tmp_path: Path, mixture: BaseSpec
+) -> None:
+    tensors = attention(mixture) | pairs(mixture.experts)
+    tensors |= {name.replace(".experts.0.", ".experts.-1."): array for name, array in tensors.items()}
+    message = refused(mixture, tmp_path, tensors).message
+    assert "experts.-1.down_proj' and 11 more) is not served by this name" in message
+    assert "read are a pair for each expert (experts.0.gate_proj" in message
+    assert "outside of the experts" not in message
+
+
 def test_what_the_experts_recipe_left_out_is_told(tmp_path: Path, with_shared: BaseSpec) -> None:
     """PEFT moves the three names to parameters of the experts; nothing else of these names is trained then."""
     tensors = attention(with_shared) | stacks(with_shared.experts)
@@ -210,7 +234,7 @@ def test_target_parameters_are_read_where_the_base_has_experts(tmp_path: Path, m
             mixture, tmp_path, attention(mixture), target_modules=["q_proj"], target_parameters=value
         )
         assert error.code == code
-        assert "target_parameters" in error.message
+        assert error.message.count("target_parameters") == 1
 
 
 def test_the_largest_upload_follows_from_the_base() -> None:

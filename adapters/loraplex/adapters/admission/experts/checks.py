@@ -9,7 +9,7 @@ from pathlib import Path
 
 from loraplex.adapters.admission.base_families import EXPERTS_SERVED
 from loraplex.adapters.admission.experts.forms import ExpertForms, read_experts
-from loraplex.adapters.admission.experts.places import PARAMETERS, ExpertTensors
+from loraplex.adapters.admission.experts.places import FORMS, PARAMETERS, ExpertTensors
 from loraplex.adapters.admission.module_names import ModuleNames
 from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.admission.safetensors_header import (
@@ -109,6 +109,11 @@ def check_experts(
 
 def experts_not_served(which: str, base: BaseSpec) -> str:
     """The refusal of LoRA on routed experts, with what is served instead."""
+    if base.model_type in EXPERTS_SERVED:
+        return (
+            f"LoRA on the experts of a mixture ({which}) is not served by this name: it has no number of an expert, or "
+            f"the layer has no experts; {FORMS}"
+        )
     sites = {site for _, site in base.sites}
     served = ", ".join(name for name in SITES if name in sites)
     attention = ", ".join(f'"{name}"' for name in _ATTENTION if name in sites)

@@ -124,11 +124,24 @@ class _Reader:
             rank = pair.a.shape[0] // count
             if pair.a.shape[0] != rank * count or pair.b.shape[1] != pair.a.shape[0] or not rank:
                 _refuse("shape_mismatch", f"{_told(pair)} are no stacks of {count} experts")
+            self._check_count(pair, f"{self._module(layer)}.{parameter}", rank, count)
             scaling = self._scaling(f"{self._module(layer)}.{parameter}", rank, site)
             in_turns = self.experts[layer].in_turns and site == "gate_up"
             found.append(ExpertWeights(layer, site, -1, rank, scaling, pair.a, pair.b, turned, in_turns))
         turned_in_words = ", turned as PEFT before 0.19.1 has them" if turned else ""
         return ExpertForms(_ordered(found), f"stacks of all experts of a layer{turned_in_words}")
+
+    def _check_count(self, pair: Pair, parameter: str, rank: int, count: int) -> None:
+        """The rows of a stack tell the rank where the number of experts is known. Of another model's experts, they are
+        the config's rank for each of those."""
+        declared, _ = self.settings.rank_and_scaling(parameter, rank)
+        others, rest = divmod(pair.a.shape[0], declared)
+        if declared != rank and not rest:
+            _refuse(
+                "shape_mismatch",
+                f"{_told(pair)} are stacks of {others} experts at the config's rank {declared}, and of rank {rank} for "
+                f"the {count} experts of the base: the adapter is for another model, or the config names another rank",
+            )
 
     def _parameters(self) -> dict[tuple[int, int], str]:
         """The parameter of each stack. PEFT wraps those that are named in their own order, each around the last: of

@@ -22,6 +22,10 @@ _OF_ALL = re.compile(rf"\.({'|'.join(LEAVES)})")
 _MAX_DEPTH = 2
 PARAMETERS = ("gate_up_proj", "down_proj")
 """Stacks of weights in transformers 5, in the order in which PEFT wraps them: the first lies deepest."""
+FORMS = (
+    "read are a pair for each expert (experts.0.gate_proj, or w1, w2, w3), PEFT's stacks (experts and "
+    "experts.base_layer) and Tinker's three dimensions (experts.w1)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +134,7 @@ def _sort(into: ExpertTensors, shape: ExpertShape, rest: str, pair: Pair) -> Non
         return
     _unsupported(
         "experts_layout",
-        f"{shown(pair.path, 160)} is LoRA on experts in a form that is not read. Read are a pair for each expert "
-        "(experts.0.gate_proj, or w1, w2, w3), PEFT's stacks (experts and experts.base_layer) and Tinker's three "
-        "dimensions (experts.w1)",
+        f"{shown(pair.path, 160)} is LoRA on experts in a form that is not read; {FORMS}",
     )
 
 
