@@ -10,6 +10,7 @@ import torch
 
 from loraplex.adapters.device.arena import AdapterArena
 from loraplex.adapters.device.host_image import HostImage, blank_image, build_image
+from loraplex.adapters.device.image_files import image_key
 from loraplex.adapters.device.layout import ArenaLayout
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.spec import AdapterSpec, ExpertShape
@@ -24,14 +25,14 @@ COUNT, WIDTH = 64, 16
 EXPERTS = {0: ExpertShape(0, "model.layers.0.mlp.experts", COUNT, WIDTH, WIDTH)}
 
 
-def layout_of() -> ArenaLayout:
+def layout_of(max_rank: int = 512) -> ArenaLayout:
     columns = ((0, WIDTH), (WIDTH, 2 * WIDTH), (0, 2 * WIDTH))
     groups = (
         ExpertSiteGroup("experts.gate_up", ("gate", "up", "gate_up"), WIDTH, columns, COUNT, (0,)),
         ExpertSiteGroup("experts.down", ("down",), WIDTH, ((0, WIDTH),), COUNT, (0,)),
     )
     others = (SiteGroup("o", ("o_proj",), WIDTH, (WIDTH,)),)
-    return ArenaLayout(others, 1, torch.bfloat16, max_rank=512, experts=groups)
+    return ArenaLayout(others, 1, torch.bfloat16, max_rank=max_rank, experts=groups)
 
 
 def on_experts(layout: ArenaLayout, folder: Path) -> HostImage:
@@ -90,3 +91,13 @@ def test_an_adapter_takes_what_its_pages_say(tmp_path: Path) -> None:
             arena.clear_slot(slot)
         assert not arena.experts.tables.any()
     image.release()
+
+
+def test_an_image_of_a_server_with_smaller_tables_is_laid_out_again(tmp_path: Path) -> None:
+    """Its pages would not pay for its table: more such adapters than tables would fit the arena."""
+    small, large = layout_of(8), layout_of()
+    on_small, on_large = on_experts(small, tmp_path / "small"), on_experts(large, tmp_path / "large")
+    assert on_small.num_pages < on_large.num_pages
+    assert image_key(small, "base") != image_key(large, "base")
+    on_small.release()
+    on_large.release()

@@ -209,5 +209,5 @@ def test_b_sides_by_rows_have_enough_bytes_on_the_way_for_the_bandwidth(
 
 
 def bytes_on_the_way(loads: int, programs: int, warps: int) -> int:
-    """Of a multiprocessor, by loads of 16 bytes a thread at once."""
+    """Return those of a multiprocessor, by loads of 16 bytes a thread at once."""
     return 16 * loads * programs * 32 * warps

@@ -165,7 +165,8 @@ def image_key(layout: ArenaLayout, base: str) -> str:
     for source in sorted(package.rglob("*.py")):
         sha.update(hashlib.sha256(source.read_bytes()).digest())
     size = (layout.num_layers, layout.dtype, layout.page_bytes, layout.hidden_size)
-    experts = None if layout.experts is None else layout.experts.groups
+    # An image on experts has pages for its table, whose size is of the layout's largest rank.
+    experts = None if layout.experts is None else (layout.experts.groups, layout.expert_pages)
     shape = (layout.groups, size, layout.head, layout.embedding, experts)
     sha.update(f"{shape} {base}".encode())
     return sha.hexdigest()[:32]
