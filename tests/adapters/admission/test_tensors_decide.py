@@ -234,5 +234,9 @@ def test_layers_without_lora_of_a_hybrid_are_told(tmp_path: Path) -> None:
     assert "have no LoRA" not in told("all", "q_proj", "out_proj")
     assert "have no LoRA" not in told("head", "lm_head")
     # The config chose these layers itself.
+    others = [f"model.layers.{layer}.linear_attn.out_proj" for layer in range(3)]
+    assert "have no LoRA" not in told(
+        "excluded", "q_proj", target_modules=["q_proj", "out_proj"], exclude_modules=others
+    )
     assert "have no LoRA" not in told("layers", "q_proj", layers_to_transform=[3])
     assert "have no LoRA" not in told("path", "q_proj", target_modules=["model.layers.3.self_attn.q_proj"])

@@ -247,7 +247,8 @@ def note_bare_layers(
     hybrid. Nothing is said where the config chooses layers. `on_experts`: the layers with LoRA on routed experts."""
     selection = settings.selection
     chosen = selection.targets is None or selection.layers is not None or not selection.exact
-    if chosen or any(part.isdecimal() for name in selection.targets or () for part in name.split(".")):
+    named = (*(selection.targets or ()), *selection.excluded)
+    if chosen or any(part.isdecimal() for name in named for part in name.split(".")):
         return []
     linears: dict[int, list[SiteShape]] = {}
     for shape in base.sites.values():
