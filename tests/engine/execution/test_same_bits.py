@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 
-from loraplex.adapters.admission.base_families import EXPERTS_SERVED
+from loraplex.adapters.admission.base_model import load_base_spec
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import CacheKind, block_needs, blocks_for
 from loraplex.engine.kv.states import slot_bytes
@@ -125,7 +125,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subj
         family = OTHER_PLANS[name] | {"max_position_embeddings": 2048}
         root = tmp_path_factory.mktemp(name)
         base = save_tiny(root / "base", family)
-        chosen = with_gates(CHOSEN, family) | (ON_EXPERTS if family["model_type"] in EXPERTS_SERVED else {})
+        chosen = with_gates(CHOSEN, family) | (ON_EXPERTS if load_base_spec(base).experts else {})
         caches = plan_model(base).shape.caches
         return Subject(base, save_adapters(base, root, chosen), family, caches)
 
