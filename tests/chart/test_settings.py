@@ -7,7 +7,7 @@ from typing import Any, get_args, get_origin
 
 import pytest
 
-from loraplex.app.setting_types import parse_size
+from loraplex.app.setting_types import parse_size, parse_size_or_auto
 from loraplex.app.settings import SECRET_SETTINGS, Settings, SettingsInvalid
 from support.chart.helm import NEEDED, SEVERAL, Helm, read_by_server
 
@@ -50,7 +50,7 @@ def other_value(name: str) -> Any:
         return ["hooks.internal", "10.0.0.0/8"]
     if field.annotation is bool:
         return not field.default
-    if any(getattr(rule, "func", None) is parse_size for rule in field.metadata):
+    if any(getattr(rule, "func", None) in (parse_size, parse_size_or_auto) for rule in field.metadata):
         return 3 << 40
     if get_origin(field.annotation) is not None:
         return next(choice for choice in reversed(get_args(field.annotation)) if choice != field.default)
