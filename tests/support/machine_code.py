@@ -1,4 +1,4 @@
-"""What a kernel's machine code says of how it waits for memory, for GPUs that are not there.
+"""Loads, waits and barriers of a kernel, read in its machine code for GPUs that are not there.
 
 Kernels are compiled as `support.kernels.triton_compile` compiles them, in a process of their own, unless CODE, which is
 committed, has what was found of the same sources. After a change of kernels that are read here:
@@ -60,7 +60,7 @@ def read_code(jobs: Sequence[tuple[Variant, int]]) -> list[Code]:
 
 
 def count(sass: str) -> Code:
-    """Of a kernel's machine code, from its first instruction to its last."""
+    """Count them in a kernel's machine code, from its first instruction to its last."""
     waiting: set[int] = set()
     at_once, before_wait, loads = [], [], 0
     for found in map(_INSTRUCTION.match, sass.splitlines()):
@@ -99,7 +99,7 @@ def _compile_apart(jobs: str) -> list[dict[str, Any]]:
 
 
 def _compile(variant: dict[str, Any], arch: int) -> dict[str, Any]:
-    """Only where kernels are not interpreted."""
+    """Compile a variant and count in its machine code. Kernels must not be interpreted in this process."""
     from triton.backends import nvidia
 
     cubin = _compile_variant(variant, arch).asm["cubin"]

@@ -27,11 +27,12 @@ GROUPS = {"qkv": (4096, 6144, 3), "o": (4096, 4096, 1), "gate_up": (4096, 28672,
 READER_US = 2.1
 """A launch of the base that a B side of the H200's took the place of: RoPE, an activation or a norm."""
 ERROR = 0.15
-"""What adapters take in a cell differs from the measured by at most this part of it."""
+"""The largest relative error of the time that adapters take in a cell."""
 PARTS_ERROR = 0.4
-"""The same of one kernel of a step of 64 rows."""
+"""The largest relative error of one kernel of a step of 64 rows."""
 APART_ERROR = 0.2
-"""The same of a whole step whose B sides are launches of their own: too fast at 256 rows of 64 adapters."""
+"""The largest relative error of a whole step whose B sides are launches of their own: too fast at 256 rows of 64
+adapters."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Cell:
 
     @property
     def layer_us(self) -> float:
-        """What adapters take in a layer, measured."""
+        """µs that adapters took in a layer, as measured."""
         return (self.lora_ms - self.base_ms) * 1e3 / LAYERS
 
     @property
@@ -77,7 +78,7 @@ CELLS = (
     Cell(256, 256, 16, 14.99, 40.67),
     Cell(256, 256, 64, 14.98, 94.63),
 )
-"""What was measured (docs/lab/2026-11-27-h200.md)."""
+"""Steps measured on an H200 (docs/lab/2026-11-27-h200.md)."""
 WAIT_US = 4.7
 """The profiler counts a B side's wait for its A side as the B side's."""
 PARTS = {
@@ -166,35 +167,27 @@ def measured_form(cell: Cell, fit: Fit) -> dict[str, float]:
 
 
 def apart_form(cell: Cell, fit: Fit) -> dict[str, float]:
-    """The same of B sides that are launches of their own, as they are now."""
+    """µs a layer over the base, by kernel, of B sides that are launches of their own, as they are now."""
     programs = MULTIPROCESSORS * LoraTiling().expand_programs
     item = fit.expand_item + cell.blocks * _row_cost(cell, fit)
-    return {"A": shrink_us(cell, fit)} | {
-        name: launch_us(
-            fit.ramp,
-            item,
-            cell.pieces(16) * (outputs // 256),
-            programs,
-            _bytes(cell, name, moved=4),
-            fit.reached,
-        )
-        for name, (_, outputs, _) in GROUPS.items()
-    }
+    return _launches(cell, fit, fit.ramp, item, cell.pieces(16), programs, fit.reached)
 
 
 def by_rows_form(cell: Cell, fit: Fit, planned: Planned) -> dict[str, float]:
-    """The same of B sides of up to four rows by programs of one warp: a prediction."""
+    """A prediction of the same for B sides of up to four rows by programs of one warp."""
     one = cell.rows == cell.adapters
     item = planned.item + -(-cell.rank // (16 if one else 8)) * planned.turn
-    pieces, programs = cell.pieces(ROW_ROWS), MULTIPROCESSORS * planned.programs
+    programs = MULTIPROCESSORS * planned.programs
+    return _launches(cell, fit, planned.ramp, item, cell.pieces(ROW_ROWS), programs, planned.reached)
+
+
+def _launches(
+    cell: Cell, fit: Fit, ramp: float, item_us: float, pieces: int, programs: int, reached: float
+) -> dict[str, float]:
+    """µs of the A side and of one B side for each group, whose units have 256 columns."""
     return {"A": shrink_us(cell, fit)} | {
         name: launch_us(
-            planned.ramp,
-            item,
-            pieces * (outputs // 256),
-            programs,
-            _bytes(cell, name, moved=4),
-            planned.reached,
+            ramp, item_us, pieces * (outputs // 256), programs, _bytes(cell, name, moved=4), reached
         )
         for name, (_, outputs, _) in GROUPS.items()
     }

@@ -94,7 +94,7 @@ def test_an_adapter_takes_what_its_pages_say(tmp_path: Path) -> None:
 
 
 def test_an_image_of_a_server_with_smaller_tables_is_laid_out_again(tmp_path: Path) -> None:
-    """Its pages would not pay for its table: more such adapters than tables would fit the arena."""
+    """Images of smaller tables have too few pages: more such adapters than tables would fit the arena."""
     small, large = layout_of(8), layout_of()
     on_small, on_large = on_experts(small, tmp_path / "small"), on_experts(large, tmp_path / "large")
     assert on_small.num_pages < on_large.num_pages

@@ -192,7 +192,7 @@ def test_an_a_sides_first_load_of_weights_waits_for_no_other(monkeypatch: pytest
 def test_b_sides_by_rows_have_enough_bytes_on_the_way_for_the_bandwidth(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By Little's law an H200 needs 22 KB on the way a multiprocessor. The runs of loads are those of a row, its later
+    """An H200 needs 22 KB on the way a multiprocessor, by Little's law. The runs of loads are those of a row, its later
     ranks, its vectors; then of several rows the same. y is one load for each row."""
     (by_rows,) = launched(torch.bfloat16, 16, 1, monkeypatch, BY_ROWS)[1:]
     now = launched(torch.bfloat16, 16, 1, monkeypatch)[1]
