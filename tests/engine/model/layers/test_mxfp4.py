@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from loraplex.adapters.admission.base_model import (
@@ -16,7 +21,9 @@ from loraplex.adapters.admission.base_model import (
     read_text_config,
     stored_scheme,
 )
+from loraplex.engine.logprobs import join_scores
 from loraplex.engine.model.base import ModelUnsupported
+from support.engine.local_engine import LocalEngine
 from support.models.checkpoints import FAMILIES, VOCAB, PagedRun, reference_logits, save_tiny
 from support.models.loading import load_model, outline_model, plan_model
 from support.models.quantised_formats import write_mxfp4
@@ -98,3 +105,56 @@ def test_blocks_that_are_no_such_linears_are_refused_by_name(
     path = change(made, tmp_path, {f"{EXPERTS}.{name}": tensor})
     with pytest.raises(ModelUnsupported, match=words):
         load_model(path, "cpu", "float32", kernels="torch")
+
+
+Answer = tuple[list[int], bytes]
+
+
+def ask(engine: LocalEngine, adapters: dict[str, Path], *groups: Sequence[str]) -> dict[str, Answer]:
+    """Tokens and the bytes of their log probabilities. Each group is asked at once, when the one before it has
+    ended."""
+    for group in groups:
+        for name in group:
+            ref = engine.publish(adapters[name]) if name in adapters else None
+            engine.add(name, PROMPT[len(name) :], ref, max_tokens=12, logprobs=0)
+        engine.run()
+    found = {}
+    for name in (name for group in groups for name in group):
+        scores = join_scores([event.scores for event in engine.events[name] if event.scores is not None])
+        assert scores.output is not None
+        found[name] = engine.tokens(name), bytes(scores.output.values)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_on_attention_have_the_same_bits_in_company_and_are_pefts(
+    dtype: str, made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    packed, dense = made
+    torch.manual_seed(0)
+    models: dict[str, Any] = {"base": AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval()}
+    for name, rank, modules in (("q and o", 8, ["q_proj", "o_proj"]), ("k and v", 3, ["k_proj", "v_proj"])):
+        of = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        model = get_peft_model(of, LoraConfig(r=rank, target_modules=modules, init_lora_weights=False))
+        model.save_pretrained(tmp_path / name)
+        models[name] = model.eval()
+    adapters = {name: tmp_path / name for name in models if name != "base"}
+    settings: dict[str, Any] = {
+        "dtype": dtype, "kernels": "numba", "kv_cache_memory": 16 << 20, "adapter_memory": 4 << 20, "max_model_len": 80
+    }  # fmt: skip
+    with closing(LocalEngine(packed, tmp_path / "alone", **settings)) as engine:
+        alone = ask(engine, adapters, *([name] for name in models))
+    assert len({tuple(tokens) for tokens, _ in alone.values()}) == len(models)
+    with closing(LocalEngine(packed, tmp_path / "together", **settings)) as engine:
+        assert ask(engine, adapters, tuple(models)) == alone
+    with closing(LocalEngine(packed, tmp_path / "cut", max_num_batched_tokens=16, **settings)) as engine:
+        assert ask(engine, adapters, tuple(models)[::-1]) == alone
+    for name, (tokens, values) in alone.items() if dtype == "float32" else ():
+        prompt = PROMPT[len(name) :]
+        with torch.no_grad():
+            logits = models[name](torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        assert tokens == logits.argmax(-1).tolist(), name
+        found = torch.frombuffer(bytearray(values), dtype=torch.float32).view(len(tokens), -1)[:, 0]
+        want = logits.log_softmax(-1)[range(len(tokens)), tokens]
+        assert (found - want).abs().max() <= 2.5e-4 * logits.abs().max(), name
