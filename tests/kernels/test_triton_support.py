@@ -123,7 +123,7 @@ def test_sources_are_all_that_a_kernel_is_made_of() -> None:
     names = {path.relative_to(Path(triton_compile.kernels.__path__[0])).as_posix() for path in found}
     assert names >= {
         "lora/triton_expand.py",
-        "lora/triton_plan.py",  # through lora/triton_device.py
-        "lora/site_groups.py",
+        "lora/triton_fields.py",  # through lora/triton_device.py
+        "lora/types.py",
     }
     assert "numba_warm_up.py" not in names

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, log
 
-from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
+from loraplex.kernels.lora.triton_fields import ROW_ROWS
+from loraplex.kernels.lora.triton_tiling import LoraTiling
 
 BANDWIDTH = 4.23e6
 """Bytes a µs of an H200 that copies."""

@@ -12,17 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
+from loraplex.kernels.lora.triton_fields import LIST_FIELDS, PIECE_FIELDS, ROW_ROWS
 from loraplex.kernels.lora.triton_plan import (
     EXPAND,
     LARGE,
-    LIST_FIELDS,
-    PIECE_FIELDS,
     SHRINK,
     SMALL,
     LoraPlanner,
     Work,
 )
-from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
+from loraplex.kernels.lora.triton_tiling import LoraTiling
 
 GROUPS = (
     SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024)),

@@ -26,10 +26,10 @@ import torch
 from numpy.typing import NDArray
 
 from loraplex.kernels.lora.triton_expand import expand
+from loraplex.kernels.lora.triton_fields import RECORD_HEAD
 from loraplex.kernels.lora.triton_plan import (
     EXPAND,
     LARGE,
-    RECORD_HEAD,
     SHRINK,
     SMALL,
     GroupPlan,

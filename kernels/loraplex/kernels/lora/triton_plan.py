@@ -23,19 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
-from loraplex.kernels.lora.triton_tiling import ROW_ROWS, LoraTiling
+from loraplex.kernels.lora.triton_fields import LIST_FIELDS, PIECE_FIELDS, RECORD_HEAD, ROW_ROWS
+from loraplex.kernels.lora.triton_tiling import LoraTiling
 from loraplex.kernels.lora.types import CHUNK, LoraWeights, Segment
 
-LIST_FIELDS = 4
-"""Number of fields of a list's head."""
-PIECE_FIELDS = 8
-"""First row, rows, slot, first chunk, and of the piece's hidden values: where they begin, ranks a row, and the rows of
-the A side's piece that they are part of, where B sides go by rows; one unused."""
-UNIT_FIELDS = 8
-"""Site, whose hidden values it takes, first column, the site's columns, where those begin in y; three unused."""
-RECORD_HEAD = 2
-"""Fields before the offsets in a site's record: the number of chunks and the offset of the vectors. MAX_CHUNKS offsets
-of A tiles follow, and as many of B tiles."""
 SMALL, LARGE = 0, 1
 SHRINK, EXPAND = 0, 1
 

@@ -15,9 +15,8 @@ from loraplex.kernels.lora.triton_device import (
     FEW_ROWS,
     HEAD,
     LIST,
-    PIECE,
-    UNIT,
     VECTOR_GRANULE,
+    expand_item,
     tile_rows,
 )
 
@@ -146,32 +145,13 @@ def expand_rows(
     num_items = tl.load(list_ptr + 1) * units
     splits = tl.load(list_ptr + 2)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        piece_ptr = work_ptr + start + item // units * PIECE
-        unit_ptr = units_ptr + item % units * UNIT
-        first_row = tl.load(piece_ptr)
-        num_rows = tl.load(piece_ptr + 1)
-        slot = tl.load(piece_ptr + 2)
-        h_first = tl.load(piece_ptr + 4)
-        row_stride = tl.load(piece_ptr + 5)
-        height = tl.load(piece_ptr + 6)
-        site = tl.load(unit_ptr)
-        h_site = tl.load(unit_ptr + 1)
-        n_first = tl.load(unit_ptr + 2)
-        num_columns = tl.load(unit_ptr + 3)
-        y_first = tl.load(unit_ptr + 4)
-        if ALIGNED:
-            num_columns = tl.multiple_of(num_columns, 16)
-            y_first = tl.multiple_of(y_first, 16)
-            n_first = tl.multiple_of(n_first, 16)
-        record_ptr = records_ptr + ((slot * LAYERS + layer) * SITES + first_site + site) * (
-            HEAD + 2 * MAX_CHUNKS
-        )
+        num_rows, y_here, h_here, row_stride, plane_stride, n_first, num_columns, record_ptr = expand_item(
+            y_ptr, y_stride, h_ptr, work_ptr, start, units_ptr, records_ptr, item, units, layer, first_site,
+            num_sites, LAYERS, SITES, MAX_CHUNKS, ALIGNED, True,
+        )  # fmt: skip
         num_ranks = tl.load(record_ptr) * CHUNK_RANKS
         if num_ranks > 0:
             vectors = tl.load(record_ptr + 1)
-            y_here = y_ptr + first_row.to(tl.int64) * y_stride + y_first
-            h_here = h_ptr + h_first + h_site * height * row_stride
-            plane_stride = num_sites * height * row_stride
             vectors_ptr = floats_ptr + vectors.to(tl.int64) * VECTOR_GRANULE
             tiles_ptr = record_ptr + HEAD + MAX_CHUNKS
             n = n_first + tl.arange(0, BLOCK_N)

@@ -10,8 +10,6 @@ _REGISTERS = 65536
 """Registers of a multiprocessor; threads get them by eights."""
 _MOST_REGISTERS = 255
 """Registers that a thread can have."""
-ROW_ROWS = 4
-"""B sides of pieces of up to this number of rows are computed without tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
