@@ -176,12 +176,11 @@ def run_case(
     its two sides, `floor_ms` what the bytes and flops need, `torch_ms` that of a loop over the adapters in torch.
     `plan_us`: of the host, a step."""
     num_bytes, flops = work(case)
-    timed = ceilings is not None and device.type == "cuda"
-    layers = min(32, max(2, -(-COLD_BYTES // num_bytes))) if timed else 2
+    layers = cold_layers(case) if ceilings is not None and device.type == "cuda" else 2
     arena = make_arena(
         case.groups, layers, case.dtype, case.ranks, max_rank=case.max_rank, dora=case.dora, device=device
     )
-    batch = _Batch(case, arena, device)
+    batch = Batch(case, arena, device)
     result = {"case": case.name, "dtype": str(case.dtype).removeprefix("torch.")}
     result |= _compare(batch, layers, recorded=recorded)
     if ceilings is None:
@@ -215,6 +214,11 @@ def run_case(
     return result
 
 
+def cold_layers(case: LoraCase) -> int:
+    """The layers that take turns where a case is timed."""
+    return min(32, max(2, -(-COLD_BYTES // work(case)[0])))
+
+
 def work(case: LoraCase) -> tuple[int, int]:
     """Bytes and flops of a layer that nothing can save: the tiles of every adapter of the batch once, x once, and y
     read and written, of the rows that have adapters."""
@@ -230,7 +234,7 @@ def work(case: LoraCase) -> tuple[int, int]:
     return elements * case.dtype.itemsize, 2 * products
 
 
-class _Batch:
+class Batch:
     """A case on a device: its arena, and its list in a buffer."""
 
     def __init__(self, case: LoraCase, arena: ManualArena, device: torch.device) -> None:
@@ -300,7 +304,7 @@ class _Batch:
         return statistics.median(times) * 1e6
 
 
-def _compare(batch: _Batch, layers: int, *, recorded: bool) -> dict[str, Any]:
+def _compare(batch: Batch, layers: int, *, recorded: bool) -> dict[str, Any]:
     case, error, same_again, graph_error = batch.case, 0.0, True, 0.0
     recorded = recorded and case.num_rows <= MAX_RECORDED_ROWS
     for layer in {0, layers - 1}:
@@ -326,7 +330,7 @@ def _compare(batch: _Batch, layers: int, *, recorded: bool) -> dict[str, Any]:
     }
 
 
-def _torch_ms(batch: _Batch) -> float | None:
+def _torch_ms(batch: Batch) -> float | None:
     """A loop over the adapters of one layer, as PEFT would compute them."""
     case = batch.case
     matrices: list[tuple[str, slice, slice, torch.Tensor, torch.Tensor]] = []

@@ -110,6 +110,12 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
         [*_KERNEL, ("A side ms", "shrink_ms", ".4f"), ("B side ms", "expand_ms", ".4f"), ("plan µs", "plan_us", ".0f"),
          ("right", "ok", "s")],
     ),
+    "peers": (
+        "LoRA kernels of others beside those here, one layer's group, in turns",
+        [("case", "case", "s"), ("kernels", "contender", "s"), ("A side µs", "a_us", ".1f"),
+         ("B side µs", "b_us", ".1f"), ("both µs", "both_us", ".1f"), ("as it is ÷ this", "today", ".2f"),
+         ("error", "error", ".1e"), ("right", "ok", "s")],
+    ),
     "sampling": ("Sampling", [*_KERNEL, ("right", "ok", "s")]),
     "attention": ("Paged attention, one layer", [*_KERNEL, ("right", "ok", "s")]),
     "recurrent": (

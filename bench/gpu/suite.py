@@ -157,6 +157,7 @@ class Suite:
     only: Sequence[str] = ("",)
     lanes: int = LANES
     commit: str = "unknown"
+    program: str = "bench.gpu.suite"
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     say: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
@@ -204,7 +205,7 @@ class Suite:
             "identity": identity,
             "environment": environment,
             "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-            "command": shlex.join(["python3", "-m", "bench.gpu.suite", *sys.argv[1:]]),
+            "command": shlex.join(["python3", "-m", self.program, *sys.argv[1:]]),
             "budget_s": self.budget_s,
         }
         self._journal.add({"run": run})
