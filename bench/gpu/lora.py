@@ -92,14 +92,17 @@ def small_cases() -> list[LoraCase]:
 
 
 def engine_cases(*, small: bool) -> list[LoraCase]:
-    """In the engine's own tilings, and with B sides by rows: what tensor cores and the compiler for them can get wrong.
-    bfloat16 in the shapes of Llama-3.1-8B; `small`: the same batches in tiny shapes and float16, as the interpreter
-    multiplies no bfloat16."""
+    """In the engine's own tilings, and with B sides by rows and by strips: what tensor cores and the compiler for them
+    can get wrong. bfloat16 in the shapes of Llama-3.1-8B; `small`: the same batches in tiny shapes and float16, as the
+    interpreter multiplies no bfloat16."""
     groups, dtype = (SMALL, torch.float16) if small else (LLAMA_8B, torch.bfloat16)
     many, chunk = (3, 37) if small else (64, 464)
     ranks = tuple(8 << (slot % 4) for slot in range(8))
     mix = ((-1, 2), *distinct(many // 2, many // 2), (many // 2, chunk))
-    tilings = (("engine's tiling", LoraTiling()), ("B sides by rows", LoraTiling(row_programs=12)))
+    tilings = (
+        ("engine's tiling", LoraTiling()),
+        ("B sides by rows and by strips", LoraTiling(row_programs=12, strip_stages=3)),
+    )
     return [
         LoraCase(f"{words}, {name}", groups, case_ranks, rows, dora=dora, dtype=dtype, tiling=tiling)
         for words, tiling in tilings
@@ -159,10 +162,18 @@ def full_cases() -> list[LoraCase]:
         {"large_block_k": 128, "large_stages": 3},
         {"large_rows": 128, "large_warps": 8},
         {"expand_rows": 16},
+        {"strip_stages": 3},
+        {"strip_stages": 2},
+        {"strip_stages": 1},
+        {"strip_stages": 3, "large_block_n": 64},
+        {"strip_stages": 2, "large_block_n": 64, "expand_programs": 4},
     ):
         words = ", ".join(f"{name} {value}" for name, value in changed.items())
         tiling = replace(LoraTiling(), **changed)
         found.append(LoraCase(f"8B prompt of 2,048: {words}", LLAMA_8B, (16,), ((0, 2048),), tiling=tiling))
+        if "strip_stages" in changed:
+            name = f"8B prompt of 512, rank 64: {words}"
+            found.append(LoraCase(name, LLAMA_8B, (64,), ((0, 512),), tiling=tiling))
     return found
 
 

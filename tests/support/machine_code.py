@@ -28,16 +28,19 @@ CODE = KEPT.with_name("code.json")
 _TESTS = Path(__file__).resolve().parents[1]
 _INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([^;]*);")
 _WIDE_LOAD = re.compile(r"LDG\.[A-Z0-9.]*128")
+_WIDE_COPY = re.compile(r"LDGSTS\.[A-Z0-9.]*128")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 
 
 @dataclass(frozen=True)
 class Code:
     """`at_once`: of each run of loads of 16 bytes a thread, how many are under way when the first of them is used.
-    `before_wait`: how many of these stand before each wait for the launch before, since the last run."""
+    `before_wait`: how many of these stand before each wait for the launch before, since the last run. `copies`: how
+    many copies of 16 bytes a thread to shared memory are begun before each wait for copies, since the last one."""
 
     at_once: list[int]
     before_wait: list[int]
+    copies: list[int]
     barriers: int
     shuffles: int
 
@@ -63,6 +66,7 @@ def count(sass: str) -> Code:
     """Count them in a kernel's machine code, from its first instruction to its last."""
     waiting: set[int] = set()
     at_once, before_wait, loads = [], [], 0
+    copies, copied = [], 0
     for found in map(_INSTRUCTION.match, sass.splitlines()):
         if found is None:
             continue
@@ -76,8 +80,13 @@ def count(sass: str) -> Code:
             loads += 1
         elif instruction.startswith("ACQBULK"):
             before_wait.append(loads)
+        elif _WIDE_COPY.match(instruction):
+            copied += 1
+        elif instruction.startswith("DEPBAR.LE") and copied:
+            copies.append(copied)
+            copied = 0
     words = re.findall(r"\b(BAR\.SYNC|SHFL)\b", sass)
-    return Code(at_once, before_wait, words.count("BAR.SYNC"), words.count("SHFL"))
+    return Code(at_once, before_wait, copies, words.count("BAR.SYNC"), words.count("SHFL"))
 
 
 def _digest(variant: Variant, arch: int) -> str:

@@ -120,6 +120,13 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(),
         _tiled(row_programs=12),
     ),
+    "strips": Switch(
+        "B sides of prompts by tiles",
+        "B sides of prompts by strips",
+        _tiled(),
+        _tiled(strip_stages=3),
+        _longest_prompt,
+    ),
     "planes": Switch(
         "the A side by 256 of K in up to 16 planes",
         "the A side by 512 of K in up to 8 planes",

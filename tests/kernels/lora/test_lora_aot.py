@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from loraplex.kernels.lora import triton_expand, triton_lora, triton_rows, triton_shrink
+from loraplex.kernels.lora import triton_expand, triton_lora, triton_rows, triton_shrink, triton_strips
 from loraplex.kernels.lora.site_groups import SiteGroup
 from loraplex.kernels.lora.triton_lora import TritonLora
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
@@ -41,15 +41,19 @@ KERNELS = {
     "shrink": ("triton_shrink", triton_shrink.shrink),
     "expand": ("triton_expand", triton_expand.expand),
     "expand_rows": ("triton_rows", triton_rows.expand_rows),
+    "expand_strips": ("triton_strips", triton_strips.expand_strips),
 }
 """The module and the kernel, by the name by which it is launched."""
 BY_ROWS = LoraTiling(row_programs=12)
+BY_STRIPS = LoraTiling(strip_stages=3)
 REGISTERS = 65536
 """Of a multiprocessor."""
 TOO_LARGE = {
     "expand small, fp16 on sm_80",
     "expand small, fp16 on sm_90",
     "expand large, fp16 on sm_80",
+    "expand by strips, 64 ranks, fp16 on sm_80",
+    "expand by strips, 64 ranks, fp16 on sm_90",
     "shrink large, 64 ranks, bf16 on sm_80",
     "shrink large, 64 ranks, bf16 on sm_90",
     "shrink large, 64 ranks, fp16 on sm_80",
@@ -75,8 +79,8 @@ def launched(
         size = "batch-invariant"
 
     def keep(kernel: str, arguments: dict[str, Any]) -> None:
-        detail = f", {arguments['BLOCK_R']} ranks" if kernel == "shrink" else ""
-        words = "expand by rows" if kernel == "expand_rows" else f"{kernel} {size}"
+        detail = f", {arguments['BLOCK_R']} ranks" if kernel in ("shrink", "expand_strips") else ""
+        words = kernel.replace("_", " by ") if "_" in kernel else f"{kernel} {size}"
         found.append(
             launched_variant(
                 f"{words}{detail}, {NAMES[dtype]}",
@@ -126,7 +130,7 @@ def too_large_for_their_launches(report: Report) -> list[str]:
         if "batch-invariant" in name:
             continue
         programs = tiling.shrink_programs if "shrink" in name else tiling.expand_programs
-        warps = tiling.large_warps if "large" in name else tiling.small_warps
+        warps = tiling.large_warps if "large" in name or "by strips" in name else tiling.small_warps
         if "by rows" in name:
             programs, warps = BY_ROWS.row_programs, 1
         for arch, usage in by_arch.items():
@@ -158,9 +162,12 @@ def test_all_compile_and_take_no_more_than_recorded(every: bool, monkeypatch: py
         variants += launched(dtype, 64, 100, monkeypatch)[:1]
         variants += launched(dtype, 64, 1, monkeypatch, INVARIANT_TILING)
         variants += launched(dtype, 16, 1, monkeypatch, BY_ROWS)[1:]
+        for rank in (16, 64):
+            variants += launched(dtype, rank, 100, monkeypatch, BY_STRIPS)[1:]
     launches = [
         *launched(torch.bfloat16, 16, 1, monkeypatch),
         *launched(torch.bfloat16, 16, 1, monkeypatch, BY_ROWS)[1:],
+        *launched(torch.bfloat16, 16, 100, monkeypatch, BY_STRIPS)[1:],
     ]
     variants += [dependent(variant) for variant in launches]
     report = check(variants, RECORD, compiled=variants if every else list(short(variants)))
@@ -206,6 +213,17 @@ def test_b_sides_by_rows_have_enough_bytes_on_the_way_for_the_bandwidth(
         assert fewest >= 40 << 10
         assert code.barriers <= 4
     assert bytes_on_the_way(max(today.at_once), LoraTiling().expand_programs, 4) == 24 << 10
+
+
+@pytest.mark.slow
+def test_strips_have_enough_bytes_on_the_way_for_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the first tiles of a strip, all but one stage, then of one tile for each that is computed: y and B."""
+    (of_16,) = launched(torch.bfloat16, 16, 100, monkeypatch, BY_STRIPS)[1:]
+    (of_64,) = launched(torch.bfloat16, 64, 100, monkeypatch, BY_STRIPS)[1:]
+    narrow, wide, ampere = read_code([(dependent(of_16), 90), (of_64, 90), (of_16, 80)])
+    assert narrow.copies == ampere.copies == [2 * 6, 6]
+    assert wide.copies == [2 * 6, 6]
+    assert bytes_on_the_way(narrow.copies[0], BY_STRIPS.expand_programs, BY_STRIPS.large_warps) == 72 << 10
 
 
 def bytes_on_the_way(loads: int, programs: int, warps: int) -> int:

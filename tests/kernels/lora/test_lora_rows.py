@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
 import pytest
 import torch
 
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
-from loraplex.kernels.lora.triton_lora import TritonLora
 from loraplex.kernels.lora.triton_tiling import INVARIANT_TILING, LoraTiling
-from loraplex.kernels.lora.types import Scratch, Segment
-from support.kernels.lora_arena import ManualArena, decode, lengths, make_arena
+from loraplex.kernels.lora.types import Segment
+from support.kernels.lora_arena import decode, lengths
 from support.kernels.triton_interpreter import repair_bfloat16
+from support.lora_rig import Rig, check_step, inputs
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QKV = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 48, (48, 16, 16))
 DOWN = SiteGroup("down", ("down_proj",), 80, (75,))
 HEAD_GROUP = SiteGroup(HEAD, (f"{HEAD}.0", f"{HEAD}.1"), 40, (48, 19))
@@ -27,7 +23,6 @@ TILING = LoraTiling(
 )  # fmt: skip
 RANKS = (8, 16, 24, 32, 64, 40, {"q_proj": 8, "v_proj": 32})
 DORA = (1, 4)
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 BATCHES: dict[str, list[Segment]] = {
     "a row each": decode([*range(7), -1]),
     "pieces of four rows and their rests": lengths(
@@ -43,78 +38,13 @@ pytestmark = [
 ]
 
 
-class Rig:
-    """An arena and its launches, over hidden values that are NaN before each step."""
-
-    def __init__(self, dtype: torch.dtype, tiling: LoraTiling = TILING, programs: int = 5) -> None:
-        self.arena: ManualArena = make_arena(GROUPS, 2, dtype, RANKS, dora=DORA, device=DEVICE)
-        self.scratch = Scratch(DEVICE)
-        self.lora = TritonLora(
-            self.arena.weights, self.scratch, max_rows=48, max_segments=12, tiling=tiling, programs=programs
-        )
-        for slot in range(len(RANKS)):
-            self.lora.write(slot)
-        self.numbers = np.zeros(self.lora.work_size, np.int32)
-        self.work = torch.zeros(self.lora.work_size, dtype=torch.int32, device=DEVICE)
-
-    def poison(self) -> None:
-        self.scratch.buffer("lora hidden", (self.lora.hidden_size,), torch.float32).fill_(float("nan"))
-
-    def step(
-        self, segments: Sequence[Segment], rows: int, *, fixed: bool
-    ) -> Callable[[int, SiteGroup, torch.Tensor, torch.Tensor], None]:
-        """Plan a step, as for a recording or as for itself, and return what applies its adapters."""
-        self.numbers[:] = 99  # whatever the step before left behind its list
-        step = self.lora.plan(segments, rows, self.numbers, fixed=fixed)
-        self.work.copy_(torch.from_numpy(self.numbers))
-        slots = [slot for slot, _, _ in segments if slot >= 0]
-        launcher = (
-            self.lora.recorded(self.work, rows) if fixed else self.lora.launcher(self.work, step, slots)
-        )
-
-        def apply(layer: int, group: SiteGroup, x: torch.Tensor, y: torch.Tensor) -> None:
-            self.poison()
-            launcher.apply(layer, group.key, x, y)
-
-        return apply
-
-
-def inputs(group: SiteGroup, rows: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, group.in_features, generator=generator)
-    y = torch.randn(rows, sum(group.out_features), generator=generator)
-    return x.to(DEVICE, dtype), y.to(DEVICE, dtype)
-
-
-def check_step(
-    rig: Rig,
-    segments: Sequence[Segment],
-    groups: Sequence[SiteGroup],
-    dtype: torch.dtype,
-    *,
-    fixed: bool,
-    seed: int,
-) -> None:
-    """Check that y is as near to the float64 sum as its dtype is, except what float32 sums lose, and that rows of the
-    base keep their bits."""
-    rows = sum(count for _, _, count in segments)
-    apply = rig.step(segments, rows, fixed=fixed)
-    base = [row for slot, first, count in segments if slot < 0 for row in range(first, first + count)]
-    for group in groups:
-        x, y = inputs(group, rows, dtype, seed)
-        before, want = y.clone(), rig.arena.expected(1, group, segments, x, y)
-        apply(1, group, x, y)
-        error = (y.double() - want).abs()
-        assert bool(y.isfinite().all())
-        assert bool((error <= ROUNDING[dtype] * want.abs() + 2e-5 * want.abs().max()).all()), float(
-            error.max()
-        )
-        assert torch.equal(y[base], before[base])
+def rig_of(dtype: torch.dtype, tiling: LoraTiling = TILING, programs: int = 5) -> Rig:
+    return Rig(GROUPS, RANKS, dtype, tiling, dora=DORA, programs=programs)
 
 
 @pytest.fixture(scope="module")
 def rig() -> Rig:
-    return Rig(torch.float32)
+    return rig_of(torch.float32)
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -129,7 +59,7 @@ def test_half_precision_is_rounded_once(monkeypatch: pytest.MonkeyPatch, dtype: 
     """The tiles are those that run on a GPU."""
     repair_bfloat16(monkeypatch)
     batch = BATCHES["pieces of four rows and their rests"]
-    check_step(Rig(dtype, LoraTiling(row_programs=12)), batch, (QKV, DOWN), dtype, fixed=True, seed=2)
+    check_step(rig_of(dtype, LoraTiling(row_programs=12)), batch, (QKV, DOWN), dtype, fixed=True, seed=2)
 
 
 def test_twenty_replays_of_one_recording_leave_no_trace_of_each_other(rig: Rig) -> None:
@@ -144,7 +74,7 @@ def test_the_same_bits_however_many_programs_share_a_step() -> None:
     rows = sum(count for _, _, count in segments)
     for programs in (200, 333):  # both cut K alike
         x, y = inputs(QKV, rows, torch.float32, 3)
-        Rig(torch.float32, programs=programs).step(segments, rows, fixed=True)(0, QKV, x, y)
+        rig_of(torch.float32, programs=programs).step(segments, rows, fixed=True)(0, QKV, x, y)
         found.append(y)
     assert torch.equal(found[0], found[1])
 

@@ -18,7 +18,7 @@ from loraplex.kernels.lora.triton_device import (
 
 
 @triton.jit
-def _hidden(
+def sum_of_planes(
     h_ptr,
     plane_stride,
     row_stride,
@@ -87,7 +87,7 @@ def _update_by_rows(
             has_rank[None, :, None] & (n < num_columns)[None, None, :],
             0.0,
         )
-        h = _hidden(
+        h = sum_of_planes(
             h_ptr, plane_stride, row_stride, first_rank, num_ranks, 0, num_rows, splits, PLANES, ROWS, BLOCK_R
         )
         update += tl.sum(h[:, :, None] * b.to(tl.float32), axis=1)
@@ -130,7 +130,7 @@ def _update_by_tiles(
             has_rank[:, None] & (n < num_columns)[None, :],
             0.0,
         )
-        h = _hidden(
+        h = sum_of_planes(
             h_ptr, plane_stride, row_stride, first_rank, num_ranks, first_row, num_rows, splits,
             PLANES, BLOCK_M, BLOCK_R,
         )  # fmt: skip

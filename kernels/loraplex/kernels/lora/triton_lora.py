@@ -39,8 +39,16 @@ from loraplex.kernels.lora.triton_plan import (
 )
 from loraplex.kernels.lora.triton_rows import expand_rows
 from loraplex.kernels.lora.triton_shrink import shrink
-from loraplex.kernels.lora.triton_tiling import LoraTiling
-from loraplex.kernels.lora.types import GRANULE_BYTES, LoraWeights, Scratch, Segment, segments_by_slot
+from loraplex.kernels.lora.triton_strips import expand_strips
+from loraplex.kernels.lora.triton_tiling import STRIP_TILES, LoraTiling
+from loraplex.kernels.lora.types import (
+    CHUNK,
+    GRANULE_BYTES,
+    LoraWeights,
+    Scratch,
+    Segment,
+    segments_by_slot,
+)
 
 _DEFAULT = LoraTiling()
 _HIDDEN = "lora hidden"
@@ -126,6 +134,10 @@ class LoraLauncher:
         pieces = self._most_pieces[stage] if self._step is None else self._step.pieces[kind][stage][g]
         return (max(1, min(self._programs[kind, stage], pieces * units)),)
 
+    def _block_r(self, kind: int) -> int:
+        """Ranks of a piece that are computed at a time."""
+        return self._planner.tiling.block_r if kind == SMALL or self._step is None else self._step.block_r
+
     def _constants(self) -> dict[str, Any]:
         return {
             "LAYERS": self._records.shape[1],
@@ -152,7 +164,7 @@ class LoraLauncher:
             plan.group.in_features,
             **self._constants(),
             BLOCK_M=tiling.small_rows if small else tiling.large_rows,
-            BLOCK_R=tiling.block_r if small or self._step is None else self._step.block_r,
+            BLOCK_R=self._block_r(kind),
             BLOCK_K=tiling.block_k if small else tiling.large_block_k,
             DEPENDENT=self._dependent,
             num_warps=tiling.small_warps if small else tiling.large_warps,
@@ -163,13 +175,20 @@ class LoraLauncher:
         tiling = self._planner.tiling
         small = kind == SMALL
         by_rows = small and tiling.row_programs > 0
+        by_strips = not small and self._planner.by_strips
         units = self._units[2 * g + kind]
-        options = self._row_options() if by_rows else self._tile_options(small)
+        items = units.shape[0]
+        kernel, options = expand, self._tile_options(small)
+        if by_rows:
+            kernel, options = expand_rows, self._row_options()
+        elif by_strips:
+            kernel, options = expand_strips, self._strip_options()
+            items *= tiling.large_rows // tiling.expand_rows
         if self._dependent:
             options["launch_pdl"] = True
         # On tensor cores, sums of products of other dtypes than bfloat16 would not fit.
         bounded = self._storage.dtype is torch.bfloat16 or (by_rows and self._storage.dtype is torch.float16)
-        (expand_rows if by_rows else expand)[self._grid(kind, EXPAND, g, units.shape[0])](
+        kernel[self._grid(kind, EXPAND, g, items)](
             y,
             y.stride(0),
             self._storage,
@@ -184,7 +203,6 @@ class LoraLauncher:
             plan.hidden_sites,
             units.shape[0],
             **self._constants(),
-            BLOCK_N=tiling.block_n if small else tiling.large_block_n,
             ALIGNED=plan.aligned,
             DEPENDENT=self._dependent,
             num_stages=tiling.small_stages,
@@ -193,7 +211,24 @@ class LoraLauncher:
         )
 
     def _row_options(self) -> dict[str, Any]:
-        return {"RANKS": self._planner.tiling.block_r, "num_warps": 1}
+        tiling = self._planner.tiling
+        return {"RANKS": tiling.block_r, "BLOCK_N": tiling.block_n, "num_warps": 1}
+
+    def _strip_options(self) -> dict[str, Any]:
+        tiling = self._planner.tiling
+        ranks = self._block_r(LARGE)
+        # Of many ranks, stages of whole tiles would fill an A100's shared memory, and float16 would spill.
+        columns = max(tiling.large_block_n // (2 if ranks > 32 else 1), 2 * CHUNK)
+        return {
+            "PLANES": max(1, tiling.planes * tiling.block_r // ranks),
+            "BLOCK_M": tiling.expand_rows,
+            "BLOCK_R": ranks,
+            "BLOCK_N": columns,
+            "PIECE_ROWS": tiling.large_rows,
+            "TILES": STRIP_TILES * tiling.large_block_n // columns,
+            "STAGES": tiling.strip_stages,
+            "num_warps": tiling.large_warps,
+        }
 
     def _tile_options(self, small: bool) -> dict[str, Any]:
         tiling = self._planner.tiling
@@ -201,6 +236,7 @@ class LoraLauncher:
             "PLANES": tiling.planes,
             "BLOCK_M": tiling.small_rows if small else tiling.expand_rows,
             "BLOCK_R": tiling.block_r,
+            "BLOCK_N": tiling.block_n if small else tiling.large_block_n,
             "BY_ROWS": small and not tiling.batch_invariant,
             "num_warps": tiling.small_warps if small else tiling.large_warps,
         }
@@ -329,7 +365,8 @@ class TritonLora:
 
 def _units(planner: LoraPlanner) -> list[NDArray[np.int32]]:
     """Units of small and of large pieces of each group."""
-    sizes = (planner.tiling.block_n, planner.tiling.large_block_n)
+    tiling = planner.tiling
+    sizes = (tiling.block_n, tiling.large_block_n * (STRIP_TILES if planner.by_strips else 1))
     return [plan.units(size) for plan in planner.groups for size in sizes]
 
 

@@ -92,6 +92,8 @@ class LoraPlanner:
     ) -> None:
         self.tiling = tiling
         self.max_ranks = max_chunks * CHUNK
+        self.by_strips = tiling.strip_stages > 0 and self.max_ranks <= tiling.large_blocks_r[-1]
+        """Whether B sides of large pieces go by strips."""
         self._programs = programs
         plans = []
         first = 0

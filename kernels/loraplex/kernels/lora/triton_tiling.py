@@ -10,6 +10,8 @@ _REGISTERS = 65536
 """Registers of a multiprocessor; threads get them by eights."""
 _MOST_REGISTERS = 255
 """Registers that a thread can have."""
+STRIP_TILES = 8
+"""Tiles of `large_block_n` columns in a strip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,11 @@ class LoraTiling:
     there. With `row_programs`, B sides of small pieces have none on tensor cores: pieces have up to ROW_ROWS rows then,
     and that number of programs of one warp share a multiprocessor (`loraplex.kernels.lora.triton_rows`). 12 are planned
     for, and no GPU has timed them.
+
+    With `strip_stages`, B sides of large pieces go by strips of STRIP_TILES · `large_block_n` columns: tiles are loaded
+    that number of stages ahead, the one that is computed included (`loraplex.kernels.lora.triton_strips`). That takes
+    adapters of up to the largest of `large_blocks_r` ranks: where wider ones may come, B sides stay as they are. Three
+    stages are planned for, and no GPU has timed them.
 
     `batch_invariant`: every piece is a small one, on tensor cores whatever its rows, so that the order of a row's sums
     follows from its site and its adapter's ranks alone (ADR 0040).
@@ -54,6 +61,7 @@ class LoraTiling:
     shrink_programs: int = 4
     expand_programs: int = 3
     row_programs: int = 0
+    strip_stages: int = 0
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -64,6 +72,8 @@ class LoraTiling:
         for size in multiplied:
             if size < 2 * CHUNK or size & (size - 1):
                 raise ValueError(f"a tile's side is {size}: no power of two of at least {2 * CHUNK}")
+        if self.strip_stages and self.expand_rows > self.large_rows:
+            raise ValueError("a strip has no more rows than a large piece")
         if self.expand_rows >= 64:
             raise ValueError(
                 "64 rows and more are expanded with WGMMA, whose operands in registers ptxas gets wrong"
