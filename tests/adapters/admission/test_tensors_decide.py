@@ -195,6 +195,22 @@ def test_experts_on_a_base_without_any_are_for_another_model(tmp_path: Path, bas
     assert (error.code, error.feature) == ("base_mismatch", None)
 
 
+def test_an_adapter_of_a_model_that_sees_is_told_so_by_a_language_model(
+    tmp_path: Path, base: BaseSpec
+) -> None:
+    """ "all-linear" over the whole checkpoint, uploaded to a server of its text part."""
+    towers = ("model.visual.blocks.0.attn.qkv", "model.visual.merger.linear_fc1")
+    for modules in (towers, ("vision_tower.encoder.layers.0.fc1",)):
+        error = refused(base, tmp_path, modules)
+        assert (error.code, error.feature) == ("base_mismatch", None)
+        assert f"the base has no module '{modules[0]}'" in error.message
+        assert "trained on a model that also sees or hears" in error.message
+        assert "Serve the whole checkpoint that it was trained on" in error.message
+    other = refused(base, tmp_path, (*towers, "model.layers.0.self_attn.other"))
+    assert "for another model" in other.message
+    assert "Serve the whole" not in other.message
+
+
 def test_no_sentence_contradicts_itself(tmp_path: Path, mixture: BaseSpec) -> None:
     """A module that is not served is not of a name that the same sentence calls served."""
     for module in (MIXTURE[0], *TOWER, "model.norm"):

@@ -15,6 +15,7 @@ from loraplex.app.doctor.checks import check_tokenizer
 from loraplex.app.settings import Settings
 from loraplex.migrations.run import upgrade
 from support.models.checkpoints import edit_config
+from support.models.tiny_families import save_family
 from support.models.tokenizer_folders import write_folder
 from support.servers.live_server import Outcome, free_ports, run_command, write_tiny_model
 from support.servers.run_here import run_here
@@ -165,6 +166,15 @@ def test_what_is_served_for_certain_is_told_from_what_the_start_decides(tmp_path
     served = run_here("serve", *options(tmp_path), "--model", str(refused))
     assert served.code == 1
     assert f"loraplex: {said}" in served.stderr
+
+
+@pytest.mark.usefixtures("torch_here")
+@pytest.mark.parametrize(("family", "is_said"), [("phimoe", True), ("qwen3_moe", False)])
+def test_a_mixture_whose_experts_take_no_adapters_is_told(family: str, is_said: bool, tmp_path: Path) -> None:
+    model = save_family(family, tmp_path / "model")
+    outcome = doctor(tmp_path, "--model", str(model), "--device", "cpu", "--kernels", "torch")
+    told = "LoRA on its routed experts is not served (on the other linears it is)"
+    assert (told in outcome.stdout) == is_said, outcome.stdout
 
 
 @pytest.mark.usefixtures("torch_here")

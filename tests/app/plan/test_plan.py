@@ -109,7 +109,11 @@ def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) ->
         "--max-num-seqs",
         "4",
     ]
-    chosen = plan("--model", str(model), *asked, "--dtype", "float32")["states"]
+    least = plan("--model", str(model), *asked, "--dtype", "float32")
+    chosen, kept = least["states"], least["settings"]["kv_cache_memory"]
+    assert least["kv_setting"] == mib(kept) > least["kv"] + (1 << 20)
+    small = run_here("plan", "--model", str(model), *asked, "--dtype", "float32").stdout
+    assert f"; 4 sequences use no more of the {mib(kept) >> 20}.0 MiB that are set" in small
     wrong = run_here("plan", "--model", str(model), *asked, "--state-cache", "much")
     assert "--state-cache 'much'" in wrong.stderr
     asked += ["--state-cache", "16MiB"]

@@ -371,7 +371,7 @@ def _check_agreement(
             report.done(f"acts from {len(settings.invocation)} invocation tokens on")
     with report.check("coverage"):
         notes = check_coverage(tensors, by_path, settings, base, names, thorough=deep)
-        notes += [] if on_experts.weights else note_untrained(settings, base, names)
+        notes += [] if on_experts.weights else note_untrained(settings, base, names, tensors, by_path)
         with_experts = {weights.layer for weights in on_experts.weights}
         notes += note_bare_layers(tensors, with_experts, settings, base, names)
         report.done("tensors came for every module of the base that the config names")

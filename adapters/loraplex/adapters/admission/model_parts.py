@@ -268,6 +268,14 @@ _TEXTS: Mapping[str, ModelParts] = {
 """Text models whose names, sizes or tensors are stored otherwise than those of others."""
 
 
+_SEEN_OR_HEARD = frozenset(part for parts in MULTIMODAL.values() for part in parts.others)
+
+
+def is_of_multimodal(name: str) -> bool:
+    """Whether a module has the name of a part of some multimodal model that no text goes through."""
+    return name.removeprefix(_MODEL).partition(".")[0] in _SEEN_OR_HEARD
+
+
 def parts_of(model_type: object) -> ModelParts:
     """The parts of a model; of a text model, one that has no other."""
     if not isinstance(model_type, str):

@@ -15,7 +15,7 @@ from loraplex.adapters.admission.base_model import BaseTensor, is_of_expert, loc
 from loraplex.adapters.admission.config.patterns import ends, suffixes
 from loraplex.adapters.admission.experts.checks import experts_not_served
 from loraplex.adapters.admission.faults import Faults
-from loraplex.adapters.admission.model_parts import ModelParts, parts_of
+from loraplex.adapters.admission.model_parts import ModelParts, is_of_multimodal, parts_of
 from loraplex.adapters.admission.module_names import PREFIX, ModuleNames
 from loraplex.adapters.admission.peft_config import LoraSettings
 from loraplex.adapters.admission.tensor_names import AdapterTensors
@@ -137,10 +137,21 @@ def check_modules(
     for feature, modules in kinds.items():
         which = shown(modules[0], 160) + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
         if feature is None:
-            faults.add("base_mismatch", f"the base has no module {which}: the adapter is for another model")
+            faults.add("base_mismatch", _not_there(modules, which, names))
         else:
             faults.add("unsupported_feature", _not_served(feature, which, base), feature=feature)
     faults.raise_any()
+
+
+def _not_there(modules: list[str], which: str, names: ModuleNames) -> str:
+    """The refusal of modules that the base has not."""
+    if all(is_of_multimodal(names.in_base(module)) for module in modules):
+        return (
+            f"the base has no module {which}: the adapter was trained on a model that also sees or hears, and the base "
+            "is a language model alone. Serve the whole checkpoint that it was trained on, whose text is served and "
+            "where LoRA on these parts is left out; or train the language model's linears alone"
+        )
+    return f"the base has no module {which}: the adapter is for another model"
 
 
 def check_tying(

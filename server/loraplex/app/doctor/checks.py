@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from loraplex.adapters.admission.base_model import load_base_spec
+from loraplex.adapters.admission.base_families import EXPERTS_SERVED
+from loraplex.adapters.admission.base_model import is_of_expert, load_base_spec, locate_module_weights
 from loraplex.adapters.end_tokens import read_end_tokens, read_not_followed
 from loraplex.adapters.errors import LoraplexError
 from loraplex.adapters.spec import BaseSpec
@@ -161,6 +162,8 @@ class _Model:
         how = torch["model"]
         base = self._load(self.directory)
         found = f"{how}, {base.num_layers} layers, {len(base.sites)} sites, {base.fingerprint[:12]}"
+        if base.model_type not in EXPERTS_SERVED and any(map(is_of_expert, locate_module_weights(base))):
+            found += ", LoRA on its routed experts is not served (on the other linears it is)"
         if untested := torch["untested"]:
             return warn(
                 found,

@@ -91,6 +91,8 @@ class MemoryPlan:
     """Wanted adapters that are in host memory alone."""
     kv: int
     """Blocks, and states and windows where layers keep them."""
+    kv_setting: int
+    """The setting. Sequences may use less of it."""
     kv_blocks: int
     block: int
     states: int
@@ -153,12 +155,7 @@ def divide_memory(
     }
     if host is not None:
         settings["adapter_cpu_memory"] = f"{host // MIB}MiB"
-    if wanted.kv_cache_dtype != "auto":
-        settings["kv_cache_dtype"] = wanted.kv_cache_dtype
-    if wanted.state_cache:
-        settings["state_cache"] = wanted.state_cache
-    if wanted.max_model_len:
-        settings["max_model_len"] = wanted.max_model_len
+    settings |= _asked(wanted)
     return MemoryPlan(
         wanted=wanted,
         sites=sites,
@@ -176,6 +173,7 @@ def divide_memory(
         host=host or 0,
         waiting=wanted.adapters - on_device,
         kv=size.num_bytes,
+        kv_setting=kv_budget,
         kv_blocks=size.num_blocks,
         block=block,
         states=size.num_states,
@@ -190,6 +188,14 @@ def divide_memory(
         experts=plan_experts(model, layout, wanted.rank, sites, (pages, slots)),
         settings=settings,
     )
+
+
+def _asked(wanted: Wanted) -> dict[str, str | int]:
+    """The settings that are as the operator asked."""
+    asked: dict[str, str | int] = {"state_cache": wanted.state_cache, "max_model_len": wanted.max_model_len}
+    if wanted.kv_cache_dtype != "auto":
+        asked["kv_cache_dtype"] = wanted.kv_cache_dtype
+    return {name: value for name, value in asked.items() if value}
 
 
 def _share(

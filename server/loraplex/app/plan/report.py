@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from loraplex.app.output import Output
-from loraplex.app.plan.devices import PlannedDevice
+from loraplex.app.plan.devices import MIB, PlannedDevice
 from loraplex.app.plan.expert_forms import EXPERT_FORMS, ExpertPlan
 from loraplex.app.plan.memory import MemoryPlan
 from loraplex.app.plan.speed import FORMULA, Speed
@@ -39,7 +39,7 @@ def print_plan(
         (
             "KV cache",
             plan.kv,
-            f"{plan.kv_blocks} blocks of 16 tokens{of_groups}, {_size(plan.block)} each{states}",
+            f"{plan.kv_blocks} blocks of 16 tokens{of_groups}, {_size(plan.block)} each{states}{_bound(plan)}",
         ),
         ("activations, logits", plan.activations, "estimated"),
         (reserve, plan.reserve, "an allowance"),
@@ -70,6 +70,13 @@ def print_plan(
     out.line("settings:")
     for name, value in settings.items():
         out.line(f"  {name}: {value}")
+
+
+def _bound(plan: MemoryPlan) -> str:
+    """The setting, where not all of it is taken: there are never more blocks than the sequences can use."""
+    if plan.kv_setting - plan.kv < MIB:
+        return ""
+    return f"; {plan.wanted.max_num_seqs} sequences use no more of the {_size(plan.kv_setting)} that are set"
 
 
 def _print_experts(out: Output, experts: ExpertPlan, rank: int) -> None:

@@ -224,6 +224,24 @@ def test_attention_alone_warns_where_the_config_names_experts(
     assert "target_parameters names 'down_proj', but no tensors came" in error.message
 
 
+def test_every_linear_but_the_experts_warns_as_all_linear_leaves_them_out(tmp_path: Path) -> None:
+    """PEFT saves names of linears for "all-linear", and the experts of gpt-oss and Granite are none."""
+    for family in ("gpt_oss", "granitemoe"):
+        base = load_base_spec(save_family(family, tmp_path / family))
+        tensors: Arrays = {}
+        for site in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            tensors |= attention(base, site)
+            names = [name.partition(".lora_")[0] for name in tensors]
+            told = warnings(admit(base, tmp_path / site, tensors, target_modules=names))
+            assert ("PEFT left the experts out of the training" in told) == (site == "o_proj")
+        assert 'target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them' in told
+        served = replace(base, model_type="phimoe")
+        assert "experts" not in warnings(admit(served, tmp_path / "o_proj", tensors, target_modules=names))
+        both = {"target_modules": names, "target_parameters": BOTH["target_parameters"]}
+        with_experts = admit(base, tmp_path / "experts", tensors | stacks(base.experts), **both)
+        assert "left the experts out" not in warnings(with_experts)
+
+
 def test_target_parameters_are_read_where_the_base_has_experts(tmp_path: Path, mixture: BaseSpec) -> None:
     for value, code in (
         (["x"] * 5000, "config_invalid"),

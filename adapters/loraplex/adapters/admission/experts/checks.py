@@ -25,10 +25,14 @@ from loraplex.adapters.errors import AdapterRefused
 from loraplex.adapters.expert_shapes import LEAVES, SPELLINGS
 from loraplex.adapters.spec import BaseSpec, ExpertWeights, SiteShape, TensorSlice
 from loraplex.adapters.store.files import shown
-from loraplex.kernels.lora.site_groups import SITES
+from loraplex.kernels.lora.site_groups import LAYER_SITES, ROUTED_SITES, SITES
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value")
 """Linears of the attention, which no mixture has among its experts."""
+_LINEARS = frozenset(LAYER_SITES) - ROUTED_SITES
+"""Sites of layers that are linears in transformers too, as routers are not."""
+_OUTSIDE = "The adapter changes what lies outside of them alone"
+_TRAINED_BY = 'target_parameters=["experts.gate_up_proj", "experts.down_proj"]'
 
 
 def read_upload(path: Path, base: BaseSpec) -> dict[str, TensorSlice]:
@@ -131,9 +135,15 @@ def _told(forms: ExpertForms) -> str:
     return f"{forms.form}: {sites} of {layers} layers, rank {' and '.join(map(str, ranks))} an expert"
 
 
-def note_untrained(settings: LoraSettings, base: BaseSpec, names: ModuleNames) -> list[str]:
-    """Warnings about an adapter without tensors for experts, whose config names them. Raises
-    AdapterRefused("missing_tensor") where target_parameters does."""
+def note_untrained(
+    settings: LoraSettings,
+    base: BaseSpec,
+    names: ModuleNames,
+    tensors: AdapterTensors,
+    by_path: Mapping[str, SiteShape],
+) -> list[str]:
+    """Warnings about an adapter without tensors for experts, whose config names them or which is on every linear
+    outside of them. Raises AdapterRefused("missing_tensor") where target_parameters names them."""
     if not base.experts:
         return []
     parameters = [name for name in settings.target_parameters if name.rpartition(".")[2] in PARAMETERS]
@@ -142,18 +152,22 @@ def note_untrained(settings: LoraSettings, base: BaseSpec, names: ModuleNames) -
             "missing_tensor",
             f"target_parameters names {shown(parameters[0])}, but no tensors came for the experts of any layer",
         )
+    is_served = base.model_type in EXPERTS_SERVED
     named = _names_experts(settings, base, names)
     if named is None:
-        return []
-    told = (
-        f"the experts were not trained: {named}, and no tensors came for them. The adapter changes what lies outside "
-        "of them alone"
-    )
-    if base.model_type not in EXPERTS_SERVED:
+        linears = {path for path, shape in by_path.items() if shape.site in _LINEARS}
+        if not is_served or not linears <= tensors.a.keys():
+            return []
+        return [
+            "PEFT left the experts out of the training: they are parameters, not linears, and LoRA came for every "
+            f"linear outside of them, as all-linear gives it. {_OUTSIDE}. {_TRAINED_BY} trains them"
+        ]
+    told = f"the experts were not trained: {named}, and no tensors came for them. {_OUTSIDE}"
+    if not is_served:
         return [f"{told}. LoRA on the experts of a {base.model_type} would be refused: it is not served"]
     return [
         f"{told}. PEFT before 0.19 leaves out experts that transformers has in stacks, and later releases do so in "
-        'some families; target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them'
+        f"some families; {_TRAINED_BY} trains them"
     ]
 
 
