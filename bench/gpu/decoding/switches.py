@@ -95,12 +95,6 @@ def _longest_prompt(
 
 
 SWITCHES: Mapping[str, Switch] = {
-    "programs": Switch(
-        "3 LoRA programs a multiprocessor",
-        "4 LoRA programs a multiprocessor",
-        _tiled(shrink_programs=3, expand_programs=3),
-        _tiled(shrink_programs=4, expand_programs=4),
-    ),
     "prompt-recordings": Switch(
         "prompt chunks launched one by one",
         "prompt chunks recorded",
