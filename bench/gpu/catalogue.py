@@ -20,7 +20,7 @@ from bench.gpu.stopwatch import launch_us
 def small() -> list[Case]:
     """All kinds, on tiny shapes: for the interpreter."""
     return [
-        Case("ceilings", "device", _ceilings),
+        Case("ceilings", "device", ceilings),
         *_checks(small=True),
         *_equality(equality.small_cases()),
         *_steps(
@@ -55,7 +55,7 @@ def full() -> list[Case]:
         )
     ]
     return [
-        Case("ceilings", "device", _ceilings),
+        Case("ceilings", "device", ceilings),
         *_checks(small=False),
         *_equality(equality.full_cases()[:4]),
         *_steps(FULL, [("steps", "decode", row) for row in most[:5]]),
@@ -95,18 +95,18 @@ def full() -> list[Case]:
 
 def small_ab(*names: str) -> list[Case]:
     """Both sides of these switches, on tiny shapes."""
-    return [*_prefill(names, small=True), *_switched([SMALL_AB], names, [(2, 2, 8)])]
+    return [*_prefill(names, small=True), *switched([SMALL_AB], names, [(2, 2, 8)])]
 
 
 def full_ab(*names: str) -> list[Case]:
     """The same for a GPU."""
     weights = [name for name in names if name in ("int4", "int8", "fp8", "humming")]
     others = [name for name in names if name != "kv-codes" and name not in weights]
-    cases = _switched([FULL_AB], others, [(64, 8, 16), (64, 64, 16), (256, 64, 16)])
-    cases += _switched([FULL_WEIGHTS], weights, [(1, 1, 16), (16, 8, 16), (64, 8, 16)])
+    cases = switched([FULL_AB], others, [(64, 8, 16), (64, 64, 16), (256, 64, 16)])
+    cases += switched([FULL_WEIGHTS], weights, [(1, 1, 16), (16, 8, 16), (64, 8, 16)])
     if "kv-codes" in names:
-        cases += _switched(FULL_KV, ["kv-codes"], [(64, 8, 16)])
-    return [Case("ceilings", "device", _ceilings), *_prefill(names, small=False), *cases]
+        cases += switched(FULL_KV, ["kv-codes"], [(64, 8, 16)])
+    return [Case("ceilings", "device", ceilings), *_prefill(names, small=False), *cases]
 
 
 def _prefill(names: Sequence[str], *, small: bool) -> list[Case]:
@@ -124,9 +124,10 @@ def _prefill(names: Sequence[str], *, small: bool) -> list[Case]:
     ]
 
 
-def _switched(
+def switched(
     shapes: Sequence[StepsShape], names: Sequence[str], steps: Sequence[tuple[int, int, int]]
 ) -> list[Case]:
+    """Both sides of these switches, each for these (rows, adapters, rank)."""
     return [
         Case(
             "ab",
@@ -158,7 +159,7 @@ def _on_switch(shape: StepsShape, name: str, of: tuple[int, int, int], bench: Be
     return found
 
 
-def _ceilings(bench: Bench) -> Row:
+def ceilings(bench: Bench) -> Row:
     found = bench.ceilings
     return {
         "copy_tb_per_s": found.bytes_per_s / 1e12,

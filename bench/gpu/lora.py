@@ -342,7 +342,7 @@ def _compare(batch: Batch, layers: int, *, recorded: bool) -> dict[str, Any]:
 
 
 def _torch_ms(batch: Batch) -> float | None:
-    """A loop over the adapters of one layer, as PEFT would compute them."""
+    """A loop over the adapters of one layer, by a library's products."""
     case = batch.case
     matrices: list[tuple[str, slice, slice, torch.Tensor, torch.Tensor]] = []
     for slot, first, count in case.segments:
@@ -360,7 +360,7 @@ def _torch_ms(batch: Batch) -> float | None:
     def loop() -> None:
         for group, rows, columns, a, b in matrices:
             x, y = tensors[group]
-            y[rows, columns] += (x[rows] @ a) @ b
+            y[rows, columns].addmm_(x[rows] @ a, b)
 
     return eager_ms(loop, batch.device)
 

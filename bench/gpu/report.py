@@ -17,12 +17,16 @@ _KERNEL: list[Column] = [
     ("MB", "bytes", "mb"), ("floor ms", "floor_ms", ".4f"), ("÷ floor", "times_floor", ".2f"),
     ("torch ms", "torch_ms", ".3f"),
 ]  # fmt: skip
+_LORA: list[Column] = [
+    *_KERNEL, ("A side ms", "shrink_ms", ".4f"), ("B side ms", "expand_ms", ".4f"), ("plan µs", "plan_us", ".0f"),
+    ("right", "ok", "s"),
+]  # fmt: skip
+_CEILINGS: list[Column] = [
+    ("copy TB/s", "copy_tb_per_s", ".2f"), ("bf16 product TFLOP/s", "product_tflop_per_s", ".0f"),
+    ("a launch more in a recording µs", "launch_us", ".2f"),
+]  # fmt: skip
 _SECTIONS: dict[str, tuple[str, list[Column]]] = {
-    "ceilings": (
-        "What the device does at best",
-        [("copy TB/s", "copy_tb_per_s", ".2f"), ("bf16 product TFLOP/s", "product_tflop_per_s", ".0f"),
-         ("a launch more in a recording µs", "launch_us", ".2f")],
-    ),
+    "ceilings": ("What the device does at best", _CEILINGS),
     "steps": (
         "A decoding step, recorded",
         [*_SIZES, ("base ms", "base_ms", ".3f"), ("base floor ms", "base_floor_ms", ".3f"),
@@ -105,11 +109,17 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
          ("recorded against not", "recorded_error", ".1e"), ("same bits", "same_bits", "s"), ("right", "ok", "s")],
     ),
     "checks": ("Kernels against float64, small", [*_KERNEL[:3], ("right", "ok", "s")]),
-    "lora": (
-        "Batched LoRA, one layer",
-        [*_KERNEL, ("A side ms", "shrink_ms", ".4f"), ("B side ms", "expand_ms", ".4f"), ("plan µs", "plan_us", ".0f"),
-         ("right", "ok", "s")],
+    "lora": ("Batched LoRA, one layer", _LORA),
+    "compiled": ("Compiled", [("case", "case", "s"), ("seconds", "seconds", ".1f"), *_CEILINGS]),
+    "right": ("Batched LoRA against float64", [*_KERNEL[:3], ("right", "ok", "s")]),
+    "kernels": ("Forms of batched LoRA, one layer", _LORA),
+    "counters": (
+        "Counters of the device",
+        [("case", "case", "s"), ("kernel", "kernel", "s"), ("of memory's bandwidth %", "dram_percent", ".1f"),
+         ("warps there %", "warps_percent", ".1f"), ("waiting for memory", "scoreboard", ".2f"),
+         ("waiting at barriers", "barrier", ".2f")],
     ),
+    "strips": ("Forms of batched LoRA of prompts, one layer", _LORA),
     "peers": (
         "LoRA kernels of others beside those here, one layer's group, in turns",
         [("case", "case", "s"), ("kernels", "contender", "s"), ("A side µs", "a_us", ".1f"),

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -149,13 +149,15 @@ class Journal:
 @dataclass
 class Suite:
     """One run. `catalogue`: "module:function" that gives the cases, with ":" and
-    an argument behind it for each that it takes. `say` is told of progress."""
+    an argument behind it for each that it takes. `say` is told of progress. `blocks`: seconds by section, for cases in
+    the order of these sections; what a section has not run by then waits until all others have had theirs."""
 
     catalogue: str
     out: Path
     budget_s: float
     only: Sequence[str] = ("",)
     lanes: int = LANES
+    blocks: Mapping[str, float] = field(default_factory=dict)
     commit: str = "unknown"
     program: str = "bench.gpu.suite"
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -167,7 +169,7 @@ class Suite:
     def run(self) -> bool:
         """Whether all that ran was right. Raises WorkerLost where not even a first worker starts, and ValueError where
         `out` holds results of something else."""
-        self._end = self.clock() + self.budget_s - _RESERVE_S
+        self._end = end = self.clock() + self.budget_s - _RESERVE_S
         self.out.mkdir(parents=True, exist_ok=True)
         self._journal = Journal(self.out / "results.jsonl")
         first = self.start()
@@ -177,8 +179,12 @@ class Suite:
             self._begin(hello["environment"])
             cases = [case for case in hello["cases"] if any(part in case["key"] for part in self.only)]
             keys = [case["key"] for case in cases]
-            done = self._journal.results()
-            self._run_all([case for case in cases if not _counts(done.get(case["key"]))], first)
+            own = _Lane(self, first)
+            for section, seconds in self.blocks.items():
+                self._end = min(end, self.clock() + seconds)
+                self._run_all([case for case in cases if case["key"].startswith(f"{section}/")], own)
+            self._end = end
+            self._run_all(cases, own)
         finally:
             self._stopped.set()
             for worker in self._workers:
@@ -210,8 +216,9 @@ class Suite:
         }
         self._journal.add({"run": run})
 
-    def _run_all(self, cases: list[dict[str, Any]], first: Worker) -> None:
-        own = _Lane(self, first)
+    def _run_all(self, listed: list[dict[str, Any]], own: _Lane) -> None:
+        done = self._journal.results()
+        cases = [case for case in listed if not _counts(done.get(case["key"]))]
         for alone, group in groupby(cases, key=lambda case: bool(case["alone"])):
             waiting = deque(group)
             others = [_Lane(self, None) for _ in range(0 if alone else min(self.lanes, len(waiting)) - 1)]

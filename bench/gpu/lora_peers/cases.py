@@ -7,7 +7,7 @@ folder that FOLDER names in the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -139,13 +139,15 @@ def measure(
 ) -> list[dict[str, Any]]:
     """µs of a layer, by contender: recordings of all layers' A sides, B sides, and both one behind the other, in
     turns."""
-    runs = [run for contender in contenders for run in _recorded(contender, layers, y.clone())]
+    runs = [bench.record(work) for contender in contenders for work in _works(contender, layers, y.clone())]
     found = [ms * 1e3 / layers for ms in bench.watch.interleaved_ms(runs, rounds=11, times=1)]
     columns = ("a_us", "b_us", "both_us")
     return [dict(zip(columns, found[at : at + 3], strict=True)) for at in range(0, len(found), 3)]
 
 
-def _recorded(contender: Contender, layers: int, y: torch.Tensor) -> Iterator[Callable[[], object]]:
+def _works(
+    contender: Contender, layers: int, y: torch.Tensor
+) -> tuple[Callable[[], None], Callable[[], None], Callable[[], None]]:
     def a_sides() -> None:
         for layer in range(layers):
             contender.shrink(layer)
@@ -159,10 +161,4 @@ def _recorded(contender: Contender, layers: int, y: torch.Tensor) -> Iterator[Ca
             contender.shrink(layer)
             contender.expand(layer, y)
 
-    for work in (a_sides, b_sides, both):
-        work()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        yield graph.replay
+    return a_sides, b_sides, both

@@ -40,6 +40,7 @@ def test_programs_for_a_gpu_import_nothing_that_its_machine_lacks(tmp_path):
     found = imported(
         tmp_path, "bench.gpu.suite", "bench.gpu.worker", "bench.gpu.catalogue",
         "bench.gpu.engine.__main__", "bench.gpu.engine.product", "bench.gpu.lora_peers.__main__",
+        "bench.gpu.ten_minutes.__main__",
     )  # fmt: skip
     assert not found & set(hidden_modules())
     # Each wheel is needed: what a machine may have already is harmless, what nothing imports is not taken along.

@@ -1,0 +1,71 @@
+"""The first ten minutes on a GPU: what is right, which form of batched LoRA is the fastest, and what follows.
+
+    PYTHONPATH=tests:server:adapters:kernels python3 -m bench.gpu.ten_minutes --out build/gpu-first --wheel vllm.whl
+
+Rows are on the disk as they come. Run again with the same --out, it goes on with what was cut off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.gpu.lora_peers.cases import FOLDER
+from bench.gpu.lora_peers.wheels import WheelError, unpack
+from bench.gpu.suite import Suite, WorkerLost, current_commit
+from bench.gpu.ten_minutes.cases import BLOCKS
+from bench.gpu.ten_minutes.decisions import table
+
+_LANES = 12
+"""Processes that compile."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.gpu.ten_minutes", description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-first"), help="folder for the results")
+    parser.add_argument(
+        "--wheel", type=Path, action="append", default=[], help="of vLLM or of SGLang; may be repeated"
+    )
+    parser.add_argument("--budget", type=float, default=590.0, help="seconds for everything")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, interpreted, without a GPU")
+    parser.add_argument("--commit", default=None, help="where git is not there to ask")
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    environment = dict(os.environ)
+    if given.small:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            titles = [unpack(wheel, Path(folder)).title for wheel in given.wheel]
+            size = "small" if given.small else "full"
+            suite = Suite(
+                catalogue=":".join(["bench.gpu.ten_minutes.cases", size, *sorted(titles)]),
+                out=given.out,
+                budget_s=given.budget,
+                lanes=1 if given.small else _LANES,
+                blocks=BLOCKS,
+                commit=given.commit or current_commit(),
+                program="bench.gpu.ten_minutes",
+                environment=environment | {FOLDER: folder},
+                say=lambda line: print(line, flush=True),
+            )
+            right = suite.run()
+    except (WheelError, WorkerLost, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    results = json.loads((given.out / "results.json").read_text("utf-8"))["results"]
+    lines = table({result["case"]: result for result in results})
+    (given.out / "decisions.md").write_text("\n".join(lines) + "\n", "utf-8")
+    print("\n".join(lines))
+    print(f"written: {given.out / 'results.md'}, {given.out / 'decisions.md'}")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

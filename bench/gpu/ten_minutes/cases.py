@@ -1,0 +1,237 @@
+"""What the first ten minutes on a GPU decide, in order: the forms of batched LoRA that are there, apart and in steps.
+
+The catalogue functions take the titles of the wheels of `bench.gpu.lora_peers`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.gpu.case import Bench, Case, Row, Skipped
+from bench.gpu.catalogue import ceilings, switched
+from bench.gpu.decoding.switches import FULL_AB, SMALL_AB
+from bench.gpu.lora import (
+    LLAMA_8B,
+    MAX_RECORDED_ROWS,
+    SMALL,
+    TOLERANCE,
+    Batch,
+    LoraCase,
+    cold_layers,
+    distinct,
+    engine_cases,
+    run_case,
+    small_cases,
+)  # fmt: skip
+from bench.gpu.lora_peers import cases as peers
+from bench.gpu.timing import relative_error
+from loraplex.kernels.lora.site_groups import SiteGroup
+from loraplex.kernels.lora.triton_tiling import LoraTiling
+from support.kernels.lora_arena import make_arena
+
+BLOCKS = {
+    "compiled": 60.0,
+    "right": 40.0,
+    "kernels": 120.0,
+    "counters": 50.0,
+    "peers": 50.0,
+    "strips": 70.0,
+    "ab": 150.0,
+}
+"""Seconds by section. What one leaves comes last, in the time that is left of the ten minutes."""
+AS_IT_IS = "as it is"
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    AS_IT_IS: {},
+    "B sides with 128 registers": {"expand_programs": 4},
+    "B sides by rows, 12 programs": {"row_programs": 12},
+    "B sides by rows, 8 programs": {"row_programs": 8},
+    "B sides by rows, 16 programs": {"row_programs": 16},
+}
+"""Of small pieces: what each changes of the default tiling."""
+NEW = "B sides by rows, 12 programs"
+"""The form that is predicted to win."""
+PROMPT_FORMS: Mapping[str, Mapping[str, Any]] = {
+    AS_IT_IS: {},
+    "strips, 3 stages": {"strip_stages": 3},
+    "strips, 2 stages": {"strip_stages": 2},
+    "strips, 1 stage": {"strip_stages": 1},
+    "strips by 64 columns, 3 stages": {"strip_stages": 3, "large_block_n": 64},
+}
+"""Of large pieces."""
+STRIPS = "strips, 3 stages"
+SWITCHES = ("gemv",)
+"""Of decoding steps."""
+PROMPT_SWITCHES = ("strips",)
+CELLS = ((64, 64, 16), (64, 8, 16), (256, 64, 16), (64, 64, 64))
+"""(rows, adapters, rank) of kernels apart."""
+STEPS = ((64, 8, 16), (64, 64, 16), (256, 64, 16), (256, 8, 16))
+"""The same of whole steps."""
+_METRICS = {
+    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "warps_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "scoreboard": "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio",
+    "barrier": "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+}
+_REPLAYS = 20
+_REPLAYS_INTERPRETED = 3
+
+
+def full(*titles: str) -> list[Case]:
+    groups = {group.key: group for group in LLAMA_8B}
+    kernels = [_decoding(groups["gate_up"], cell, form) for cell in CELLS for form in FORMS]
+    kernels += [_decoding(groups[key], CELLS[0], form) for key in ("qkv", "down") for form in (AS_IT_IS, NEW)]
+    prompts = [
+        LoraCase(
+            f"{rows} rows, rank {rank}: {form}", LLAMA_8B, (rank,), ((0, rows),), tiling=_tiling(changes)
+        )
+        for rows, rank in ((2048, 16), (512, 16), (2048, 64))
+        for form, changes in PROMPT_FORMS.items()
+    ]
+    steps = switched([FULL_AB], SWITCHES, STEPS) + switched([FULL_AB], PROMPT_SWITCHES, [(64, 1, 16)])
+    return _blocks("full", titles, engine_cases(small=False), kernels, prompts, steps)
+
+
+def small(*titles: str) -> list[Case]:
+    """The same kinds, on tiny shapes, interpreted."""
+    kernels = [replace(_decoding(SMALL[0], (4, 2, 8), form), dtype=torch.float32) for form in (AS_IT_IS, NEW)]
+    prompts = [
+        LoraCase(
+            f"40 rows, rank 16: {form}", SMALL[:1], (16,), ((0, 40),), dtype=torch.float32, tiling=tiling
+        )
+        for form, tiling in ((form, _tiling(PROMPT_FORMS[form])) for form in (AS_IT_IS, STRIPS))
+    ]
+    steps = switched([SMALL_AB], SWITCHES, [(2, 2, 8)]) + switched([SMALL_AB], PROMPT_SWITCHES, [(2, 1, 8)])
+    (decode, _) = small_cases()
+    right = [
+        decode,
+        replace(decode, name=f"{decode.name}, by rows", tiling=replace(decode.tiling, row_programs=12)),
+    ]
+    return _blocks("small", titles, right, kernels, prompts, steps)
+
+
+def _blocks(
+    size: str,
+    titles: Sequence[str],
+    right: Sequence[LoraCase],
+    kernels: Sequence[LoraCase],
+    prompts: Sequence[LoraCase],
+    steps: Sequence[Case],
+) -> list[Case]:
+    def beside(section: str, case: LoraCase, run: Callable[[LoraCase, Bench], Row]) -> Case:
+        return Case(section, case.name, partial(run, case), 120, alone=False)
+
+    watched = [case for case in kernels if case.num_rows == kernels[0].num_rows][:2]
+    return [
+        *(beside("compiled", case, compile_case) for case in [*kernels, *prompts]),
+        Case("compiled", "device", ceilings),
+        *(beside("right", case, _check) for case in right),
+        *(
+            beside("right", replace(case, name=f"replays, {case.name}"), check_replays)
+            for case in right
+            if case.num_rows <= MAX_RECORDED_ROWS
+        ),
+        *(Case("kernels", case.name, partial(_time, case)) for case in kernels),
+        *(Case("counters", case.name, partial(count, size, f"compiled/{case.name}")) for case in watched),
+        *(peers.small(*titles) if size == "small" else peers.full(*titles)),
+        *(Case("strips", case.name, partial(_time, case)) for case in prompts),
+        *steps,
+    ]
+
+
+def _decoding(group: SiteGroup, cell: tuple[int, int, int], form: str) -> LoraCase:
+    rows, adapters, rank = cell
+    name = f"{group.key}, {rows} rows of {adapters}, rank {rank}: {form}"
+    return LoraCase(name, (group,), (rank,) * adapters, distinct(rows, adapters), tiling=_tiling(FORMS[form]))
+
+
+def _tiling(changes: Mapping[str, Any]) -> LoraTiling:
+    return LoraTiling(**changes)
+
+
+def _check(case: LoraCase, bench: Bench) -> Row:
+    return run_case(case, bench.device)
+
+
+def _time(case: LoraCase, bench: Bench) -> Row:
+    return run_case(case, bench.device, bench.ceilings)
+
+
+def compile_case(case: LoraCase, bench: Bench) -> Row:
+    """Launch everything of a case once, over as many layers as when it is timed, which kernels are compiled for."""
+    layers = cold_layers(case) if bench.device.type == "cuda" else 2
+    batch = _batch(case, layers, bench.device)
+    begun = time.perf_counter()
+    for group, (x, y) in batch.tensors(0).items():
+        batch.launcher.apply(0, group, x, y)
+        batch.lora.recorded(batch.recorded, case.num_rows).apply(0, group, x, y)
+    bench.watch.synchronize()
+    return {"case": case.name, "seconds": time.perf_counter() - begun}
+
+
+def check_replays(case: LoraCase, bench: Bench) -> Row:
+    """Replays of one recording, made while its list was empty; before each, hidden values are NaN, and x and y others.
+    `error` is the largest of them, from float64."""
+    batch, error = _batch(case, 1, bench.device), 0.0
+    launcher = batch.lora.recorded(batch.recorded, case.num_rows)
+    for group in case.groups:
+        x, y = (tensor.clone() for tensor in batch.tensors(0)[group.key])
+        batch.recorded.zero_()
+        replay = bench.record(partial(launcher.apply, 0, group.key, x, y))
+        batch.lora.plan(case.segments, case.num_rows, batch.host, fixed=True)
+        batch.recorded.copy_(torch.from_numpy(batch.host))
+        for seed in range(_REPLAYS if bench.device.type == "cuda" else _REPLAYS_INTERPRETED):
+            for tensor, drawn in zip((x, y), batch.tensors(seed)[group.key], strict=True):
+                tensor.copy_(drawn)
+            want = batch.arena.expected(0, group, case.segments, x, y)
+            batch.poison()
+            replay()
+            error = max(error, relative_error(y, want))
+    return {"case": case.name, "error": error, "ok": error <= TOLERANCE[case.dtype]}
+
+
+def _batch(case: LoraCase, layers: int, device: torch.device) -> Batch:
+    arena = make_arena(
+        case.groups, layers, case.dtype, case.ranks, max_rank=case.max_rank, dora=case.dora, device=device
+    )
+    return Batch(case, arena, device)
+
+
+def count(size: str, key: str, bench: Bench) -> list[Row]:
+    """Counters of the kernels that the case `key` launches, by Nsight Compute: a row for each kernel. Raises Skipped
+    where that is not installed, or may not count."""
+    tool = shutil.which("ncu")
+    if tool is None:
+        raise Skipped("ncu, Nsight Compute's command, is not installed")
+    bench.drop()
+    command = [
+        tool, "--csv", "--page", "raw", "--clock-control", "none", "--target-processes", "all",
+        "--kernel-name", "regex:shrink|expand", "--launch-count", "4", "--metrics", ",".join(_METRICS.values()),
+        sys.executable, "-m", "bench.gpu.worker", f"{__name__}:{size}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, input=json.dumps(key) + "\n", capture_output=True, text=True, timeout=50, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
+    if not lines:
+        raise Skipped(f"ncu counted nothing: {(done.stdout + done.stderr)[-400:].strip()}")
+    found = {}
+    for line in csv.DictReader(lines):
+        if line["ID"]:  # the line below the heading has units
+            values = {name: float(line[metric].replace(",", "")) for name, metric in _METRICS.items()}
+            found[line["Kernel Name"]] = {
+                "case": key.partition("/")[2],
+                "kernel": line["Kernel Name"],
+                **values,
+            }
+    return list(found.values())
