@@ -92,7 +92,7 @@ def small_cases() -> list[LoraCase]:
 
 
 def engine_cases(*, small: bool) -> list[LoraCase]:
-    """In the engine's own tilings, and with B sides by rows and by strips: what tensor cores and the compiler for them
+    """In the engine's own tilings, and with sums by rows and by strips: what tensor cores and the compiler for them
     can get wrong. bfloat16 in the shapes of Llama-3.1-8B; `small`: the same batches in tiny shapes and float16, as the
     interpreter multiplies no bfloat16."""
     groups, dtype = (SMALL, torch.float16) if small else (LLAMA_8B, torch.bfloat16)
@@ -101,7 +101,7 @@ def engine_cases(*, small: bool) -> list[LoraCase]:
     mix = ((-1, 2), *distinct(many // 2, many // 2), (many // 2, chunk))
     tilings = (
         ("engine's tiling", LoraTiling()),
-        ("B sides by rows and by strips", LoraTiling(row_programs=12, strip_stages=3)),
+        ("by rows and by strips", LoraTiling(row_programs=12, row_block_k=1024, early=True, strip_stages=3)),
     )
     return [
         LoraCase(f"{words}, {name}", groups, case_ranks, rows, dora=dora, dtype=dtype, tiling=tiling)
@@ -145,6 +145,9 @@ def full_cases() -> list[LoraCase]:
         {"row_programs": 8},
         {"row_programs": 12},
         {"row_programs": 16},
+        {"row_block_k": 1024},
+        {"early": True},
+        {"row_programs": 12, "row_block_k": 1024, "early": True},
         {"block_k": 512, "max_splits": 8},
         {"block_k": 128, "max_splits": 32},
         {"block_n": 128},

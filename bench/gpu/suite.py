@@ -36,7 +36,7 @@ _BUILD_S = 180.0
 _START_S = 90.0
 """So long a worker may take until it is there."""
 AB_NAMES = (
-    "gemv", "strips", "prompt-recordings", "columns", "planes",
+    "gemv", "shrink", "early", "strips", "prompt-recordings", "columns", "planes",
     "prompt-rows", "kv-codes", "int4", "int8", "fp8", "humming", "prefill",
 )  # fmt: skip
 """Keys of `bench.gpu.decoding.switches`, which imports torch; "prefill" compares attention to prompts."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from loraplex.kernels.lora.site_groups import SiteGroup
-from loraplex.kernels.lora.triton_lora import TritonLora
+from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
 from loraplex.kernels.lora.triton_tiling import LoraTiling
 from loraplex.kernels.lora.types import Scratch, Segment
 from support.kernels.lora_arena import ManualArena, Rank, make_arena
@@ -51,15 +51,17 @@ class Rig:
     def poison(self) -> None:
         self.scratch.buffer("lora hidden", (self.lora.hidden_size,), torch.float32).fill_(float("nan"))
 
-    def step(self, segments: Sequence[Segment], rows: int, *, fixed: bool) -> Apply:
-        """Plan a step, as for a recording or as for itself, and return what applies its adapters."""
+    def launcher(self, segments: Sequence[Segment], rows: int, *, fixed: bool) -> LoraLauncher:
+        """The launches of a step, planned as for a recording or as for itself."""
         self.numbers[:] = 99  # whatever the step before left behind its list
         step = self.lora.plan(segments, rows, self.numbers, fixed=fixed)
         self.work.copy_(torch.from_numpy(self.numbers))
         slots = [slot for slot, _, _ in segments if slot >= 0]
-        launcher = (
-            self.lora.recorded(self.work, rows) if fixed else self.lora.launcher(self.work, step, slots)
-        )
+        return self.lora.recorded(self.work, rows) if fixed else self.lora.launcher(self.work, step, slots)
+
+    def step(self, segments: Sequence[Segment], rows: int, *, fixed: bool) -> Apply:
+        """Plan a step, as for a recording or as for itself, and return what applies its adapters."""
+        launcher = self.launcher(segments, rows, fixed=fixed)
 
         def apply(layer: int, group: SiteGroup, x: torch.Tensor, y: torch.Tensor) -> None:
             self.poison()

@@ -36,11 +36,13 @@ _REGISTER = re.compile(r"\bR(\d+)\b")
 class Code:
     """`at_once`: of each run of loads of 16 bytes a thread, how many are under way when the first of them is used.
     `before_wait`: how many of these stand before each wait for the launch before, since the last run. `copies`: how
-    many copies of 16 bytes a thread to shared memory are begun before each wait for copies, since the last one."""
+    many copies of 16 bytes a thread to shared memory are begun before each wait for copies, since the last one.
+    `fetched`: instructions that bring lines into the L2 cache before the first wait for the launch before."""
 
     at_once: list[int]
     before_wait: list[int]
     copies: list[int]
+    fetched: int
     barriers: int
     shuffles: int
 
@@ -66,7 +68,7 @@ def count(sass: str) -> Code:
     """Count them in a kernel's machine code, from its first instruction to its last."""
     waiting: set[int] = set()
     at_once, before_wait, loads = [], [], 0
-    copies, copied = [], 0
+    copies, copied, fetched = [], 0, 0
     for found in map(_INSTRUCTION.match, sass.splitlines()):
         if found is None:
             continue
@@ -80,13 +82,15 @@ def count(sass: str) -> Code:
             loads += 1
         elif instruction.startswith("ACQBULK"):
             before_wait.append(loads)
+        elif instruction.startswith("CCTL.E.PF2"):
+            fetched += not before_wait
         elif _WIDE_COPY.match(instruction):
             copied += 1
         elif instruction.startswith("DEPBAR.LE") and copied:
             copies.append(copied)
             copied = 0
     words = re.findall(r"\b(BAR\.SYNC|SHFL)\b", sass)
-    return Code(at_once, before_wait, copies, words.count("BAR.SYNC"), words.count("SHFL"))
+    return Code(at_once, before_wait, copies, fetched, words.count("BAR.SYNC"), words.count("SHFL"))
 
 
 def _digest(variant: Variant, arch: int) -> str:

@@ -5,8 +5,8 @@
 A launch takes a ramp, then the longer of two: its bytes at the part of the bandwidth that they reach, and the rounds in
 which its programs share the items out, times what an item takes. The constants of `Fit` were fitted to one H200
 (docs/lab/2026-11-27-h200.md), whose B sides of decoding were computed in the kernels that read them. ERROR, PARTS_ERROR
-and APART_ERROR say how far its figures are from the simulator's. B sides by rows are a prediction from the constants of
-`Planned`, which were assumed: the first run on a device replaces them.
+and APART_ERROR say how far its figures are from the simulator's. Both sides by rows, and A sides that begin early, are
+a prediction from the constants of `Planned`, which were assumed: the first run on a device replaces them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ MULTIPROCESSORS = 132
 LAYERS = 32
 GROUPS = {"qkv": (4096, 6144, 3), "o": (4096, 4096, 1), "gate_up": (4096, 28672, 2), "down": (14336, 4096, 1)}
 """K, N and sites of each group of Llama-3.1-8B."""
+TODAY = LoraTiling()
+BY_ROWS = LoraTiling(row_programs=12)
+BOTH_BY_ROWS = replace(BY_ROWS, row_block_k=1024)
+EARLY = replace(BOTH_BY_ROWS, early=True)
 READER_US = 2.1
 """A launch of the base that a B side of the H200's took the place of: RoPE, an activation or a norm."""
 ERROR = 0.15
@@ -119,15 +123,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Planned:
-    """Assumed of B sides by rows (`LoraTiling.row_programs`); no device has run them."""
+    """Assumed of sums by rows (`LoraTiling.row_programs` and `row_block_k`) and of `early`; no device has run them."""
 
     programs: int = 12
-    """Those that share a multiprocessor."""
+    """B sides that share a multiprocessor."""
     ramp: float = 1.5
-    """With B's first loads ahead of the wait for the A side."""
+    """With the first tiles on the way before the wait for the kernel before."""
     item: float = 0.6
     turn: float = 0.9
-    """Ranks that are loaded at once: 16 for one row, 8 for several."""
+    """Ranks that are loaded at once: of B 16 for one row and 8 for several, of A 8, by 1,024 columns."""
     reached: float = 0.85
 
 
@@ -171,22 +175,28 @@ def apart_form(cell: Cell, fit: Fit) -> dict[str, float]:
     """µs a layer over the base, by kernel, of B sides that are launches of their own, as they are now."""
     programs = MULTIPROCESSORS * LoraTiling().expand_programs
     item = fit.expand_item + cell.blocks * _row_cost(cell, fit)
-    return _launches(cell, fit, fit.ramp, item, cell.pieces(16), programs, fit.reached)
+    return {"A": shrink_us(cell, fit)} | _expands(
+        cell, fit.ramp, item, cell.pieces(16), programs, fit.reached
+    )
 
 
-def by_rows_form(cell: Cell, fit: Fit, planned: Planned) -> dict[str, float]:
-    """A prediction of the same for B sides of up to four rows by programs of one warp."""
+def by_rows_form(cell: Cell, fit: Fit, planned: Planned, tiling: LoraTiling = BY_ROWS) -> dict[str, float]:
+    """A prediction of the same for B sides of up to four rows by programs of one warp, and for the A sides of a
+    tiling."""
     one = cell.rows == cell.adapters
     item = planned.item + -(-cell.rank // (16 if one else 8)) * planned.turn
     programs = MULTIPROCESSORS * planned.programs
-    return _launches(cell, fit, planned.ramp, item, cell.pieces(ROW_ROWS), programs, planned.reached)
+    shrunk = shrink_us(cell, fit, tiling, planned)
+    return {"A": shrunk} | _expands(
+        cell, planned.ramp, item, cell.pieces(ROW_ROWS), programs, planned.reached
+    )
 
 
-def _launches(
-    cell: Cell, fit: Fit, ramp: float, item_us: float, pieces: int, programs: int, reached: float
+def _expands(
+    cell: Cell, ramp: float, item_us: float, pieces: int, programs: int, reached: float
 ) -> dict[str, float]:
-    """µs of the A side and of one B side for each group, whose units have 256 columns."""
-    return {"A": shrink_us(cell, fit)} | {
+    """µs of one B side for each group, whose units have 256 columns."""
+    return {
         name: launch_us(
             ramp, item_us, pieces * (outputs // 256), programs, _bytes(cell, name, moved=4), reached
         )
@@ -194,16 +204,21 @@ def _launches(
     }
 
 
-def shrink_us(cell: Cell, fit: Fit) -> float:
-    """The A sides of a layer."""
-    tiling, total = LoraTiling(), 0.0
+def shrink_us(cell: Cell, fit: Fit, tiling: LoraTiling = TODAY, planned: Planned | None = None) -> float:
+    """The A sides of a layer. `planned`: of what the tiling has that no device has run."""
+    planned, total = planned or Planned(), 0.0
     programs = MULTIPROCESSORS * tiling.shrink_programs
+    by_rows = tiling.row_block_k > 0 and cell.rows <= 2 * cell.adapters
     for inputs, _, sites in GROUPS.values():
         items = cell.pieces(16) * cell.blocks * sites
         columns, planes = tiling.split(inputs, -(-programs // items))
         item = fit.shrink_item + columns // tiling.block_k * fit.shrink_block
+        if by_rows:
+            item = planned.item + 2 * -(-columns // tiling.row_block_k) * planned.turn
         num_bytes = cell.adapters * sites * inputs * cell.rank * 2 + cell.rows * inputs * 2
-        total += launch_us(fit.ramp, item, items * planes, programs, num_bytes, fit.reached)
+        ramp = planned.ramp if tiling.early else fit.ramp
+        reached = planned.reached if by_rows else fit.reached
+        total += launch_us(ramp, item, items * planes, programs, num_bytes, reached)
     return total
 
 
@@ -272,11 +287,11 @@ def tables(fit: Fit, planned: Planned) -> str:
         return [cell.layer_us, total, total / cell.layer_us, rounds, *list(parts.values())[:4]]
 
     def predicted_row(cell: Cell) -> list[float]:
-        apart, by_rows = (
-            sum(of.values()) for of in (apart_form(cell, fit), by_rows_form(cell, fit, planned))
-        )
+        forms = [apart_form(cell, fit)]
+        forms += [by_rows_form(cell, fit, planned, tiling) for tiling in (BY_ROWS, BOTH_BY_ROWS, EARLY)]
+        us = [sum(form.values()) for form in forms]
         rounds = cell.pieces(ROW_ROWS) * 112 / (MULTIPROCESSORS * planned.programs)
-        return [apart, by_rows, rounds, cell.left(cell.layer_us), cell.left(apart), cell.left(by_rows)]
+        return [*us, rounds, cell.left(cell.layer_us), *map(cell.left, us)]
 
     return "\n".join(
         [
@@ -286,9 +301,11 @@ def tables(fit: Fit, planned: Planned) -> str:
             f"Measured and simulated, µs a layer over the base, ± {ERROR:.0%}; rounds of the activation's B side",
             *table("measured, simulated, ÷ measured, rounds, A, activation, RoPE, norms", measured_row),
             "",
-            f"Simulated (B sides apart, a step ± {APART_ERROR:.0%}) and PREDICTED, not measured (B sides by rows)",
+            f"Simulated (B sides apart, a step ± {APART_ERROR:.0%}) and PREDICTED, not measured (B sides by rows,"
+            " A sides too, and these early)",
             *table(
-                "apart µs, by rows µs, rounds of gate_up, ÷ base measured, ÷ base apart, ÷ base by rows",
+                "apart µs, B µs, A and B µs, early µs, rounds of gate_up, ÷ base measured, ÷ base apart, ÷ base B, "
+                "÷ base A and B, ÷ base early",
                 predicted_row,
             ),
         ]

@@ -114,6 +114,18 @@ SWITCHES: Mapping[str, Switch] = {
         _tiled(),
         _tiled(row_programs=12),
     ),
+    "shrink": Switch(
+        "A sides on tensor cores, B sides by rows",
+        "A sides of one and two rows by rows too",
+        _tiled(row_programs=12),
+        _tiled(row_programs=12, row_block_k=1024),
+    ),
+    "early": Switch(
+        "A sides begin when x is there, B sides by rows",
+        "A sides begin early, and load their tiles first",
+        _tiled(row_programs=12),
+        _tiled(row_programs=12, early=True),
+    ),
     "strips": Switch(
         "B sides of prompts by tiles",
         "B sides of prompts by strips",

@@ -44,7 +44,7 @@ KERNELS = {
     "expand_strips": ("triton_strips", triton_strips.expand_strips),
 }
 """The module and the kernel, by the name by which it is launched."""
-BY_ROWS = LoraTiling(row_programs=12)
+BY_ROWS = LoraTiling(row_programs=12, row_block_k=1024)
 BY_STRIPS = LoraTiling(strip_stages=3)
 REGISTERS = 65536
 """Of a multiprocessor."""
@@ -61,8 +61,23 @@ TOO_LARGE = {
 }
 """A multiprocessor holds fewer programs of these than are launched for it. B sides in float16 would spill, A sides of
 64 ranks take 48 or 64 KiB of shared memory for the stages of their loads."""
+KB_ON_THE_WAY = {
+    "shrink small": 128,
+    "shrink large": 120,
+    "shrink batch-invariant": 64,
+    "shrink by rows": 128,
+    "expand small": 24,
+    "expand large": 24,
+    "expand batch-invariant": 24,
+    "expand by rows": 102,
+    "expand by strips": 72,
+}
+"""The most of a multiprocessor: weights, and with them x or y where these are loaded at once. For the bandwidth of an
+H200 22 are needed at all times; B sides have theirs for a small part of the time."""
 DEPENDENT = "dependent, "
 """Of the names of kernels that are launched while those before them run: Hopper's alone."""
+EARLY = "early, "
+"""Of those of A sides among them."""
 
 
 def launched(
@@ -81,6 +96,8 @@ def launched(
     def keep(kernel: str, arguments: dict[str, Any]) -> None:
         detail = f", {arguments['BLOCK_R']} ranks" if kernel in ("shrink", "expand_strips") else ""
         words = kernel.replace("_", " by ") if "_" in kernel else f"{kernel} {size}"
+        if arguments.get("ROW_K"):
+            words = "shrink by rows"
         found.append(
             launched_variant(
                 f"{words}{detail}, {NAMES[dtype]}",
@@ -121,18 +138,29 @@ def dependent(variant: Variant) -> Variant:
     )
 
 
+def early(variant: Variant) -> Variant:
+    """As an A side is launched that begins while the kernel before it ends."""
+    constants = {**variant.constants, "DEPENDENT": True, "EARLY": True}
+    return replace(variant, name=EARLY + variant.name, constants=constants, archs=(90,))
+
+
+def programs_and_warps(name: str) -> tuple[int, int]:
+    """How many programs of a launch a multiprocessor shall hold, and the warps of each."""
+    tiling = LoraTiling()
+    if "expand by rows" in name:
+        return BY_ROWS.row_programs, 1
+    programs = tiling.shrink_programs if "shrink" in name else tiling.expand_programs
+    return programs, tiling.large_warps if "large" in name or "by strips" in name else tiling.small_warps
+
+
 def too_large_for_their_launches(report: Report) -> list[str]:
     """The kernels whose programs do not all fit: a multiprocessor holds fewer than are launched for it, by their
     registers, which threads get by eights, or by their shared memory."""
-    tiling = LoraTiling()
     found = []
     for name, by_arch in report.items():
         if "batch-invariant" in name:
             continue
-        programs = tiling.shrink_programs if "shrink" in name else tiling.expand_programs
-        warps = tiling.large_warps if "large" in name or "by strips" in name else tiling.small_warps
-        if "by rows" in name:
-            programs, warps = BY_ROWS.row_programs, 1
+        programs, warps = programs_and_warps(name)
         for arch, usage in by_arch.items():
             threads = 32 * warps
             registers = programs * threads * (-(-usage.registers // 8) * 8)
@@ -144,38 +172,45 @@ def too_large_for_their_launches(report: Report) -> list[str]:
 
 def short(variants: list[Variant]) -> Iterator[Variant]:
     """Those of Llama's shapes in bfloat16, on Hopper as they are launched there."""
-    dependents = {variant.name for variant in variants if variant.name.startswith(DEPENDENT)}
+    dependents = {variant.name for variant in variants if variant.archs == (90,)}
     for variant in variants:
         if variant.name.endswith("bf16") and "64" not in variant.name:
             has_dependent = DEPENDENT + variant.name in dependents
             yield replace(variant, archs=(80,)) if has_dependent else variant
 
 
-@pytest.mark.parametrize(
-    "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.soak)]
-)
-def test_all_compile_and_take_no_more_than_recorded(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def dependents(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    """The launches of a decoding step on Hopper, in both forms, and A sides that begin early."""
+    today = launched(torch.bfloat16, 16, 1, monkeypatch)
+    by_rows = launched(torch.bfloat16, 16, 1, monkeypatch, BY_ROWS)
+    by_strips = launched(torch.bfloat16, 16, 100, monkeypatch, BY_STRIPS)[1:]
+    return [*map(dependent, today + by_rows + by_strips), early(today[0]), early(by_rows[0])]
+
+
+def all_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     variants = []
     for dtype in (torch.bfloat16, torch.float16):
         variants += launched(dtype, 16, 1, monkeypatch)
         variants += launched(dtype, 16, 100, monkeypatch)
         variants += launched(dtype, 64, 100, monkeypatch)[:1]
         variants += launched(dtype, 64, 1, monkeypatch, INVARIANT_TILING)
-        variants += launched(dtype, 16, 1, monkeypatch, BY_ROWS)[1:]
+        variants += launched(dtype, 16, 1, monkeypatch, BY_ROWS)
         for rank in (16, 64):
             variants += launched(dtype, rank, 100, monkeypatch, BY_STRIPS)[1:]
-    launches = [
-        *launched(torch.bfloat16, 16, 1, monkeypatch),
-        *launched(torch.bfloat16, 16, 1, monkeypatch, BY_ROWS)[1:],
-        *launched(torch.bfloat16, 16, 100, monkeypatch, BY_STRIPS)[1:],
-    ]
-    variants += [dependent(variant) for variant in launches]
+    return variants + dependents(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "every", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.soak)]
+)
+def test_all_compile_and_take_no_more_than_recorded(every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = all_variants(monkeypatch)
     report = check(variants, RECORD, compiled=variants if every else list(short(variants)))
     for name, by_arch in report.items():
         for arch, usage in by_arch.items():
             assert usage.spill_bytes == 0, f"{name} on {arch}"
             assert usage.wide_loads > 0, f"{name} on {arch}"
-            assert (usage.tensor_cores == 0) == ("by rows" in name), f"{name} on {arch}"
+            assert (usage.tensor_cores == 0) == ("expand by rows" in name), f"{name} on {arch}"
     compiled = {f"{name} on {arch}" for name, by_arch in report.items() for arch in by_arch}
     assert set(too_large_for_their_launches(report)) == TOO_LARGE & compiled
 
@@ -224,6 +259,33 @@ def test_strips_have_enough_bytes_on_the_way_for_the_bandwidth(monkeypatch: pyte
     assert narrow.copies == ampere.copies == [2 * 6, 6]
     assert wide.copies == [2 * 6, 6]
     assert bytes_on_the_way(narrow.copies[0], BY_STRIPS.expand_programs, BY_STRIPS.large_warps) == 72 << 10
+
+
+@pytest.mark.slow
+def test_a_sides_by_rows_have_enough_bytes_on_the_way_and_begin_before_x_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The runs of loads are those of a row's 8 ranks, of 8 more, then of two rows the same, each with its x. On tensor
+    cores A is brought into the cache before the wait: what is copied to shared memory by turns begins behind it."""
+    today, by_rows = (
+        launched(torch.bfloat16, 16, 1, monkeypatch)[0],
+        launched(torch.bfloat16, 16, 1, monkeypatch, BY_ROWS)[0],
+    )
+    rows, tiles, ampere = read_code([(early(by_rows), 90), (early(today), 90), (by_rows, 80)])
+    assert rows.at_once == ampere.at_once == [9, 9, 10, 10]
+    assert rows.before_wait[:2] == rows.before_wait[3:5] == [8, 8]
+    assert tiles.fetched > 0
+    assert not any(tiles.before_wait)
+    assert bytes_on_the_way(8, *programs_and_warps(by_rows.name)) == 64 << 10
+
+
+@pytest.mark.slow
+def test_the_bytes_that_each_kernel_has_on_the_way_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [(variant, arch) for variant in short(all_variants(monkeypatch)) for arch in variant.archs]
+    for (variant, arch), code in zip(jobs, read_code(jobs), strict=True):
+        name = variant.name.removeprefix(DEPENDENT).removeprefix(EARLY).partition(",")[0]
+        most = bytes_on_the_way(max(code.at_once + code.copies), *programs_and_warps(variant.name))
+        assert most >> 10 == KB_ON_THE_WAY[name], f"{variant.name} on sm_{arch}"
 
 
 def bytes_on_the_way(loads: int, programs: int, warps: int) -> int:

@@ -149,6 +149,11 @@ class LoraLauncher:
     def _launch_shrink(self, kind: int, layer: int, g: int, plan: GroupPlan, x: torch.Tensor) -> None:
         tiling = self._planner.tiling
         small = kind == SMALL
+        row_k = tiling.row_block_k if small else 0
+        early = small and tiling.early and self._dependent
+        options: dict[str, Any] = {"launch_pdl": True} if early else {}
+        if row_k and self._storage.element_size() == 2:
+            options["maxnreg"] = tiling.shrink_registers()
         splits = plan.max_splits if self._step is None else self._step.splits[kind][g]
         shrink[self._grid(kind, SHRINK, g, plan.hidden_sites * splits)](
             x,
@@ -166,9 +171,12 @@ class LoraLauncher:
             BLOCK_M=tiling.small_rows if small else tiling.large_rows,
             BLOCK_R=self._block_r(kind),
             BLOCK_K=tiling.block_k if small else tiling.large_block_k,
+            ROW_K=row_k,
             DEPENDENT=self._dependent,
+            EARLY=early,
             num_warps=tiling.small_warps if small else tiling.large_warps,
             num_stages=tiling.small_stages if small else tiling.large_stages,
+            **options,
         )
 
     def _launch_expand(self, kind: int, layer: int, g: int, plan: GroupPlan, y: torch.Tensor) -> None:

@@ -32,6 +32,10 @@ class LoraTiling:
     and that number of programs of one warp share a multiprocessor (`loraplex.kernels.lora.triton_rows`). 12 are planned
     for, and no GPU has timed them.
 
+    With `row_block_k`, A sides of pieces of one and of two rows have none on tensor cores either, and take that number
+    of columns of K at a time: 1,024 keep four warps busy. `early`: an A side of small pieces begins while the kernel
+    before it ends, and has its tiles on the way when x is there. No GPU has timed these.
+
     With `strip_stages`, B sides of large pieces go by strips of STRIP_TILES · `large_block_n` columns: tiles are loaded
     that number of stages ahead, the one that is computed included (`loraplex.kernels.lora.triton_strips`). That takes
     adapters of up to the largest of `large_blocks_r` ranks: where wider ones may come, B sides stay as they are. Three
@@ -61,6 +65,8 @@ class LoraTiling:
     shrink_programs: int = 4
     expand_programs: int = 3
     row_programs: int = 0
+    row_block_k: int = 0
+    early: bool = False
     strip_stages: int = 0
     batch_invariant: bool = False
 
@@ -72,14 +78,16 @@ class LoraTiling:
         for size in multiplied:
             if size < 2 * CHUNK or size & (size - 1):
                 raise ValueError(f"a tile's side is {size}: no power of two of at least {2 * CHUNK}")
+        if self.row_block_k % self.block_k or self.row_block_k & (self.row_block_k - 1):
+            raise ValueError(f"{self.row_block_k} columns by rows are no power of two of {self.block_k}")
         if self.strip_stages and self.expand_rows > self.large_rows:
             raise ValueError("a strip has no more rows than a large piece")
         if self.expand_rows >= 64:
             raise ValueError(
                 "64 rows and more are expanded with WGMMA, whose operands in registers ptxas gets wrong"
             )
-        if self.row_programs and self.batch_invariant:
-            raise ValueError("B sides by rows take sums in another order for one row than for several")
+        if self.batch_invariant and (self.row_programs or self.row_block_k):
+            raise ValueError("sums by rows are taken in another order for one row than for several")
 
     def expand_registers(self, small: bool) -> int:
         """The most registers of a thread with which the B sides of a launch fit a multiprocessor. Where it may choose,
@@ -89,6 +97,10 @@ class LoraTiling:
         warps = self.small_warps if small else self.large_warps
         return _REGISTERS // (self.expand_programs * warps * 32) // 8 * 8
 
+    def shrink_registers(self) -> int:
+        """The most registers of a thread with which the A sides of small pieces fit a multiprocessor."""
+        return _REGISTERS // (self.shrink_programs * self.small_warps * 32) // 8 * 8
+
     def split(self, in_features: int, wanted: int) -> tuple[int, int]:
         """The columns in a plane of a small piece, and the number of planes. `wanted` planes would give every program
         work; they are counted in powers of two. Where a row's bits must not depend on the step, the site alone
@@ -96,8 +108,8 @@ class LoraTiling:
         most = self.max_splits
         if not self.batch_invariant:
             most = min(most, 1 << (max(1, wanted) - 1).bit_length())
-        blocks = -(-in_features // self.block_k)
-        split = -(-blocks // most) * self.block_k
+        block = max(self.block_k, self.row_block_k)
+        split = -(-in_features // (block * most)) * block
         return split, -(-in_features // split)
 
 
