@@ -52,6 +52,17 @@ FORMS: dict[str, Callable[[int], tuple[Arrays, dict[str, Any]]]] = {
         {n: a for n, a in stacks(EXPERTS, rank).items() if "base_layer" not in n},
         {"target_modules": [], "target_parameters": ["experts.down_proj"]},
     ),
+    "another stack in each layer": lambda rank: (
+        {
+            name.replace(".base_layer", ""): array
+            for name, array in stacks(EXPERTS, rank).items()
+            if ("base_layer" in name) == ("layers.1." in name)
+        },
+        {
+            "target_modules": [],
+            "target_parameters": ["1.mlp.experts.gate_up_proj", "2.mlp.experts.down_proj"],
+        },
+    ),
     "three dimensions": lambda rank: (three_dimensions(EXPERTS, rank), {}),
 }
 RANKS = (1, 2, 3, 8, 12, 64)

@@ -152,18 +152,16 @@ class UploadedExperts:
             if len(stacks) == 2:
                 found = {"gate_up": stacks[1], "down": stacks[0]}
             else:
-                names_down = any(name.endswith("down_proj") for name in self._parameters_of(layer))
-                found = {"down" if names_down else "gate_up": stacks[0]}
+                found = {"down" if self._names(layer, "down_proj") else "gate_up": stacks[0]}
             self._by_site[layer] = found
         return found
 
-    def _parameters_of(self, layer: int) -> list[str]:
-        path = f".{self._experts[layer].module_path}."
-        return [
-            name
-            for name in self._parameters
-            if "layers." not in name or f".layers.{layer}." in f".{name}" or path in f".{name}"
-        ]
+    def _names(self, layer: int, parameter: str) -> bool:
+        """Whether target_parameters has this one: by the end of its path, or by the path in any decoder."""
+        whole = f".{self._experts[layer].module_path}.{parameter}"
+        inside = whole[whole.index(".layers.") :]
+        names = (f".{name}" for name in self._parameters)
+        return any(inside.endswith(name) or name.endswith(inside) for name in names)
 
     def _are_turned(self) -> bool:
         """Whether the first matrix that is not square lies turned, as all do then."""
