@@ -179,6 +179,26 @@ def test_a_file_of_square_stacks_is_told_by_its_release(
         assert {weights.turned for weights in read(both, SQUARE).weights} == {turned}
 
 
+@pytest.mark.parametrize(
+    ("version", "is_read"),
+    [("0.18.0", True), ("0.18.1", True), ("0.19.0", False), ("0.19.1", True), (None, False)],
+)
+def test_square_stacks_of_gpt_oss_are_turned_by_one_release_alone(
+    version: str | None, is_read: bool, tmp_path: Path
+) -> None:
+    """Its weights are [experts, in, out], which PEFT 0.18 takes all stacks for; down_proj is square."""
+    experts = {0: ExpertShape(0, "model.layers.0.mlp.experts", 3, 24, 24, in_turns=True)}
+    tensors = {name: array for name, array in stacks(experts).items() if ".base_layer." not in name}
+    fields = {"target_parameters": ["experts.down_proj"], "target_modules": [], "peft_version": version}
+    folder = write(tmp_path, tensors, **fields)
+    if is_read:
+        assert [weights.turned for weights in read(folder, experts).weights] == [False]
+        return
+    with pytest.raises(AdapterRefused) as caught:
+        read(folder, experts)
+    assert caught.value.feature == "experts_orientation"
+
+
 def test_three_dimensions_share_a_side(tmp_path: Path) -> None:
     tensors = three_dimensions(LAYERS, 4)
     folder = write(tmp_path, tensors)

@@ -24,6 +24,8 @@ _NUMBER = re.compile(r"(?<=layers\.)[0-9]+(?=\.|$)")
 _ORDER: tuple[ExpertSite, ...] = ("gate", "up", "gate_up", "down")
 _RIGHT_SINCE = (0, 19, 1)
 """The release of PEFT from which on all stacks lie one way."""
+_RIGHT_BEFORE = ((0, 18, 0), (0, 18, 1))
+"""Releases that turn no stack of weights that are stored as [experts, in, out]. 0.19.0 turns those too."""
 _OF_PARAMETER: Mapping[str, ExpertSite] = {"gate_up_proj": "gate_up", "down_proj": "down"}
 
 
@@ -185,7 +187,12 @@ class _Reader:
                 "unexpected_tensor",
                 f"unexpected tensors for {shown(first.path, 160)}: some stacks of the file lie turned, and some do not",
             )
-        if not seen and (self.settings.release or (0,)) < _RIGHT_SINCE:
+        release = self.settings.release or (0,)
+        if (
+            not seen
+            and release < _RIGHT_SINCE
+            and not (self._stores_inputs_first() and release in _RIGHT_BEFORE)
+        ):
             _refuse(
                 "unsupported_feature",
                 "which way the stacked experts lie cannot be told: every matrix is square, PEFT before 0.19.1 turned "
@@ -194,6 +201,10 @@ class _Reader:
                 feature="experts_orientation",
             )
         return seen == {True}
+
+    def _stores_inputs_first(self) -> bool:
+        """Whether the stacks of the base's weights are [experts, in, out], as gpt-oss has them."""
+        return all(shape.in_turns for shape in self.experts.values())
 
     def shared(self) -> ExpertForms:
         found = []
