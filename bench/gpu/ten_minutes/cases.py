@@ -61,6 +61,13 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
 """Of small pieces: what each changes of the default tiling."""
 NEW = "B sides by rows, 12 programs"
 """The form that is predicted to win."""
+ROWS_A, EARLY_A = "A sides by rows", "A sides early"
+FORMS_A: Mapping[str, Mapping[str, Any]] = {
+    ROWS_A: {"row_block_k": 1024},
+    EARLY_A: {"early": True},
+    "both sides by rows, A sides early": {"row_programs": 12, "row_block_k": 1024, "early": True},
+}
+"""The same of A sides."""
 PROMPT_FORMS: Mapping[str, Mapping[str, Any]] = {
     AS_IT_IS: {},
     "strips, 3 stages": {"strip_stages": 3},
@@ -72,6 +79,8 @@ PROMPT_FORMS: Mapping[str, Mapping[str, Any]] = {
 STRIPS = "strips, 3 stages"
 SWITCHES = ("gemv",)
 """Of decoding steps."""
+SWITCHES_A = ("early",)
+"""Of decoding steps of 64 rows."""
 PROMPT_SWITCHES = ("strips",)
 CELLS = ((64, 64, 16), (64, 8, 16), (256, 64, 16), (64, 64, 64))
 """(rows, adapters, rank) of kernels apart."""
@@ -90,6 +99,7 @@ _REPLAYS_INTERPRETED = 3
 def full(*titles: str) -> list[Case]:
     groups = {group.key: group for group in LLAMA_8B}
     kernels = [_decoding(groups["gate_up"], cell, form) for cell in CELLS for form in FORMS]
+    kernels += [_decoding(groups["gate_up"], cell, form) for cell in CELLS[:2] for form in FORMS_A]
     kernels += [_decoding(groups[key], CELLS[0], form) for key in ("qkv", "down") for form in (AS_IT_IS, NEW)]
     prompts = [
         LoraCase(
@@ -98,7 +108,8 @@ def full(*titles: str) -> list[Case]:
         for rows, rank in ((2048, 16), (512, 16), (2048, 64))
         for form, changes in PROMPT_FORMS.items()
     ]
-    steps = switched([FULL_AB], SWITCHES, STEPS) + switched([FULL_AB], PROMPT_SWITCHES, [(64, 1, 16)])
+    steps = switched([FULL_AB], SWITCHES, STEPS) + switched([FULL_AB], SWITCHES_A, STEPS[:2])
+    steps += switched([FULL_AB], PROMPT_SWITCHES, [(64, 1, 16)])
     return _blocks("full", titles, engine_cases(small=False), kernels, prompts, steps)
 
 
@@ -113,9 +124,10 @@ def small(*titles: str) -> list[Case]:
     ]
     steps = switched([SMALL_AB], SWITCHES, [(2, 2, 8)]) + switched([SMALL_AB], PROMPT_SWITCHES, [(2, 1, 8)])
     (decode, _) = small_cases()
+    by_rows = replace(decode.tiling, row_programs=12, row_block_k=64, early=True)
     right = [
         decode,
-        replace(decode, name=f"{decode.name}, by rows", tiling=replace(decode.tiling, row_programs=12)),
+        replace(decode, name=f"{decode.name}, by rows", tiling=by_rows),
     ]
     return _blocks("small", titles, right, kernels, prompts, steps)
 
@@ -152,7 +164,8 @@ def _blocks(
 def _decoding(group: SiteGroup, cell: tuple[int, int, int], form: str) -> LoraCase:
     rows, adapters, rank = cell
     name = f"{group.key}, {rows} rows of {adapters}, rank {rank}: {form}"
-    return LoraCase(name, (group,), (rank,) * adapters, distinct(rows, adapters), tiling=_tiling(FORMS[form]))
+    tiling = _tiling({**FORMS, **FORMS_A}[form])
+    return LoraCase(name, (group,), (rank,) * adapters, distinct(rows, adapters), tiling=tiling)
 
 
 def _tiling(changes: Mapping[str, Any]) -> LoraTiling:
@@ -180,23 +193,32 @@ def compile_case(case: LoraCase, bench: Bench) -> Row:
 
 
 def check_replays(case: LoraCase, bench: Bench) -> Row:
-    """Replays of one recording, made while its list was empty; before each, hidden values are NaN, and x and y others.
-    `error` is the largest of them, from float64."""
+    """Replays of one recording, made while its list was empty; before each, hidden values, x and y are NaN. The kernels
+    right before make x, then y, so that an A side that begins early must wait for both. `error` is the largest of them,
+    from float64."""
     batch, error = _batch(case, 1, bench.device), 0.0
     launcher = batch.lora.recorded(batch.recorded, case.num_rows)
+
+    def layer(group: str, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        for source, tensor in zip(given, made, strict=True):
+            torch.mul(source, 1.0, out=tensor)
+        launcher.apply(0, group, *made)
+
     for group in case.groups:
-        x, y = (tensor.clone() for tensor in batch.tensors(0)[group.key])
+        given = [tensor.clone() for tensor in batch.tensors(0)[group.key]]
+        made = [tensor.clone() for tensor in given]
         batch.recorded.zero_()
-        replay = bench.record(partial(launcher.apply, 0, group.key, x, y))
+        replay = bench.record(partial(layer, group.key, given, made))
         batch.lora.plan(case.segments, case.num_rows, batch.host, fixed=True)
         batch.recorded.copy_(torch.from_numpy(batch.host))
         for seed in range(_REPLAYS if bench.device.type == "cuda" else _REPLAYS_INTERPRETED):
-            for tensor, drawn in zip((x, y), batch.tensors(seed)[group.key], strict=True):
-                tensor.copy_(drawn)
-            want = batch.arena.expected(0, group, case.segments, x, y)
+            for source, tensor, drawn in zip(given, made, batch.tensors(seed)[group.key], strict=True):
+                source.copy_(drawn)
+                tensor.fill_(float("nan"))
+            want = batch.arena.expected(0, group, case.segments, *given)
             batch.poison()
             replay()
-            error = max(error, relative_error(y, want))
+            error = max(error, relative_error(made[1], want))
     return {"case": case.name, "error": error, "ok": error <= TOLERANCE[case.dtype]}
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from bench.gpu.ten_minutes.cases import AS_IT_IS, NEW, PROMPT_FORMS, STRIPS
+from bench.gpu.decoding.simulator import LAYERS
+from bench.gpu.ten_minutes.cases import AS_IT_IS, NEW, PROMPT_FORMS, ROWS_A, STRIPS
 
 Results = Mapping[str, Mapping[str, Any]]
 """Of the suite, by case."""
@@ -82,6 +83,13 @@ def _step(switch: str, rows: int, adapters: int, one: str, other: str) -> Callab
     return lambda results: ratio(of(results, case, one), of(results, case, other))
 
 
+def _early_us(results: Results) -> float | None:
+    """The time that early A sides take from a layer."""
+    case = "ab/early: 64 rows, 8 adapters, rank 16"
+    late, early = of(results, case, "a_ms"), of(results, case, "b_ms")
+    return None if late is None or early is None else (late - early) * 1e3 / LAYERS
+
+
 def _peer(package: str) -> Callable[[Results], float | None]:
     """Both sides by rows as a part of the fastest kernels of a package."""
 
@@ -134,6 +142,19 @@ DECISIONS = (
             (1.0, "pieces of four rows serve every step"),
             (inf, "keep tiles for pieces of more than 4 rows, in a second recording"),
         ),
+    ),
+    Decision(
+        "A side by rows ÷ as it is, gate_up, 64 of 64",
+        _against(ROWS_A, AS_IT_IS, "shrink_ms"),
+        (
+            (0.97, "A sides by rows, for pieces of one and of two rows"),
+            (inf, "A sides keep tensor cores: code by rows goes"),
+        ),
+    ),
+    Decision(
+        "µs that early A sides take from a layer, 64 rows of 8",
+        _early_us,
+        ((3.0, "A sides begin when x is there: simpler"), (inf, "A sides begin early")),
     ),
     *(
         Decision(

@@ -114,6 +114,9 @@ def test_the_outcome_that_was_measured_is_marked():
     ]
     results = {
         f"kernels/{widest}: B sides by rows, 12 programs": {"rows": [{"expand_ms": 0.031}]},
+        f"kernels/{widest}: as it is": {"rows": [{"shrink_ms": 0.014}]},
+        f"kernels/{widest}: A sides by rows": {"rows": [{"shrink_ms": 0.007}]},
+        "ab/early: 64 rows, 8 adapters, rank 16": {"rows": [{"a_ms": 7.6, "b_ms": 7.536}]},
         f"kernels/{widest}: B sides by rows, 8 programs": {"rows": [{"expand_ms": 0.025}]},
         f"peers/{widest}": {"rows": rows},
         "ab/gemv: 64 rows, 8 adapters, rank 16": {"rows": [{"base_ms": 6.8, "a_ms": 9.1, "b_ms": 7.6}]},
@@ -125,7 +128,9 @@ def test_the_outcome_that_was_measured_is_marked():
     assert "vllm's, gate_up, 64 of 64 | 0.125 | 1 | → ours are faster |" in lines
     assert "sglang's, gate_up, 64 of 64 | 1.5 | 1 | ours are faster |" in lines
     assert "| LoRA ÷ base by rows, 64 rows of 8 | 0.895 | 0.88 | not reached" in lines
-    assert lines.count("→") == 5
+    assert "÷ as it is, gate_up, 64 of 64 | 0.5 | 0.97 | → A sides by rows" in lines
+    assert "take from a layer, 64 rows of 8 | 2 | 3 | → A sides begin when x is there" in lines
+    assert lines.count("→") == 7
     assert "| LoRA ÷ base by rows, 256 rows of 64 | not measured | 0.82 |" in lines
 
 
