@@ -209,7 +209,7 @@ def _markdown(runs: Sequence[dict[str, Any]], ran: list[dict[str, Any]], missing
         rows = [row for result in found for row in result["rows"]]
         if rows:
             title, columns = _SECTIONS[section]
-            lines += ["", f"## {title}", "", *_table(columns, rows)]
+            lines += ["", f"## {title}", "", *markdown_table(columns, rows)]
     troubles = [result for result in ran if result["status"] in ("failed", "lost")]
     if troubles:
         lines += ["", "## What went wrong", ""]
@@ -244,10 +244,11 @@ def _aims(results: dict[str, dict[str, Any]]) -> list[str]:
         ("here", "value", ".3f"),
         ("reached", "reached", "s"),
     ]
-    return ["", "## What is aimed at on an H200", "", *_table(columns, rows)] if rows else []
+    return ["", "## What is aimed at on an H200", "", *markdown_table(columns, rows)] if rows else []
 
 
-def _table(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[str]:
+def markdown_table(columns: Sequence[Column], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of a table; columns that no row has are left out."""
     shown = [column for column in columns if any(row.get(column[1]) is not None for row in rows)]
     return [
         "| " + " | ".join(heading for heading, _, _ in shown) + " |",

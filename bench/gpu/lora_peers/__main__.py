@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu.lora_peers.cases import FOLDER
+from bench.gpu.lora_peers.code import COLUMNS, rows
 from bench.gpu.lora_peers.wheels import WheelError, unpack
+from bench.gpu.report import markdown_table
 from bench.gpu.suite import Suite, WorkerLost, current_commit
 
 
@@ -25,6 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/gpu-peers"), help="folder for the results")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for everything")
     parser.add_argument("--small", action="store_true", help="tiny shapes, interpreted, without a GPU")
+    parser.add_argument(
+        "--code",
+        action="store_true",
+        help="print what the kernels take of a GPU that is not there, and run none",
+    )
     parser.add_argument("--commit", default=None, help="where git is not there to ask")
     given = parser.parse_args(arguments)
     environment = dict(os.environ)
@@ -32,10 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            titles = [unpack(wheel, Path(folder)).title for wheel in given.wheel]
+            wheels = [unpack(wheel, Path(folder)) for wheel in given.wheel]
+            if given.code:
+                print("\n".join(markdown_table(COLUMNS, list(rows(wheels)))))
+                return 0
+            titles = sorted(wheel.title for wheel in wheels)
             suite = Suite(
                 catalogue=":".join(
-                    ["bench.gpu.lora_peers.cases", "small" if given.small else "full", *sorted(titles)]
+                    ["bench.gpu.lora_peers.cases", "small" if given.small else "full", *titles]
                 ),
                 out=given.out,
                 budget_s=given.budget,

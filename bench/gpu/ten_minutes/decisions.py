@@ -97,7 +97,7 @@ def _peer(package: str) -> Callable[[Results], float | None]:
         case = f"peers/{_WIDEST}"
         rows = results.get(case, {"rows": []})["rows"]
         theirs = [row["both_us"] for row in rows if row["contender"].startswith(package) and "both_us" in row]
-        ours = of(results, case, "both_us", contender="B sides by rows")
+        ours = of(results, case, "both_us", contender="by rows and by strips")
         return ratio(ours, min(theirs, default=None))
 
     return measure

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -15,6 +17,7 @@ from bench.gpu.lora_peers import __main__ as command
 from bench.gpu.lora_peers.cases import FOLDER, OURS, run_case
 from bench.gpu.lora_peers.wheels import WheelError, imported, unpack, unpacked
 from loraplex.kernels.lora.site_groups import SiteGroup
+from support.kernels.gpu_machine import gpu_environment
 
 pytestmark = [
     pytest.mark.usefixtures("quick_interpreter"),
@@ -211,3 +214,42 @@ def test_nothing_but_the_kernels_is_unpacked(tmp_path):
 def test_without_a_wheel_the_case_is_skipped():
     with pytest.raises(Skipped, match="--wheel"):
         run_case(CASE, [], Bench(torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_machine_code_is_that_of_the_launches(tmp_path):
+    """A kernel that copies 16 bytes a thread, launched by a wheel, beside those here, in a process that interprets
+    none."""
+    shrink = (
+        SHRINK
+        + """
+
+@triton.jit
+def _copying(x, hidden, stride, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK) * stride
+    tl.store(hidden + at, tl.load(x + at))
+
+
+def lora_shrink(x, a, hidden, slots, scale):
+    _copying[(7, 3)](x, hidden, x.stride(1), BLOCK=1024, num_warps=4)
+"""
+    )
+    unpack(vllm(tmp_path, shrink=shrink, expand="def lora_expand(*_, **__): ..."), tmp_path / "unpacked")
+    program = (
+        "import json, sys; from pathlib import Path; from bench.gpu.lora_peers.code import rows\n"
+        "from bench.gpu.lora_peers.wheels import unpacked\n"
+        "print(json.dumps(list(rows(unpacked(Path(sys.argv[1])), [(64, 64, 16)]))))"
+    )
+    environment = gpu_environment()
+    del environment["TRITON_INTERPRET"]
+    command = [sys.executable, "-c", program, str(tmp_path / "unpacked")]
+    done = subprocess.run(command, check=False, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {(row["contender"], row["kernel"]): row for row in json.loads(done.stdout.splitlines()[-1])}
+    assert [kernel for _, kernel in found] == ["shrink", "expand", "shrink", "expand_rows", "copying"]
+    copying = found["vllm 9.8.7", "copying"]
+    assert (copying["grid"], copying["programs"], copying["spills"], copying["products"]) == ("21", 16, 0, 0)
+    assert (copying["wide"], copying["at_once"], copying["narrow"]) == (1, 1, 0)
+    by_rows = found["by rows and by strips", "expand_rows"]
+    assert (by_rows["programs"], by_rows["at_once"], by_rows["products"]) == (12, 17, 0)
+    assert all(row["spills"] == 0 for row in found.values())

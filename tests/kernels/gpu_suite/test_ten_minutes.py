@@ -107,7 +107,7 @@ def test_what_decides_is_among_the_cases():
 def test_the_outcome_that_was_measured_is_marked():
     widest = "gate_up, 64 rows of 64, rank 16"
     rows = [
-        {"contender": "B sides by rows", "both_us": 30.0},
+        {"contender": "by rows and by strips", "both_us": 30.0},
         {"contender": "vllm 1", "both_us": 240.0},
         {"contender": "sglang 2", "both_us": 40.0},
         {"contender": "sglang 2, K split", "both_us": 20.0},
