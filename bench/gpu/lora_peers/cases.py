@@ -27,7 +27,10 @@ from support.kernels.lora_arena import make_arena
 
 FOLDER = "LORA_PEERS"
 """The environment's variable with the folder that `wheels.unpack` unpacked into."""
-OURS = {"as it is": LoraTiling(), "by rows and by strips": LoraTiling(row_programs=12, strip_stages=3)}
+OURS = {
+    "as it is": LoraTiling(),
+    "by rows and by strips": LoraTiling(row_programs=12, row_block_k=1024, strip_stages=3),
+}
 _ROUNDINGS = 3
 """They round hidden values, updates and sums to 16 bits, where those here round sums alone."""
 
