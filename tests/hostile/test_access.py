@@ -21,7 +21,7 @@ from support.http.route_tables import routes_of, scopes_of
 from support.http.whole_server import WholeServer, bearer
 
 OPEN, ANY, INFER, OPERATOR = "open", "any", "inference", "operator"
-READ, WRITE, USAGE = "adapters:read", "adapters:write", "usage:read"
+READ, WRITE, TRAIN, USAGE = "adapters:read", "adapters:write", "adapters:train", "usage:read"
 
 OWN = "/admin/v1/tenants/{tenant}/adapters"
 TENANT_ROUTES = {
@@ -45,6 +45,10 @@ TENANT_ROUTES = {
     f"GET {OWN}/{{name}}/release/comparison": READ,
     f"GET {OWN}/{{name}}/release/shadow/texts": READ,
     f"GET {OWN}/{{name}}/release/history": READ,
+    f"GET {OWN}/{{name}}/series": READ,
+    f"PUT {OWN}/{{name}}/series": WRITE,
+    f"DELETE {OWN}/{{name}}/series": WRITE,
+    f"POST {OWN}/{{name}}/series/versions": TRAIN,
     "GET /admin/v1/tenants/{tenant}": USAGE,
     "GET /admin/v1/tenants/{tenant}/usage": USAGE,
 }
@@ -124,11 +128,12 @@ VALID: dict[str, frozenset[str]] = {
     "restricted to models": frozenset({INFER}),
     "adapters:read": frozenset({READ}),
     "adapters:write": frozenset({WRITE}),
+    "adapters:train": frozenset({TRAIN}),
     "usage:read": frozenset({USAGE}),
     "inference and usage:read": frozenset({INFER, USAGE}),
     "adapters:read and adapters:write": frozenset({READ, WRITE}),
-    "every scope": frozenset({INFER, READ, WRITE, USAGE}),
-    "rotated, within the grace time": frozenset({INFER, READ, WRITE, USAGE}),
+    "every scope": frozenset({INFER, READ, WRITE, TRAIN, USAGE}),
+    "rotated, within the grace time": frozenset({INFER, READ, WRITE, TRAIN, USAGE}),
 }
 INVALID = (
     "none",

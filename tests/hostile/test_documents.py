@@ -38,7 +38,7 @@ CHECKED = (
 )
 TIMEOUT = "x-loraplex-timeout-ms"
 MAX_LOAD = "x-loraplex-max-load-ms"
-SCOPES = ("inference", "adapters:read", "adapters:write", "usage:read")
+SCOPES = ("inference", "adapters:read", "adapters:write", "adapters:train", "usage:read")
 REFUSED_ALL_THE_SAME = {
     # What is there now decides, or what time it is.
     (400, "invalid_cursor", "cursor"),  # only what the list gave is taken

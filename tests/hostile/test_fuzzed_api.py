@@ -17,7 +17,7 @@ from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
 from support.http.whole_server import bearer, whole_server
 from support.servers.live_server import TINY_SIZES, LiveServer, write_tiny_adapter, write_tiny_model
 
-SCOPES = ["inference", "adapters:read", "adapters:write", "usage:read"]
+SCOPES = ["inference", "adapters:read", "adapters:write", "adapters:train", "usage:read"]
 MAX_GROWTH = 0.10
 
 

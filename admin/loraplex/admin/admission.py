@@ -18,17 +18,15 @@ import structlog
 from loraplex.adapters.admission.chat_files import ChatFiles, read_chat_files
 from loraplex.adapters.admission.safetensors_header import adapter_limits
 from loraplex.adapters.archive.extract import extract_upload
-from loraplex.adapters.errors import LoraplexError
 from loraplex.admin.problem import Problem
 from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.uploads.multipart import Part
 from loraplex.admin.uploads.receive import Received
 from loraplex.admin.uploads.serving_field import check_serving
 from loraplex.control.audit.recorder import Actor
-from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.staged import StagedUpload
 from loraplex.control.types import VersionInfo
-from loraplex.lifecycle.eviction import evict_removed
+from loraplex.lifecycle.eviction import delete_surplus
 from loraplex.serving.errors import ServingError
 from loraplex.serving.text.own_chat import ChatFound
 
@@ -60,11 +58,14 @@ async def admit_version(
     `Catalog.admit`. With `wait` it is ready; otherwise it may be `validating`, and is checked in the background.
     `measured` is that of `VersionChecks.wait`.
 
-    Raises Problem (503) where too many uploads are on their way, what `receive` raises, what `Catalog.check_upload` and
-    `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` raises.
+    Raises Problem: 503 where too many uploads are on their way, 429 where a series takes no more pushes now. Raises
+    what `receive`, `Catalog.check_upload` and `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` raises.
     """
     gate = services.upload_gate
-    room = await services.database.run(services.catalog.check_upload, tenant, name)
+    room = await services.database.run(services.catalog.check_upload, tenant, name, by)
+    quota = await services.database.run(services.series.quota, tenant, name)
+    if quota is not None:
+        services.change_limit.charge_push(tenant, name, quota)
     with _slot(gate, tenant), gate.staged.upload(tenant, name, room) as staged:
         async with receive(threads=gate.writers, staged=staged) as received:
             files = await gate.validators.run(tenant, _unpack, services, staged, received)
@@ -82,7 +83,7 @@ async def admit_version(
     # It is asked for soon, if only to try it.
     services.engine.prefetch([info.ref()])
     if is_new and services.retention is not None:
-        await _delete_surplus(services, services.retention, info, by)
+        await delete_surplus(services, services.retention, info, by)
     return info, is_new
 
 
@@ -127,17 +128,6 @@ def _admit(
     )
     staged.admitted(info.bytes if is_new else 0)
     return info, is_new
-
-
-async def _delete_surplus(
-    services: AdminServices, retention: Retention, info: VersionInfo, by: Actor
-) -> None:
-    """The version stands, whatever becomes of older ones: the next upload tries again."""
-    try:
-        removal = await services.database.run(partial(retention.apply, info.tenant_id, info.name, by=by))
-        await evict_removed(services, removal)
-    except LoraplexError as error:
-        log.warning("versions_not_deleted", adapter=info.name, tenant=info.tenant_id, reason=error.message)
 
 
 async def _pin_again(services: AdminServices, digest: str) -> None:

@@ -1,5 +1,5 @@
-"""A limit on how fast a tenant's keys may change things: changes run one after another, and each writes an audit row
-that is never deleted."""
+"""Limits on how fast a tenant's keys may change things: changes run one after another, and each writes an audit row
+that is never deleted. A series may limit its pushes further."""
 
 from __future__ import annotations
 
@@ -27,15 +27,20 @@ class ChangeRateLimit:
 
     def charge_change(self, tenant_id: str, count: int = 1) -> None:
         """Counts `count` changes of this tenant, all or none. Raises Problem (429)."""
-        now, cost = self._clock(), count * PERIOD_S / self._max_changes
-        window = self._windows.setdefault(tenant_id, RateWindow())
+        told = f"A tenant's keys may change {self._max_changes} things a minute."
+        self._charge(tenant_id, count * PERIOD_S / self._max_changes, told)
+
+    def charge_push(self, tenant_id: str, name: str, quota: int) -> None:
+        """Counts a push to a series that takes `quota` of them a minute. Raises Problem (429)."""
+        told = f"The series '{name}' takes {quota} pushes a minute."
+        self._charge(f"{tenant_id}/{name}", PERIOD_S / quota, told)
+
+    def _charge(self, what: str, cost: float, told: str) -> None:
+        now = self._clock()
+        window = self._windows.setdefault(what, RateWindow())
         wait = window.wait(cost, now)
         if wait:
-            raise Problem(
-                "rate_limit_exceeded",
-                f"A tenant's keys may change {self._max_changes} things a minute.",
-                retry_after_s=wait,
-            )
+            raise Problem("rate_limit_exceeded", told, retry_after_s=wait)
         window.charge(cost, now)
         if len(self._windows) > self._sweep_at:
             self._windows = {name: one for name, one in self._windows.items() if not one.is_idle(now)}

@@ -55,6 +55,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "version_not_found": (404, "There is no such version"),
     "batch_not_found": (404, "There is no such batch"),
     "release_not_found": (404, "There is no such release"),
+    "series_not_found": (404, "There is no such series"),
     "replica_not_found": (404, "There is no such engine"),
     "source_not_found": (404, "The source has no adapter"),
     "method_not_allowed": (405, "The method is not allowed here"),

@@ -18,6 +18,7 @@ from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.releases import Releases
 from loraplex.control.catalog.retention import Retention
+from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.staged import StagedBytes
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
@@ -99,6 +100,7 @@ class AdminServices:
     key_cache: KeyCache
     catalog: Catalog
     releases: Releases
+    series: AllSeries
     artifacts: Artifacts
     audit: AuditLog
     engine: Engines

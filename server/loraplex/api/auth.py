@@ -38,4 +38,5 @@ async def authenticate(
 def actor_of(request: Request, principal: Principal) -> Actor:
     """The caller as the audit log names it."""
     source = None if request.client is None else request.client.host
-    return Actor("key", principal.tenant_id, principal.key_id, source, context_of(request.scope).label)
+    label, trains = context_of(request.scope).label, "adapters:train" in principal.scopes
+    return Actor("key", principal.tenant_id, principal.key_id, source, label, trains)

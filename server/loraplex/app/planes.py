@@ -47,6 +47,7 @@ from loraplex.control.batches.batches import Batches
 from loraplex.control.batches.files import Files
 from loraplex.control.batches.work import BatchWork
 from loraplex.control.catalog.retention import Retention
+from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.shadow_store import ShadowStore
 from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
@@ -230,6 +231,7 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         key_cache=installation.key_cache,
         catalog=installation.catalog,
         releases=installation.releases,
+        series=AllSeries(installation.database, installation.catalog.check_name),
         artifacts=installation.artifacts,
         audit=AuditLog(installation.database),
         engine=engine,

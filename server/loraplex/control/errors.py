@@ -117,6 +117,16 @@ class BatchNotFound(ControlError):
     code = "batch_not_found"
 
 
+class SeriesNotFound(ControlError):
+    code = "series_not_found"
+
+
+class NotForTraining(ControlError):
+    """The name is a series, and the caller's key may not push to one."""
+
+    code = "insufficient_scope"
+
+
 class ReleaseNotFound(ControlError):
     code = "release_not_found"
 

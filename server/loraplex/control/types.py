@@ -13,11 +13,11 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.control.release_types import ReleaseInfo
 from loraplex.engine.tenant_terms import TenantTerms
 
-Scope = Literal["inference", "adapters:read", "adapters:write", "usage:read"]
+Scope = Literal["inference", "adapters:read", "adapters:write", "adapters:train", "usage:read"]
 BudgetPeriod = Literal["hour", "day", "month", "forever"]
 T = TypeVar("T")
 BUDGET_PERIODS: tuple[BudgetPeriod, ...] = ("hour", "day", "month", "forever")
-SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "usage:read")
+SCOPES: tuple[Scope, ...] = ("inference", "adapters:read", "adapters:write", "adapters:train", "usage:read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,9 @@ class KeyInfo:
     """None: the key has no budget."""
 
 
-VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted"]
+VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted", "retired"]
+Checked = Literal["structure", "numbers"]
+"""The check that a version of a series needs before it serves: its names, shapes and values, or its outputs too."""
 
 
 CheckOutcome = Literal["ready", "rejected", "unchecked"]
@@ -325,6 +327,8 @@ class VersionInfo:
     """The head of a version that classifies."""
     embedding: EmbeddingSpec | None = None
     """The vectors that it was trained for, where its upload says so."""
+    checked: Checked | None = None
+    """The check that its series wanted of it. None: it was not pushed to a series."""
 
     @property
     def version(self) -> str:

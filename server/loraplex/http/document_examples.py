@@ -95,6 +95,12 @@ def example_request(method: str, path: str, operation: Mapping[str, Any], schema
             body = json.dumps(example_of(content["schema"], schemas), ensure_ascii=False)
             options = ['-H "Content-Type: application/json"', f"-d {shlex.quote(body)}"]
             commands.append(line + options)
+        elif media_type == "application/octet-stream":
+            options = [
+                '-H "Content-Type: application/octet-stream"',
+                "--data-binary @adapter_model.safetensors",
+            ]
+            commands.append(line + options)
         else:
             forms = content["schema"].get("oneOf", [content["schema"]])
             commands += [

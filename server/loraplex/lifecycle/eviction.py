@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Protocol
 
 import structlog
 
 from loraplex.adapters.errors import LoraplexError
+from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.adapters import Catalog
+from loraplex.control.catalog.retention import Retention
 from loraplex.control.db.database import Database
-from loraplex.control.types import Removal
+from loraplex.control.types import Removal, VersionInfo
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
@@ -42,6 +45,25 @@ async def evict_removed(services: EngineAndCatalog, removal: Removal) -> None:
             await unpin_unused(services, digest)
         except LoraplexError as error:
             log.warning("unpin_failed", digest=digest[:12], reason=error.message)
+
+
+async def delete_surplus(
+    services: EngineAndCatalog, retention: Retention, info: VersionInfo, by: Actor
+) -> None:
+    """Delete the versions behind a new one that are not kept. A series' versions that requests run on stay. The new
+    version stands, whatever becomes of older ones: the next one tries again."""
+    tenant, name, run = info.tenant_id, info.name, services.database.run
+    try:
+        surplus = await run(retention.surplus, tenant, name)
+        if surplus:
+            in_use: set[str] = set()
+            with contextlib.suppress(ServingError):  # nothing runs on an engine that is away
+                in_use = {entry.ref.digest for entry in await services.engine.cache(surplus) if entry.leases}
+            await evict_removed(
+                services, await run(partial(retention.apply, tenant, name, in_use=in_use, by=by))
+            )
+    except LoraplexError as error:
+        log.warning("versions_not_deleted", adapter=name, tenant=tenant, reason=error.message)
 
 
 async def unpin_unused(services: EngineAndCatalog, digest: str) -> None:

@@ -30,7 +30,6 @@ from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.numerics import NumbersCheck, NumbersVerdict, SiteOutputs
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.adapters.store.interface import Store
-from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.validation import Validation
@@ -47,7 +46,7 @@ from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import CheckOutcome, Refusal, VersionInfo
 from loraplex.lifecycle.base_errors import BaseErrors
 from loraplex.lifecycle.engine_turns import EngineTurns
-from loraplex.lifecycle.eviction import evict_removed
+from loraplex.lifecycle.eviction import delete_surplus, evict_removed
 from loraplex.lifecycle.tenant_terms import TermsSender
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import (
@@ -272,7 +271,8 @@ class VersionChecks:
             if refusal is None:
                 if self._base_errors is not None:
                     self._base_errors.start(decision.info)
-                await self._delete_surplus(decision.info, decision.by)
+                if self._retention is not None:
+                    await delete_surplus(self, self._retention, decision.info, decision.by)
         return _Attempt(decision.info)
 
     async def _verdict(self, info: VersionInfo) -> tuple[Refusal | None, dict[str, Any]]:
@@ -386,18 +386,6 @@ class VersionChecks:
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * _PAUSE_FACTOR ** min(count - 1, _MOST_DOUBLINGS))
         self._paused[tenant] = _Retry(count, now + pause)
 
-    async def _delete_surplus(self, info: VersionInfo, by: Actor) -> None:
-        """The version stands, whatever becomes of older ones: the next one tries again."""
-        if self._retention is None:
-            return
-        try:
-            apply = partial(self._retention.apply, info.tenant_id, info.name, by=by)
-            await evict_removed(self, await self.database.run(apply))
-        except LoraplexError as error:
-            log.warning(
-                "versions_not_deleted", adapter=info.name, tenant=info.tenant_id, reason=error.message
-            )
-
 
 def _key(info: VersionInfo) -> _Key:
     return info.tenant_id, info.name, info.number
@@ -409,7 +397,7 @@ def _require_ready(info: VersionInfo) -> VersionInfo:
         return info
     if info.state == "rejected":
         raise VersionRejected(info)
-    if info.state == "deleted":
+    if info.state in ("deleted", "retired"):
         raise VersionNotFound(f"{info.name}@{info.version} was deleted while it was being checked.")
     remedy = "its stored bytes are damaged or lost. Upload the same files again."
     if info.state == "incompatible":

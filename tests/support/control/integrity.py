@@ -14,7 +14,7 @@ from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, digest_uplo
 from loraplex.control.audit.verification import verify
 from loraplex.control.catalog.release_reading import current_releases
 from loraplex.control.db.database import Database
-from loraplex.control.db.tables import Adapter, AdapterVersion, AuditRow, Tenant
+from loraplex.control.db.tables import GONE, Adapter, AdapterVersion, AuditRow, Tenant
 
 
 def check_integrity(database: Database, root: Path) -> None:
@@ -34,7 +34,7 @@ def check_integrity(database: Database, root: Path) -> None:
     assert sorted(made) == sorted((row.tenant_id, row.name, f"v{row.number}", row.digest) for row in rows)
     verdict = verify(database)
     assert verdict.whole, verdict
-    living = {(r.tenant_id, r.name, r.number): r for r in rows if r.state not in ("deleted", "rejected")}
+    living = {(r.tenant_id, r.name, r.number): r for r in rows if r.state not in GONE}
     whole = _whole_artifacts(root / "sha256")
     assert list((root / "staging").iterdir()) == []
     for (tenant, name, number), row in living.items():
@@ -55,7 +55,7 @@ def check_integrity(database: Database, root: Path) -> None:
         checked = row.pending_check is None
         assert not checked or releases[tenant, name].targets, f"{tenant}/{name} has no release"
     for row in rows:
-        if row.state in ("deleted", "rejected"):
+        if row.state in GONE:
             assert row.pending_check is None, f"{row.tenant_id}/{row.name}@v{row.number} waits for a check"
         if row.state == "rejected":
             assert row.report["refusal"]["code"], f"{row.tenant_id}/{row.name}@v{row.number} has no reason"

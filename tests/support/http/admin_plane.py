@@ -24,6 +24,8 @@ from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.releases import Releases
+from loraplex.control.catalog.retention import Retention
+from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.validation import Validation
 from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
@@ -104,6 +106,7 @@ class AdminPlane:
             warn_above=self.warn_above,
             measure=self.measure_base or self.base_measure,
         )
+        self.retention = Retention(self.database, artifacts, 0)
         self.checks = VersionChecks(
             database=self.database,
             catalog=catalog,
@@ -111,6 +114,7 @@ class AdminPlane:
             tenants=Tenants(self.database, artifacts),
             store=store,
             engine=self.engine,
+            retention=self.retention,
             base_errors=self.base_errors,
             on_outcome=self.outcomes.append,
             wait_s=self.wait_s,
@@ -123,6 +127,8 @@ class AdminPlane:
             key_cache=KeyCache(self.database, PEPPER, ADMIN_TOKEN),
             catalog=catalog,
             releases=Releases(self.database),
+            series=AllSeries(self.database, catalog.check_name),
+            retention=self.retention,
             artifacts=artifacts,
             audit=AuditLog(self.database),
             engine=self.engine,

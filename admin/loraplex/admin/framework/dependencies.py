@@ -41,6 +41,7 @@ def actor_of(request: Request, principal: Principal) -> Actor:
         principal.key_id,
         None if request.client is None else request.client.host,
         context_of(request.scope).label,
+        "adapters:train" in principal.scopes,
     )
 
 
@@ -81,6 +82,7 @@ Operator = Annotated[Actor, Security(_actor, scopes=["operator"])]
 Reader = Annotated[Actor, Security(_actor, scopes=["adapters:read"])]
 """A scope: the admin token, or a key of the path's tenant that has it."""
 Writer = Annotated[Actor, Security(_actor, scopes=["adapters:write"])]
+Trainer = Annotated[Actor, Security(_actor, scopes=["adapters:train"])]
 UsageReader = Annotated[Actor, Security(_actor, scopes=["usage:read"])]
 AnyCaller = Annotated[Actor, Security(_actor, scopes=[ANY_SCOPE])]
 """The admin token, or any key."""

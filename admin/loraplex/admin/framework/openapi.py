@@ -10,6 +10,7 @@ from loraplex.adapters.sources.urls import MAX_URL_CHARS
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, TENSORS_NAMES, UPLOAD_FILE_BYTES
 from loraplex.admin.problem import ANSWERS, MEDIA_TYPE
 from loraplex.admin.uploads.multipart import ARCHIVE_NAME, MAX_SERVING_BYTES, SERVING_NAME
+from loraplex.admin.uploads.receive import PUSH_TYPE
 from loraplex.admin.uploads.serving_field import ALORA
 from loraplex.http.document import REF, describe, refusals
 from loraplex.http.document_page import operations_of, render_page
@@ -85,6 +86,21 @@ UPLOAD: dict[str, Any] = {
     }
 }
 """`openapi_extra` of a route that reads the stream of its body itself."""
+PUSH: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            PUSH_TYPE: {
+                "schema": {
+                    "type": "string",
+                    "format": "binary",
+                    "description": f"The bytes of {TENSORS_NAME}. The config is that of the series.",
+                }
+            }
+        },
+    }
+}
+"""The same of a route whose body is the tensors alone."""
 _PROBLEM: dict[str, Any] = {
     "type": "object",
     "description": "A problem document (RFC 9457).",

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from loraplex.adapters.errors import LoraplexError
 from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.admin.framework.dependencies import ANY_SCOPE, Audited, actor_of
-from loraplex.admin.framework.openapi import UPLOAD, refused
+from loraplex.admin.framework.openapi import PUSH, UPLOAD, refused
 from loraplex.admin.framework.strict_request import check_names, check_query, read_json, refuse_body
 from loraplex.admin.problem import Problem, from_exception
 from loraplex.admin.schemas.fields import QueryParameters, RequestBody
@@ -112,7 +112,7 @@ class AdminRoute(OrderedRoute):
 
     @property
     def _streams(self) -> bool:
-        return self.openapi_extra is UPLOAD
+        return self.openapi_extra is UPLOAD or self.openapi_extra is PUSH
 
     @asynccontextmanager
     async def asked(self, request: Request) -> AsyncIterator[Any]:

@@ -24,10 +24,12 @@ from loraplex.admin.problem import Problem
 from loraplex.admin.uploads.multipart import Part, UploadParser, too_large
 from loraplex.admin.uploads.serving_field import read_serving
 from loraplex.control.catalog.staged import StagedUpload
-from loraplex.control.types import Serving
+from loraplex.control.types import AS_THE_BASE, Serving
 from loraplex.http.body import SILENCE_S, chunks, declared_length, refuse_encoding
 
 BUFFER_BYTES = 1 << 20
+PUSH_TYPE = "application/octet-stream"
+"""The content type of a body that is the tensors alone."""
 _FRAMING_BYTES = 64 << 10
 """Bytes that a body may have beside its files: boundaries, part headers, the field `serving`, and an epilogue, which
 MIME allows behind the last boundary."""
@@ -91,6 +93,55 @@ async def receive_upload(
         # A thread that has begun cannot be called back: a cancelled request waits for it, then for this.
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(staging.discard)
+
+
+@contextlib.asynccontextmanager
+async def receive_tensors(
+    request: Request,
+    store: Store,
+    config: bytes,
+    *,
+    max_bytes: int,
+    threads: anyio.CapacityLimiter,
+    staged: StagedUpload,
+    silence_s: float = SILENCE_S,
+) -> AsyncIterator[Received]:
+    """A body that is the tensors alone, beside the `config` that they are of. Raises as `receive_upload`."""
+    refuse_encoding(request.scope)
+    if _media_type(request) != PUSH_TYPE:
+        raise Problem(
+            "unsupported_media_type",
+            f"Send the bytes of {Part.TENSORS.value} as {PUSH_TYPE}.",
+            param="Content-Type",
+        )
+    declared = declared_length(request.scope) or 0
+    if declared + len(config) > max_bytes:
+        raise too_large(max_bytes)
+    staged.expect(declared + len(config))
+    staging = await anyio.to_thread.run_sync(store.begin_staging, limiter=threads)
+    try:
+        writer = _Writer(staging, threads)
+        try:
+            size = len(config)
+            await writer.write([(Part.CONFIG, config)])
+            async for chunk in chunks(request.receive, silence_s=silence_s):
+                size += len(chunk)
+                if size > max_bytes:
+                    raise too_large(max_bytes)
+                staged.expect(size)
+                await writer.write([(Part.TENSORS, chunk)])
+            parts = frozenset({Part.CONFIG, Part.TENSORS})
+            await writer.flush(parts)
+        finally:
+            await writer.close()
+        yield Received(staging, parts, AS_THE_BASE)
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(staging.discard)
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 class _Writer:

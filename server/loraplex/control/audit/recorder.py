@@ -47,6 +47,13 @@ class Actor:
     key_id: str | None = None
     source: str | None = None
     request_id: str | None = None
+    trains: bool = False
+    """Whether the key has the scope adapters:train."""
+
+    @property
+    def may_train(self) -> bool:
+        """Whether the caller may push to a series."""
+        return self.trains or self.kind != "key"
 
 
 LOCAL = Actor("local")

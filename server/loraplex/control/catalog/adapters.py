@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
-from loraplex.adapters.store.files import disk_failures_named, open_regular
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
@@ -28,6 +26,8 @@ from loraplex.control.catalog.new_versions import (
     Outputs,
     add_version,
     check_alora,
+    find_alike,
+    flush_staged,
     note_upload,
     read_outputs,
     take_known_order,
@@ -36,6 +36,12 @@ from loraplex.control.catalog.new_versions import (
 from loraplex.control.catalog.quota import check_quota, upload_room
 from loraplex.control.catalog.release_changes import add_release
 from loraplex.control.catalog.release_reading import current_release, release_shown
+from loraplex.control.catalog.series import (
+    check_needed,
+    forget_series,
+    series_for_push,
+    with_policy,
+)
 from loraplex.control.catalog.shadow_store import forget_shadows
 from loraplex.control.catalog.staged import UploadRoom
 from loraplex.control.catalog.validation import pending_check, release_upload
@@ -49,7 +55,7 @@ from loraplex.control.catalog.versions import (
     version_target,
 )
 from loraplex.control.db.database import Database
-from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion, Tenant
+from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion, Series, Tenant
 from loraplex.control.errors import Conflict, TenantNotFound
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
 from loraplex.control.types import (
@@ -90,17 +96,22 @@ class Catalog:
         self.max_rank = max_rank
         self._refuse_towers = refuse_towers
 
-    def check_upload(self, tenant_id: str, name: str) -> UploadRoom | None:
-        """Refuse what can be refused before a byte is read, and return the room that the quota leaves (None: it bounds
-        nothing). Raises InvalidValue, TenantNotFound, AdapterRefused."""
+    def check_name(self, name: str) -> None:
+        """Whether a tenant's adapter may have this name. Raises InvalidValue, AdapterRefused."""
         rules.check_adapter_name(name)
         if name.lower() == self.served_name.lower():
             raise AdapterRefused(
                 "name_reserved",
                 f"'{name}' is the name of the base model, '{self.served_name}', whatever the case; choose another.",
             )
+
+    def check_upload(self, tenant_id: str, name: str, by: Actor = LOCAL) -> UploadRoom | None:
+        """Refuse what can be refused before a byte is read, and return the room that the quota leaves (None: it bounds
+        nothing). Raises InvalidValue, TenantNotFound, AdapterRefused, NotForTraining."""
+        self.check_name(name)
         with self._database.read() as session:
             tenant = require_tenant(session, tenant_id)
+            series_for_push(session, tenant_id, name, by)
             limits = rules.read_limits(tenant.limits)
             check_quota(session, limits, tenant_id, name, 0)
             return upload_room(session, limits, tenant_id, name)
@@ -126,13 +137,13 @@ class Catalog:
         bring for their chats; `notes` are added to the checks of the report.
         `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
         its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
-        a new version is `validating`.
+        a new version is `validating`. Of a series' version its rules decide on both.
 
         The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
         next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed and what
         `check_upload` raises; then nothing of the upload is kept.
         """
-        self.check_upload(tenant_id, name)
+        self.check_upload(tenant_id, name, by)
         spec = inspect_adapter(
             staging.config_path,
             staging.tensors_path,
@@ -151,21 +162,19 @@ class Catalog:
         spec = with_chat(spec, chat, [*notes, *outputs.notes])
         fault = self._artifacts.store.fault
         # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
-        with disk_failures_named():
-            for path in (staging.config_path, staging.tensors_path):
-                with open_regular(path) as file:
-                    fault(FaultPoint.FLUSH_STAGED, path)
-                    os.fsync(file.fileno())
+        flush_staged(staging)
         try:
             with self._artifacts.examined(spec.digest) as examined:
                 self._artifacts.store.commit(staging, spec.digest, examined)
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
                     pending = pending_check(by) if check else None
+                    series = series_for_push(session, tenant_id, name, by)
                     row, is_new = self._record(
-                        session, tenant_id, name, spec, serving, chat, outputs, pending
+                        session, tenant_id, name, spec, serving, chat, outputs, pending, series
                     )
-                    release_upload(session, row, release=release, by=by)
+                    takes_all = release or (is_new and series is not None and series.latest)
+                    release_upload(session, row, release=takes_all, by=by)
                     admitted = version_info(row), is_new
                     note_upload(session, by, *admitted, source)
                     fault(FaultPoint.COMMIT_VERSION)
@@ -190,6 +199,7 @@ class Catalog:
         chat: OwnChat | None,
         outputs: Outputs,
         pending: dict[str, Any] | None,
+        series: Series | None,
     ) -> tuple[AdapterVersion, bool]:
         """Record the version that stands for published bytes."""
         serving = replace(serving, chat_digest=None if chat is None else chat.digest)
@@ -203,24 +213,16 @@ class Catalog:
         ):
             # The store has just got, or proven, good bytes; they are those of other names and tenants too.
             row.state = self._state_of(row)
-        alike = session.scalars(
-            select(AdapterVersion).where(
-                AdapterVersion.tenant_id == tenant_id,
-                AdapterVersion.name == name,
-                AdapterVersion.digest == spec.digest,
-                AdapterVersion.base_fingerprint == self.base.fingerprint,
-                AdapterVersion.tool_format.is_not_distinct_from(serving.tool_format),
-                AdapterVersion.reasoning_format.is_not_distinct_from(serving.reasoning_format),
-                AdapterVersion.chat_digest.is_not_distinct_from(serving.chat_digest),
-                AdapterVersion.alora.is_not_distinct_from(serving.alora),
-                LIVING,
-            )
-        )
-        known = [row for row in alike if (row.head, row.embedding) == outputs.as_json()]
-        if known:
-            return known[0], False
+        known = find_alike(session, tenant_id, name, spec.digest, self.base, serving, outputs)
+        if known is not None:
+            return known, False
         check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
-        made = add_version(session, tenant_id, name, self.base, spec, serving, chat, outputs, pending)
+        checked = None if series is None else check_needed(session, series, self.base.fingerprint)
+        if series is not None and checked == "structure":
+            spec, pending = with_policy(spec, series), None
+        made = add_version(
+            session, tenant_id, name, self.base, spec, serving, chat, outputs, pending, checked
+        )
         return made, True
 
     def get_adapter(self, tenant_id: str, name: str) -> AdapterInfo:
@@ -375,6 +377,7 @@ class Catalog:
                 pinned = [row.digest for row in rows if row.pinned]
                 for row in rows:
                     _retire(row)
+                forget_series(session, tenant_id, name)
                 unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 forget_shadows(session, tenant_id, name)

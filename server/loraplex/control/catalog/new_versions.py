@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,8 @@ from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import Staging
-from loraplex.adapters.store.files import CONFIG_NAME, digest_upload, disk_failures_named
+from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.adapters.store.files import CONFIG_NAME, digest_upload, disk_failures_named, open_regular
 from loraplex.adapters.store.interface import Store
 from loraplex.control.audit.recorder import Actor, record
 from loraplex.control.catalog.release_reading import current_release, release_shown
@@ -28,7 +30,7 @@ from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion
 from loraplex.control.tenancy.tenants import tenant_target
-from loraplex.control.types import Serving, VersionInfo
+from loraplex.control.types import Checked, Serving, VersionInfo
 
 _MAX_COMPARED = 64
 """The newest versions of a name that an upload is compared with."""
@@ -116,6 +118,42 @@ def _same_config(store: Store, digest: str, staging: Staging) -> bytes | None:
     return None
 
 
+def flush_staged(staging: Staging) -> None:
+    """Wait until an upload's two files are on the disk. Raises StoreFull, StoreFailed, OSError."""
+    with disk_failures_named():
+        for path in (staging.config_path, staging.tensors_path):
+            with open_regular(path) as file:
+                staging.fault(FaultPoint.FLUSH_STAGED, path)
+                os.fsync(file.fileno())
+
+
+def find_alike(
+    session: Session,
+    tenant_id: str,
+    name: str,
+    digest: str,
+    base: BaseSpec,
+    serving: Serving,
+    outputs: Outputs,
+) -> AdapterVersion | None:
+    """The living version of a name that has the same bytes and is served alike."""
+    of = AdapterVersion
+    alike = session.scalars(
+        select(of).where(
+            of.tenant_id == tenant_id,
+            of.name == name,
+            of.digest == digest,
+            of.base_fingerprint == base.fingerprint,
+            of.tool_format.is_not_distinct_from(serving.tool_format),
+            of.reasoning_format.is_not_distinct_from(serving.reasoning_format),
+            of.chat_digest.is_not_distinct_from(serving.chat_digest),
+            of.alora.is_not_distinct_from(serving.alora),
+            LIVING,
+        )
+    )
+    return next((row for row in alike if (row.head, row.embedding) == outputs.as_json()), None)
+
+
 def add_version(
     session: Session,
     tenant_id: str,
@@ -126,8 +164,10 @@ def add_version(
     chat: OwnChat | None,
     outputs: Outputs,
     pending: dict[str, Any] | None,
+    checked: Checked | None,
 ) -> AdapterVersion:
-    """With the next number of its name. `pending` is of `pending_check`, None for one that is ready."""
+    """With the next number of its name. `pending` is of `pending_check`, None for one that is ready; `checked` is that
+    of `VersionInfo`."""
     now = database_now(session)
     head, embedding = outputs.as_json()
     adapter = session.get(Adapter, (tenant_id, name))
@@ -158,6 +198,7 @@ def add_version(
         embedding=embedding,
         chat=None if chat is None else chat.as_json(),
         pending_check=pending,
+        checked=checked,
     )
     session.add(row)
     session.flush()
@@ -177,6 +218,7 @@ def note_upload(session: Session, by: Actor, info: VersionInfo, is_new: bool, so
         "reasoning_format": info.serving.reasoning_format,
         "chat_digest": info.serving.chat_digest,
         "alora": info.serving.alora,
+        "checked": info.checked,
         "release": release_shown(current_release(session, info.tenant_id, info.name)),
     } | ({} if source is None else {"source": source})
     target = f"{tenant_target(info.tenant_id)}/adapters/{info.name}/versions"

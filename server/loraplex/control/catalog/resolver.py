@@ -15,7 +15,7 @@ from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.ref import AdapterRef
 from loraplex.control.catalog.release_reading import current_release, current_releases
 from loraplex.control.catalog.sticky import sticky_version
-from loraplex.control.catalog.versions import version_number
+from loraplex.control.catalog.versions import retired, version_number
 from loraplex.control.db.database import Database
 from loraplex.control.db.read_through import DEFAULT_STALENESS_S, ReadThrough
 from loraplex.control.db.tables import LIVING, AdapterVersion, adapter_subject, catalog_subject
@@ -87,6 +87,14 @@ class Resolver:
             aged_by=lambda key: (adapter_subject(*key), tenant_subject(key[0])),
             clock=clock,
         )
+        self._states: ReadThrough[tuple[str, str, int], str] = ReadThrough(
+            database,
+            ttl_s=ttl_s,
+            capacity=capacity,
+            staleness_s=staleness_s,
+            aged_by=lambda key: (adapter_subject(*key[:2]), tenant_subject(key[0])),
+            clock=clock,
+        )
         self._lists: ReadThrough[str, Mapping[str, _Adapter]] = ReadThrough(
             database,
             ttl_s=ttl_s,
@@ -113,7 +121,7 @@ class Resolver:
         caller = None if release is None else _caller(principal, release, user)
         version = _select(adapter, selector) if selector else self._released(principal, name, adapter, caller)
         if version is None:
-            raise _not_found(model)
+            raise await self._no_version(principal, model, name, selector)
         self._check_allowed(principal, model, name, spelled)
         if version.state != "ready":
             raise AdapterUnavailable(
@@ -174,6 +182,18 @@ class Resolver:
             number = sticky_version(f"{principal.tenant_id}/{name}", caller, weights)
         return adapter.versions[number]
 
+    async def _no_version(self, principal: Principal, model: str, name: str, selector: str) -> ModelNotFound:
+        """The refusal of a name that has no such version. It tells a key that may use the name of a version that the
+        name had, and that its series does not keep."""
+        number, tenant_id = version_number(selector), principal.tenant_id
+        if number > 0 and tenant_id is not None and self._is_allowed(principal, name, f"{name}@{selector}"):
+            state = await self._states.get(
+                (tenant_id, name, number), self._read_state, tenant_id, name, number
+            )
+            if state == "retired":
+                return ModelNotFound(retired(name, selector), param="model")
+        return _not_found(model)
+
     async def _adapter(self, tenant_id: str | None, name: str) -> _Adapter | None:
         if tenant_id is None or not is_adapter_name(name):
             return None
@@ -188,6 +208,12 @@ class Resolver:
         with self._database.read() as session:
             versions = _read_versions(session, tenant_id, AdapterVersion.name == name).get(name)
             return None if versions is None else _Adapter(versions, current_release(session, tenant_id, name))
+
+    def _read_state(self, tenant_id: str, name: str, number: int) -> str | None:
+        of = AdapterVersion
+        query = select(of.state).where(of.tenant_id == tenant_id, of.name == name, of.number == number)
+        with self._database.read() as session:
+            return session.scalar(query)
 
     def _read_all(self, tenant_id: str) -> Mapping[str, _Adapter]:
         with self._database.read() as session:

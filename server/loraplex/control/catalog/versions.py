@@ -11,7 +11,7 @@ from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion
 from loraplex.control.errors import AdapterNotFound, VersionNotFound
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
-from loraplex.control.types import Serving, VersionInfo, VersionState, WithoutInvocation
+from loraplex.control.types import Checked, Serving, VersionInfo, VersionState, WithoutInvocation
 
 
 def version_info(row: AdapterVersion) -> VersionInfo:
@@ -37,6 +37,7 @@ def version_info(row: AdapterVersion) -> VersionInfo:
         invocation=tuple(row.invocation or ()),
         head=Head.of_json(row.head),
         embedding=EmbeddingSpec.of_json(row.embedding),
+        checked=cast(Checked | None, row.checked),
     )
 
 
@@ -78,7 +79,17 @@ def require_living(session: Session, tenant_id: str, name: str, version: str) ->
         raise VersionNotFound(f"{name}@{version} is deleted.")
     if row.state == "rejected":
         raise VersionNotFound(f"{name}@{version} was rejected, and its bytes were not kept.")
+    if row.state == "retired":
+        raise VersionNotFound(retired(name, version))
     return row
+
+
+def retired(name: str, version: str) -> str:
+    """The sentence about a version that its series does not keep any more."""
+    return (
+        f"{name}@{version} is retired: the series '{name}' keeps its newest versions and those in use, and this one is "
+        "neither. Ask for a newer version."
+    )
 
 
 def no_adapter(tenant_id: str, name: str) -> AdapterNotFound:

@@ -185,13 +185,37 @@ class AdapterVersion(Base):
     pending_check: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """While its numbers have not been checked: who uploaded it (`actor`); if it is then to be released, the revision
     that was in force when that was asked (`release_after`). Null: they need no check any more."""
+    checked: Mapped[str | None] = mapped_column(String(16))
+    """The check that its series wanted of it, `structure` or `numbers`. Null: it was pushed to no series."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
         return adapter_subject(self.tenant_id, self.name), catalog_subject(self.tenant_id)
 
 
-GONE = ("deleted", "rejected")
+class Series(Base):
+    """A name whose versions a training pushes. It may be set before the name has a version."""
+
+    __tablename__ = "adapter_series"
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    config: Mapped[str | None] = mapped_column(Text)
+    """The adapter_config.json of pushes that are tensors alone, as JSON; null: such pushes are refused."""
+    keep_last: Mapped[int]
+    """Newest versions that are kept."""
+    check_every: Mapped[int]
+    """Versions from one whose numbers are checked to the next."""
+    latest: Mapped[bool]
+    """Whether each version takes all the traffic of the name once it is ready."""
+    quota: Mapped[int | None]
+    """Pushes in a minute; null: no limit of the series."""
+    since: Mapped[int]
+    """The name's last number when this was set: the first version after it has its numbers checked."""
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+GONE = ("deleted", "rejected", "retired")
 """States of versions whose bytes are not kept."""
 LIVING = AdapterVersion.state.not_in(GONE)
 """Versions whose bytes are kept, as a condition."""

@@ -1,0 +1,170 @@
+"""Series: which of their versions have their numbers checked, which are kept, and what is said of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loraplex.control.audit.recorder import Actor
+from loraplex.control.catalog.retention import Retention
+from loraplex.control.catalog.series import AllSeries, SeriesRules
+from loraplex.control.errors import ModelNotFound, NotForTraining, SeriesNotFound, VersionNotFound
+from loraplex.control.types import Refusal, VersionInfo
+from loraplex.migrations.run import downgrade, upgrade
+from support.adapters.drafts import make_adapter
+from support.control.plane import ARCH, ControlPlane, caller
+
+TRAINER = Actor("key", "acme", "0123456789abcdef", trains=True)
+OTHER = Actor("key", "acme", "fedcba9876543210")
+WRONG = Refusal("numerical_mismatch", "it is off")
+
+
+@pytest.fixture
+def series(plane: ControlPlane) -> AllSeries:
+    return AllSeries(plane.database, plane.catalog.check_name)
+
+
+def push(plane: ControlPlane, seed: int, *, name: str = "run", by: Actor = TRAINER) -> VersionInfo:
+    """A version from a key that may train, left as its series wants it."""
+    with plane.store.begin_staging() as staging:
+        make_adapter(staging.directory, ARCH, seed=seed)
+        return plane.catalog.admit("acme", name, staging, check=True, by=by)[0]
+
+
+def pass_check(plane: ControlPlane, info: VersionInfo) -> None:
+    plane.validation.accept(info, {"verdict": "ok"})
+
+
+def states(plane: ControlPlane) -> dict[str, str]:
+    return {info.version: info.state for info in plane.catalog.list_versions("acme", "run").items}
+
+
+def released(plane: ControlPlane) -> list[str]:
+    return [target.version for target in plane.releases.get("acme", "run").targets]
+
+
+def test_the_first_version_and_every_nth_have_their_numbers_checked(
+    plane: ControlPlane, series: AllSeries
+) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=8, check_every=3))
+    pushed = []
+    for seed in range(1, 8):
+        info = push(plane, seed)
+        if info.state == "validating":
+            pass_check(plane, info)
+        pushed.append(info)
+    assert [info.checked for info in pushed] == [
+        "numbers", "structure", "structure", "numbers", "structure", "structure", "numbers",
+    ]  # fmt: skip
+    assert all((info.checked == "numbers") == (info.state == "validating") for info in pushed)
+    told = [check for check in pushed[1].report["checks"] if check["name"] == "numbers"]
+    assert told
+    assert "one in 3" in told[0]["detail"]
+    assert not [check for check in pushed[0].report["checks"] if check["name"] == "numbers"]
+    plane.check_integrity()
+
+
+def test_a_version_that_fails_or_new_rules_make_the_next_one_due(
+    plane: ControlPlane, series: AllSeries
+) -> None:
+    rules = SeriesRules(keep_last=8, check_every=100)
+    series.put("acme", "run", rules)
+    plane.validation.reject(push(plane, 1), WRONG, {})
+    second = push(plane, 2)
+    assert second.checked == "numbers"
+    pass_check(plane, second)
+    assert push(plane, 3).checked == "structure"
+    series.put("acme", "run", rules)
+    assert push(plane, 4).checked == "numbers"
+    plane.check_integrity()
+
+
+def test_each_version_takes_the_traffic_if_the_series_says_so(plane: ControlPlane, series: AllSeries) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=8, check_every=10, latest=True))
+    pass_check(plane, push(plane, 1))
+    assert released(plane) == ["v1"]
+    push(plane, 2)
+    assert released(plane) == ["v2"]
+    series.put("acme", "run", SeriesRules(keep_last=8, check_every=10, latest=False))
+    third = push(plane, 3)
+    pass_check(plane, third)
+    push(plane, 4)
+    assert released(plane) == ["v2"]
+    plane.check_integrity()
+
+
+async def test_old_versions_retire_unless_they_are_in_use_pinned_or_released(
+    plane: ControlPlane, series: AllSeries
+) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=2, check_every=100, latest=False))
+    pass_check(plane, push(plane, 1))
+    infos = [push(plane, seed) for seed in range(2, 7)]
+    plane.catalog.set_pin("acme", "run", "v2", True)
+    retention = Retention(plane.database, plane.artifacts, 0)
+    assert retention.surplus("acme", "run") == [infos[2].digest, infos[1].digest]
+    removal = retention.apply("acme", "run", in_use={infos[2].digest})
+    assert removal.digests == (infos[1].digest,)
+    expected = dict.fromkeys(("v1", "v2", "v4", "v5", "v6"), "ready") | {"v3": "retired"}
+    assert states(plane) == expected
+    assert infos[1].digest not in plane.stored()
+    # A request for it is told that it was there; a number that never was is unknown.
+    with pytest.raises(ModelNotFound, match="run@v3 is retired") as caught:
+        await plane.resolver.resolve(caller("acme"), "run@v3")
+    assert caught.value.code == "model_not_found"
+    for model, who in (("run@v9", "acme"), ("run@v3", "rival")):
+        with pytest.raises(ModelNotFound, match="does not exist"):
+            await plane.resolver.resolve(caller(who), model)
+    with pytest.raises(ModelNotFound, match="does not exist"):
+        await plane.resolver.resolve(caller("acme", models=frozenset({"other"})), "run@v3")
+    with pytest.raises(VersionNotFound, match="retired"):
+        plane.catalog.get_living("acme", "run", "v3")
+    # The one in use goes when it is not any more.
+    assert retention.apply("acme", "run").digests == (infos[2].digest,)
+    assert states(plane)["v4"] == "retired"
+    plane.check_integrity()
+
+
+def test_only_a_key_that_trains_pushes_to_a_series(plane: ControlPlane, series: AllSeries) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=2, check_every=1))
+    with pytest.raises(NotForTraining, match="adapters:train"):
+        plane.catalog.check_upload("acme", "run", OTHER)
+    with pytest.raises(NotForTraining):
+        push(plane, 1, by=OTHER)
+    push(plane, 1)
+    ordinary = push(plane, 2, name="support", by=OTHER)
+    assert ordinary.checked is None
+    series.delete("acme", "run")
+    assert push(plane, 3, by=OTHER).checked is None
+    with pytest.raises(SeriesNotFound):
+        series.get("acme", "run")
+    plane.check_integrity()
+
+
+def test_a_series_ends_with_its_name_and_its_tenant(plane: ControlPlane, series: AllSeries) -> None:
+    for name in ("run", "walk"):
+        series.put("acme", name, SeriesRules(keep_last=2, check_every=1, config={"r": 4}))
+    push(plane, 1)
+    plane.catalog.delete_adapter("acme", "run")
+    with pytest.raises(SeriesNotFound):
+        series.get("acme", "run")
+    assert series.get("acme", "walk").rules.config == {"r": 4}
+    plane.tenants.delete("acme")
+    plane.check_integrity()
+
+
+def test_the_schema_before_knows_retired_versions_as_deleted(
+    plane: ControlPlane, series: AllSeries, tmp_path: Path
+) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=1, check_every=100))
+    pass_check(plane, push(plane, 1))
+    push(plane, 2)
+    Retention(plane.database, plane.artifacts, 0).apply("acme", "run")
+    assert states(plane) == {"v1": "retired", "v2": "ready"}
+    plane.close()
+    downgrade(plane.url, "0013")
+    upgrade(plane.url)
+    restarted = ControlPlane(tmp_path)
+    assert states(restarted) == {"v1": "deleted", "v2": "ready"}
+    restarted.check_integrity()
+    restarted.close()
