@@ -3,10 +3,12 @@
     PYTHONPATH=tests python -m bench.push MODEL [--pushes 8] [--threads 1]
 
 MODEL is the directory of SmolLM2-135M-Instruct. A real server with its engine gets adapters of rank 16 on all seven
-linears, each with values of its own, one after the other. A push has three stages that a client sees: the upload until
-its answer (`?wait=false`), the check of its numbers, and the first token of a request for the new version. For each
-the table has seconds of the wall and of the processor, in the server and in the engine: others may use the machine
-beside the bench, and only the wall has their time in it. Figures are medians, with the most of the wall.
+linears, each with values of its own, one after the other: in turns an upload of a name, and a push of other values to
+a series, whose numbers are checked for the first version alone. An upload has three stages that a client sees: the
+upload until its answer (`?wait=false`), the check of its numbers, and the first token of a request for the new version.
+A push to a series has two. For each the table has seconds of the wall and of the processor, in the server and in the
+engine: others may use the machine beside the bench, and only the wall has their time in it. Figures are medians, with
+the most of the wall.
 
 The second table has the parts of the server's work on the same files, called here in one thread, in seconds of that
 thread and of the wall. The floor is the bytes hashed once, copied once, and the first token of a version that is on the
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import platform
 import statistics
@@ -40,6 +43,7 @@ from support.servers.live_server import ADAPTER_FILES, SMALL, LiveServer, checke
 
 RANK = 16
 SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SCOPES = ["inference", "adapters:read", "adapters:write", "adapters:train"]
 PROMPT = "The quick brown fox jumps over the lazy dog."
 LOOK_S = 0.02
 """Pause between two looks at a version's state."""
@@ -54,7 +58,8 @@ def write_adapter(folder: Path, seed: int) -> dict[str, bytes]:
 
 
 class Pushes:
-    """Pushes to one name of a server. `spans`: by stage (wall, server's processor, engine's processor)."""
+    """Uploads of one name of a server, and pushes to its series `lane`. `spans`: by stage (wall, server's processor,
+    engine's processor)."""
 
     def __init__(self, server: LiveServer, key: str) -> None:
         self.spans: Spans = defaultdict(list)
@@ -65,7 +70,7 @@ class Pushes:
 
     def push(self, files: Mapping[str, bytes]) -> None:
         path = "/admin/v1/tenants/acme/adapters/run/versions"
-        with self._stage("push -> first token"):
+        with self._stage("upload -> first token"):
             with self._stage("upload: form, disk, structure, row"):
                 form = {name: (name, data) for name, data in files.items()}
                 version = checked(self._client.post(path, files=form, params={"wait": False}), 202)
@@ -75,16 +80,31 @@ class Pushes:
                     version = checked(self._client.get(f"{path}/{version['version']}"))
                 assert version["state"] == "ready", version
             with self._stage("first token"):
-                self._complete(version["version"])
+                self._complete(f"run@{version['version']}")
         with self._stage("floor: first token of a resident version"):
-            self._complete(version["version"])
+            self._complete(f"run@{version['version']}")
         for row in checked(self._server.admin.get("cache", params={"limit": 100}))["data"]:
             if row["version"] == version["version"]:
                 for stage, seconds in row["load_seconds"].items():
                     self.loads[stage].append(seconds)
 
-    def _complete(self, version: str) -> None:
-        asked = {"model": f"run@{version}", "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
+    def begin_series(self, config: bytes) -> None:
+        """With the numbers of its first version checked, and of no other."""
+        rules = {"keep_last": 4, "check_every": 10_000, "config": json.loads(config)}
+        checked(self._client.put("/admin/v1/tenants/acme/adapters/lane/series", json=rules))
+
+    def push_to_series(self, tensors: bytes) -> None:
+        path = "/admin/v1/tenants/acme/adapters/lane/series/versions"
+        with self._stage("series: push -> first token"):
+            with self._stage("series: push"):
+                kind = {"content-type": "application/octet-stream"}
+                version = checked(self._client.post(path, content=tensors, headers=kind), 201)
+                assert version["state"] == "ready", version
+            with self._stage("series: first token"):
+                self._complete(f"lane@{version['version']}")
+
+    def _complete(self, model: str) -> None:
+        asked = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0}
         checked(self._client.post("/v1/completions", json=asked))
 
     @contextmanager
@@ -170,13 +190,15 @@ def main() -> None:
         sizes = {len(files[TENSORS_NAME]) for files in uploads}
         with LiveServer(arguments.model, work / "data", threads=arguments.threads, **SMALL) as server:
             server.create_tenant("acme")
-            key = server.create_key("acme", scopes=["inference", "adapters:read", "adapters:write"])
+            key = server.create_key("acme", scopes=SCOPES)
             pushes = Pushes(server, key)
-            pushes.push(uploads[0])
-            pushes.spans.clear()  # the first one fills caches
-            pushes.loads.clear()
-            for files in uploads[1:]:
+            pushes.begin_series(uploads[0][CONFIG_NAME])
+            for number, files in enumerate(uploads):
                 pushes.push(files)
+                pushes.push_to_series(write_adapter(work / f"lane{number}", 1000 + number)[TENSORS_NAME])
+                if not number:  # the first ones fill caches, and the series' is checked
+                    pushes.spans.clear()
+                    pushes.loads.clear()
         parts = Parts(arguments.model, work)
         for files in uploads:
             parts.take(files)
