@@ -208,6 +208,28 @@ def test_a_quota_holds_for_loads_too(loop: Loop) -> None:
         services.tenants.update("acme", {"limits": {"max_adapter_bytes": None}})
 
 
+def test_a_series_takes_loads_of_a_key_that_trains_and_retires_old_versions(loop: Loop) -> None:
+    url = f"{loop.server.data_url}/admin/v1/tenants/acme/adapters/steps/series"
+    rules = {"keep_last": 1, "check_every": 100}
+    assert loop.server.http.put(url, json=rules, headers=bearer(loop.key)).status_code == 200
+    paths = [loop.checkpoint(f"steps-{seed}", seed=seed) for seed in (51, 52)]
+    assert loop.error(loop.load("steps", paths[0])) == (403, "insufficient_scope", None)
+    trains = bearer(loop.server.plane.make_key("acme", "inference", "adapters:write", "adapters:train"))
+    for path in paths:
+        assert loop.load("steps", path, headers=trains).status_code == 200
+    versions = loop.server.plane.services.catalog.list_versions("acme", "steps").items
+    assert [(info.state, info.checked) for info in versions] == [
+        ("retired", "numbers"),
+        ("ready", "structure"),
+    ]
+    assert loop.released("steps") == [("v2", 100)]
+    for version, told in (("v1", "retired"), ("v3", "does not exist")):
+        asked = {"model": f"steps@{version}", "prompt": "a", "max_tokens": 1}
+        answer = loop.server.http.post(f"{loop.server.data_url}/v1/completions", json=asked, headers=trains)
+        assert loop.error(answer) == (404, "model_not_found", "model")
+        assert told in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("what", ["adapter", "tenant"])
 def test_what_is_deleted_while_it_is_loaded_cannot_be_found(loop: Loop, what: str) -> None:
     server, measure = loop.server, loop.server.plane.measure
