@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from loraplex.adapters.admission.base_model import BaseTensor, is_of_expert, locate_module_weights
 from loraplex.adapters.admission.config.patterns import ends, suffixes
+from loraplex.adapters.admission.config.selection import WEIGHT
 from loraplex.adapters.admission.experts.checks import experts_not_served
 from loraplex.adapters.admission.faults import Faults
 from loraplex.adapters.admission.model_parts import ModelParts, is_of_multimodal, parts_of
@@ -239,11 +240,16 @@ def check_coverage(
     unused = sorted(target for target in selection.targets or () if target not in named)
     if unused and thorough:
         _refuse_missing(unused, base, names)
-    if unused:
-        notes.append(
-            f"target_modules names {_list(map(shown, unused))}, which the base's language model has no "
-            "linear of; the tensors tell what was trained"
-        )
+    weights = {name.removesuffix(WEIGHT) for name in settings.target_parameters}
+    for config_field, those in (
+        ("target_modules", [target for target in unused if target not in weights]),
+        ("target_parameters", [target + WEIGHT for target in unused if target in weights]),
+    ):
+        if those:
+            notes.append(
+                f"{config_field} names {_list(map(shown, those))}, which the base's language model has no "
+                "linear of; the tensors tell what was trained"
+            )
     return notes
 
 

@@ -148,6 +148,9 @@ def test_granites_stacks_by_their_names_of_transformers_4_are_refused_by_name(tm
         error = refused(base, tmp_path / linear, tensors, **fields)
         assert (error.code, error.feature) == ("unsupported_feature", "experts_layout")
         assert path in error.message
+        told = warnings(admit(base, tmp_path / linear, attention(base), **fields))
+        assert f"target_parameters names '{linear}.weight', which the base's language model has no" in told
+        assert "target_modules names" not in told
 
 
 def test_a_fault_of_the_file_is_told(tmp_path: Path, mixture: BaseSpec, not_served: BaseSpec) -> None:
