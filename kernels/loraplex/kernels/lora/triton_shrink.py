@@ -192,7 +192,8 @@ def shrink(
     next_row, next_rows, next_slot, next_chunk, next_h, next_ranks = _piece_of(
         work_ptr, start, begin + step, units, num_items
     )
-    for item in range(begin, num_items, step):
+    # By rows, what the tensor cores' part has before the loop would take registers from theirs.
+    for item in tl.range(begin, num_items, step, disable_licm=ROW_K > 0):
         if AHEAD:
             later_row, later_rows, later_slot, later_chunk, later_h, later_ranks = _piece_of(
                 work_ptr, start, item + 2 * step, units, num_items
