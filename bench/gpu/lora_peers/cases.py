@@ -37,9 +37,9 @@ _ROUNDINGS = 3
 
 def small(*titles: str) -> list[Case]:
     """Tiny shapes, for the interpreter: mixed ranks, and rows of the base."""
-    rows = ((0, 1), (1, 3), (-1, 2), (2, 6))
+    rows = ((0, 1), (-1, 2), (1, 3))
     return [
-        *_cases(SMALL[0], titles, [("ranks 8, 24 and 40", (8, 24, 40), rows)], torch.float16),
+        *_cases(SMALL[0], titles, [("ranks 8 and 24", (8, 24), rows)], torch.float16),
         *_cases(SMALL[1], titles, [("20 rows of rank 16", (16,), ((0, 20),))], torch.float16),
     ]
 
@@ -67,7 +67,7 @@ def _cases(
     cases = [
         LoraCase(f"{group.key}, {words}", (group,), ranks, rows, dtype=dtype) for words, ranks, rows in cells
     ]
-    return [Case("peers", case.name, partial(run_case, case, titles), limit_s=120) for case in cases]
+    return [Case("peers", case.name, partial(run_case, case, titles), limit_s=300) for case in cases]
 
 
 def run_case(case: LoraCase, titles: Sequence[str], bench: Bench) -> list[Row]:
