@@ -64,6 +64,24 @@ def test_a_reservation_yields_to_what_would_not_fit_beside_it() -> None:
     assert rig.on_device(*acme) == ["acme-1"]
 
 
+def test_adapters_on_experts_ten_times_as_large_leave_what_others_reserved() -> None:
+    """A gigabyte beside adapters of a tenth: they evict each other, and what nobody reserved."""
+    large = ["mixture-0", "mixture-1", "mixture-2"]
+    rig = CacheRig(num_pages=24, num_slots=24, sizes=dict.fromkeys(large, 10))
+    rig.limit("acme", reserved=4)
+    acme, other = refs_of("acme", 6), refs_of("other", 8)
+    rig.bring(*other)
+    rig.bring(*acme)
+    rig.bring(*(mixture := refs_of("mixture", 3)))
+    assert rig.on_device(*acme) == ["acme-2", "acme-3", "acme-4", "acme-5"]
+    assert rig.on_device(*mixture) == ["mixture-1", "mixture-2"]
+    assert rig.on_device(*other) == []
+    rig.limit("mixture", most=12)
+    rig.bring(mixture[0])
+    assert rig.on_device(*mixture) == ["mixture-0"]
+    assert rig.on_device(*acme) == ["acme-2", "acme-3", "acme-4", "acme-5"]
+
+
 def test_a_tenant_at_its_cap_evicts_its_own_alone() -> None:
     rig = CacheRig(num_pages=6, num_slots=6)
     other, acme = refs_of("other", 3), refs_of("acme", 4)
