@@ -35,6 +35,7 @@ from support.machine_code import read_code
 
 RECORD = Path(__file__).parents[1] / "aot" / "lora.json"
 GROUP = SiteGroup("qkv", ("q_proj", "k_proj", "v_proj"), 4096, (4096, 1024, 1024))
+GATE_UP = SiteGroup("gate_up", ("gate_proj", "up_proj"), 4096, (14336, 14336))
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 UNSPECIALISED = ("which", "layer", "first_site", "num_sites", "units")
 KERNELS = {
@@ -42,6 +43,7 @@ KERNELS = {
     "expand": ("triton_expand", triton_expand.expand),
     "expand_rows": ("triton_rows", triton_rows.expand_rows),
     "expand_strips": ("triton_strips", triton_strips.expand_strips),
+    "gated_strips": ("triton_strips", triton_strips.gated_strips),
 }
 """The module and the kernel, by the name by which it is launched."""
 BY_ROWS = LoraTiling(row_programs=12, row_block_k=1024)
@@ -71,6 +73,7 @@ KB_ON_THE_WAY = {
     "expand batch-invariant": 24,
     "expand by rows": 102,
     "expand by strips": 72,
+    "gated by strips": 72,
 }
 """The most of a multiprocessor: weights, and with them x or y where these are loaded at once. For the bandwidth of an
 H200 22 are needed at all times; B sides have theirs for a small part of the time."""
@@ -86,15 +89,16 @@ def launched(
     rows: int,
     monkeypatch: pytest.MonkeyPatch,
     tiling: LoraTiling | None = None,
+    group: SiteGroup = GROUP,
 ) -> list[Variant]:
-    """The launches of a step of `rows` rows of one adapter."""
+    """The launches of a step of `rows` rows of one adapter, those of gate and up with their activation."""
     found: list[Variant] = []
     size = "large" if rows > 16 else "small"
     if tiling is not None and tiling.batch_invariant:
         size = "batch-invariant"
 
     def keep(kernel: str, arguments: dict[str, Any]) -> None:
-        detail = f", {arguments['BLOCK_R']} ranks" if kernel in ("shrink", "expand_strips") else ""
+        detail = f", {arguments['BLOCK_R']} ranks" if kernel == "shrink" or "strips" in kernel else ""
         words = kernel.replace("_", " by ") if "_" in kernel else f"{kernel} {size}"
         if arguments.get("ROW_K"):
             words = "shrink by rows"
@@ -110,7 +114,7 @@ def launched(
     with monkeypatch.context() as patch:
         for name, (_, kernel) in KERNELS.items():
             patch.setattr(triton_lora, name, Recorder(kernel, partial(keep, name)))
-        arena = make_arena([GROUP], 1, dtype, [rank], max_rank=64)
+        arena = make_arena([group], 1, dtype, [rank], max_rank=64)
         lora = TritonLora(
             arena.weights,
             Scratch(torch.device("cpu")),
@@ -123,8 +127,12 @@ def launched(
         numbers = np.zeros(lora.work_size, np.int32)
         step = lora.plan([(0, 0, rows)], rows, numbers)
         launcher = lora.launcher(torch.from_numpy(numbers), step, [0])
-        x = torch.empty(rows, GROUP.in_features, dtype=dtype)
-        launcher.apply(0, "qkv", x, torch.empty(rows, sum(GROUP.out_features), dtype=dtype))
+        x = torch.empty(rows, group.in_features, dtype=dtype)
+        y = torch.empty(rows, sum(group.out_features), dtype=dtype)
+        if group is GROUP:
+            launcher.apply(0, group.key, x, y)
+        else:
+            assert launcher.gate(0, group.key, x, y, gelu=False) is not None
     return found
 
 
@@ -184,7 +192,8 @@ def dependents(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
     today = launched(torch.bfloat16, 16, 1, monkeypatch)
     by_rows = launched(torch.bfloat16, 16, 1, monkeypatch, BY_ROWS)
     by_strips = launched(torch.bfloat16, 16, 100, monkeypatch, BY_STRIPS)[1:]
-    return [*map(dependent, today + by_rows + by_strips), early(today[0]), early(by_rows[0])]
+    gated = launched(torch.bfloat16, 16, 100, monkeypatch, BY_STRIPS, GATE_UP)[1:]
+    return [*map(dependent, today + by_rows + by_strips + gated), early(today[0]), early(by_rows[0])]
 
 
 def all_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
@@ -197,6 +206,8 @@ def all_variants(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
         variants += launched(dtype, 16, 1, monkeypatch, BY_ROWS)
         for rank in (16, 64):
             variants += launched(dtype, rank, 100, monkeypatch, BY_STRIPS)[1:]
+            if dtype is torch.bfloat16 or rank == 16:
+                variants += launched(dtype, rank, 100, monkeypatch, BY_STRIPS, GATE_UP)[1:]
     return variants + dependents(monkeypatch)
 
 
@@ -255,9 +266,15 @@ def test_strips_have_enough_bytes_on_the_way_for_the_bandwidth(monkeypatch: pyte
     """Copies of the first tiles of a strip, all but one stage, then of one tile for each that is computed: y and B."""
     (of_16,) = launched(torch.bfloat16, 16, 100, monkeypatch, BY_STRIPS)[1:]
     (of_64,) = launched(torch.bfloat16, 64, 100, monkeypatch, BY_STRIPS)[1:]
-    narrow, wide, ampere = read_code([(dependent(of_16), 90), (of_64, 90), (of_16, 80)])
-    assert narrow.copies == ampere.copies == [2 * 6, 6]
-    assert wide.copies == [2 * 6, 6]
+    (gated,) = launched(torch.bfloat16, 16, 100, monkeypatch, BY_STRIPS, GATE_UP)[1:]
+    (gated_64,) = launched(torch.bfloat16, 64, 100, monkeypatch, BY_STRIPS, GATE_UP)[1:]
+    narrow, *others = read_code(
+        [
+            (dependent(of_16), 90), (of_64, 90), (of_16, 80), (dependent(gated), 90), (gated, 80), (gated_64, 90)
+        ]
+    )  # fmt: skip
+    assert [narrow.copies] * 5 == [code.copies for code in others]
+    assert narrow.copies == [2 * 6, 6]
     assert bytes_on_the_way(narrow.copies[0], BY_STRIPS.expand_programs, BY_STRIPS.large_warps) == 72 << 10
 
 

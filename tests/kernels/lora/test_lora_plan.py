@@ -29,6 +29,8 @@ GROUPS = (
 )
 PLANNER = LoraPlanner(GROUPS, 32, LoraTiling(), 528)
 BY_ROWS = LoraPlanner(GROUPS, 32, LoraTiling(row_programs=12), 528)
+GATE_UP = SiteGroup("gate_up", ("gate_proj", "up_proj"), 4096, (14336, 14336))
+BY_STRIPS = LoraPlanner((GATE_UP, GROUPS[1]), 8, LoraTiling(strip_stages=3), 528)
 MANY_PLANES = LoraTiling(block_k=256, max_splits=16)
 MAX_ROWS, MAX_SEGMENTS = 9000, 24
 
@@ -106,6 +108,24 @@ def test_every_row_with_an_adapter_is_listed_once_and_no_other(step, fixed: bool
         assert not hidden or hidden[-1][1] <= work.hidden
     if fixed:
         assert not any(map(any, work.pieces[LARGE]))
+
+
+@given(steps())
+def test_behind_large_pieces_of_gate_and_up_come_all_other_rows(step) -> None:
+    segments, num_rows, widest = step
+    into = np.full(BY_STRIPS.capacity(MAX_ROWS, MAX_SEGMENTS), -1, np.int32)
+    work = BY_STRIPS.write(segments, np.minimum(widest, 8), num_rows, into)
+    number = BY_STRIPS.list_number(LARGE, EXPAND, 0)
+    start, count, _, others = into[LIST_FIELDS * number : LIST_FIELDS * (number + 1)]
+    assert (count, others) == (work.pieces[LARGE][EXPAND][0], work.others[0])
+    if not count:
+        return
+    listed = into[start : start + (count + others) * PIECE_FIELDS].reshape(-1, PIECE_FIELDS)
+    assert (listed[:count, 2] >= 0).all()
+    assert (listed[count:, 2] == -1).all()
+    assert (listed[:, 1] <= BY_STRIPS.tiling.large_rows).all()
+    found = [row for first, rows in listed[:, :2].tolist() for row in range(first, first + rows)]
+    assert sorted(found) == list(range(num_rows))
 
 
 @given(steps(), st.booleans())

@@ -94,10 +94,11 @@ class DeviceLora:
         *,
         head: bool,
         fixed: bool,
+        prompts: bool,
     ) -> tuple[LoraPass | None, int]:
         """Write a step's list into `into`, whose copy on the device `work` is; returns the pass and how many int32 were
-        written. `fixed`: for launches that were recorded (`recorded`). The pass is None if no row has an adapter that
-        changes anything. Raises ValueError as `AdapterArena.lora_pass` does."""
+        written. `fixed`: for launches that were recorded (`recorded`), with the same `prompts`. The pass is None if no
+        row has an adapter that changes anything. Raises ValueError as `AdapterArena.lora_pass` does."""
         weights, lora = (self._weights[1], self.head) if head else (self._weights[0], self.layers)
         if weights is None or lora is None:
             return None, 0
@@ -105,10 +106,12 @@ class DeviceLora:
         slots = sorted({slot for slot, _, _ in chosen if slot >= 0})
         if not slots and not fixed:
             return None, 0
-        step = lora.plan(chosen, num_rows, into, fixed=fixed)
+        step = lora.plan(chosen, num_rows, into, fixed=fixed, prompts=prompts)
         if not slots:
             return None, step.size
-        return (lora.recorded(work, num_rows) if fixed else lora.launcher(work, step, slots)), step.size
+        return (
+            lora.recorded(work, num_rows, prompts=prompts) if fixed else lora.launcher(work, step, slots)
+        ), step.size
 
     def begin_expert_pass(
         self, segments: Sequence[Segment], into: NDArray[np.int32], slots: torch.Tensor
@@ -153,11 +156,11 @@ class DeviceLora:
         return lora.launcher(work, step, slots)
 
     def recorded(
-        self, layers: torch.Tensor, head: torch.Tensor, max_rows: int, max_logits: int
+        self, layers: torch.Tensor, head: torch.Tensor, max_rows: int, max_logits: int, *, prompts: bool
     ) -> tuple[LoraLauncher, LoraLauncher | None]:
         """Passes to be captured over the lists of the layers and of the head, for steps of up to `max_rows` rows and
-        `max_logits` rows of logits."""
-        return self.layers.recorded(layers, max_rows), (
+        `max_logits` rows of logits. `prompts`: with prompt chunks."""
+        return self.layers.recorded(layers, max_rows, prompts=prompts), (
             None if self.head is None else self.head.recorded(head, max_logits)
         )
 

@@ -31,6 +31,16 @@ def act_and_mul(gate_up: torch.Tensor, gelu: bool, up: torch.Tensor | None = Non
 
 
 @triton.jit
+def activated(gate, up, GELU: tl.constexpr):
+    """f(gate) · up, in float32."""
+    z = gate
+    if GELU:
+        # 0.5·(1 + tanh(z)) is the logistic function of 2z.
+        z = 2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1 + tl.exp(-z)) * up
+
+
+@triton.jit
 def gated_program(
     gate_ptr, up_ptr, out_ptr, gate_row, up_row, INNER: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
 ):
@@ -40,9 +50,4 @@ def gated_program(
     there = c < INNER
     gate = tl.load(gate_ptr + row * gate_row + c, mask=there, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + c, mask=there, other=0.0).to(tl.float32)
-    z = gate
-    if GELU:
-        # 0.5·(1 + tanh(z)) is the logistic function of 2z.
-        z = 2 * 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    activated = gate / (1 + tl.exp(-z)) * up
-    tl.store(out_ptr + row * INNER + c, activated.to(out_ptr.dtype.element_ty), mask=there)
+    tl.store(out_ptr + row * INNER + c, activated(gate, up, GELU).to(out_ptr.dtype.element_ty), mask=there)

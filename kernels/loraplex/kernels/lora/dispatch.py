@@ -22,7 +22,10 @@ step is prepared by `loraplex.kernels.lora.triton_lora.TritonLora`, over tables 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+
+import torch
 
 from loraplex.kernels.lora.types import (
     CHUNK,
@@ -37,12 +40,25 @@ from loraplex.kernels.lora.types import (
 __all__ = [
     "CHUNK",
     "GRANULE_BYTES",
+    "GatingPass",
     "LoraPass",
     "LoraWeights",
     "Scratch",
     "Segment",
     "begin_pass",
 ]
+
+
+class GatingPass(LoraPass, ABC):
+    """A `LoraPass` that has operations for gate and up which compute the activation too."""
+
+    @abstractmethod
+    def gate(
+        self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
+    ) -> torch.Tensor | None:
+        """Return f(gate) · up [T, N ÷ 2] of what `apply` would make of y [T, N], gate before up, where f is silu or,
+        with `gelu`, the tanh approximation of gelu. y is undefined then. Return None, and do nothing, for a batch for
+        which `apply` and an activation of its own are better. Raises as `apply` does."""
 
 
 def begin_pass(

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex.kernels.lora.dispatch import GatingPass
 from loraplex.kernels.lora.triton_expand import expand
 from loraplex.kernels.lora.triton_fields import RECORD_HEAD
 from loraplex.kernels.lora.triton_plan import (
@@ -35,11 +36,12 @@ from loraplex.kernels.lora.triton_plan import (
     GroupPlan,
     LoraPlanner,
     Work,
+    count_programs,
     site_records,
 )
 from loraplex.kernels.lora.triton_rows import expand_rows
 from loraplex.kernels.lora.triton_shrink import shrink
-from loraplex.kernels.lora.triton_strips import expand_strips
+from loraplex.kernels.lora.triton_strips import expand_strips, gated_strips
 from loraplex.kernels.lora.triton_tiling import STRIP_TILES, LoraTiling
 from loraplex.kernels.lora.types import (
     CHUNK,
@@ -52,17 +54,15 @@ from loraplex.kernels.lora.types import (
 
 _DEFAULT = LoraTiling()
 _HIDDEN = "lora hidden"
-_PROGRAMS_ON_HOST = 3
-"""Where kernels are interpreted, one program after the other."""
 
 
-class LoraLauncher:
+class LoraLauncher(GatingPass):
     """See `loraplex.kernels.lora.dispatch.LoraPass`. Launches over buffers that stay where they are; what they hold
     may change. `programs`: the most of a launch, by (kind, stage).
 
     `work` int32 is the list, `records` those of the slots that it names, `units` of each group, `hidden` float32.
     Without a `step` every group's small pieces are launched, whatever the list will say: for recording, with programs
-    for `most_pieces` of shrink and of expand.
+    for `most_pieces` of shrink and of expand; with `large`, large pieces too.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class LoraLauncher:
         active: NDArray[np.bool_] | None = None,
         step: Work | None = None,
         most_pieces: tuple[int, int] = (0, 0),
+        large: bool = False,
     ) -> None:
         self._storage = storage
         self._floats = storage.view(torch.float32)
@@ -90,6 +91,7 @@ class LoraLauncher:
         self._active = active
         self._step = step
         self._most_pieces = most_pieces
+        self._recorded_kinds = (SMALL, LARGE) if large else (SMALL,)
         self._dependent = _launches_dependents(storage.device)
         self._numbers = {plan.group.key: g for g, plan in enumerate(planner.groups)}
 
@@ -97,6 +99,25 @@ class LoraLauncher:
         """See `LoraPass.apply`. Raises ValueError where the shapes are not the group's, KeyError for no group."""
         self.shrink(layer, group, x)
         self.expand(layer, group, y)
+
+    def gate(
+        self, layer: int, group: str, x: torch.Tensor, y: torch.Tensor, *, gelu: bool
+    ) -> torch.Tensor | None:
+        """See `GatingPass.gate`: for gate and up, where there are large pieces, which go by strips."""
+        g = self._numbers[group]
+        plan = self._planner.groups[g]
+        # Sums of float16 would spill.
+        fits = self._storage.dtype is not torch.float16 or self._block_r(LARGE) <= 32
+        kinds = self._kinds(layer, EXPAND, g)
+        if LARGE not in kinds or not (plan.gated and self._planner.by_strips and fits):
+            return None
+        self.shrink(layer, group, x)
+        self._check(group, "y", y, sum(plan.group.out_features))
+        if SMALL in kinds:
+            self._launch_expand(SMALL, layer, g, plan, y)
+        out = torch.empty(y.shape[0], plan.group.out_features[0], dtype=y.dtype, device=y.device)
+        self._launch_gated(layer, g, plan, y, out, gelu=gelu)
+        return out
 
     def shrink(self, layer: int, group: str, x: torch.Tensor) -> None:
         """The first half of `apply`: reads x [T, K], writes hidden values alone."""
@@ -124,7 +145,7 @@ class LoraLauncher:
 
     def _kinds(self, layer: int, stage: int, g: int) -> tuple[int, ...]:
         if self._step is None:
-            return (SMALL,)
+            return self._recorded_kinds
         if self._active is not None and not self._active[layer, g]:
             return ()
         pieces = self._step.pieces
@@ -132,11 +153,15 @@ class LoraLauncher:
 
     def _grid(self, kind: int, stage: int, g: int, units: int) -> tuple[int]:
         pieces = self._most_pieces[stage] if self._step is None else self._step.pieces[kind][stage][g]
+        if self._step is not None and (kind, stage) == (LARGE, EXPAND):
+            pieces += self._step.others[g]
         return (max(1, min(self._programs[kind, stage], pieces * units)),)
 
     def _block_r(self, kind: int) -> int:
         """Ranks of a piece that are computed at a time."""
-        return self._planner.tiling.block_r if kind == SMALL or self._step is None else self._step.block_r
+        if kind == SMALL:
+            return self._planner.tiling.block_r
+        return self._planner.recorded_block_r if self._step is None else self._step.block_r
 
     def _constants(self) -> dict[str, Any]:
         return {
@@ -190,7 +215,7 @@ class LoraLauncher:
         if by_rows:
             kernel, options = expand_rows, self._row_options()
         elif by_strips:
-            kernel, options = expand_strips, self._strip_options()
+            kernel, options = expand_strips, self._strip_options(1)
             items *= tiling.large_rows // tiling.expand_rows
         if self._dependent:
             options["launch_pdl"] = True
@@ -218,15 +243,46 @@ class LoraLauncher:
             **options,
         )
 
+    def _launch_gated(
+        self, layer: int, g: int, plan: GroupPlan, y: torch.Tensor, out: torch.Tensor, *, gelu: bool
+    ) -> None:
+        tiling = self._planner.tiling
+        # Half as many columns at a time: tiles are of both sites.
+        options = self._strip_options(2)
+        if self._dependent:
+            options["launch_pdl"] = True
+        strips = -(-out.shape[1] // (STRIP_TILES * tiling.large_block_n))
+        gated_strips[self._grid(LARGE, EXPAND, g, strips * (tiling.large_rows // tiling.expand_rows))](
+            y,
+            y.stride(0),
+            out,
+            self._storage,
+            self._floats,
+            self._hidden,
+            self._work,
+            self._records,
+            self._planner.list_number(LARGE, EXPAND, g),
+            layer,
+            plan.first_site,
+            INNER=out.shape[1],
+            GELU=gelu,
+            **self._constants(),
+            DEPENDENT=self._dependent,
+            num_stages=tiling.small_stages,
+            maxnreg=tiling.expand_registers(False) if self._storage.dtype is torch.bfloat16 else None,
+            **options,
+        )
+
     def _row_options(self) -> dict[str, Any]:
         tiling = self._planner.tiling
         return {"RANKS": tiling.block_r, "BLOCK_N": tiling.block_n, "num_warps": 1}
 
-    def _strip_options(self) -> dict[str, Any]:
+    def _strip_options(self, sites: int) -> dict[str, Any]:
+        """`sites`: that a tile has columns of, as many in all."""
         tiling = self._planner.tiling
         ranks = self._block_r(LARGE)
         # Of many ranks, stages of whole tiles would fill an A100's shared memory, and float16 would spill.
-        columns = max(tiling.large_block_n // (2 if ranks > 32 else 1), 2 * CHUNK)
+        columns = max(tiling.large_block_n // (sites * (2 if ranks > 32 else 1)), 2 * CHUNK)
         return {
             "PLANES": max(1, tiling.planes * tiling.block_r // ranks),
             "BLOCK_M": tiling.expand_rows,
@@ -272,14 +328,17 @@ class TritonLora:
         num_slots, chunks, layers, sites, _ = weights.tables.shape
         self._weights = weights
         self._max_rows, self._max_segments = max_rows, max_segments
-        self._programs = _count_programs(device, tiling, programs)
+        multiprocessors = None
+        if device.type == "cuda":
+            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._programs = count_programs(tiling, multiprocessors, programs)
         self._planner = LoraPlanner(weights.groups, chunks - 1, tiling, self._programs[SMALL, SHRINK])
         shape = (num_slots, layers, sites, RECORD_HEAD + 2 * (chunks - 1))
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._records = torch.zeros(shape, dtype=torch.int32, device=device)
         self._widest = np.zeros((num_slots, len(weights.groups)), np.int32)
         self._present = np.zeros((num_slots, layers, len(weights.groups)), np.bool_)
-        self._units = [torch.from_numpy(units).to(device) for units in _units(self._planner)]
+        self._units = [torch.from_numpy(units).to(device) for units in self._planner.units()]
         size = self._planner.hidden_capacity(max_rows, max_segments, fixed=False)
         self._hidden = scratch.buffer(_HIDDEN, (size,), torch.float32)
 
@@ -303,16 +362,22 @@ class TritonLora:
         self._present[slot] = self._planner.present(records)[0]
 
     def plan(
-        self, segments: Sequence[Segment], num_rows: int, into: NDArray[np.int32], *, fixed: bool = False
+        self,
+        segments: Sequence[Segment],
+        num_rows: int,
+        into: NDArray[np.int32],
+        *,
+        fixed: bool = False,
+        prompts: bool = False,
     ) -> Work:
         """Write a step's list of work to the beginning of `into`, `work.size` numbers that must get to the device
-        before it runs. `fixed`: for the launches of `recorded`. Raises ValueError as `begin_pass` does, and for more
-        rows or runs than there is room for."""
+        before it runs. `fixed`: for the launches of `recorded`, with the same `prompts`. Raises ValueError as
+        `begin_pass` does, and for more rows or runs than there is room for."""
         by_slot = segments_by_slot(segments, self._weights.num_chunks, num_rows)
         if num_rows > self._max_rows:
             raise ValueError(f"a step of {num_rows} rows, where {self._max_rows} are the most")
         chosen = [segment for of_slot in by_slot.values() for segment in of_slot]
-        step = self._planner.write(chosen, self._widest, num_rows, into, fixed=fixed)
+        step = self._planner.write(chosen, self._widest, num_rows, into, fixed=fixed, prompts=prompts)
         if step.hidden > self._hidden.numel():
             raise ValueError(f"{num_rows} rows are too many for recorded launches")
         return step
@@ -322,12 +387,17 @@ class TritonLora:
         active: NDArray[np.bool_] = np.logical_or.reduce(self._present[list(slots)], axis=0)
         return self._launcher(work, step, active)
 
-    def recorded(self, work: torch.Tensor, max_rows: int | None = None) -> LoraLauncher:
+    def recorded(
+        self, work: torch.Tensor, max_rows: int | None = None, *, prompts: bool = False
+    ) -> LoraLauncher:
         """Launches to be recorded, as a CUDA graph, that serve every step of up to `max_rows` rows (or as many as
-        there is room for) that is planned with `fixed` and whose list is in `work` when they run."""
+        there is room for) that is planned with `fixed` and whose list is in `work` when they run. `prompts`: steps with
+        prompt chunks, whose large pieces have launches of their own where B sides go by strips; such a step is planned
+        for as many rows as x has."""
         rows = max_rows or self._max_rows
         blocks = -(-self._planner.max_ranks // self._planner.tiling.block_r)
-        return self._launcher(work, None, None, (rows * blocks, rows))
+        large = self._planner.records_large(prompts)
+        return self._launcher(work, None, None, (rows * blocks, rows), large)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile all that a step may launch, for x and y of this dtype: seconds each, which no step should take.
@@ -343,12 +413,14 @@ class TritonLora:
             ((tiling.block_r,), never) if tiling.batch_invariant else (tiling.large_blocks_r, once)
         )
         for block_r in blocks:
-            step = Work(1, 0, 0, (once, large), once, block_r)
+            step = Work(1, 0, 0, (once, large), once, block_r, (0,) * n)
             launcher = self._launcher(empty, step, None)
             for plan in planner.groups:
                 x = torch.empty(1, plan.group.in_features, dtype=dtype, device=device)
                 y = torch.empty(1, sum(plan.group.out_features), dtype=dtype, device=device)
                 launcher.apply(0, plan.group.key, x, y)
+                for gelu in (False, True):
+                    launcher.gate(0, plan.group.key, x, y, gelu=gelu)
 
     def _launcher(
         self,
@@ -356,6 +428,7 @@ class TritonLora:
         step: Work | None,
         active: NDArray[np.bool_] | None,
         most_pieces: tuple[int, int] = (0, 0),
+        large: bool = False,
     ) -> LoraLauncher:
         return LoraLauncher(
             self._weights.storage,
@@ -368,31 +441,9 @@ class TritonLora:
             active=active,
             step=step,
             most_pieces=most_pieces,
+            large=large,
         )
-
-
-def _units(planner: LoraPlanner) -> list[NDArray[np.int32]]:
-    """Units of small and of large pieces of each group."""
-    tiling = planner.tiling
-    sizes = (tiling.block_n, tiling.large_block_n * (STRIP_TILES if planner.by_strips else 1))
-    return [plan.units(size) for plan in planner.groups for size in sizes]
 
 
 def _launches_dependents(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def _count_programs(
-    device: torch.device, tiling: LoraTiling, given: int | None
-) -> dict[tuple[int, int], int]:
-    """The most programs of a launch, by (kind, stage): those that a device runs at a time, unless they are given."""
-    of_one = {
-        (SMALL, SHRINK): tiling.shrink_programs,
-        (SMALL, EXPAND): tiling.row_programs or tiling.expand_programs,
-        (LARGE, SHRINK): tiling.shrink_programs,
-        (LARGE, EXPAND): tiling.expand_programs,
-    }
-    if given or device.type != "cuda":
-        return dict.fromkeys(of_one, given or _PROGRAMS_ON_HOST)
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return {launch: count * programs for launch, programs in of_one.items()}

@@ -3,7 +3,8 @@
 The buffer is int32 throughout, so that it can travel with a step's other inputs in one copy:
 
     head     LIST_FIELDS numbers a list: where it begins in the buffer, how many pieces it has, into how many planes
-             their K is cut, and how many columns a plane has
+             their K is cut, and how many columns a plane has. For B sides of large pieces of gate and up, the last is
+             the number of pieces that follow: of slot -1, of all rows that no large piece has, for the activation there
     pieces   PIECE_FIELDS each, list by list
 
 A piece is a run of adjacent rows of one adapter, with of `shrink` a block of ranks. There is a list for each group of
@@ -24,11 +25,14 @@ from numpy.typing import NDArray
 
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.lora.triton_fields import LIST_FIELDS, PIECE_FIELDS, RECORD_HEAD, ROW_ROWS
-from loraplex.kernels.lora.triton_tiling import LoraTiling
+from loraplex.kernels.lora.triton_tiling import STRIP_TILES, LoraTiling
 from loraplex.kernels.lora.types import CHUNK, LoraWeights, Segment
 
+_GATED = "gate_up"
 SMALL, LARGE = 0, 1
 SHRINK, EXPAND = 0, 1
+_PROGRAMS_ON_HOST = 3
+"""Where kernels are interpreted, one program after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,12 @@ class GroupPlan:
     first_site: int
     hidden_sites: int
     max_splits: int
+
+    @property
+    def gated(self) -> bool:
+        """Whether its sites are gate and up."""
+        widths = self.group.out_features
+        return self.group.key == _GATED and len(widths) == 2 and widths[0] == widths[1]
 
     @property
     def aligned(self) -> bool:
@@ -60,7 +70,7 @@ class GroupPlan:
 class Work:
     """The sizes of a list that the host wrote. `size` int32 of the buffer are used, `hidden` float32 are
     needed for hidden values. `pieces[kind][stage][group]` and `splits[kind][group]` count: pieces, and planes of K.
-    `block_r` ranks of large pieces are shrunk at a time."""
+    `block_r` ranks of large pieces are shrunk at a time. `others[group]`: pieces of slot -1 behind the large ones."""
 
     num_rows: int
     size: int
@@ -68,6 +78,23 @@ class Work:
     pieces: tuple[tuple[tuple[int, ...], ...], ...]
     splits: tuple[tuple[int, ...], ...]
     block_r: int
+    others: tuple[int, ...]
+
+
+def count_programs(
+    tiling: LoraTiling, multiprocessors: int | None, given: int | None
+) -> dict[tuple[int, int], int]:
+    """The most programs of a launch, by (kind, stage): those that a device of these multiprocessors runs at a time,
+    unless they are given. None: there is no device."""
+    of_one = {
+        (SMALL, SHRINK): tiling.shrink_programs,
+        (SMALL, EXPAND): tiling.row_programs or tiling.expand_programs,
+        (LARGE, SHRINK): tiling.shrink_programs,
+        (LARGE, EXPAND): tiling.expand_programs,
+    }
+    if given or multiprocessors is None:
+        return dict.fromkeys(of_one, given or _PROGRAMS_ON_HOST)
+    return {launch: multiprocessors * programs for launch, programs in of_one.items()}
 
 
 def site_records(weights: LoraWeights, slots: Sequence[int]) -> NDArray[np.int32]:
@@ -94,6 +121,8 @@ class LoraPlanner:
         self.max_ranks = max_chunks * CHUNK
         self.by_strips = tiling.strip_stages > 0 and self.max_ranks <= tiling.large_blocks_r[-1]
         """Whether B sides of large pieces go by strips."""
+        self.recorded_block_r = self._fitting(self.max_ranks)
+        """Ranks of large pieces that are computed at a time in recorded launches, whatever the step's adapters have."""
         self._programs = programs
         plans = []
         first = 0
@@ -105,6 +134,11 @@ class LoraPlanner:
         self.groups = tuple(plans)
         self.head_size = LIST_FIELDS * 4 * len(plans)
         """Numbers at the buffer's beginning: the lists' heads."""
+
+    def units(self) -> list[NDArray[np.int32]]:
+        """Units of small and of large pieces of each group."""
+        large = self.tiling.large_block_n * (STRIP_TILES if self.by_strips else 1)
+        return [plan.units(size) for plan in self.groups for size in (self.tiling.block_n, large)]
 
     def list_number(self, kind: int, stage: int, group: int) -> int:
         return (2 * kind + stage) * len(self.groups) + group
@@ -129,7 +163,11 @@ class LoraPlanner:
         pieces = min(max_rows, max_rows // self.tiling.small_rows + max_segments)
         expanded = min(max_rows, max_rows // ROW_ROWS + max_segments) if self.tiling.row_programs else pieces
         blocks = -(-self.max_ranks // self.tiling.block_r)
-        return self.head_size + len(self.groups) * PIECE_FIELDS * (pieces * blocks + expanded)
+        gated = sum(plan.gated for plan in self.groups) if self.by_strips else 0
+        # Rows without a large piece are before, between and behind those of sequences.
+        others = min(max_rows, max_rows // self.tiling.large_rows + max_segments + 1)
+        listed = len(self.groups) * (pieces * blocks + expanded) + gated * others
+        return self.head_size + PIECE_FIELDS * listed
 
     def hidden_capacity(self, max_rows: int, max_segments: int, *, fixed: bool) -> int:
         """float32 that the hidden values of any step of `max_rows` rows can take; `fixed` as for `write`."""
@@ -152,26 +190,28 @@ class LoraPlanner:
         into: NDArray[np.int32],
         *,
         fixed: bool = False,
+        prompts: bool = False,
     ) -> Work:
         """Write the list of a step into the beginning of `into`. `widest` [slots, groups] as `widest` makes it.
 
-        `fixed`: with small pieces alone, for launches that were recorded before the step was known. Segments of
-        slot -1 are left out. Raises ValueError where `into` is too small.
+        `fixed`: with small pieces alone, for launches that were recorded before the step was known; with `prompts`, as
+        `records_large` says. Segments of slot -1 are left out. Raises ValueError where `into` is too small.
         """
         slots, firsts, counts = _runs(segments)
-        fixed = fixed or self.tiling.batch_invariant
-        small = np.full(len(slots), fixed) | (counts <= self.tiling.small_rows)
-        if not fixed and counts[small].sum() > self.tiling.max_small_rows:
+        large = self.records_large(prompts) if fixed else not self.tiling.batch_invariant
+        small = np.full(len(slots), not large) | (counts <= self.tiling.small_rows)
+        if large and counts[small].sum() > self.tiling.max_small_rows:
             small = counts <= ROW_ROWS
         kinds = [
             _cut(slots[chosen], firsts[chosen], counts[chosen], height)
             for chosen, height in ((small, self.tiling.small_rows), (~small, self.tiling.large_rows))
         ]
-        block_r = self._block_r(widest, slots[~small])
+        block_r = self.recorded_block_r if fixed else self._block_r(widest, slots[~small])
         steps = (self.tiling.block_r, block_r)
         lists: list[NDArray[np.int32]] = [np.empty((0, PIECE_FIELDS), np.int32)] * (4 * len(self.groups))
         # Of small pieces and of large ones, by group.
         splits = [[(1, 1)] * len(self.groups) for _ in kinds]
+        others = [0] * len(self.groups)
         hidden = 0
         for g, plan in enumerate(self.groups):
             first = 0
@@ -190,13 +230,19 @@ class LoraPlanner:
                 lists[self.list_number(kind, EXPAND, g)] = _by_rows(listed) if by_rows else listed
                 lists[self.list_number(kind, SHRINK, g)] = _by_blocks(listed, blocks, steps[kind] // CHUNK)
             hidden = max(hidden, first)
+            number = self.list_number(LARGE, EXPAND, g)
+            if self.by_strips and plan.gated and (len(lists[number]) or (fixed and large)):
+                rest = _others(lists[number], num_rows, self.tiling.large_rows)
+                lists[number], others[g] = np.concatenate((lists[number], rest)), len(rest)
         if hidden >= 2**31:
             raise ValueError(
                 f"a step of {num_rows} rows needs {hidden} hidden values: more than can be counted"
             )
-        size = self._fill(lists, splits, into)
+        size = self._fill(lists, splits, others, into)
         lengths = [len(pieces) for pieces in lists]
         n = len(self.groups)
+        for g, count in enumerate(others):
+            lengths[self.list_number(LARGE, EXPAND, g)] -= count
         return Work(
             num_rows=num_rows,
             size=size,
@@ -207,14 +253,20 @@ class LoraPlanner:
             ),
             splits=tuple(tuple(count for _, count in of_kind) for of_kind in splits),
             block_r=block_r,
+            others=tuple(others),
         )
+
+    def records_large(self, prompts: bool) -> bool:
+        """Whether recorded launches of steps with prompt chunks, or of decoding rows alone, have large pieces."""
+        return prompts and self.by_strips and not self.tiling.batch_invariant
+
+    def _fitting(self, ranks: int) -> int:
+        blocks = self.tiling.large_blocks_r
+        return next((size for size in blocks if size >= ranks), blocks[-1])
 
     def _block_r(self, widest: NDArray[np.int32], slots: NDArray[np.int32]) -> int:
         """Ranks at a time: as many as the widest adapter with large pieces has, if they fit, so that x is read once."""
-        most = int(widest[slots].max(initial=0)) * CHUNK
-        return next(
-            (size for size in self.tiling.large_blocks_r if size >= most), self.tiling.large_blocks_r[-1]
-        )
+        return self._fitting(int(widest[slots].max(initial=0)) * CHUNK)
 
     def _split(self, kind: int, plan: GroupPlan, tiles: int) -> tuple[int, int]:
         """The columns in a plane, and the number of planes: enough that all programs have work."""
@@ -240,6 +292,7 @@ class LoraPlanner:
         self,
         lists: Sequence[NDArray[np.int32]],
         splits: Sequence[Sequence[tuple[int, int]]],
+        others: Sequence[int],
         into: NDArray[np.int32],
     ) -> int:
         size = self.head_size + sum(pieces.size for pieces in lists)
@@ -253,6 +306,11 @@ class LoraPlanner:
             into[head : head + LIST_FIELDS] = start, len(pieces), count, split
             into[start : start + pieces.size] = pieces.reshape(-1)
             start += pieces.size
+        for g, plan in enumerate(self.groups):
+            if self.by_strips and plan.gated:
+                head = LIST_FIELDS * self.list_number(LARGE, EXPAND, g)
+                into[head + 1] -= others[g]
+                into[head + 3] = others[g]
         return size
 
 
@@ -301,6 +359,16 @@ def _by_rows(pieces: NDArray[np.int32]) -> NDArray[np.int32]:
     cut[:, 1] = np.minimum(cut[:, 1] - skipped, ROW_ROWS)
     cut[:, 4] += skipped * cut[:, 5]
     return cut
+
+
+def _others(pieces: NDArray[np.int32], num_rows: int, height: int) -> NDArray[np.int32]:
+    """Pieces of slot -1, of `height` rows each, of the rows of a step that none of these pieces has."""
+    order = pieces[np.argsort(pieces[:, 0])]
+    begins = np.concatenate(([0], order[:, 0] + order[:, 1])).astype(np.int32)
+    counts = np.concatenate((order[:, 0], [num_rows])).astype(np.int32) - begins
+    there = counts > 0
+    begins, counts = begins[there], counts[there]
+    return _cut(np.full(len(begins), -1, np.int32), begins, counts, height)
 
 
 def _repeat(times: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -222,7 +222,7 @@ class PackedSource:
         of_layers, of_head = (
             self.view(*self.lora_place(layout, head=head), torch.int32) for head in (False, True)
         )
-        layers, head = self.lora.recorded(of_layers, of_head, size.rows, size.sequences)
+        layers, head = self.lora.recorded(of_layers, of_head, size.rows, size.sequences, prompts=size.prompts)
         experts = None
         if layout.slots < layout.lora_end:
             experts = self.lora.recorded_experts(self.view(layout.slots, 4 * size.rows, torch.int32))
@@ -375,8 +375,10 @@ class PackedInputs:
         if self.size is not None and not head:
             # Rows of padding are computed too, as the base's.
             num_rows = min(self.size.rows, self.source.limits.max_rows)
+        # Of the head there is a row for each sequence.
+        prompts = self.size is not None and self.size.prompts and not head
         lora_pass, size = lora.begin_lora_pass(
-            segments, num_rows, numbers, view, head=head, fixed=self.size is not None
+            segments, num_rows, numbers, view, head=head, fixed=self.size is not None, prompts=prompts
         )
         self._used = max(self._used, start + 4 * size)
         return lora_pass

@@ -12,6 +12,7 @@ from loraplex.engine.model.base import ForwardBatch
 from loraplex.engine.model.layer_kinds import Activation
 from loraplex.kernels.attention.kv_codes import head_dim_of
 from loraplex.kernels.linear.packed import PackedLinear
+from loraplex.kernels.lora.dispatch import GatingPass
 from loraplex.kernels.ops import Ops
 
 
@@ -109,7 +110,14 @@ class AdaptedLinears:
         up: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, N ÷ 2]: the activation of gate, times up; or [T, N], with `up` [T, N] that is not the linear's."""
-        return self.act_and_mul(self.apply(linear, x, batch), activation == "gelu_tanh", up)
+        y, gelu = linear.weight(x, linear.bias), activation == "gelu_tanh"
+        if isinstance(batch.lora, GatingPass) and up is None:
+            gated = batch.lora.gate(linear.layer, linear.group, x, y, gelu=gelu)
+            if gated is not None:
+                return gated
+        if batch.lora is not None:
+            batch.lora.apply(linear.layer, linear.group, x, y)
+        return self.act_and_mul(y, gelu, up)
 
     def apply_and_norm(
         self, linear: Linear, x: torch.Tensor, batch: ForwardBatch, weight: torch.Tensor | None
