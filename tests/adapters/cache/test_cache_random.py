@@ -1,7 +1,8 @@
-"""Random histories of the cache: loads that fail, hang and come late, pins, deletions, tiny memory.
+"""Random histories of the cache: loads that fail, hang and come late, copies that are read before they are done, pins,
+deletions, tiny memory.
 
 After every move: the cache's own integrity; and every leased adapter is read through its slot and pages, which must
-hold its own bytes and nobody else's.
+hold its own bytes and nobody else's, or those that its own copy has not brought yet.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease, LeaseError, PinRefused, Residency
 from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
-from support.adapters.cache_fakes import PAGE_BYTES, FakeClock, FakeImage, HandTransport, make_ref
+from support.adapters.cache_fakes import PAGE_BYTES, TORN, FakeClock, FakeImage, HandTransport, make_ref
 from support.adapters.cache_integrity import check_cache
 from support.adapters.reserved import kept_by_reservations
 
@@ -47,12 +48,17 @@ class History:
                 self._limit(tenant, num_pages)
         self.leases: list[tuple[Lease, tuple[int, ...]]] = []
         self.ready: set[str] = set()
+        self.early: set[tuple[int, tuple[int, ...]]] = (
+            set()
+        )  # slots and pages that steps may read before they are whole
         self.moves = [
             (self.step, 6),
             (self.acquire, 5),
             (self.release, 4),
             (self.finish_load, 4),
             (self.finish_copy, 4),
+            (self.make_usable, 3),
+            (self.give_up, 0.5),
             (self.pass_time, 1),
             (self.pin, 0.3),
             (self.unpin, 0.6),
@@ -84,9 +90,14 @@ class History:
         for tenant, most in self.caps.items():
             assert tenant not in held or held[tenant].device <= most, "a tenant has more than its cap"
         for lease, pages in self.leases:
-            assert self.transport.read(lease.slot, pages) == {lease.digest}
-        writing = {page for copy in self.transport.copies for page in copy.pages}
-        assert not writing & {page for _, pages in self.leases for page in pages}
+            missing = {TORN} if (lease.slot, pages) in self.early else set()
+            assert self.transport.read(lease.slot, pages) - missing == {lease.digest}
+        leased = {
+            page for lease, pages in self.leases for page in pages if (lease.slot, pages) not in self.early
+        }
+        writing = [page for copy in self.transport.copies for page in copy.pages]
+        assert not leased & set(writing)
+        assert len(writing) == len(set(writing)), "two copies write to a page"
 
     # Moves.
 
@@ -96,6 +107,9 @@ class History:
         self.ready.clear()
         self.cache.poll()
         check_cache(self.cache)
+        for digest in self.cache.take_lost():
+            assert self.cache.state(digest) != "hot", "its copy failed, and it is still there"
+            assert self.cache.failure(digest)
         images = sum(entry.host_bytes for entry in self.cache.entries() if not entry.loading)
         largest = PAGE_BYTES * max(self.transport.sizes.values())
         assert images <= max(self.host_bytes, largest), (
@@ -143,7 +157,22 @@ class History:
     def finish_copy(self) -> None:
         if self.transport.copies:
             move = self.rng.choice(self.transport.copies)
-            self.transport.finish_copy(move.digest, error="broken" if self.rng.random() < 0.1 else None)
+            move = next(first for first in self.transport.copies if first.digest == move.digest)
+            failed = self.rng.random() < 0.1
+            self.transport.finish_copy(move.digest, error="broken" if failed else None)
+            if not failed:
+                self.early.discard((move.slot, move.pages))
+
+    def make_usable(self) -> None:
+        if self.transport.copies:
+            move = self.rng.choice(self.transport.copies)
+            self.early.add((move.slot, move.pages))
+            move.ticket.ready()
+
+    def give_up(self) -> None:
+        early = [move for move in self.transport.copies if (move.slot, move.pages) in self.early]
+        if early:
+            self.rng.choice(early).ticket.give_up("a layer did not come")
 
     def pass_time(self) -> None:
         self.clock.now += self.rng.choice([0.5, 2.0, 11.0])

@@ -74,7 +74,7 @@ class HandTransport:
         self.num_loads += 1
         return ticket
 
-    def copy(self, image: FakeImage, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
+    def copy(self, image: FakeImage, slot: int, pages: tuple[int, ...], lead_s: float = 0.0) -> Ticket[None]:
         assert len(pages) == image.num_pages
         assert self.slots.get(slot) is None, "a slot is filled that was not cleared"
         ticket: Ticket[None] = Ticket()
@@ -100,6 +100,14 @@ class HandTransport:
             move.ticket.succeed(move.image)
         else:
             move.ticket.fail(error)
+
+    def make_usable(self, digest: str) -> None:
+        """A copy that is under way has come so far that steps may read it."""
+        next(move for move in self.copies if move.digest == digest).ticket.ready()
+
+    def give_up(self, digest: str) -> None:
+        """A step waits no longer for a copy that is under way, and goes on."""
+        next(move for move in self.copies if move.digest == digest).ticket.give_up("a layer did not come")
 
     def finish_copy(self, digest: str | None = None, *, error: str | None = None) -> None:
         move = next(move for move in self.copies if digest in (None, move.digest))

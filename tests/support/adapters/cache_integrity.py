@@ -39,18 +39,23 @@ def _check_entries(entries: CachedAdapters[Any], pinned: Container[str]) -> None
     for digest, entry in entries.by_digest.items():
         stage, where = entry.stage, f"adapter {digest[:12]}, {entry.stage.value}"
         on_device = stage in (Stage.COPYING, Stage.DEVICE)
-        idle = stage is Stage.DEVICE and not entry.leases and digest not in pinned
+        arriving = stage is Stage.DEVICE and entry.copy is not None
+        idle = stage is Stage.DEVICE and not (arriving or entry.leases or digest in pinned)
         assert entry.ref.digest == digest, where
         assert len(entry.pages) == (entry.num_pages if on_device else 0), f"{where}: number of pages"
         assert (entry.slot >= 0) == on_device, f"{where}: slot {entry.slot}"
         assert all(lease.slot == entry.slot for lease in entry.leases), f"{where}: a lease of another slot"
         assert stage is Stage.DEVICE or not entry.leases, f"{where}: leased"
         assert (digest in entries.loading) == (stage is Stage.LOADING) == (entry.load is not None), where
-        assert (digest in entries.copying) == (stage is Stage.COPYING) == (entry.copy is not None), where
+        assert (digest in entries.copying) == (stage is Stage.COPYING), where
+        assert (digest in entries.arriving) == arriving, where
+        assert (entry.copy is not None) == (arriving or stage is Stage.COPYING), where
         assert (digest in entries.on_device) == (stage is Stage.DEVICE), where
         assert (digest in entries.hosted) == (entry.image is not None), where
-        assert entry.image is not None or stage in (Stage.LOADING, Stage.DEVICE), f"{where}: no image"
+        without = stage is Stage.LOADING or (stage is Stage.DEVICE and not arriving)
+        assert entry.image is not None or without, f"{where}: no image"
         assert (digest in entries.idle) == idle, f"{where}: wrongly (not) in the line for eviction"
         assert not (entry.doomed and idle), f"{where}: deleted, unused and still there"
-    for index in (entries.loading, entries.copying, entries.on_device, entries.idle, entries.hosted):
+    copies = (entries.copying, entries.arriving)
+    for index in (*copies, entries.loading, entries.on_device, entries.idle, entries.hosted):
         assert index.keys() <= entries.by_digest.keys(), "a list names an adapter that is forgotten"

@@ -82,6 +82,7 @@ class AdapterCache(Generic[ImageT]):
         )
         self._load_times = LoadTimes()
         self._damaged: dict[str, None] = {}
+        self._lost: dict[str, str] = {}
 
     # The course of a step.
 
@@ -91,7 +92,7 @@ class AdapterCache(Generic[ImageT]):
         now = self._clock()
         for entry in list(self._entries.loading.values()):
             self._poll_load(entry, now)
-        for entry in list(self._entries.copying.values()):
+        for entry in [*self._entries.copying.values(), *self._entries.arriving.values()]:
             self._poll_copy(entry, now)
         self._entries.clear_stuck()
         if self._entries.host_shortage():
@@ -110,7 +111,8 @@ class AdapterCache(Generic[ImageT]):
         """Seconds until time alone makes `poll` do something (a load to give up, a pinned adapter to try again);
         None if only a finished ticket can."""
         now = self._clock()
-        moving = (*self._entries.loading.values(), *self._entries.copying.values())
+        entries = self._entries
+        moving = (*entries.loading.values(), *entries.copying.values(), *entries.arriving.values())
         times = [entry.since + self._timeout_s for entry in moving]
         # A time that has passed waits for something else by now, for example memory.
         times += [at for digest in self._pins.refs if (at := self._failures.retry_at(digest)) > now]
@@ -118,15 +120,21 @@ class AdapterCache(Generic[ImageT]):
 
     # Requests and leases.
 
-    def request(self, ref: AdapterRef, may_evict: Callable[[str], bool] = lambda digest: True) -> Residency:
+    def request(
+        self,
+        ref: AdapterRef,
+        may_evict: Callable[[str], bool] = lambda digest: True,
+        lead_s: Callable[[], float] = lambda: 0.0,
+    ) -> Residency:
         """Advance an adapter towards the device, and return its progress. No later request of the same pass evicts it.
-        Only adapters that `may_evict` allows are evicted for it."""
+        Only adapters that `may_evict` allows are evicted for it. `lead_s` is asked when its copy begins: the seconds of
+        the first step that will read it, which may begin before the copy is done; 0: it may not."""
         now = self._clock()
         digest = ref.digest
         self._pass.digests[digest] = None
         if self._failures.retry_at(digest) > now and digest not in self._entries.by_digest:
             return Residency.FAILED
-        residency = self._advance(ref, now, may_evict)
+        residency = self._advance(ref, now, may_evict, lead_s)
         entry = self._entries.get(digest)
         if entry is not None:
             entry.ref = ref
@@ -145,6 +153,16 @@ class AdapterCache(Generic[ImageT]):
             return ()
         damaged, self._damaged = tuple(self._damaged), {}
         return damaged
+
+    def take_lost(self) -> dict[str, str]:
+        """Adapters on the device whose copy has failed since this was last called, by digest, and why. What was
+        computed with them is worth nothing."""
+        lost, self._lost = self._lost, {}
+        return lost
+
+    def is_arriving(self, digest: str) -> bool:
+        """Whether it is on the device and its copy goes on: steps wait for each of its layers."""
+        return digest in self._entries.arriving
 
     def acquire(self, digest: str, *, counts: bool = True) -> Lease:
         """Take a lease on an adapter that is on the device. `counts`: this is a use, for which it is kept longer.
@@ -285,7 +303,11 @@ class AdapterCache(Generic[ImageT]):
     # The way to the device.
 
     def _advance(
-        self, ref: AdapterRef, now: float, may_evict: Callable[[str], bool] = lambda digest: True
+        self,
+        ref: AdapterRef,
+        now: float,
+        may_evict: Callable[[str], bool] = lambda digest: True,
+        lead_s: Callable[[], float] = lambda: 0.0,
     ) -> Residency:
         """Begin the adapter's next stage, if possible."""
         entry = self._entries.get(ref.digest)
@@ -294,7 +316,7 @@ class AdapterCache(Generic[ImageT]):
         if entry.stage is Stage.DEVICE:
             return Residency.READY
         if entry.stage is Stage.HOST:
-            return self._begin_copy(entry, ref.tenant_id, now, may_evict)
+            return self._begin_copy(entry, ref.tenant_id, now, may_evict, lead_s)
         return Residency.LOADING
 
     def _bring_pinned(self, ref: AdapterRef, now: float) -> None:
@@ -322,7 +344,12 @@ class AdapterCache(Generic[ImageT]):
         return len(self._entries.loading) < self._max_loads and self._host.may_load()
 
     def _begin_copy(
-        self, entry: CachedAdapter[ImageT], tenant_id: str, now: float, may_evict: Callable[[str], bool]
+        self,
+        entry: CachedAdapter[ImageT],
+        tenant_id: str,
+        now: float,
+        may_evict: Callable[[str], bool],
+        lead_s: Callable[[], float],
     ) -> Residency:
         if unfit := self._device.why_never(entry.ref.digest, entry.num_pages):
             self._fail(entry, unfit, now)
@@ -334,7 +361,7 @@ class AdapterCache(Generic[ImageT]):
         for victim in victims:
             self._entries.evict(victim, for_cap=excess > 0)
             excess -= victim.num_bytes
-        self._entries.copy(entry, tenant_id, now)
+        self._entries.copy(entry, tenant_id, now, lead_s())
         self._pins.hold(entry.ref.digest, entry.num_pages)
         self._poll_copy(entry, self._clock())  # it may be done already
         return Residency.LOADING
@@ -365,29 +392,32 @@ class AdapterCache(Generic[ImageT]):
     def _poll_copy(self, entry: CachedAdapter[ImageT], now: float) -> None:
         ticket = entry.copy
         assert ticket is not None
-        if not ticket.done:
-            if now - entry.since >= self._timeout_s:
-                self._entries.strand(entry)
-                self._remember(
-                    entry.ref,
-                    f"its copy to the device took longer than {self._timeout_s:g} s",
-                    now,
-                    entry.num_pages,
-                )
-            return
-        if ticket.error is not None:
+        arriving, late = entry.stage is Stage.DEVICE, ticket.given_up
+        if not ticket.done and now - entry.since >= self._timeout_s:
+            late = late or f"its copy to the device took longer than {self._timeout_s:g} s"
+        if (late and not ticket.done) or (arriving and (late or ticket.error)):
+            # Its pages stay its own: the copy may write to them, and a step in flight may read them.
+            message = ticket.error or late
+            self._entries.strand(entry)
+            self._remember(entry.ref, message, now, entry.num_pages)
+            if arriving:
+                self._lost[entry.ref.digest] = message
+        elif ticket.error is not None:
             self._fail(entry, ticket.error, now)
-            return
-        self._entries.copied(entry, now)
-        self._load_times.took("copy", now - entry.since)
-        entry.safe_until = self._pass.number + 1
-        self._on_idle(entry)
+        elif not arriving and (ticket.done or ticket.usable):
+            self._load_times.took("copy", now - entry.since)
+            self._entries.copied(entry, now)
+            entry.safe_until = self._pass.number + 1
+            self._on_idle(entry)
+        elif ticket.done:
+            self._entries.arrived(entry, now)
+            self._on_idle(entry)
 
     # Bookkeeping.
 
     def _on_idle(self, entry: CachedAdapter[ImageT]) -> None:
         """The entry's last lease, its copy or its pin has ended."""
-        if entry.stage is not Stage.DEVICE or entry.leases:
+        if entry.stage is not Stage.DEVICE or entry.leases or entry.copy is not None:
             return
         if entry.doomed:
             self._entries.remove_entry(entry, "deleted")

@@ -117,7 +117,7 @@ class BackgroundLoads(Generic[ImageT]):
         while (self.hints or self._warming) and not self._entries.loading:
             queue = self.hints or self._warming
             is_warm = queue is self._warming
-            if is_warm and self._entries.copying:
+            if is_warm and self._entries.being_copied:
                 return
             ref = queue.first()
             entry = self._entries.get(ref.digest)

@@ -84,7 +84,7 @@ class CachedAdapter(Generic[ImageT]):
         return CacheEntry(
             ref=self.ref,
             state=self.state,
-            loading=self.stage in (Stage.LOADING, Stage.COPYING),
+            loading=self.stage is Stage.LOADING or self.copy is not None,
             pinned=pinned,
             leases=len(self.leases),
             pages=len(self.pages),
@@ -100,8 +100,10 @@ class CachedAdapters(Generic[ImageT]):
     """All adapters that are not cold, by digest, and each list of them that the cache looks through.
 
     `on_device` are those that can be leased, `idle` those on the device that are neither leased nor pinned, `hosted`
-    those with an image in host memory, the last two with the oldest use first. `stuck` are copies past their time,
-    known under no digest any more: they keep their pages, to which they may still write.
+    those with an image in host memory, the last two with the oldest use first. `arriving` are those on the device whose
+    copy goes on: they are not idle, and keep their images. `stuck` are copies past their time, or that failed while
+    they were leased, known under no digest any more: they keep their pages, which a copy may still write to, or a step
+    read.
 
     An adapter's score is the `age` at its last use plus its uses; the age is the highest score that was evicted so far.
     This is LFU with dynamic aging: Arlitt et al., "Evaluating content management techniques for Web proxy caches"
@@ -127,6 +129,7 @@ class CachedAdapters(Generic[ImageT]):
         self.by_digest: dict[str, CachedAdapter[ImageT]] = {}
         self.loading: dict[str, CachedAdapter[ImageT]] = {}
         self.copying: dict[str, CachedAdapter[ImageT]] = {}
+        self.arriving: dict[str, CachedAdapter[ImageT]] = {}
         self.stuck: list[CachedAdapter[ImageT]] = []
         self.idle: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
         self.hosted: OrderedDict[str, CachedAdapter[ImageT]] = OrderedDict()
@@ -142,7 +145,7 @@ class CachedAdapters(Generic[ImageT]):
         self.evictions: dict[str, dict[str, int]] = {
             tier: dict.fromkeys(EVICTION_REASONS, 0) for tier in ("device", "host")
         }
-        self.seconds = {"disk": 0.0, "copy": 0.0}
+        self.seconds = {"disk": 0.0, "copy": 0.0, "overlapped": 0.0}
 
     def get(self, digest: str) -> CachedAdapter[ImageT] | None:
         return self.by_digest.get(digest)
@@ -182,8 +185,8 @@ class CachedAdapters(Generic[ImageT]):
         self._took(entry, "disk", now)
         self.on_residency(entry.ref.digest, True)
 
-    def copy(self, entry: CachedAdapter[ImageT], tenant_id: str, now: float) -> None:
-        """HOST → COPYING for this tenant, into pages and a slot that must be free."""
+    def copy(self, entry: CachedAdapter[ImageT], tenant_id: str, now: float, lead_s: float = 0.0) -> None:
+        """HOST → COPYING for this tenant, into pages and a slot that must be free. `lead_s` as of the transport's."""
         assert entry.image is not None
         entry.device_tenant = tenant_id
         entry.slot = self.free_slots.pop()
@@ -191,25 +194,43 @@ class CachedAdapters(Generic[ImageT]):
         entry.pages = tuple(sorted(self.free_pages.pop() for _ in range(entry.num_pages)))
         entry.stage, entry.since = Stage.COPYING, now
         self.copying[entry.ref.digest] = entry
-        entry.copy = self._transport.copy(entry.image, entry.slot, entry.pages)
+        entry.copy = self._transport.copy(entry.image, entry.slot, entry.pages, lead_s)
 
     def copied(self, entry: CachedAdapter[ImageT], now: float) -> None:
-        """COPYING → DEVICE."""
+        """COPYING → DEVICE, where its copy may go on."""
+        assert entry.copy is not None
         del self.copying[entry.ref.digest]
-        entry.copy, entry.stage = None, Stage.DEVICE
+        entry.stage = Stage.DEVICE
+        if entry.copy.done:
+            entry.copy = None
+        else:
+            self.arriving[entry.ref.digest] = entry
+        entry.seconds.pop("overlapped", None)
         self.on_device[entry.ref.digest] = entry
         self._rate(entry)
         self.copies += 1
         self._took(entry, "copy", now)
+        entry.since = now
+
+    def arrived(self, entry: CachedAdapter[ImageT], now: float) -> None:
+        """The copy of an arriving adapter is done."""
+        del self.arriving[entry.ref.digest]
+        entry.copy = None
+        self._took(entry, "overlapped", now)
 
     def strand(self, entry: CachedAdapter[ImageT]) -> None:
-        """COPYING → stuck; its digest is cold. What it holds stays held until `clear_stuck` finds its copy done."""
-        del self.copying[entry.ref.digest], self.by_digest[entry.ref.digest], self.hosted[entry.ref.digest]
+        """COPYING or arriving → stuck; its digest is cold. It keeps what it holds until `clear_stuck` finds its copy
+        done, and no lease on it."""
+        for index in (self.copying, self.arriving, self.on_device, self.by_digest, self.hosted):
+            index.pop(entry.ref.digest, None)
+        entry.stage = Stage.COPYING
         self.stuck.append(entry)
         self.on_residency(entry.ref.digest, False)
 
     def clear_stuck(self) -> None:
-        for entry in [entry for entry in self.stuck if entry.copy is not None and entry.copy.done]:
+        for entry in [each for each in self.stuck if each.copy is not None and each.copy.done]:
+            if entry.leases:
+                continue
             self.stuck.remove(entry)
             self._free_device(entry)
             self._release_image(entry)
@@ -263,8 +284,9 @@ class CachedAdapters(Generic[ImageT]):
         return lease
 
     def end_lease(self, lease: Lease) -> CachedAdapter[ImageT]:
-        entry = self.by_digest.get(lease.digest)
-        if entry is None or lease not in entry.leases:
+        known = (self.by_digest.get(lease.digest), *self.stuck)
+        entry = next((each for each in known if each is not None and lease in each.leases), None)
+        if entry is None:
             raise LeaseError(f"the lease on adapter {lease.digest[:12]} was given back already")
         entry.leases.remove(lease)
         self.num_leases -= 1
@@ -301,6 +323,11 @@ class CachedAdapters(Generic[ImageT]):
         """Pages and bytes of an image in host memory; 0 and 0 where there is none."""
         mean = self.host_bytes // len(self.hosted) if self.hosted else 0
         return (-(-mean // self.page_bytes), mean) if mean else (0, 0)
+
+    @property
+    def being_copied(self) -> tuple[CachedAdapter[ImageT], ...]:
+        """Adapters whose images a copy reads."""
+        return *self.copying.values(), *self.arriving.values()
 
     def host_shortage(self) -> int:
         """Bytes of host memory that loads wait for."""

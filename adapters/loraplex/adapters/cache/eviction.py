@@ -131,13 +131,13 @@ class HostEviction(Generic[ImageT]):
             return False
         if (
             not self._entries.loading
-            and not self._entries.copying
+            and not self._entries.being_copied
             and not any(map(self._waits, self._pass.digests))
         ):
             return True  # one that only passes through may be larger than the limit
         mean = self._entries.host_bytes // len(self._entries.hosted) if self._entries.hosted else 0
         used = mean * (len(self._entries.loading) + 1)
-        used += sum(entry.num_bytes for entry in self._entries.copying.values())
+        used += sum(entry.num_bytes for entry in self._entries.being_copied)
         used += sum(
             self._entries.by_digest[digest].num_bytes for digest in self._pass.digests if self._waits(digest)
         )
@@ -160,7 +160,7 @@ class HostEviction(Generic[ImageT]):
         for entry in self._entries.hosted.values():
             if not entry.unasked:
                 return False  # those that no request has named are the first
-            if entry.stage is Stage.DEVICE:
+            if entry.stage is Stage.DEVICE and entry.copy is None:
                 self._entries.drop_image(entry)
                 return True
         return False
@@ -170,7 +170,7 @@ class HostEviction(Generic[ImageT]):
         those with waiting requests last. One of the latter stays, or an image larger than the limit could never be
         copied. Before that, each tenant's own down to its cap, except those with waiting requests."""
         for entry in self._tenants.over_host_cap() if self._tenants.host_caps else ():
-            if entry.stage is not Stage.COPYING and not self._pass.wants(entry):
+            if entry.copy is None and not self._pass.wants(entry):
                 self._entries.drop_image(entry, for_cap=True)
         if self._is_enough():
             return
@@ -178,7 +178,7 @@ class HostEviction(Generic[ImageT]):
         for entry in list(self._entries.hosted.values()):
             if entry.stage is Stage.HOST and self._pass.wants(entry):
                 waiting.append(entry)
-            elif entry.stage is not Stage.COPYING:
+            elif entry.copy is None:
                 self._entries.drop_image(entry)
                 if self._is_enough():
                     return

@@ -55,7 +55,10 @@ class Ticket(Generic[T]):
     """The outcome, some day, of work in another thread, which completes it once; the step thread reads it. `discard` is
     called with the value of a ticket that was cancelled, in whichever thread comes last."""
 
-    __slots__ = ("_cancelled", "_damaged", "_discard", "_error", "_lock", "_on_cancel", "_outcome", "seconds")
+    __slots__ = (
+        "_cancelled", "_damaged", "_discard", "_error", "_lock", "_on_cancel", "_outcome", "given_up", "seconds",
+        "usable",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -73,6 +76,18 @@ class Ticket(Generic[T]):
         self._on_cancel = on_cancel
         self.seconds: dict[str, float] = {}
         """Seconds by part of the work, set before it succeeds."""
+        self.usable = False
+        """Whether a copy has come so far that steps may read it: they wait for each layer."""
+        self.given_up = ""
+        """Why a step that did so waits no longer."""
+
+    def ready(self) -> None:
+        """The copy is `usable` from now on."""
+        self.usable = True
+
+    def give_up(self, message: str) -> None:
+        """A step has waited for too long. `message` as of `fail`; the copy may still write."""
+        self.given_up = message
 
     def succeed(self, value: T) -> None:
         with self._lock:
@@ -124,9 +139,10 @@ class AdapterTransport(Protocol[ImageT]):
         """Begin to bring an adapter from disk into host memory."""
         ...
 
-    def copy(self, image: ImageT, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
+    def copy(self, image: ImageT, slot: int, pages: tuple[int, ...], lead_s: float = 0.0) -> Ticket[None]:
         """Begin to copy an image into these device pages (as many as it has) and to describe it in `slot`. It
-        may write to them until the ticket is done; it can't be cancelled. The ticket may be done on return."""
+        may write to them until the ticket is done; it can't be cancelled. The ticket may be done on return. `lead_s`:
+        seconds that the first step to read it takes; its ticket may be usable before it is done then. 0: not before."""
         ...
 
     def host_shortage(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loraplex.adapters.device.arrival import Arrival
 from loraplex.adapters.device.device_copies import CopyQueue, HostQueue, PacedCopies, StreamQueue
 from loraplex.adapters.device.device_lora import DeviceLora, effective_segments
 from loraplex.adapters.device.expert_tables import ExpertTables
@@ -82,6 +83,7 @@ class AdapterArena:
         self._heads: dict[int, NDArray[np.int64]] = {}
         self._base_head = None if base_head is None else self._keep_base_head(base_head)
         self._writes = [0] * num_slots
+        self._arrivals: dict[int, Arrival] = {}
         self._last: tuple[object, LoraPass | None] = (None, None)
         self._last_head: tuple[object, LoraPass | None] = (None, None)
         self._last_experts: tuple[object, ExpertLoraPass | None] = (None, None)
@@ -108,25 +110,41 @@ class AdapterArena:
         tables = 0 if self._experts is None else len(self._experts.weights.heights)
         return self._pages.numel() + tables * self.layout.expert_table_bytes
 
-    def write(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
-        """Copy an image into these pages, piece by piece, and describe it in `slot`. Returns when the device has its
-        pages. For one thread at a time. Raises ValueError where the pages are not as many as the image's, or not the
-        arena's.
+    def write(
+        self,
+        image: HostImage,
+        slot: int,
+        pages: tuple[int, ...],
+        arrival: Arrival | None = None,
+        arrived: Callable[[int], None] | None = None,
+    ) -> None:
+        """Describe an image in `slot`, and copy it into these pages, piece by piece. Returns when the device has its
+        pages. `arrived` is told the pages of each piece that the device has got, and then the slot's tables are there
+        too: steps may name the slot as far as `arrival` has come. For one thread at a time. Raises ValueError where the
+        pages are not as many as the image's, or not the arena's.
         """
         if len(pages) != image.num_pages or not all(0 <= page < self._num_pages for page in pages):
             raise ValueError(f"an image of {image.num_pages} pages can't be written to pages {pages}")
+        self._copies.forget()
+        self._describe(image, slot, pages)
+        if arrival is not None:
+            self._arrivals[slot] = arrival
         done = 0
         for run in image.memory.runs:
             first = 0
             for start, end in adjacent_runs(pages[done : done + run.shape[0]]):
                 part = run[first : first + end - start]
                 # One further on the device, behind the page of zeros.
-                self._copies.copy(part, self._pages[start + 1 : end + 1])
+                self._copies.copy(part, self._pages[start + 1 : end + 1], arrived)
                 first += end - start
             done += first
-        self._copies.finish()
+        self._copies.finish(arrived)
         self._touched[list(pages)] = True
-        self._describe(image, slot, pages)
+        self._arrivals.pop(slot, None)
+
+    def arrival(self, slot: int) -> Arrival | None:
+        """What a step that names `slot` has to wait for. None where all of its pages are there."""
+        return self._arrivals.get(slot)
 
     def were_written(self, pages: Sequence[int]) -> bool:
         """Whether all of these pages were written to before. The first time, a CPU has yet to find their memory, which
@@ -137,6 +155,7 @@ class AdapterArena:
         """From now on a step that names `slot` is refused."""
         self._writes[slot] += 1
         self._filled[slot] = False
+        self._arrivals.pop(slot, None)
         self._tokens.pop(slot, None)
         self._heads.pop(slot, None)
         if self._experts is not None:

@@ -51,21 +51,35 @@ class PacedCopies:
 
     def __init__(self, queue: CopyQueue) -> None:
         self._queue = queue
-        self._queued: deque[Callable[[], None]] = deque()
+        self._queued: deque[tuple[Callable[[], None], int]] = deque()
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Both uint8 [pages, page_bytes]. Waits for earlier pieces; the last ones may be under way when it returns."""
+    def copy(
+        self, source: torch.Tensor, target: torch.Tensor, arrived: Callable[[int], None] | None = None
+    ) -> None:
+        """Both uint8 [pages, page_bytes]. Waits for earlier pieces; the last ones may be under way when it returns.
+        `arrived` is told the pages of each earlier piece that has been done."""
         step = max(1, PIECE_BYTES // source.shape[1])
         for first in range(0, source.shape[0], step):
             while len(self._queued) >= MAX_QUEUED:
-                self._queued.popleft()()
-            piece = slice(first, first + step)
-            self._queued.append(self._queue.enqueue(source[piece], target[piece]))
+                self._wait(arrived)
+            piece = source[first : first + step]
+            done = self._queue.enqueue(piece, target[first : first + step])
+            self._queued.append((done, piece.shape[0]))
 
-    def finish(self) -> None:
-        """Wait for all of them."""
+    def finish(self, arrived: Callable[[int], None] | None = None) -> None:
+        """Wait for all of them. `arrived` as of `copy`."""
         while self._queued:
-            self._queued.popleft()()
+            self._wait(arrived)
+
+    def forget(self) -> None:
+        """Drop what an earlier image that failed has left in the queue."""
+        self._queued.clear()
+
+    def _wait(self, arrived: Callable[[int], None] | None) -> None:
+        wait, num_pages = self._queued.popleft()
+        wait()
+        if arrived is not None:
+            arrived(num_pages)
 
 
 def _done() -> None:

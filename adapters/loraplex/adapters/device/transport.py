@@ -16,6 +16,7 @@ from loraplex.adapters.admission.base_model import BaseWeights
 from loraplex.adapters.admission.inspection_cache import InspectionCache
 from loraplex.adapters.cache.residency import Ticket
 from loraplex.adapters.device.arena import AdapterArena
+from loraplex.adapters.device.arrival import MOST_WAIT_S, Arrival, may_begin, pages_by_layer
 from loraplex.adapters.device.host_image import HostImage, build_image
 from loraplex.adapters.device.host_slab import HostPages, HostSlab
 from loraplex.adapters.device.image_files import ImageFiles
@@ -44,9 +45,10 @@ class ThreadedTransport:
     parsed, lays them out, and hashes them again as it reads them. Whatever is wrong becomes the ticket's error. Images
     lie in `host`; a load waits where it is full. A copy runs on a stream of its own where the device is a GPU, and its
     ticket is done when the stream is. On a CPU a copy of up to QUICK_COPY_BYTES is done when `copy` returns, unless its
-    pages are written to for the first time or the thread that copies is at work. `wake` is called from those threads
-    after each ticket that is done. A load that is cancelled stops at its next matrix; while a thread hangs in it, that
-    thread has a replacement.
+    pages are written to for the first time or the thread that copies is at work. With a lead its ticket is usable as
+    soon as a step of that time finds each layer's pages in time (`arrival.may_begin`). `wake` is called from those
+    threads after each ticket that is done or usable. A load that is cancelled stops at its next matrix; while a thread
+    hangs in it, that thread has a replacement.
     """
 
     def __init__(
@@ -98,21 +100,24 @@ class ThreadedTransport:
             self._wake()
         return ticket
 
-    def copy(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
+    def copy(self, image: HostImage, slot: int, pages: tuple[int, ...], lead_s: float = 0.0) -> Ticket[None]:
         ticket: Ticket[None] = Ticket()
+        early = None if lead_s <= 0.0 else self._early(image, ticket, lead_s)
 
         def copy() -> None:
             try:
-                self._copy(image, slot, pages)
+                self._copy(image, slot, pages, early)
                 ticket.succeed(None)
             except Exception as error:
                 ticket.fail(_reason(error, f"copying adapter {image.digest[:12]} to the device"))
+                if early is not None:
+                    early.arrival.fail()
 
         def work() -> None:
             copy()
             self._wake()
 
-        if self._is_quick(image, pages):
+        if early is None and self._is_quick(image, pages):
             copy()
         else:
             self._copiers.submit(_Job(work))
@@ -212,12 +217,25 @@ class ThreadedTransport:
         )
         return image, sha.hexdigest()
 
-    def _copy(self, image: HostImage, slot: int, pages: tuple[int, ...]) -> None:
+    def _early(self, image: HostImage, ticket: Ticket[None], lead_s: float) -> _EarlyStart | None:
+        """None for an image that is copied whole."""
+        layout = self._arena.layout
+        needed = pages_by_layer(image, layout.num_layers, layout.granules_per_page)
+        if needed is None:
+            return None
+        late = f"a layer of it did not come to the device within {MOST_WAIT_S:g} s"
+        arrival = Arrival(needed, lambda: ticket.give_up(late))
+        return _EarlyStart(arrival, ticket, lead_s, self._wake)
+
+    def _copy(
+        self, image: HostImage, slot: int, pages: tuple[int, ...], early: _EarlyStart | None = None
+    ) -> None:
+        watched = () if early is None else (early.begin(), early.arrived)
         if self._stream is None:
-            self._arena.write(image, slot, pages)
+            self._arena.write(image, slot, pages, *watched)
             return
         with torch.cuda.stream(self._stream):
-            self._arena.write(image, slot, pages)
+            self._arena.write(image, slot, pages, *watched)
         self._stream.synchronize()  # the adapter's tables as well
 
 
@@ -229,6 +247,30 @@ def _reason(error: Exception, what: str) -> str:
     if isinstance(error, OSError):
         return f"its files cannot be read: {error.strerror or type(error).__name__}"
     return f"{what} failed: {type(error).__name__}"
+
+
+@dataclass(slots=True)
+class _EarlyStart:
+    """Makes the ticket of a copy usable once a step of `lead_s` that begins then waits for no layer."""
+
+    arrival: Arrival
+    ticket: Ticket[None]
+    lead_s: float
+    wake: Callable[[], None]
+    began: float = 0.0
+
+    def begin(self) -> Arrival:
+        self.began = time.monotonic()
+        return self.arrival
+
+    def arrived(self, num_pages: int) -> None:
+        """The device has these pages too, and the tables of the slot."""
+        arrival = self.arrival
+        arrival.arrived(num_pages)
+        seconds = time.monotonic() - self.began
+        if not self.ticket.usable and may_begin(arrival.needed, arrival.num_arrived, seconds, self.lead_s):
+            self.ticket.ready()
+            self.wake()
 
 
 @dataclass(eq=False, slots=True)
