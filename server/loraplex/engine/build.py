@@ -57,6 +57,7 @@ from loraplex.engine.numerics import numerical_build
 from loraplex.engine.reports import EngineInfo, MemoryUse
 from loraplex.engine.scheduling.drafting import Drafter
 from loraplex.engine.scheduling.speculation import Speculation
+from loraplex.engine.scheduling.timing.copy_lead import CopyLead
 from loraplex.engine.scheduling.timing.step_bound import StepBound, make_bound
 from loraplex.engine.scheduling.timing.step_times import StepTimes
 from loraplex.engine.sizing import host_budget, most_sequences, require_room
@@ -232,6 +233,7 @@ def _build(
         grammars=grammars,
         speculation=speculation,
         bound=bound,
+        lead=_copy_lead(device, parts, bound),
     )
     info = replace(
         _info(config, opened, device, parts, host, others),
@@ -281,6 +283,13 @@ def _timed(
         return None, obstacle, bound
     drafter = Drafter(bytes_per_tenant=TENANT_HISTORY_BYTES, total_bytes=HISTORY_BYTES)
     return Speculation(drafter, measured.costs), "", bound
+
+
+def _copy_lead(device: Device, parts: DeviceParts, bound: StepBound | None) -> CopyLead | None:
+    """None on a CPU: a copy there takes a core and the memory's bandwidth from the step beside it (ADR 0073)."""
+    if bound is None or device.kernels.device.type == "cpu":
+        return None
+    return CopyLead(bound, parts.max_step_tokens)
 
 
 def _host_slab(config: EngineConfig, place: torch.device, loaded: LoadedModel) -> HostSlab:

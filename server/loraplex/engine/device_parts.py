@@ -178,6 +178,7 @@ def build_device(
         eos_ids=eos_ids,
         lora=loaded.arena,
         heads=loaded.arena,
+        arrivals=loaded.arena,
         inputs=steps.inputs,
         sampler=sampler,
         masks=make_masks(vocab_size),

@@ -33,7 +33,7 @@ def test_the_histories_reach_what_they_are_for() -> None:
     wanted |= {"server_overloaded", "context_length_exceeded", "too_large", "adapter_not_finite"}
     wanted |= {"grammar_failed", "engine_restarting"}
     assert wanted <= total.endings.keys()
-    assert min(total.preemptions, total.prefix_hits, total.loads) > 0
+    assert min(total.preemptions, total.prefix_hits, total.loads, total.overlapped) > 0
     assert min(total.out_of_memory, total.poisoned, total.cut_prompts) > 0
     assert min(total.grammar_ends, total.held_for_grammar, total.measured) > 0
     assert min(total.from_copies, total.damaged_copies, total.deletions, total.restarts, total.resumed) > 0

@@ -2,7 +2,9 @@
 
 `FakeTransport` decides each load's and each copy's fate when it begins, and completes it when `settle` is called
 after its time. Device pages remember whose bytes they hold. A copy tears its pages the moment it begins and leaves
-them whole when it is done, so that a page given away too early is seen by any step that still reads it.
+them whole when it is done, so that a page given away too early is seen by any step that still reads it. With a lead a
+copy is usable at `usable_at` of its time: its pages are whole from then on, as a step that waits finds them, unless it
+fails.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ class FakeTransport:
     num_pages_of: Callable[[str], int] = field(default=lambda digest: 1)
     load_fate: Callable[[str], Fate] = field(default=lambda digest: Fate())
     copy_fate: Callable[[str], Fate] = field(default=lambda digest: Fate())
+    usable_at: Callable[[], float] = field(default=lambda: 0.5)
 
     def __post_init__(self) -> None:
         self.pages: list[int] = [GARBAGE] * self.num_pages
         self.slots: dict[int, tuple[int, ...]] = {}
         self.num_loads = 0
         self.num_copies = 0
+        self.num_usable = 0
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
 
@@ -54,7 +58,7 @@ class FakeTransport:
         self._schedule(fate, lambda: ticket.succeed(image), ticket)
         return ticket
 
-    def copy(self, image: FakeImage, slot: int, pages: tuple[int, ...]) -> Ticket[None]:
+    def copy(self, image: FakeImage, slot: int, pages: tuple[int, ...], lead_s: float = 0.0) -> Ticket[None]:
         self.num_copies += 1
         assert len(pages) == image.num_pages, "an image was given another number of pages than it has"
         ticket: Ticket[None] = Ticket()
@@ -63,13 +67,29 @@ class FakeTransport:
             self.pages[page] = GARBAGE
         self.slots[slot] = pages
 
-        def done() -> None:
+        def write(mark: int) -> None:
             assert image.is_live, "a copy reads host memory that was given back"
             for page in pages:
-                self.pages[page] = self.mark_of(image)
+                self.pages[page] = mark
+
+        def usable() -> None:
+            write(self.mark_of(image))
+            self.num_usable += 1
+            ticket.ready()
+
+        def done() -> None:
+            write(self.mark_of(image))
             ticket.succeed(None)
 
-        self._schedule(fate, done, ticket)
+        def failed() -> None:
+            write(GARBAGE)
+            assert fate.error is not None
+            ticket.fail(fate.error)
+
+        if fate.seconds is not None:
+            if lead_s > 0.0:
+                self._at(self.usable_at() * fate.seconds, usable)
+            self._at(fate.seconds, done if fate.error is None else failed)
         return ticket
 
     def clear(self, slot: int) -> None:
@@ -100,14 +120,13 @@ class FakeTransport:
         """When the next move ends; None if none will."""
         return self._due[0][0] if self._due else None
 
-    def _schedule(
-        self, fate: Fate, succeed: Callable[[], None], ticket: Ticket[FakeImage] | Ticket[None]
-    ) -> None:
-        if fate.seconds is None:
-            return
-        error = fate.error
-        end = succeed if error is None else (lambda: ticket.fail(error))
-        heapq.heappush(self._due, (self.clock() + fate.seconds, next(self._order), end))
+    def _schedule(self, fate: Fate, succeed: Callable[[], None], ticket: Ticket[FakeImage]) -> None:
+        if fate.seconds is not None:
+            error = fate.error
+            self._at(fate.seconds, succeed if error is None else (lambda: ticket.fail(error)))
+
+    def _at(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.clock() + seconds, next(self._order), what))
 
 
 def make_cache(

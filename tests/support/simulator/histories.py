@@ -96,8 +96,9 @@ class History:
     def _start_engine(self) -> None:
         world = self.world
         self.transport = TieredTransport(
-            lambda: self.now, world.num_pages, world.pages_of, world.load_fate, world.copy_fate, self.disk
-        )
+            lambda: self.now, world.num_pages, world.pages_of, world.load_fate, world.copy_fate, self.disk,
+            world.overlapping.random,
+        )  # fmt: skip
         self.cache = WatchedCache(
             self.transport,
             num_slots=self._num_slots,
@@ -132,6 +133,7 @@ class History:
             grammars=self.grammars,
             speculation=None if self.drafter is None else Speculation(self.drafter, FREE),
             bound=world.bound(),
+            lead=world.lead(),
         )
 
     def _fault(self, plan: StepPlan) -> Fault:
@@ -193,6 +195,7 @@ class History:
         total.prefix_hits += stats.prefix_cache_hits
         total.out_of_memory += stats.num_out_of_memory
         total.loads += self.transport.num_loads
+        total.overlapped += self.transport.num_usable
         total.from_copies += self.transport.num_from_copies
         total.held_for_grammar += self.grammars.num_held
         if self.drafter is not None:

@@ -117,8 +117,9 @@ class TieredTransport(FakeTransport):
         load_fate: Callable[[str], Fate],
         copy_fate: Callable[[str], Fate],
         disk: Disk,
+        usable_at: Callable[[], float],
     ) -> None:
-        super().__init__(clock, num_pages, num_pages_of, load_fate, copy_fate)
+        super().__init__(clock, num_pages, num_pages_of, load_fate, copy_fate, usable_at)
         self._disk = disk
         self._images = disk.open_images()
         self.live_bytes = 0
@@ -191,15 +192,20 @@ class WatchedCache(AdapterCache[FakeImage]):
         self._world = world
         self.complaints: list[str] = []
 
-    def request(self, ref: AdapterRef, may_evict: Callable[[str], bool] = lambda digest: True) -> Residency:
+    def request(
+        self,
+        ref: AdapterRef,
+        may_evict: Callable[[str], bool] = lambda digest: True,
+        lead_s: Callable[[], float] = lambda: 0.0,
+    ) -> Residency:
         if ref.digest in self.on_device:
-            return super().request(ref, may_evict)
+            return super().request(ref, may_evict, lead_s)
         pinned = {digest for digest in self.on_device if self.is_held(digest)}
         reserved: set[str] = set()
         # Whose reservation an adapter of several tenants counts towards depends on who asked last.
         if self.tenants.reserved_bytes and self._world.shared.isdisjoint(self.on_device):
             reserved = kept_by_reservations(self, ref, self._world.sizes[ref.digest])
-        residency = super().request(ref, may_evict)
+        residency = super().request(ref, may_evict, lead_s)
         for kept, why in ((pinned, "pinned"), (reserved, "reserved")):
             if gone := kept - self.on_device:
                 names = sorted(digest[:6] for digest in gone)

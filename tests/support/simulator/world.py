@@ -12,6 +12,7 @@ from loraplex.adapters.cache.tenant_memory import NO_MEMORY_LIMITS, MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.pooling import POOLINGS
+from loraplex.engine.scheduling.timing.copy_lead import CopyLead
 from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, ScheduledSequence
@@ -53,6 +54,12 @@ class World:
         self._draw_tenants()
         self.p_tier = 0.0 if fair else self.storing.choice((0.0, 0.02, 0.1))
         self.outage: Fate | None = None  # what a load meets that begins now
+
+    def lead(self) -> CopyLead | None:
+        """What first steps of the engine may cover of copies; in half of the histories nothing."""
+        if self.overlapping.random() < 0.5:
+            return None
+        return CopyLead(drawn_bound(self.overlapping), self.config.max_num_batched_tokens)
 
     def bound(self) -> StepBound | None:
         """Of a third of the histories, for each engine another."""
@@ -137,6 +144,7 @@ class World:
         # The last two differ in their first block alone.
         self.starts = [(), (), one, (*one, *three), (*two, *three)]
         self.suspects: set[str] = set()
+        self.overlapping = random.Random(f"{self.seed}/overlapping")
         self.measured: set[str] = set()
 
     def _memory_limits(self) -> MemoryLimits:

@@ -29,6 +29,7 @@ from loraplex.engine.scheduling.background import MAX_BACKGROUND
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_budget import StepBudget
+from loraplex.engine.scheduling.timing.copy_lead import CopyLead
 from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import (
@@ -54,7 +55,8 @@ class EngineCore:
     `eos_ids` end a sequence unless it ignores them. `clock` gives seconds; all deadlines are by it. `heartbeat` is
     marked at every step. `grammars` builds matchers: a request waits for its own outside of the queue, and holds nobody
     else back. Without it, requests with a grammar are refused. `speculation` drafts tokens, where there is no
-    lookahead. `bound` limits the time of steps. A request that cannot be served raises nothing: `add_request` leaves
+    lookahead. `bound` limits the time of steps. With a `lead`, first steps may begin before their adapter's copy is
+    done. A request that cannot be served raises nothing: `add_request` leaves
     its refusal for the next `step` to return.
     """
 
@@ -70,13 +72,14 @@ class EngineCore:
         grammars: GrammarMatchers | None = None,
         speculation: Speculation | None = None,
         bound: StepBound | None = None,
+        lead: CopyLead | None = None,
     ) -> None:
         self._config = config
         self._grammars = grammars
         self._cache = cache
         self._clock = clock
         assert speculation is None or config.lookahead == 0, "a draft behind a token that is not known"
-        self._scheduler = Scheduler(config, cache, speculation, bound)
+        self._scheduler = Scheduler(config, cache, speculation, bound, lead)
         self._tracker = RequestTracker(
             self._scheduler, cache, eos_ids=eos_ids, clock=clock, on_end=self._close_grammar
         )
@@ -103,6 +106,7 @@ class EngineCore:
         then it costs next to nothing. Raises DeviceLost: the engine cannot go on then."""
         now = self._clock()
         self._cache.poll()
+        self._end_lost()
         self._take_matchers(now)
         self._expire(now)
         moving = self._step_budget.pause_s(now) <= 0 and self._move(now)
@@ -309,6 +313,14 @@ class EngineCore:
         failed, self._scheduler.failed = self._scheduler.failed, []
         for seq, message in failed:
             self._tracker.error(seq, "adapter_unavailable", message)
+
+    def _end_lost(self) -> None:
+        """End the running requests of adapters whose copy has failed behind their first step."""
+        lost = self._cache.take_lost()
+        for seq in list(self._scheduler.running) if lost else ():
+            ref = seq.request.adapter
+            if ref is not None and ref.digest in lost:
+                self._tracker.error(seq, "adapter_unavailable", lost[ref.digest], spoilt=True)
 
     # What others may know.
 

@@ -120,6 +120,9 @@ class RequestTracker:
         if failed is not None and failed.cause == "grammar":
             self.blame_grammar(seq, failed.reason)
             return
+        if failed is not None and failed.cause == "adapter":
+            self.error(seq, "adapter_unavailable", failed.reason, spoilt=True)
+            return
         failure = None if failed is None else failed.reason
         if failure is None and bool(token_ids) != scheduled.samples:
             failure = f"{len(token_ids)} tokens came for a slice that draws {'some' if scheduled.samples else 'none'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from loraplex.engine.execution.inputs import (
     StepInputs,
     begin_adapters,
 )
+from loraplex.engine.execution.riders.arrivals import ArrivalSource, ArrivingAdapters
 from loraplex.engine.execution.riders.finite import FiniteChecks
 from loraplex.engine.execution.riders.pooling import PooledSlices
 from loraplex.engine.execution.riders.prompt_scores import PromptScores
@@ -49,6 +50,8 @@ class FlatStep:
     tokens: Tokens
     riders: tuple[Rider, ...]
     """All that is wanted beside the tokens, in the order in which it is computed, before them."""
+    enter_layer: Callable[[int], None] | None
+    """To be called before each layer, where adapters are still arriving."""
 
 
 class StepRows:
@@ -56,9 +59,14 @@ class StepRows:
     are adjacent."""
 
     def __init__(
-        self, plan: StepPlan, vocab_size: int, num_groups: int = 1, heads: HeadSource | None = None
+        self,
+        plan: StepPlan,
+        vocab_size: int,
+        num_groups: int = 1,
+        heads: HeadSource | None = None,
+        adapters: ArrivalSource | None = None,
     ) -> None:
-        """`num_groups`: of the model's layers, by their blocks."""
+        """`num_groups`: of the model's layers, by their blocks. `adapters`: None where all are there."""
         scheduled = plan.scheduled
         order = sorted(range(len(scheduled)), key=lambda index: scheduled[index].slot)
         self.tokens = Tokens()
@@ -79,7 +87,8 @@ class StepRows:
         self._checks: FiniteChecks | None = None
         for index, item in zip(order, self._items, strict=True):
             self._add(index, item)
-        riders: tuple[Rider | None, ...] = (self._scores, self._pooled, self._checks)
+        self._arriving = None if adapters is None else _arriving(adapters, scheduled, self.segments)
+        riders: tuple[Rider | None, ...] = (self._arriving, self._scores, self._pooled, self._checks)
         self.riders = tuple(rider for rider in riders if rider is not None)
 
     @property
@@ -182,6 +191,7 @@ class StepRows:
             ),
             tokens=self.tokens,
             riders=self.riders,
+            enter_layer=None if self._arriving is None else self._arriving.enter_layer,
         )
 
     def _send_recurrent(self, inputs: StepInputs) -> RecurrentRows:
@@ -201,6 +211,15 @@ class StepRows:
             going_on[item.request_id, item.start + item.num_tokens] = len(units)
             units.append(unit)
         return inputs.recurrent(units)
+
+
+def _arriving(
+    adapters: ArrivalSource, scheduled: Sequence[ScheduledSequence], segments: Segments
+) -> ArrivingAdapters | None:
+    found = {slot: adapters.arrival(slot) for slot, _, _ in segments}
+    arrivals = {slot: arrival for slot, arrival in found.items() if arrival is not None}
+    slots = {index: item.slot for index, item in enumerate(scheduled) if item.slot in arrivals}
+    return ArrivingAdapters(arrivals, slots) if arrivals else None
 
 
 def _segments_among(segments: Segments, rows: Sequence[int]) -> Segments:

@@ -13,6 +13,7 @@ import torch
 from loraplex.engine.execution.batch import FlatStep, StepRows
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import HeadSource, LoraSource, PlainInputs, StepInputs
+from loraplex.engine.execution.riders.arrivals import ArrivalSource
 from loraplex.engine.execution.riders.expert_loads import StepExperts
 from loraplex.engine.execution.riders.measured import MeasuredSites
 from loraplex.engine.execution.riders.rider import Forward, Rider
@@ -60,10 +61,12 @@ class ModelRunner:
         probe: SiteProbe | None = None,
         heads: HeadSource | None = None,
         experts: ExpertStarts | None = None,
+        arrivals: ArrivalSource | None = None,
     ) -> None:
         """`inputs`: where steps begin that take no plain tensors; it knows the adapters itself. `sampler`: torch's
         unless another one is given. `masks`: for rows with a grammar. `probe`: for the parts of a MeasureRequest.
-        `heads`: of versions that classify. `experts`: what the model's steps leave there is told of each."""
+        `heads`: of versions that classify. `experts`: what the model's steps leave there is told of each.
+        `arrivals`: of adapters whose copies go on while steps read them."""
         self._model = model
         self._kv = kv
         self.num_groups = kv.num_groups
@@ -79,6 +82,7 @@ class ModelRunner:
         self._probe = probe
         self._heads = heads
         self._experts = experts
+        self._arrivals = arrivals
         self._previous = Tokens()
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -99,7 +103,8 @@ class ModelRunner:
         if not plan.scheduled:
             self._previous = Tokens()
             return StepHandle(StepResult(plan.step_id, []), riders, self._begin(riders, self._no_forward))
-        rows = StepRows(plan, self._model.shape.vocab_size, self.num_groups, self._heads)
+        vocab_size = self._model.shape.vocab_size
+        rows = StepRows(plan, vocab_size, self.num_groups, self._heads, self._arrivals)
         inputs = self._begin_inputs(rows)
         step = rows.send(inputs)
         self._kv.expect(step.fresh_blocks)
@@ -196,6 +201,7 @@ class ModelRunner:
                 hidden_rows=step.hidden_rows,
                 take_hidden=None if step.hidden_rows is None else hidden.append,
                 recurrent=step.recurrent,
+                enter_layer=step.enter_layer,
             )
         )
         return Forward(self._sampler, logits, *hidden)

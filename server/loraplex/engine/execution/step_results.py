@@ -17,10 +17,10 @@ from loraplex.engine.pooling import PooledPart
 @dataclass(frozen=True, slots=True)
 class RowFailure:
     """The failure of one slice alone. `cause`: its input was wrong before the step; or numbers came out that are
-    infinite, or none; or its grammar cannot be followed."""
+    infinite, or none; or its grammar cannot be followed; or its adapter did not arrive."""
 
     reason: str
-    cause: Literal["input", "numbers", "grammar"] = "input"
+    cause: Literal["input", "numbers", "grammar", "adapter"] = "input"
 
 
 class RowResult(msgspec.Struct, gc=False):

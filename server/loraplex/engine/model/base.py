@@ -64,7 +64,8 @@ class ForwardBatch:
     the final norm, [P, C], of `hidden_rows` [P] int64. `logits_out` [S, V] float32 is where the logits go; None: into a
     new tensor. `lora` is None where no row has an adapter that changes a layer; `expert_lora`, where none has one that
     changes routed experts; `head_lora`, over the rows of `logits_rows`, where none has one that changes the head.
-    `recurrent` is None where no layer keeps a state.
+    `recurrent` is None where no layer keeps a state. `enter_layer` is called with the number of each layer before
+    anything reads its adapters, which may still be arriving; None where all are there.
     """
 
     token_ids: torch.Tensor
@@ -81,6 +82,7 @@ class ForwardBatch:
     token_rows: TokenRows | None = None
     recurrent: RecurrentRows | None = None
     expert_lora: ExpertLoraPass | None = None
+    enter_layer: Callable[[int], None] | None = None
 
     def attention_of(self, layer: int) -> Any:
         """The batch that the `AttentionKernel` laid out for the group of this layer."""

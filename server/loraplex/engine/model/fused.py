@@ -128,6 +128,8 @@ class FusedDecoder:
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         spec = self._spec
+        if batch.enter_layer is not None:
+            batch.enter_layer(0)
         if self.attention.reads_unwritten:
             batch.kv.clear_blocks(batch.fresh_blocks)
         cos_sin = [rotate(batch.positions) for rotate in self._rotations]
@@ -191,7 +193,11 @@ class FusedDecoder:
             )
             return self._run_layers(own, given)
 
-        recorded = None if self._recorded is None else self._recorded.run(given, batch.kv, run)
+        if (
+            self._recorded is None or batch.enter_layer is not None
+        ):  # a recording does not wait between its layers
+            return run(given), given.residual
+        recorded = self._recorded.run(given, batch.kv, run)
         return recorded or (run(given), given.residual)
 
     def _final_norm(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -206,6 +212,8 @@ class FusedDecoder:
         scaling = None if self._unwritten is None else (given.cos_sin[-1], self._unwritten)
         for index, (kind, layer) in enumerate(zip(self._spec.layers, layers, strict=True)):
             given.enter_layer(index)
+            if batch.enter_layer is not None:
+                batch.enter_layer(index)
             run = MIXERS[type(kind.mixer)].run
             x = run(kind.mixer, layer.mixer, x, given.cos_sin, batch, linears, self.attention, scaling)
             x = linears.apply_and_norm(layer.mixer.o, x, batch, layer.mixer_out_norm)

@@ -262,6 +262,8 @@ def _adapter_hook(layer: int, group: str) -> Any:
     def add_adapters(module: object, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         batch = _BATCH.get(None)
         if batch is not None and batch.lora is not None:
+            if batch.enter_layer is not None:
+                batch.enter_layer(layer)
             x = args[0]
             batch.lora.apply(layer, group, x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1]))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease, Residency
@@ -67,7 +68,8 @@ class AdapterScheduler:
     another tenant's adapter by one or two loads, not by a thousand.
 
     An adapter with waiting requests is not evicted for a tenant that got more service than theirs. `load_charge` is the
-    charge for loading an adapter, for each of its ranks.
+    charge for loading an adapter, for each of its ranks. `lead_s`: the seconds of a waiting sequence's first step, as
+    `AdapterCache.request` takes them.
     """
 
     def __init__(
@@ -77,11 +79,13 @@ class AdapterScheduler:
         *,
         aging_s: float,
         load_charge: float,
+        lead_s: Callable[[Sequence], float] = lambda seq: 0.0,
     ) -> None:
         self._cache = cache
         self._queue = queue
         self._aging_s = aging_s
         self._load_charge = load_charge
+        self._lead_s = lead_s
         self.expected = ExpectedAdapters()
         self._schedulable: frozenset[str] = frozenset()
         self._unrequested = LoadTurns()  # closed lanes whose adapter was not requested
@@ -217,7 +221,7 @@ class AdapterScheduler:
         if refusal := self._cache.tenants.refusal(ref):
             pending.refused[lane] = refusal
             return Residency.FAILED
-        residency = self._cache.request(ref, may_evict)
+        residency = self._cache.request(ref, may_evict, partial(self._lead_of, lane))
         if residency is Residency.FAILED:
             pending.failed[ref.digest] = self._cache.failure(ref.digest)
         elif residency is Residency.LOADING:
@@ -230,6 +234,10 @@ class AdapterScheduler:
                 if not self.expected.is_charged(ref.digest, ref.tenant_id):
                     self._queue.charge(entry.seq, self._load_charge * ref.rank)
         return residency
+
+    def _lead_of(self, lane: TenantLane) -> float:
+        entry = lane.first()
+        return 0.0 if entry is None or entry.seq is None else self._lead_s(entry.seq)
 
     def _may_evict(self, lane: TenantLane) -> Callable[[str], bool]:
         """Adapters that may be evicted for this lane's. An adapter with waiting requests is protected until their

@@ -27,6 +27,7 @@ from loraplex.engine.scheduling.preempter import Preempter
 from loraplex.engine.scheduling.preemption import preemption_order
 from loraplex.engine.scheduling.speculation import Speculation
 from loraplex.engine.scheduling.step_draft import StepDraft
+from loraplex.engine.scheduling.timing.copy_lead import CopyLead
 from loraplex.engine.scheduling.timing.step_bound import LEAST_CHUNK, PromptTime, StepBound, prompts_behind
 from loraplex.engine.scheduling.timing.step_times import StepLoad
 from loraplex.engine.types import (
@@ -54,8 +55,10 @@ class Scheduler:
         cache: AdapterCache[Any],
         speculation: Speculation | None = None,
         bound: StepBound | None = None,
+        lead: CopyLead | None = None,
     ) -> None:
-        """`bound`: of the steps' times; None: a step is bounded by its positions alone."""
+        """`bound`: of the steps' times; None: a step is bounded by its positions alone. `lead`: None: no step begins
+        before the copies of its adapters are done."""
         self._cache = cache
         self.speculation = speculation
         self._bound = bound
@@ -73,8 +76,9 @@ class Scheduler:
         self.background = BackgroundSequences(self.blocks, cache, BackgroundTurns(self.queue.weight))
         self._charge = SequenceCharges(self.queue, self.background.turns, config.charges)
         self.adapters = AdapterScheduler(
-            cache, self.queue, aging_s=config.adapter_wait_aging_s, load_charge=config.charges.load_per_rank
-        )
+            cache, self.queue, aging_s=config.adapter_wait_aging_s, load_charge=config.charges.load_per_rank,
+            lead_s=lambda seq: 0.0 if lead is None else lead.seconds(self.blocks, seq),
+        )  # fmt: skip
         self.running: dict[Sequence, Lease | None] = {}  # in the order of admission
         self.batch_lines = BatchLines(self.background, self.queue, self.adapters, self.running, cache)
         self.held: set[Sequence] = set()
@@ -217,7 +221,7 @@ class Scheduler:
             decoding, forced = time.in_turn(decoding), time.in_turn(forced)
         before = self._preempter.positions_before_head(prefilling)
         if time is None or not before or time.fits(before):
-            self._preempter.make_room(draft, len(decoding) + len(forced), before, self._cached_prefix)
+            self._preempter.make_room(draft, len(decoding) + len(forced), before, self.blocks.find)
         yielded = len(draft.preempted)
         if forced and self.blocks.lacks(decoding + forced):
             decoding, forced = decoding + forced, []
@@ -337,7 +341,7 @@ class Scheduler:
                 self._schedule(draft, seq)
 
     def _measure(self, draft: StepDraft, measuring: list[Sequence]) -> None:
-        seq = step_draft.draft_part(draft, measuring)
+        seq = step_draft.draft_part(draft, measuring, self._cache.is_arriving)
         if seq is not None and seq.first_scheduled is None:
             seq.first_scheduled = draft.now
             self._charge.work(seq, MEASURE_STEPS * self._charge.prices.prefill)
@@ -415,7 +419,7 @@ class Scheduler:
         """Give a waiting sequence its lease, the blocks of its cached prefix, and its first slice of at most `most`
         positions. False if its tokens do not all fit beside the `reserved` blocks of running sequences."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
-        found = self._cached_prefix(seq)
+        found = self.blocks.find(seq)
         if self.blocks.short(seq, reserved, found) > 0 or self.blocks.lacks_place():
             return False
         lane = self.queue.remove(seq)
@@ -444,7 +448,3 @@ class Scheduler:
         else:
             self._measure(draft, [seq])
         return True
-
-    def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks of the prefix cache that hold the beginning of a waiting sequence."""
-        return self.blocks.find(seq)

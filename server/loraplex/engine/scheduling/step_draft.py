@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -133,10 +133,18 @@ def make_slice(
     )
 
 
-def draft_part(draft: StepDraft, measuring: Iterable[Sequence]) -> Sequence | None:
+def draft_part(
+    draft: StepDraft, measuring: Iterable[Sequence], is_arriving: Callable[[str], bool]
+) -> Sequence | None:
     """Plan a part of one running MeasureRequest of `measuring`, unless the step has one: so its time is bounded. One
-    with fewer parts is first. Returns its sequence."""
-    running = [seq for seq in measuring if seq.state is SequenceState.RUNNING]
+    with fewer parts is first. Returns its sequence. `is_arriving`: of an adapter by its digest; one that is is not
+    measured yet."""
+    running = [
+        seq
+        for seq in measuring
+        if seq.state is SequenceState.RUNNING
+        and not (seq.request.adapter is not None and is_arriving(seq.request.adapter.digest))
+    ]
     if not running or draft.measure is not None or draft.budget == 0:
         return None
     seq = min(running, key=lambda seq: (seq.num_computed, seq.order))
