@@ -143,7 +143,7 @@ class AdapterArena:
         self._arrivals.pop(slot, None)
 
     def arrival(self, slot: int) -> Arrival | None:
-        """What a step that names `slot` has to wait for. None where all of its pages are there."""
+        """The pages that a step which names `slot` has to wait for. None where all of its pages are there."""
         return self._arrivals.get(slot)
 
     def were_written(self, pages: Sequence[int]) -> bool:

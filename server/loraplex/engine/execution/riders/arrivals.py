@@ -21,7 +21,7 @@ class ArrivalSource(Protocol):
     """Where adapters arrive: the adapter arena."""
 
     def arrival(self, slot: int) -> Arrival | None:
-        """What a step that names this slot has to wait for, if anything."""
+        """The pages that a step which names this slot has to wait for; None where all are there."""
         ...
 
 
@@ -38,7 +38,7 @@ class ArrivingAdapters(Rider):
         self._missing: set[int] = set()
 
     def enter_layer(self, layer: int) -> None:
-        """For the worker, before it queues what reads the adapters of this layer."""
+        """Wait for the pages of this layer. The worker calls it before it queues what reads them."""
         for slot, arrival in self._arrivals.items():
             if slot not in self._missing and not arrival.wait_for(layer):
                 self._missing.add(slot)

@@ -21,8 +21,8 @@ class CopyLead:
     max_tokens: int
 
     def seconds(self, blocks: SequenceBlocks, seq: Sequence) -> float:
-        """Of the first step of a waiting sequence, alone; 0 of one that cannot wait for layers, since it is recorded,
-        and of one whose adapter does not act from its first position on. Others' rows make it longer only."""
+        """Predict the first step of a waiting sequence, alone; 0 of one that cannot wait for layers, since it is
+        recorded, and of one whose adapter does not act from its first position on. Others' rows make it longer only."""
         start = len(blocks.find(seq)) // len(blocks.needs.windows) * BLOCK_SIZE
         count = min(len(seq.token_ids) - start, self.max_tokens)
         sizes = self.bound.times.measured.sizes
