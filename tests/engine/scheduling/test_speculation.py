@@ -179,7 +179,7 @@ def test_accepted_drafts_are_found_as_a_prefix_like_all_else():
         made.step()
     follow = made.add("next", 1, tenant="a")
     follow.token_ids[:] = seq.token_ids
-    assert len(made.scheduler._cached_prefix(follow)) == (len(seq.token_ids) - 1) // 16
+    assert len(made.scheduler.blocks.find(follow)) == (len(seq.token_ids) - 1) // 16
 
 
 def test_a_block_with_a_rejected_draft_is_not_found_as_a_prefix():
@@ -191,7 +191,7 @@ def test_a_block_with_a_rejected_draft_is_not_found_as_a_prefix():
     made.finish(seq)
     follow = made.add("next", 1, tenant="a")
     follow.token_ids[:] = [*seq.token_ids, 1]
-    assert len(made.scheduler._cached_prefix(follow)) == 1
+    assert len(made.scheduler.blocks.find(follow)) == 1
 
 
 def test_what_is_known_of_a_sequence_ends_with_it():

@@ -210,15 +210,15 @@ def parked_requests_never_asked_for_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def found_prefix_not_pooled(patch: pytest.MonkeyPatch) -> None:
-    cached_prefix = Scheduler._cached_prefix
+    find = SequenceBlocks.find
 
-    def of_any_request(self: Scheduler, seq: Sequence) -> list[int]:
+    def of_any_request(self: SequenceBlocks, seq: Sequence) -> list[int]:
         if seq.request.pooling != "mean":
-            return cached_prefix(self, seq)
+            return find(self, seq)
         findable = (seq.num_tokens - 1) // 16
-        return self.blocks.lookup(prefix_keys.extend_keys(seq)[:findable])
+        return self.lookup(prefix_keys.extend_keys(seq)[:findable])
 
-    patch.setattr(Scheduler, "_cached_prefix", of_any_request)
+    patch.setattr(SequenceBlocks, "find", of_any_request)
 
 
 def prompt_pooled_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
