@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.cache.adapter_cache import LeaseError, Residency
-from loraplex.adapters.device.arrival import may_begin
+from loraplex.adapters.device.arrival import Arrival, may_begin
 from support.adapters.cache_fakes import CacheRig, make_ref
 from support.adapters.cache_integrity import check_cache
 
@@ -120,3 +121,20 @@ def test_a_step_that_begins_by_the_rule_waits_for_no_layer(
         assert begins
     later = [may_begin(needed, n, n * each_s, lead_s) for n in range(1, int(needed[-1]) + 1)]
     assert all(before <= after for before, after in pairwise(later))
+
+
+def test_steps_wait_so_long_for_all_layers_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy whose pages come one by one, each soon enough, holds a step no longer than one that stops."""
+    monkeypatch.setattr("loraplex.adapters.device.arrival.MOST_WAIT_S", 0.2)
+    late = []
+    arrival = Arrival(np.arange(1, 101), on_late=lambda: late.append(True))
+    for layer in range(100):
+        page = threading.Timer(0.05, arrival.arrived, (1,))
+        page.start()
+        came = arrival.wait_for(layer)
+        page.join()
+        if not came:
+            break
+    assert layer <= 4
+    assert late == [True]
+    assert not arrival.wait_for(99)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -11,7 +12,8 @@ from numpy.typing import NDArray
 from loraplex.adapters.device.host_image import HostImage
 
 MOST_WAIT_S = 1.0
-"""A step that waits longer for a layer gives the copy up. By the rule of `may_begin` it waits for none at all."""
+"""Steps that wait longer for one copy, all their layers together, give it up. Where the copy keeps its rate, and the
+step is that of the request that asked for it, no layer is waited for, by the rule of `may_begin`."""
 _LEAD_SHARE = 0.75
 """The part of a step's predicted time that a copy may fill: its rate falls while the step reads memory too."""
 
@@ -49,6 +51,7 @@ class Arrival:
         self.num_arrived = 0
         self._on_late = on_late
         self._failed = False
+        self._patience_s = MOST_WAIT_S
         self._changed = threading.Condition()
 
     def arrived(self, num_pages: int) -> None:
@@ -67,7 +70,9 @@ class Arrival:
         """Wait until the device has the pages of the layers up to this one. False if they do not come."""
         pages = int(self.needed[layer])
         with self._changed:
-            came = self._changed.wait_for(lambda: self._failed or self.num_arrived >= pages, MOST_WAIT_S)
+            began = time.monotonic()
+            came = self._changed.wait_for(lambda: self._failed or self.num_arrived >= pages, self._patience_s)
+            self._patience_s = max(0.0, self._patience_s - (time.monotonic() - began))
             if came:
                 return self.num_arrived >= pages
             self._failed = True
