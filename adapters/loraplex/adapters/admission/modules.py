@@ -150,7 +150,8 @@ def _not_there(modules: list[str], which: str, names: ModuleNames) -> str:
         return (
             f"the base has no module {which}: the adapter was trained on a model that also sees or hears, and the base "
             "is a language model alone. Serve the whole checkpoint that it was trained on, whose text is served and "
-            "where LoRA on these parts is left out; or train the language model's linears alone"
+            "where LoRA on these parts is left out, unless the server is set to refuse it; or train the linears of the "
+            "language model alone"
         )
     return f"the base has no module {which}: the adapter is for another model"
 

@@ -159,8 +159,8 @@ def note_untrained(
         if not is_served or not linears <= tensors.a.keys():
             return []
         return [
-            "PEFT left the experts out of the training: they are parameters, not linears, and LoRA came for every "
-            f"linear outside of them, as all-linear gives it. {_OUTSIDE}. {_TRAINED_BY} trains them"
+            "the experts have no LoRA, and every linear outside of them has: with all-linear, PEFT leaves experts out "
+            f"that are parameters. {_OUTSIDE}. If they were to be trained, {_TRAINED_BY} does so"
         ]
     told = f"the experts were not trained: {named}, and no tensors came for them. {_OUTSIDE}"
     if not is_served:
