@@ -6,7 +6,7 @@ import { usePoll } from "../lib/poll.js";
 import { LEAVING } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
 
-const SCOPES = ["inference", "adapters:read", "adapters:write", "usage:read"];
+const SCOPES = ["inference", "adapters:read", "adapters:write", "adapters:train", "usage:read"];
 const ROWS = 50;
 const EVERY_MS = 15_000;
 /** How long a click on Revoke can be taken back. */
