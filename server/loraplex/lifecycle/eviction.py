@@ -56,12 +56,14 @@ async def delete_surplus(
     try:
         surplus = await run(retention.surplus, tenant, name)
         if surplus:
-            in_use: set[str] = set()
-            with contextlib.suppress(ServingError):  # nothing runs on an engine that is away
+            try:
                 in_use = {entry.ref.digest for entry in await services.engine.cache(surplus) if entry.leases}
-            await evict_removed(
-                services, await run(partial(retention.apply, tenant, name, in_use=in_use, by=by))
-            )
+            except EngineUnavailable:
+                in_use = set()  # nothing runs on an engine that is away
+            except ServingError:
+                in_use = set(surplus)
+            applied = partial(retention.apply, tenant, name, among=surplus, in_use=in_use, by=by)
+            await evict_removed(services, await run(applied))
     except LoraplexError as error:
         log.warning("versions_not_deleted", adapter=name, tenant=tenant, reason=error.message)
 

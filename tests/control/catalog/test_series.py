@@ -16,6 +16,7 @@ from support.adapters.drafts import make_adapter
 from support.control.plane import ARCH, ControlPlane, caller
 
 TRAINER = Actor("key", "acme", "0123456789abcdef", trains=True)
+ONLY_TRAINER = Actor("key", "acme", "0123456789abcdef", trains=True, only_trains=True)
 OTHER = Actor("key", "acme", "fedcba9876543210")
 WRONG = Refusal("numerical_mismatch", "it is off")
 
@@ -80,6 +81,31 @@ def test_a_version_that_fails_or_new_rules_make_the_next_one_due(
     plane.check_integrity()
 
 
+def test_bytes_that_were_rejected_before_have_their_numbers_checked_again(
+    plane: ControlPlane, series: AllSeries
+) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=8, check_every=3))
+    pass_check(plane, push(plane, 1))
+    push(plane, 2)
+    push(plane, 3)
+    plane.validation.reject(push(plane, 4), WRONG, {})
+    pass_check(plane, push(plane, 5))
+    again = push(plane, 4)
+    assert (again.version, again.checked, again.state) == ("v6", "numbers", "validating")
+    assert released(plane) == ["v5"]
+    plane.check_integrity()
+
+
+def test_a_version_that_was_deleted_before_its_check_leaves_the_next_one_due(
+    plane: ControlPlane, series: AllSeries
+) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=8, check_every=10))
+    push(plane, 1)
+    plane.catalog.delete_version("acme", "run", "v1")
+    assert push(plane, 2).checked == "numbers"
+    plane.check_integrity()
+
+
 def test_each_version_takes_the_traffic_if_the_series_says_so(plane: ControlPlane, series: AllSeries) -> None:
     series.put("acme", "run", SeriesRules(keep_last=8, check_every=10, latest=True))
     pass_check(plane, push(plane, 1))
@@ -90,6 +116,11 @@ def test_each_version_takes_the_traffic_if_the_series_says_so(plane: ControlPlan
     third = push(plane, 3)
     pass_check(plane, third)
     push(plane, 4)
+    assert released(plane) == ["v2"]
+    # A load at run time asks for a release: the rules of the series decide on it too.
+    with plane.store.begin_staging() as staging:
+        make_adapter(staging.directory, ARCH, seed=5)
+        plane.catalog.admit("acme", "run", staging, release=True, check=True, by=TRAINER)
     assert released(plane) == ["v2"]
     plane.check_integrity()
 
@@ -119,6 +150,8 @@ async def test_old_versions_retire_unless_they_are_in_use_pinned_or_released(
         await plane.resolver.resolve(caller("acme", models=frozenset({"other"})), "run@v3")
     with pytest.raises(VersionNotFound, match="retired"):
         plane.catalog.get_living("acme", "run", "v3")
+    # Nor does one go that the engine was not asked about.
+    assert retention.apply("acme", "run", among=()).digests == ()
     # The one in use goes when it is not any more.
     assert retention.apply("acme", "run").digests == (infos[2].digest,)
     assert states(plane)["v4"] == "retired"
@@ -134,7 +167,11 @@ def test_only_a_key_that_trains_pushes_to_a_series(plane: ControlPlane, series: 
     push(plane, 1)
     ordinary = push(plane, 2, name="support", by=OTHER)
     assert ordinary.checked is None
+    push(plane, 4, by=ONLY_TRAINER)
     series.delete("acme", "run")
+    # The series ended while the bytes of a push were on their way.
+    with pytest.raises(SeriesNotFound):
+        push(plane, 5, by=ONLY_TRAINER)
     assert push(plane, 3, by=OTHER).checked is None
     with pytest.raises(SeriesNotFound):
         series.get("acme", "run")
@@ -161,10 +198,15 @@ def test_the_schema_before_knows_retired_versions_as_deleted(
     push(plane, 2)
     Retention(plane.database, plane.artifacts, 0).apply("acme", "run")
     assert states(plane) == {"v1": "retired", "v2": "ready"}
+    # Nor does it know the scope.
+    for scopes in (["adapters:train"], ["adapters:train", "inference"], ["inference"]):
+        plane.keys.create("acme", scopes=scopes)
     plane.close()
     downgrade(plane.url, "0013")
     upgrade(plane.url)
     restarted = ControlPlane(tmp_path)
     assert states(restarted) == {"v1": "deleted", "v2": "ready"}
+    scopes = {key.scopes for key in restarted.keys.list("acme").items}
+    assert scopes == {("adapters:read",), ("inference",)}
     restarted.check_integrity()
     restarted.close()

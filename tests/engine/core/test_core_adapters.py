@@ -253,3 +253,14 @@ def test_an_operator_sees_and_moves_adapters_through_the_core() -> None:
     engine.core.unpin(adapter(1).digest)
     engine.core.drop(adapter(1).digest)
     assert adapter(1).digest not in engine.core.residency()
+
+
+def test_an_adapter_that_a_request_waits_for_is_told_as_in_use_to_who_asks_for_it() -> None:
+    engine = CoreEngine()
+    engine.add("one", adapter(1))
+    engine.step()
+    (entry,) = engine.core.cache_entries([adapter(1).digest])
+    assert (entry.loading, entry.leases) == (True, 1)
+    engine.run()
+    (entry,) = engine.core.cache_entries([adapter(1).digest])
+    assert entry.leases == 0

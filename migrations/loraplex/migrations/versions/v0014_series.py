@@ -32,8 +32,19 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    _forget_scope()
     # The server before does not know the state: what a series did not keep is deleted there.
     op.execute("UPDATE adapter_versions SET state = 'deleted' WHERE state = 'retired'")
     with op.batch_alter_table("adapter_versions") as table:
         table.drop_column("checked")
     op.drop_table("adapter_series")
+
+
+def _forget_scope() -> None:
+    """The server before does not know the scope adapters:train: a key that has it alone reads adapters there."""
+    keys = sa.table("api_keys", sa.column("id", sa.String), sa.column("scopes", sa.JSON))
+    connection = op.get_bind()
+    for key, scopes in connection.execute(sa.select(keys.c.id, keys.c.scopes)).all():
+        if "adapters:train" in scopes:
+            left = [scope for scope in scopes if scope != "adapters:train"] or ["adapters:read"]
+            connection.execute(sa.update(keys).where(keys.c.id == key).values(scopes=left))

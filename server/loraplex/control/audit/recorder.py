@@ -49,6 +49,8 @@ class Actor:
     request_id: str | None = None
     trains: bool = False
     """Whether the key has the scope adapters:train."""
+    only_trains: bool = False
+    """Whether the key may push to a series, and make no other version: it lacks the scope adapters:write."""
 
     @property
     def may_train(self) -> bool:

@@ -36,12 +36,7 @@ from loraplex.control.catalog.new_versions import (
 from loraplex.control.catalog.quota import check_quota, upload_room
 from loraplex.control.catalog.release_changes import add_release
 from loraplex.control.catalog.release_reading import current_release, release_shown
-from loraplex.control.catalog.series import (
-    check_needed,
-    forget_series,
-    series_for_push,
-    with_policy,
-)
+from loraplex.control.catalog.series import check_needed, forget_series, series_for_push, with_policy
 from loraplex.control.catalog.shadow_store import forget_shadows
 from loraplex.control.catalog.staged import UploadRoom
 from loraplex.control.catalog.validation import pending_check, release_upload
@@ -161,8 +156,9 @@ class Catalog:
         spec = take_known_order(self._database, self._artifacts.store, tenant_id, name, staging, spec)
         spec = with_chat(spec, chat, [*notes, *outputs.notes])
         fault = self._artifacts.store.fault
-        # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
-        flush_staged(staging)
+        flush_staged(
+            staging
+        )  # before the lock, so that its slow part keeps no other upload and no deletion waiting
         try:
             with self._artifacts.examined(spec.digest) as examined:
                 self._artifacts.store.commit(staging, spec.digest, examined)
@@ -173,7 +169,7 @@ class Catalog:
                     row, is_new = self._record(
                         session, tenant_id, name, spec, serving, chat, outputs, pending, series
                     )
-                    takes_all = release or (is_new and series is not None and series.latest)
+                    takes_all = release if series is None else series.latest and (is_new or release)
                     release_upload(session, row, release=takes_all, by=by)
                     admitted = version_info(row), is_new
                     note_upload(session, by, *admitted, source)
@@ -217,9 +213,11 @@ class Catalog:
         if known is not None:
             return known, False
         check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
-        checked = None if series is None else check_needed(session, series, self.base.fingerprint)
-        if series is not None and checked == "structure":
-            spec, pending = with_policy(spec, series), None
+        checked = None
+        if series is not None:
+            checked = check_needed(session, series, self.base.fingerprint, spec.digest)
+            if checked == "structure":
+                spec, pending = with_policy(spec, series), None
         made = add_version(
             session, tenant_id, name, self.base, spec, serving, chat, outputs, pending, checked
         )
@@ -377,7 +375,7 @@ class Catalog:
                 pinned = [row.digest for row in rows if row.pinned]
                 for row in rows:
                     _retire(row)
-                forget_series(session, tenant_id, name)
+                forget_series(session, tenant_id, name, by)
                 unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 forget_shadows(session, tenant_id, name)

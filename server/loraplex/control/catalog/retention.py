@@ -36,16 +36,26 @@ class Retention:
         with self._database.read() as session:
             return [row.digest for row in self._surplus(session, tenant_id, name)]
 
-    def apply(self, tenant_id: str, name: str, *, in_use: Collection[str] = (), by: Actor = LOCAL) -> Removal:
+    def apply(
+        self,
+        tenant_id: str,
+        name: str,
+        *,
+        among: Collection[str] | None = None,
+        in_use: Collection[str] = (),
+        by: Actor = LOCAL,
+    ) -> Removal:
         """Delete what is not kept of a name, with an audit row each; the engine is for the caller to inform. A series'
-        versions whose digests are `in_use` stay until a later call."""
+        versions whose digests are `in_use`, or not `among` those that were asked about (None: all were), stay until a
+        later call."""
         store = self._artifacts.store
         with self._artifacts.lock:
             with self._database.write() as session:
                 digests = []
                 series = session.get(Series, (tenant_id, name))
                 for row in self._surplus(session, tenant_id, name):
-                    if series is not None and row.digest in in_use:
+                    is_asked = among is None or row.digest in among
+                    if series is not None and (row.digest in in_use or not is_asked):
                         continue
                     before = {"digest": row.digest, "state": row.state, "pinned": False, "released": False}
                     target = version_target(tenant_id, name, f"v{row.number}")

@@ -121,15 +121,15 @@ class AllSeries:
         """Make it an ordinary name, with the versions that it has. Raises TenantNotFound, SeriesNotFound."""
         with self._database.write() as session:
             require_tenant(session, tenant_id)
-            row = _require(session, tenant_id, name)
-            before = _shown(_info(row).rules)
-            session.delete(row)
-            target = series_target(tenant_id, name)
-            record(session, by, "series.delete", target, tenant_id=tenant_id, before=before)
+            _require(session, tenant_id, name)
+            forget_series(session, tenant_id, name, by)
 
 
 def series_for_push(session: Session, tenant_id: str, name: str, by: Actor) -> Series | None:
-    """The series that the name is, if it is one. Raises NotForTraining where the caller's key may not push to it."""
+    """The series that the name is, if it is one. Raises NotForTraining where the caller's key may not push to it, and
+    SeriesNotFound where it may push to a series alone, and the name is none (any more)."""
+    if by.only_trains:
+        return _require(session, tenant_id, name)
     series = session.get(Series, (tenant_id, name))
     if series is not None and not by.may_train:
         raise NotForTraining(
@@ -138,10 +138,19 @@ def series_for_push(session: Session, tenant_id: str, name: str, by: Actor) -> S
     return series
 
 
-def check_needed(session: Session, series: Series, base_fingerprint: str) -> Checked:
-    """The check that the name's next version needs: of its numbers if no version since the series was set has passed
-    or awaits that check on this base, or if `check_every` were pushed since."""
+def check_needed(session: Session, series: Series, base_fingerprint: str, digest: str) -> Checked:
+    """The check that the name's next version, of these bytes, needs: of its numbers if no version since the series was
+    set has passed or awaits that check on this base, if `check_every` were pushed since, or if the tenant's same bytes
+    were rejected before."""
     of = AdapterVersion
+    rejected = select(of.number).where(
+        of.digest == digest,
+        of.tenant_id == series.tenant_id,
+        of.state == "rejected",
+        of.base_fingerprint == base_fingerprint,
+    )
+    if session.scalar(rejected.limit(1)) is not None:
+        return "numbers"
     name = (series.tenant_id, series.name)
     last = session.scalar(
         select(func.max(of.number)).where(
@@ -149,7 +158,7 @@ def check_needed(session: Session, series: Series, base_fingerprint: str) -> Che
             of.name == series.name,
             of.number > series.since,
             of.checked == "numbers",
-            of.state != "rejected",
+            of.state.not_in(("rejected", "deleted")),
             of.base_fingerprint == base_fingerprint,
         )
     )
@@ -168,15 +177,24 @@ def with_policy(spec: AdapterSpec, series: Series) -> AdapterSpec:
     return replace(spec, report=spec.report | {"checks": [*spec.report["checks"], note]})
 
 
-def forget_series(session: Session, tenant_id: str, name: str) -> None:
-    """The name ends, and with it what it was."""
+def forget_series(session: Session, tenant_id: str, name: str, by: Actor) -> None:
+    """Delete the rules of a name that is a series, with an audit entry."""
     series = session.get(Series, (tenant_id, name))
     if series is not None:
+        before = _shown(_info(series).rules)
         session.delete(series)
+        record(
+            session,
+            by,
+            "series.delete",
+            series_target(tenant_id, name),
+            tenant_id=tenant_id,
+            before=before,
+        )
 
 
 def series_target(tenant_id: str, name: str) -> str:
-    """Its name in the audit log."""
+    """The name of a series in the audit log."""
     return f"{tenant_target(tenant_id)}/adapters/{name}/series"
 
 

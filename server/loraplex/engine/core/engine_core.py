@@ -10,6 +10,7 @@ This module drives them: `add`, `abort` and `step`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -381,7 +382,14 @@ class EngineCore:
     # The adapter cache belongs to the step thread as well: this is how others reach it.
 
     def cache_entries(self, digests: Collection[str] | None = None) -> tuple[CacheEntry, ...]:
-        return self._cache.entries(digests)
+        """All adapters in memory, or those of `digests`: their `leases` count requests that wait or were preempted
+        too."""
+        entries = self._cache.entries(digests)
+        if digests is None:
+            return entries
+        adapters = (seq.request.adapter for seq in self._tracker.live.values())
+        live = Counter(adapter.digest for adapter in adapters if adapter is not None)
+        return tuple(replace(entry, leases=max(entry.leases, live[entry.ref.digest])) for entry in entries)
 
     def residency(self) -> dict[str, AdapterState]:
         """The versions on the device or in host memory."""
