@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loraplex.adapters.cache.adapter_cache import LeaseError, Residency
+from loraplex.adapters.cache.residency import Ticket
 from loraplex.adapters.device.arrival import Arrival, may_begin
 from support.adapters.cache_fakes import CacheRig, make_ref
 from support.adapters.cache_integrity import check_cache
@@ -27,6 +28,31 @@ def arriving(rig: CacheRig) -> None:
     rig.transport.make_usable("a")
     assert rig.step(A) == [Residency.READY]
     assert rig.cache.is_arriving("a")
+
+
+@pytest.mark.parametrize("error", [None, "the device is gone"])
+@pytest.mark.parametrize("usable", [False, True])
+def test_a_copy_that_ends_while_it_is_looked_at_is_seen_by_the_next_poll(
+    monkeypatch: pytest.MonkeyPatch, error: str | None, usable: bool
+) -> None:
+    """The thread that copies may end it between any two looks of one poll."""
+    for looks in range(5):
+        rig = CacheRig(num_pages=1, num_slots=2, host_pages=0)
+        rig.step(A)
+        rig.transport.finish_load()
+        rig.step(A)
+        if usable:
+            rig.transport.make_usable("a")
+        rig.transport.finish_copy(error=error)
+        left = iter([False] * looks)
+        with monkeypatch.context() as patch:
+            patch.setattr(Ticket, "done", property(lambda _, left=left: next(left, True)))
+            patch.setattr(Ticket, "error", property(lambda ticket: error if ticket.done else None))
+            rig.cache.poll()
+        rig.cache.poll()
+        assert rig.on_device(A) == ([] if error else ["a"])
+        assert not rig.cache.is_arriving("a")
+        check_cache(rig.cache)
 
 
 def test_its_image_and_its_pages_stay_until_the_copy_is_done() -> None:

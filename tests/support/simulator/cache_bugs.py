@@ -45,9 +45,11 @@ def lease_on_the_pages_of_another_version(patch: pytest.MonkeyPatch) -> None:
 def adapter_leased_before_its_copy_is_done(patch: pytest.MonkeyPatch) -> None:
     copy = CachedAdapters.copy
 
-    def early(self: CachedAdapters[Any], entry: CachedAdapter[Any], tenant_id: str, now: float) -> None:
-        copy(self, entry, tenant_id, now)
-        self.copied(entry, now)
+    def early(
+        self: CachedAdapters[Any], entry: CachedAdapter[Any], tenant_id: str, now: float, lead_s: float = 0.0
+    ) -> None:
+        copy(self, entry, tenant_id, now, lead_s)
+        self.copied(entry, now, is_whole=True)
         self.make_idle(entry)
 
     patch.setattr(CachedAdapters, "copy", early)

@@ -392,24 +392,26 @@ class AdapterCache(Generic[ImageT]):
     def _poll_copy(self, entry: CachedAdapter[ImageT], now: float) -> None:
         ticket = entry.copy
         assert ticket is not None
+        done = ticket.done  # once: a copy that ends while it is looked at is seen by the next poll
+        error = ticket.error if done else None
         arriving, late = entry.stage is Stage.DEVICE, ticket.given_up
-        if not ticket.done and now - entry.since >= self._timeout_s:
+        if not done and now - entry.since >= self._timeout_s:
             late = late or f"its copy to the device took longer than {self._timeout_s:g} s"
-        if (late and not ticket.done) or (arriving and (late or ticket.error)):
+        if (late and not done) or (arriving and (late or error)):
             # Its pages stay its own: the copy may write to them, and a step in flight may read them.
-            message = ticket.error or late
+            message = error or late
             self._entries.strand(entry)
             self._remember(entry.ref, message, now, entry.num_pages)
             if arriving:
                 self._lost[entry.ref.digest] = message
-        elif ticket.error is not None:
-            self._fail(entry, ticket.error, now)
-        elif not arriving and (ticket.done or ticket.usable):
+        elif error is not None:
+            self._fail(entry, error, now)
+        elif not arriving and (done or ticket.usable):
             self._load_times.took("copy", now - entry.since)
-            self._entries.copied(entry, now)
+            self._entries.copied(entry, now, is_whole=done)
             entry.safe_until = self._pass.number + 1
             self._on_idle(entry)
-        elif ticket.done:
+        elif arriving and done:
             self._entries.arrived(entry, now)
             self._on_idle(entry)
 

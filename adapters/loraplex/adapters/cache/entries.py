@@ -196,12 +196,11 @@ class CachedAdapters(Generic[ImageT]):
         self.copying[entry.ref.digest] = entry
         entry.copy = self._transport.copy(entry.image, entry.slot, entry.pages, lead_s)
 
-    def copied(self, entry: CachedAdapter[ImageT], now: float) -> None:
-        """COPYING → DEVICE, where its copy may go on."""
-        assert entry.copy is not None
+    def copied(self, entry: CachedAdapter[ImageT], now: float, *, is_whole: bool) -> None:
+        """COPYING → DEVICE, where its copy goes on unless it `is_whole`."""
         del self.copying[entry.ref.digest]
         entry.stage = Stage.DEVICE
-        if entry.copy.done:
+        if is_whole:
             entry.copy = None
         else:
             self.arriving[entry.ref.digest] = entry

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from loraplex.admin.schemas.adapters import Version
 from loraplex.admin.schemas.fields import RequestBody, ResponseBody, Timestamp
-from loraplex.control.catalog.series import MAX_CHECK_EVERY, MAX_KEPT, MAX_QUOTA
+from loraplex.control.catalog.series import MAX_CHECK_EVERY, MAX_CONFIG_FIELDS, MAX_KEPT, MAX_QUOTA
 
 
 class SeriesChange(RequestBody):
@@ -20,7 +20,7 @@ class SeriesChange(RequestBody):
     check_every: Annotated[int, Field(ge=1, le=MAX_CHECK_EVERY)] = 10
     latest: bool = True
     quota: Annotated[int, Field(ge=1, le=MAX_QUOTA)] | None = None
-    config: dict[str, Any] | None = None
+    config: Annotated[dict[str, Any], Field(max_length=MAX_CONFIG_FIELDS)] | None = None
 
 
 class Series(ResponseBody):

@@ -31,6 +31,7 @@ MAX_KEPT = 1000
 MAX_CHECK_EVERY = 10_000
 MAX_QUOTA = 60_000
 MAX_CONFIG_BYTES = 64 << 10
+MAX_CONFIG_FIELDS = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,7 @@ def test_attention_alone_warns_where_the_config_names_experts(
     told = [line for line in warnings(spec).splitlines() if "experts" in line]
     assert len(told) == 1
     assert "the experts were not trained: target_modules names gate_proj, up_proj, down_proj" in told[0]
-    assert 'target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them' in told[0]
+    assert 'target_parameters=["experts.gate_up_proj", "experts.down_proj"] does so' in told[0]
     other = warnings(admit(not_served, tmp_path / "other", attention(mixture), target_modules=names))
     assert "LoRA on the experts of a phimoe would be refused: it is not served" in other
     assert "target_parameters" not in other
@@ -237,7 +237,7 @@ def test_every_linear_but_the_experts_warns_as_all_linear_leaves_them_out(tmp_pa
             names = [name.partition(".lora_")[0] for name in tensors]
             told = warnings(admit(base, tmp_path / site, tensors, target_modules=names))
             assert ("the experts have no LoRA" in told) == (site == "o_proj")
-        assert 'target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them' in told
+        assert 'target_parameters=["experts.gate_up_proj", "experts.down_proj"] does so' in told
         served = replace(base, model_type="phimoe")
         assert "experts" not in warnings(admit(served, tmp_path / "o_proj", tensors, target_modules=names))
         both = {"target_modules": names, "target_parameters": BOTH["target_parameters"]}
