@@ -218,7 +218,7 @@ def test_attention_alone_warns_where_the_config_names_experts(
     told = [line for line in warnings(spec).splitlines() if "experts" in line]
     assert len(told) == 1
     assert "the experts were not trained: target_modules names gate_proj, up_proj, down_proj" in told[0]
-    assert 'target_parameters=["experts.gate_up_proj", "experts.down_proj"] does so' in told[0]
+    assert 'target_parameters=["experts.gate_up_proj", "experts.down_proj"] trains them' in told[0]
     other = warnings(admit(not_served, tmp_path / "other", attention(mixture), target_modules=names))
     assert "LoRA on the experts of a phimoe would be refused: it is not served" in other
     assert "target_parameters" not in other
