@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.timing import Ceilings, eager_ms, median_ms, relative_error
+from bench.gpu.timing import Ceilings, median_ms, relative_error
 from loraplex.kernels.lora.site_groups import HEAD, SiteGroup
 from loraplex.kernels.lora.triton_lora import LoraLauncher, TritonLora
 from loraplex.kernels.lora.triton_tiling import LoraTiling
@@ -24,6 +24,7 @@ from support.kernels.lora_arena import ManualArena, make_arena
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 COLD_BYTES = 256 << 20
 """Layers take turns until this number of bytes has been read, several times what a cache holds."""
+_MOST_LAYERS = 64
 MAX_RECORDED_ROWS = 256
 
 LLAMA_8B = (
@@ -92,16 +93,19 @@ def small_cases() -> list[LoraCase]:
 
 
 def engine_cases(*, small: bool) -> list[LoraCase]:
-    """In the engine's own tilings, and with sums by rows and by strips: what tensor cores and the compiler for them
-    can get wrong. bfloat16 in the shapes of Llama-3.1-8B; `small`: the same batches in tiny shapes and float16, as the
-    interpreter multiplies no bfloat16."""
+    """Batches in the engine's own tilings, with sums by rows and by strips, and with A sides that begin early, on
+    tensor cores and without: what tensor cores and the compiler for them can get wrong. bfloat16 in the shapes of
+    Llama-3.1-8B; `small`: the same batches in tiny shapes and float16, as the interpreter multiplies no bfloat16."""
     groups, dtype = (SMALL, torch.float16) if small else (LLAMA_8B, torch.bfloat16)
     many, chunk = (3, 37) if small else (64, 464)
     ranks = tuple(8 << (slot % 4) for slot in range(8))
     mix = ((-1, 2), *distinct(many // 2, many // 2), (many // 2, chunk))
+    few = tuple((slot, rows) for slot, rows in enumerate((1, 2, 3, 5, 2, 4, 1, 3)))
     tilings = (
         ("engine's tiling", LoraTiling()),
-        ("by rows and by strips", LoraTiling(row_programs=12, row_block_k=1024, early=True, strip_stages=3)),
+        ("by rows and by strips", LoraTiling(row_programs=12, row_block_k=1024, strip_stages=3)),
+        ("A sides early", LoraTiling(row_programs=12, early=True)),
+        ("A sides early by rows", LoraTiling(row_programs=12, row_block_k=1024, early=True)),
     )
     return [
         LoraCase(f"{words}, {name}", groups, case_ranks, rows, dora=dora, dtype=dtype, tiling=tiling)
@@ -111,6 +115,7 @@ def engine_cases(*, small: bool) -> list[LoraCase]:
             ("several rows an adapter, ranks 8 … 64", ranks, distinct(8 * many, 8), ()),
             ("prompts of rank 64 and 16", (64, 16), ((0, chunk), (1, chunk)), ()),
             ("decoding, base and a chunk, DoRA", (16,) * (many // 2 + 1), mix, (0, many // 2)),
+            ("one to five rows an adapter, ranks 8 … 64, DoRA", ranks, (*few, (-1, 2)), (1, 2, 4, 7)),
         )
     ]
 
@@ -189,7 +194,8 @@ def run_case(
     With `ceilings` it is timed, a layer's groups together: `graph_ms` in a CUDA graph, `shrink_ms` and `expand_ms` of
     its two sides, `floor_ms` what the bytes and flops need, `torch_ms` that of a loop over the adapters in torch.
     `plan_us`: of the host, a step."""
-    num_bytes, flops = work(case)
+    *sides, flops = work(case)
+    num_bytes = sum(sides)
     layers = cold_layers(case) if ceilings is not None and device.type == "cuda" else 2
     arena = make_arena(
         case.groups, layers, case.dtype, case.ranks, max_rank=case.max_rank, dora=case.dora, device=device
@@ -229,23 +235,26 @@ def run_case(
 
 
 def cold_layers(case: LoraCase) -> int:
-    """The layers that take turns where a case is timed."""
-    return min(32, max(2, -(-COLD_BYTES // work(case)[0])))
+    """The layers that take turns where a case is timed: enough for either side alone to read COLD_BYTES, and at most
+    _MOST_LAYERS."""
+    return min(_MOST_LAYERS, max(2, -(-COLD_BYTES // min(work(case)[:2]))))
 
 
-def work(case: LoraCase) -> tuple[int, int]:
-    """Bytes and flops of a layer that nothing can save: the tiles of every adapter of the batch once, x once, and y
-    read and written, of the rows that have adapters."""
-    used = {slot for slot, _ in case.rows if slot >= 0}
+def work(case: LoraCase) -> tuple[int, int, int]:
+    """Bytes of the A sides, bytes of the B sides, and flops of a layer that nothing can save: the tiles of every
+    adapter of the batch once, x once, and y read and written, of the rows that have adapters."""
+    used = sum(case.ranks[slot] for slot in {slot for slot, _ in case.rows if slot >= 0})
     rows = sum(count for slot, count in case.rows if slot >= 0)
-    elements = products = 0
+    ranks = sum(count * case.ranks[slot] for slot, count in case.rows if slot >= 0)
+    a_side = b_side = products = 0
     for group in case.groups:
-        inputs = 1 if group.key == HEAD else len(group.sites)
-        width = inputs * group.in_features + sum(group.out_features)
-        elements += sum(case.ranks[slot] for slot in used) * width
-        elements += rows * (group.in_features + 2 * sum(group.out_features))
-        products += sum(count * case.ranks[slot] for slot, count in case.rows if slot >= 0) * width
-    return elements * case.dtype.itemsize, 2 * products
+        inputs = group.in_features * (1 if group.key == HEAD else len(group.sites))
+        outputs = sum(group.out_features)
+        a_side += used * inputs + rows * group.in_features
+        b_side += (used + 2 * rows) * outputs
+        products += ranks * (inputs + outputs)
+    size = case.dtype.itemsize
+    return a_side * size, b_side * size, 2 * products
 
 
 class Batch:
@@ -345,7 +354,7 @@ def _compare(batch: Batch, layers: int, *, recorded: bool) -> dict[str, Any]:
 
 
 def _torch_ms(batch: Batch) -> float | None:
-    """A loop over the adapters of one layer, by a library's products."""
+    """Milliseconds of a loop over the adapters of one layer, by a library's products, recorded as all else is."""
     case = batch.case
     matrices: list[tuple[str, slice, slice, torch.Tensor, torch.Tensor]] = []
     for slot, first, count in case.segments:
@@ -365,7 +374,7 @@ def _torch_ms(batch: Batch) -> float | None:
             x, y = tensors[group]
             y[rows, columns].addmm_(x[rows] @ a, b)
 
-    return eager_ms(loop, batch.device)
+    return median_ms(loop, batch.device, runs=2)
 
 
 def _zipf(rows: int, adapters: int) -> Sequence[tuple[int, int]]:

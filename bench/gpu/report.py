@@ -124,7 +124,7 @@ _SECTIONS: dict[str, tuple[str, list[Column]]] = {
         "LoRA kernels of others beside those here, one layer's group, in turns",
         [("case", "case", "s"), ("kernels", "contender", "s"), ("A side µs", "a_us", ".1f"),
          ("B side µs", "b_us", ".1f"), ("both µs", "both_us", ".1f"), ("as it is ÷ this", "today", ".2f"),
-         ("error", "error", ".1e"), ("right", "ok", "s")],
+         ("error", "error", ".1e"), ("right", "ok", "s"), ("note", "note", "s")],
     ),
     "sampling": ("Sampling", [*_KERNEL, ("right", "ok", "s")]),
     "attention": ("Paged attention, one layer", [*_KERNEL, ("right", "ok", "s")]),

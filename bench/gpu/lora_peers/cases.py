@@ -1,4 +1,4 @@
-"""LoRA kernels of vLLM and of SGLang beside those here: one group's A and B sides, right beside float64, then in turns.
+"""LoRA kernels of vLLM and of SGLang beside those here: one group's A and B sides, beside float64, then in turns.
 
 The catalogue functions are called by `bench.gpu.worker` with the titles of the wheels, and find those unpacked in the
 folder that FOLDER names in the environment.
@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,8 +26,9 @@ from support.kernels.lora_arena import make_arena
 
 FOLDER = "LORA_PEERS"
 """The environment's variable with the folder that `wheels.unpack` unpacked into."""
+AS_IT_IS = "as it is"
 OURS = {
-    "as it is": LoraTiling(),
+    AS_IT_IS: LoraTiling(),
     "by rows and by strips": LoraTiling(row_programs=12, row_block_k=1024, strip_stages=3),
 }
 _ROUNDINGS = 3
@@ -36,15 +36,25 @@ _ROUNDINGS = 3
 
 
 def small(*titles: str) -> list[Case]:
-    """Tiny shapes, for the interpreter: mixed ranks, and rows of the base."""
-    rows = ((0, 1), (-1, 2), (1, 3))
-    return [
-        *_cases(SMALL[0], titles, [("ranks 8 and 24", (8, 24), rows)], torch.float16),
-        *_cases(SMALL[1], titles, [("20 rows of rank 16", (16,), ((0, 20),))], torch.float16),
-    ]
+    """Cases for the interpreter."""
+    return _beside(small_cases(), titles)
 
 
 def full(*titles: str) -> list[Case]:
+    """Cases for a GPU."""
+    return _beside(full_cases(), titles)
+
+
+def small_cases() -> list[LoraCase]:
+    """Tiny shapes: mixed ranks, and rows of the base."""
+    rows = ((0, 1), (-1, 2), (1, 3))
+    return [
+        *_cases(SMALL[0], [("ranks 8 and 24", (8, 24), rows)], torch.float16),
+        *_cases(SMALL[1], [("20 rows of rank 16", (16,), ((0, 20),))], torch.float16),
+    ]
+
+
+def full_cases() -> list[LoraCase]:
     """Llama-3.1-8B's shapes. All cells of the widest group, and one of two others."""
     groups = {group.key: group for group in LLAMA_8B}
     cells = [
@@ -52,35 +62,37 @@ def full(*titles: str) -> list[Case]:
         for rows, adapters, rank in ((64, 64, 16), (64, 8, 16), (256, 64, 16), (64, 64, 64), (2048, 1, 16))
     ]
     return [
-        *_cases(groups["gate_up"], titles, cells, torch.bfloat16),
-        *_cases(groups["qkv"], titles, cells[:1], torch.bfloat16),
-        *_cases(groups["down"], titles, cells[:1], torch.bfloat16),
+        *_cases(groups["gate_up"], cells, torch.bfloat16),
+        *_cases(groups["qkv"], cells[:1], torch.bfloat16),
+        *_cases(groups["down"], cells[:1], torch.bfloat16),
     ]
 
 
 def _cases(
     group: SiteGroup,
-    titles: Sequence[str],
     cells: Sequence[tuple[str, tuple[int, ...], tuple[tuple[int, int], ...]]],
     dtype: torch.dtype,
-) -> list[Case]:
-    cases = [
+) -> list[LoraCase]:
+    return [
         LoraCase(f"{group.key}, {words}", (group,), ranks, rows, dtype=dtype) for words, ranks, rows in cells
     ]
+
+
+def _beside(cases: Sequence[LoraCase], titles: Sequence[str]) -> list[Case]:
     return [Case("peers", case.name, partial(run_case, case, titles), limit_s=300) for case in cases]
 
 
 def run_case(case: LoraCase, titles: Sequence[str], bench: Bench) -> list[Row]:
     """A row for each contender: `error` beside float64, `ok`, and on a GPU the µs of a layer's A side, B side, and of
-    both, recorded, and `today`: how often as fast as the kernels here as they are. Raises Skipped without a wheel, and
-    WheelError."""
+    both, recorded, and `today`: how often as fast as the kernels here as they are. A contender or a wheel that cannot
+    be run has a row with a `note` instead. Raises Skipped without a wheel."""
     if not titles:
         raise Skipped("no wheel of vLLM or SGLang was given: --wheel PATH")
     (group,) = case.groups
     cuda = bench.device.type == "cuda"
     layers = cold_layers(case) if cuda else 2
     arena = make_arena(
-        case.groups, layers, case.dtype, case.ranks, max_rank=max(case.ranks), device=bench.device
+        case.groups, layers, case.dtype, case.ranks, max_rank=case.max_rank, device=bench.device
     )
     x, y = draw(case, bench.device)
     matrices = read_matrices(arena, group, layers, case.ranks)
@@ -89,21 +101,28 @@ def run_case(case: LoraCase, titles: Sequence[str], bench: Bench) -> list[Row]:
             ours(name, Batch(replace(case, tiling=tiling), arena, bench.device), group.key, x)
             for name, tiling in OURS.items()
         ]
+        rows: list[Row] = []
         for wheel in unpacked(Path(os.environ[FOLDER])):
-            modules = stack.enter_context(imported(wheel))
-            contenders += theirs(wheel, modules, case, matrices, x)
+            try:
+                modules = stack.enter_context(imported(wheel))
+                contenders += list(theirs(wheel, modules, case, matrices, x))
+            except Exception as error:  # another's code
+                rows.append(_failed(wheel.title, error))
         want = arena.expected(layers - 1, group, case.segments, x, y)
         base = [
             row for slot, first, count in case.segments if slot < 0 for row in range(first, first + count)
         ]
-        rows = [compare(contender, layers - 1, want, y, base, case.dtype) for contender in contenders]
+        compared: list[tuple[Row, list[Callable[[], object]]]] = []
+        for contender in contenders:
+            try:
+                row = compare(contender, layers - 1, want, y, base, case.dtype)
+                works = _works(contender, layers, y.clone()) if cuda else ()
+                compared.append((row, [bench.record(work) for work in works]))
+            except Exception as error:
+                rows.append(_failed(contender.name, error))
         if cuda:
-            measured = measure(contenders, layers, y, bench)
-            today = measured[0]["both_us"]
-            rows = [
-                row | times | {"today": today / times["both_us"]}
-                for row, times in zip(rows, measured, strict=True)
-            ]
+            measure(compared, layers, bench)
+        rows = [*(row for row, _ in compared), *rows]
     return [{"case": case.name, **row} for row in rows]
 
 
@@ -138,14 +157,22 @@ def compare(
 
 
 def measure(
-    contenders: Sequence[Contender], layers: int, y: torch.Tensor, bench: Bench
-) -> list[dict[str, Any]]:
-    """µs of a layer, by contender: recordings of all layers' A sides, B sides, and both one behind the other, in
-    turns."""
-    runs = [bench.record(work) for contender in contenders for work in _works(contender, layers, y.clone())]
-    found = [ms * 1e3 / layers for ms in bench.watch.interleaved_ms(runs, rounds=11, times=1)]
-    columns = ("a_us", "b_us", "both_us")
-    return [dict(zip(columns, found[at : at + 3], strict=True)) for at in range(0, len(found), 3)]
+    compared: Sequence[tuple[Row, Sequence[Callable[[], object]]]], layers: int, bench: Bench
+) -> None:
+    """Add to each contender's row the µs of a layer, by its recordings of all layers' A sides, B sides, and both one
+    behind the other, all in turns."""
+    runs = [run for _, recordings in compared for run in recordings]
+    found = iter(bench.watch.interleaved_ms(runs, rounds=11, times=1))
+    for row, recordings in compared:
+        columns = ("a_us", "b_us", "both_us")
+        row |= {name: next(found) * 1e3 / layers for name, _ in zip(columns, recordings, strict=True)}
+    today = next((row["both_us"] for row, _ in compared if row["contender"] == AS_IT_IS), None)
+    for row, _ in compared:
+        row["today"] = None if today is None else today / row["both_us"]
+
+
+def _failed(contender: str, error: Exception) -> Row:
+    return {"contender": contender, "ok": False, "note": f"{type(error).__name__}: {error}"[:300]}
 
 
 def _works(

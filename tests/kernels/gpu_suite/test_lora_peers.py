@@ -1,8 +1,9 @@
-"""Wheels of other servers beside the kernels here: what the bench does with them, by wheels made for the purpose."""
+"""Wheels of other servers beside the kernels here, by wheels made for the purpose."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -144,7 +145,7 @@ def test_kernels_of_both_wheels_run_over_the_same_numbers(tmp_path, monkeypatch)
 
 
 def test_a_wheel_that_writes_rows_of_the_base_is_wrong(tmp_path, monkeypatch):
-    """By less than a tolerance."""
+    """The difference is below the tolerance."""
     found = run(tmp_path, monkeypatch, vllm(tmp_path, base="0.002"))
     assert {name: row["ok"] for name, row in found.items()} == {
         **dict.fromkeys(OURS, True),
@@ -174,9 +175,24 @@ def test_a_version_that_needs_more_is_told_by_name(tmp_path, changes, words):
         pass
 
 
-def test_a_function_that_is_gone_is_told_by_name(tmp_path, monkeypatch):
-    with pytest.raises(WheelError, match=r"vllm 9\.8\.7: the A side .*'lora_shrink'"):
-        run(tmp_path, monkeypatch, vllm(tmp_path, shrink=""))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shrink": ""}, r"WheelError: vllm 9\.8\.7: the A side .*'lora_shrink'"),
+        ({"shrink": "import vllm.engines"}, r"WheelError: .*'vllm\.engines'"),
+        (
+            {"expand": "def lora_expand(*_, **__): raise RuntimeError('no memory')"},
+            "^RuntimeError: no memory$",
+        ),
+    ],
+)
+def test_a_wheel_that_cannot_be_run_leaves_the_others_their_rows(tmp_path, monkeypatch, changes, words):
+    found = run(tmp_path, monkeypatch, vllm(tmp_path, **changes), sglang(tmp_path))
+    failed = found.pop("vllm 9.8.7")
+    assert not failed["ok"]
+    assert re.search(words, str(failed["note"]))
+    assert set(found) == {*OURS, "sglang 0.9", "sglang 0.9, K split"}
+    assert all(row["ok"] for row in found.values()), found
 
 
 def test_what_is_no_wheel_of_the_two_is_refused(tmp_path, capsys):
