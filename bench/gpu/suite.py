@@ -67,9 +67,9 @@ class Worker:
         self._answers: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def hello(self) -> dict[str, Any]:
-        """What there is to run, and on what. Raises WorkerLost."""
-        return self._answer(_START_S)
+    def hello(self, left_s: float) -> dict[str, Any]:
+        """What there is to run, and on what, within `left_s`. Raises WorkerLost."""
+        return self._answer(min(_START_S, left_s), cut=left_s < _START_S)
 
     def run(self, key: str, limit_s: float, left_s: float) -> dict[str, Any]:
         """A case's result. It may take `limit_s`, and _BUILD_S before that where it builds what others use too; all
@@ -175,7 +175,7 @@ class Suite:
         first = self.start()
         keys: list[str] = []
         try:
-            hello = first.hello()
+            hello = first.hello(self.left)
             self._begin(hello["environment"])
             cases = [case for case in hello["cases"] if any(part in case["key"] for part in self.only)]
             keys = [case["key"] for case in cases]
@@ -234,9 +234,9 @@ class Suite:
     def one(self, lane: _Lane, case: dict[str, Any]) -> None:
         """Run a case, and keep what comes of it."""
         begun = time.monotonic()
-        left = self._end - self.clock()
         try:
-            result = lane.ready().run(case["key"], case["limit_s"], left)
+            worker = lane.ready()
+            result = worker.run(case["key"], case["limit_s"], self.left)
             if result.pop("leaving"):
                 lane.close()
         except WorkerLost as error:
@@ -253,8 +253,13 @@ class Suite:
             self.say(f"{result['status']:7}{result['seconds']:7.1f} s  {result['case']}")
 
     @property
+    def left(self) -> float:
+        """Seconds of the budget, or of a section's part of it."""
+        return self._end - self.clock()
+
+    @property
     def open(self) -> bool:
-        return self.clock() < self._end and not self._stopped.is_set()
+        return self.left > 0 and not self._stopped.is_set()
 
 
 class _Lane:
@@ -277,7 +282,7 @@ class _Lane:
         """Raises WorkerLost."""
         if self._worker is None:
             self._worker = self._suite.start()
-            self._worker.hello()
+            self._worker.hello(self._suite.left)
         return self._worker
 
     def close(self) -> None:
