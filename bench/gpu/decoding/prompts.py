@@ -26,11 +26,11 @@ ERROR = 0.05
 ITEM_US = 18.0
 """64 rows by 128 columns of a B side by tiles: both halves sum their hidden values, multiply, and then load y."""
 TILE_US = 0.35
-"""Assumed of a strip's tile: the latency of memory, 0.7 µs, over the two tiles that are ahead of it."""
+"""A strip's tile, assumed: the latency of memory, 0.7 µs, over the two tiles that are ahead of it."""
 SUMS_US = 1.5
-"""Assumed of a strip's hidden values: its piece and record, and the planes."""
+"""A strip's hidden values, assumed: its piece and record, and the planes."""
 STAGES = 3
-"""Of strips."""
+"""Stages of strips."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ ARCH = 90
 CELLS = ((64, 64, 16), (64, 64, 64), (2048, 1, 16))
 """(rows, adapters, rank)."""
 REGISTERS, SHARED_BYTES, THREADS, PROGRAMS = 65536, 227 << 10, 2048, 32
-"""Of a multiprocessor, of an H200."""
+"""Sizes of a multiprocessor of an H200."""
 COLUMNS: list[Column] = [
     ("case", "case", "s"), ("kernels", "contender", "s"), ("kernel", "kernel", "s"), ("grid", "grid", "s"),
     ("registers", "registers", "d"), ("spills", "spills", "d"), ("programs/SM", "programs", "d"),
@@ -81,7 +81,7 @@ def rows(wheels: Sequence[Wheel], cells: Sequence[tuple[int, int, int]] = CELLS)
 
 
 def _launches(case: LoraCase, wheels: Sequence[Wheel]) -> Iterator[tuple[str, list[Launch]]]:
-    """What each contender launches. The wheel's modules stay imported until the caller has compiled that."""
+    """The launches of each contender. The wheel's modules stay imported until the caller has compiled that."""
     (group,) = case.groups
     x = torch.empty(case.num_rows, group.in_features, dtype=case.dtype)
     one = replace(case, ranks=case.ranks[:1], rows=case.rows[:1])  # the rest changes no code
@@ -130,7 +130,7 @@ def _in_place_of_kernels(modules: Sequence[ModuleType], keep: Callable[[Launch],
 
 
 def _dependent(launch: Launch) -> Launch:
-    """As on Hopper, where B sides are launched while their A sides run."""
+    """The launch on Hopper, where B sides are launched while their A sides run."""
     return replace(launch, arguments=launch.arguments | {"DEPENDENT": True})
 
 

@@ -175,7 +175,7 @@ def _segments(case: LoraCase, device: torch.device) -> SimpleNamespace:
 
 
 def _guarded(wheel: Wheel, side: str, launch: Callable[..., None]) -> Callable[..., None]:
-    """The same, where a function that is missing or takes other arguments is named with its wheel."""
+    """Launch, and name the wheel of a function that is missing or takes other arguments."""
 
     def guarded(*arguments: Any) -> None:
         try:

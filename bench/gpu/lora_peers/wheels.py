@@ -32,7 +32,7 @@ _MODULES = {
     "sglang": ("chunked_sgmv_shrink", "chunked_sgmv_expand"),
 }
 _LARGEST = 4 << 20
-"""Bytes of a file in the folder, at most."""
+"""The most bytes of a file in the folder."""
 _DESCRIPTION = "wheel.json"
 
 
@@ -114,7 +114,7 @@ def imported(wheel: Wheel) -> Iterator[SimpleNamespace]:
 
 
 def missing(wheel: Wheel, place: str, error: Exception) -> WheelError:
-    """Of a part of a wheel that is there no longer, or that needs what there is no stand-in for."""
+    """An error about a part of a wheel that is gone, or that needs what there is no stand-in for."""
     return WheelError(
         f"{wheel.title}: {place} is not as in {READ[wheel.package]}, which can be run here: {error}"
     )
@@ -147,7 +147,7 @@ def _stand_ins(wheel: Wheel) -> dict[str, ModuleType]:
 
 
 def _of_vllm() -> dict[str, Mapping[str, Any]]:
-    """Values of its settings are their defaults."""
+    """Stand-ins for vLLM, whose settings have their defaults."""
     settings = SimpleNamespace(
         VLLM_BATCH_INVARIANT=False,
         VLLM_TUNED_CONFIG_FOLDER=None,

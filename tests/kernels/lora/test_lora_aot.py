@@ -49,7 +49,7 @@ KERNELS = {
 BY_ROWS = LoraTiling(row_programs=12, row_block_k=1024)
 BY_STRIPS = LoraTiling(strip_stages=3)
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 TOO_LARGE = {
     "expand small, fp16 on sm_80",
     "expand small, fp16 on sm_90",
@@ -78,9 +78,9 @@ KB_ON_THE_WAY = {
 """The most of a multiprocessor: weights, and with them x or y where these are loaded at once. For the bandwidth of an
 H200 22 are needed at all times; B sides have theirs for a small part of the time."""
 DEPENDENT = "dependent, "
-"""Of the names of kernels that are launched while those before them run: Hopper's alone."""
+"""A part of the names of kernels that are launched while those before them run: Hopper's alone."""
 EARLY = "early, "
-"""Of those of A sides among them."""
+"""A part of the names of A sides among them."""
 
 
 def launched(
@@ -137,7 +137,7 @@ def launched(
 
 
 def dependent(variant: Variant) -> Variant:
-    """As it is launched where a B side is launched while its A side runs."""
+    """The variant for devices that launch a B side while its A side runs."""
     return replace(
         variant,
         name=DEPENDENT + variant.name,
@@ -147,13 +147,13 @@ def dependent(variant: Variant) -> Variant:
 
 
 def early(variant: Variant) -> Variant:
-    """As an A side is launched that begins while the kernel before it ends."""
+    """The variant of an A side that begins while the kernel before it ends."""
     constants = {**variant.constants, "DEPENDENT": True, "EARLY": True}
     return replace(variant, name=EARLY + variant.name, constants=constants, archs=(90,))
 
 
 def programs_and_warps(name: str) -> tuple[int, int]:
-    """How many programs of a launch a multiprocessor shall hold, and the warps of each."""
+    """The programs of a launch that a multiprocessor shall hold, and the warps of each."""
     tiling = LoraTiling()
     if "expand by rows" in name:
         return BY_ROWS.row_programs, 1
@@ -235,7 +235,7 @@ def test_on_hopper_no_product_takes_an_operand_from_registers(monkeypatch: pytes
 
 @pytest.mark.slow
 def test_an_a_sides_first_load_of_weights_waits_for_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its descriptor was loaded with the item before. A B side loads piece and record first."""
+    """An item's descriptor was loaded with the item before. A B side loads piece and record first."""
     shrink, expand = launched(torch.bfloat16, 16, 1, monkeypatch)
     assert loads_before_product(shrink) == 1
     assert loads_before_product(expand) > 1

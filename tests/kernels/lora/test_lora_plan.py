@@ -53,7 +53,7 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], int, np.ndarray]
 
 
 def pieces(into: np.ndarray, work: Work, kind: int, stage: int, group: int) -> np.ndarray:
-    """As a program finds them."""
+    """Pieces of a list, read as a program reads them."""
     number = PLANNER.list_number(kind, stage, group)
     start, count, splits, split = into[LIST_FIELDS * number : LIST_FIELDS * (number + 1)]
     assert count == work.pieces[kind][stage][group]
@@ -164,7 +164,7 @@ def test_adjacent_rows_of_an_adapter_are_one_piece() -> None:
 
 
 def test_a_list_of_64_adapters_takes_a_few_kilobytes() -> None:
-    """Of the 8B shape at rank 16: what a step copies."""
+    """A step copies it. The shape is of 8B, at rank 16."""
     into = np.zeros(PLANNER.capacity(64, 64), np.int32)
     work = PLANNER.write([(slot, slot, 1) for slot in range(64)], np.full((64, 2), 2, np.int32), 64, into)
     assert work.size * 4 <= 64 * 2 * len(GROUPS) * 32 + 160
@@ -182,7 +182,7 @@ def test_a_prompt_of_few_pieces_is_split_for_all_programs() -> None:
 
 
 def decoding(planner: LoraPlanner, pieces: int, *, fixed: bool) -> Work:
-    """Of a row an adapter, all of rank 16."""
+    """A step of a row an adapter, all of rank 16."""
     into = np.zeros(planner.capacity(256, 256), np.int32)
     widest = np.full((pieces, len(GROUPS)), 2, np.int32)
     return planner.write([(slot, slot, 1) for slot in range(pieces)], widest, pieces, into, fixed=fixed)
