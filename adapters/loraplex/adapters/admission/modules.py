@@ -138,15 +138,15 @@ def check_modules(
     for feature, modules in kinds.items():
         which = shown(modules[0], 160) + (f" and {len(modules) - 1} more" if len(modules) > 1 else "")
         if feature is None:
-            faults.add("base_mismatch", _not_there(modules, which, names))
+            faults.add("base_mismatch", _not_there(modules, which, names, parts))
         else:
             faults.add("unsupported_feature", _not_served(feature, which, base), feature=feature)
     faults.raise_any()
 
 
-def _not_there(modules: list[str], which: str, names: ModuleNames) -> str:
-    """The refusal of modules that the base has not."""
-    if all(is_of_multimodal(names.in_base(module)) for module in modules):
+def _not_there(modules: list[str], which: str, names: ModuleNames, parts: ModelParts) -> str:
+    """The refusal of modules that the base, which has these parts, has not."""
+    if not parts.others and all(is_of_multimodal(names.in_base(module)) for module in modules):
         return (
             f"the base has no module {which}: the adapter was trained on a model that also sees or hears, and the base "
             "is a language model alone. Serve the whole checkpoint that it was trained on, whose text is served and "
