@@ -1,4 +1,4 @@
-"""Where the time of a push goes, from the upload to the first token, beside the least that it could take.
+"""The time of a push by stage, from the upload to the first token, beside the least that it could take.
 
     PYTHONPATH=tests python -m bench.push MODEL [--pushes 8] [--threads 1]
 
@@ -89,7 +89,7 @@ class Pushes:
                     self.loads[stage].append(seconds)
 
     def begin_series(self, config: bytes) -> None:
-        """With the numbers of its first version checked, and of no other."""
+        """Make a series that has the numbers of its first version checked, and of no other."""
         rules = {"keep_last": 4, "check_every": 10_000, "config": json.loads(config)}
         checked(self._client.put("/admin/v1/tenants/acme/adapters/lane/series", json=rules))
 

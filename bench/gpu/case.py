@@ -52,7 +52,7 @@ class Bench:
         return self._held[1]
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """What does the same again, by a CUDA graph. Without a GPU, the work itself."""
+        """Record the work as a CUDA graph, and return what replays it. Without a GPU, the work itself."""
         work()
         if self.device.type != "cuda":
             return work

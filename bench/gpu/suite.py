@@ -68,7 +68,7 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
 
     def hello(self, left_s: float) -> dict[str, Any]:
-        """What there is to run, and on what, within `left_s`. Raises WorkerLost."""
+        """Wait at most `left_s` for the worker's list of cases and its device. Raises WorkerLost."""
         return self._answer(min(_START_S, left_s), cut=left_s < _START_S)
 
     def run(self, key: str, limit_s: float, left_s: float) -> dict[str, Any]:

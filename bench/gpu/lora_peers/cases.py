@@ -32,7 +32,7 @@ OURS = {
     "by rows and by strips": LoraTiling(row_programs=12, row_block_k=1024, strip_stages=3),
 }
 _ROUNDINGS = 3
-"""They round hidden values, updates and sums to 16 bits, where those here round sums alone."""
+"""Kernels of others round hidden values, updates and sums to 16 bits; those here round sums alone."""
 
 
 def small(*titles: str) -> list[Case]:

@@ -286,7 +286,8 @@ def _timed(
 
 
 def _copy_lead(device: Device, parts: DeviceParts, bound: StepBound | None) -> CopyLead | None:
-    """None on a CPU: a copy there takes a core and the memory's bandwidth from the step beside it (ADR 0073)."""
+    """Return the prediction of first steps. None without a bound of steps, and on a CPU: a copy there takes a core and
+    the memory's bandwidth from the step beside it (ADR 0073)."""
     if bound is None or device.kernels.device.type == "cpu":
         return None
     return CopyLead(bound, parts.max_step_tokens)

@@ -134,7 +134,7 @@ LAYERS = st.lists(st.integers(0, 9), min_size=1, max_size=40)
 def test_a_step_that_begins_by_the_rule_waits_for_no_layer(
     pages: list[int], each_s: float, lead_s: float, data: st.DataObject
 ) -> None:
-    """Where copies keep their rate and the step takes the time that was predicted."""
+    """This holds where copies keep their rate and the step takes the time that was predicted."""
     needed = np.cumsum(pages)
     arrived = data.draw(st.integers(0, int(needed[-1])))
     begins = may_begin(needed, arrived, arrived * each_s, lead_s)

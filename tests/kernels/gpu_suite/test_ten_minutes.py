@@ -274,7 +274,7 @@ def test_counters_are_those_of_each_kernels_first_launch(tmp_path, monkeypatch):
 
 
 def test_the_tool_ends_with_the_worker(tmp_path, monkeypatch):
-    """Its processes are of the worker's group, which the suite kills."""
+    """The processes of ncu are of the worker's group, which the suite kills."""
     (tmp_path / "ncu").write_text("#!/bin/sh\ncat >/dev/null\nsh -c 'ps -o pgid= -p $$'\n")
     (tmp_path / "ncu").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

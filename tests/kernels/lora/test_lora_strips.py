@@ -152,7 +152,7 @@ def check_gate(
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gate_and_up_with_their_activation(rig: Rig, batch: str, gelu: bool) -> None:
-    """Beside rows of the base and decoding rows, which the same launch reads."""
+    """Strips and rows of the base and of decoding, which the same launch reads."""
     check_gate(rig, BATCHES[batch], torch.float32, gelu=gelu, seed=5)
 
 

@@ -56,7 +56,7 @@ class World:
         self.outage: Fate | None = None  # what a load meets that begins now
 
     def lead(self) -> CopyLead | None:
-        """What first steps of the engine may cover of copies; in half of the histories nothing."""
+        """Draw how much of copies first steps of the engine may cover; in half of the histories nothing."""
         if self.overlapping.random() < 0.5:
             return None
         return CopyLead(drawn_bound(self.overlapping), self.config.max_num_batched_tokens)

@@ -218,7 +218,7 @@ class ThreadedTransport:
         return image, sha.hexdigest()
 
     def _early(self, image: HostImage, ticket: Ticket[None], lead_s: float) -> _EarlyStart | None:
-        """None for an image that is copied whole."""
+        """Return the start of a step before the copy's end; None for an image that is copied whole."""
         layout = self._arena.layout
         needed = pages_by_layer(image, layout.num_layers, layout.granules_per_page)
         if needed is None:

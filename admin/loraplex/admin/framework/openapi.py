@@ -100,7 +100,7 @@ PUSH: dict[str, Any] = {
         },
     }
 }
-"""The same of a route whose body is the tensors alone."""
+"""The request body of a route that takes the tensors alone."""
 _PROBLEM: dict[str, Any] = {
     "type": "object",
     "description": "A problem document (RFC 9457).",

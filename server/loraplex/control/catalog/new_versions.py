@@ -166,8 +166,8 @@ def add_version(
     pending: dict[str, Any] | None,
     checked: Checked | None,
 ) -> AdapterVersion:
-    """With the next number of its name. `pending` is of `pending_check`, None for one that is ready; `checked` is that
-    of `VersionInfo`."""
+    """Add a version with the next number of its name. `pending` is of `pending_check`, None for one that is ready;
+    `checked` is that of `VersionInfo`."""
     now = database_now(session)
     head, embedding = outputs.as_json()
     adapter = session.get(Adapter, (tenant_id, name))

@@ -51,7 +51,7 @@ class FlatStep:
     riders: tuple[Rider, ...]
     """All that is wanted beside the tokens, in the order in which it is computed, before them."""
     enter_layer: Callable[[int], None] | None
-    """To be called before each layer, where adapters are still arriving."""
+    """A call before each layer, where adapters are still arriving."""
 
 
 class StepRows:

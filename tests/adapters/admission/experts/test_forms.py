@@ -186,7 +186,7 @@ def test_a_file_of_square_stacks_is_told_by_its_release(
 def test_square_stacks_of_gpt_oss_are_turned_by_one_release_alone(
     version: str | None, is_read: bool, tmp_path: Path
 ) -> None:
-    """Its weights are [experts, in, out], which PEFT 0.18 takes all stacks for; down_proj is square."""
+    """gpt-oss's weights are [experts, in, out], which PEFT 0.18 takes all stacks for; down_proj is square."""
     experts = {0: ExpertShape(0, "model.layers.0.mlp.experts", 3, 24, 24, in_turns=True)}
     tensors = {name: array for name, array in stacks(experts).items() if ".base_layer." not in name}
     fields = {"target_parameters": ["experts.down_proj"], "target_modules": [], "peft_version": version}
