@@ -38,6 +38,5 @@ async def authenticate(
 def actor_of(request: Request, principal: Principal) -> Actor:
     """The caller as the audit log names it."""
     source = None if request.client is None else request.client.host
-    label, trains = context_of(request.scope).label, "adapters:train" in principal.scopes
-    only_trains = trains and "adapters:write" not in principal.scopes
-    return Actor("key", principal.tenant_id, principal.key_id, source, label, trains, only_trains)
+    label = context_of(request.scope).label
+    return Actor("key", principal.tenant_id, principal.key_id, source, label, principal.scopes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loraplex.adapters.cache.residency import CacheEntry
+from loraplex.control.catalog.series import SeriesRules
 from support.adapters.drafts import draft_adapter, peft_config
 from support.http.admin_plane import (
     ADMIN_TOKEN,
@@ -79,6 +80,20 @@ async def test_a_training_pushes_tensors_alone(plane: AdminPlane, tmp_path: Path
         archive = await admin.get("/tenants/acme/adapters/run/versions/v1/archive")
         assert "retired" in assert_problem(archive, 404, "version_not_found")["detail"]
     assert listed[0]["digest"] in plane.engine.drops
+
+
+async def test_a_push_whose_series_ends_meanwhile_makes_no_version(plane: AdminPlane, tmp_path: Path) -> None:
+    plane.services.series.put("acme", "run", SeriesRules(keep_last=2, check_every=1, config=CONFIG))
+    whole = tensors(tmp_path, 1)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield whole[:100]
+        plane.services.series.delete("acme", "run")
+        yield whole[100:]
+
+    async with admin_client(plane.app, plane.make_key("acme", "adapters:train")) as trainer:
+        assert_problem(await trainer.post(PUSH, content=body(), headers=TENSORS), 404, "series_not_found")
+    assert not plane.services.catalog.list_adapters("acme").items
 
 
 async def test_a_version_stays_while_requests_run_on_it(plane: AdminPlane, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from loraplex.migrations.run import downgrade, upgrade
 from support.adapters.drafts import make_adapter
 from support.control.plane import ARCH, ControlPlane, caller
 
-TRAINER = Actor("key", "acme", "0123456789abcdef", trains=True)
-ONLY_TRAINER = Actor("key", "acme", "0123456789abcdef", trains=True, only_trains=True)
+TRAINER = Actor("key", "acme", "0123456789abcdef", scopes=frozenset({"adapters:train", "adapters:write"}))
+ONLY_TRAINER = replace(TRAINER, scopes=frozenset({"adapters:train"}))
 OTHER = Actor("key", "acme", "fedcba9876543210")
 WRONG = Refusal("numerical_mismatch", "it is off")
 

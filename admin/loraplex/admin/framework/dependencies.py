@@ -41,7 +41,7 @@ def actor_of(request: Request, principal: Principal) -> Actor:
         principal.key_id,
         None if request.client is None else request.client.host,
         context_of(request.scope).label,
-        "adapters:train" in principal.scopes,
+        principal.scopes,
     )
 
 

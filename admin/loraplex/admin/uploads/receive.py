@@ -66,8 +66,7 @@ async def receive_upload(
         raise too_large(max_bytes)
     parser = UploadParser(request.headers.get("content-type", ""), max_bytes=max_bytes)
     staged.expect(declared - _FRAMING_BYTES)
-    staging = await anyio.to_thread.run_sync(store.begin_staging, limiter=threads)
-    try:
+    async with _staged_folder(store, threads) as staging:
         writer = _Writer(staging, threads)
         try:
             framing = size = 0
@@ -89,10 +88,6 @@ async def receive_upload(
         finally:
             await writer.close()
         yield Received(staging, parts, read_serving(bytes(parser.serving)))
-    finally:
-        # A thread that has begun cannot be called back: a cancelled request waits for it, then for this.
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(staging.discard)
 
 
 @contextlib.asynccontextmanager
@@ -118,8 +113,7 @@ async def receive_tensors(
     if declared + len(config) > max_bytes:
         raise too_large(max_bytes)
     staged.expect(declared + len(config))
-    staging = await anyio.to_thread.run_sync(store.begin_staging, limiter=threads)
-    try:
+    async with _staged_folder(store, threads) as staging:
         writer = _Writer(staging, threads)
         try:
             size = len(config)
@@ -135,7 +129,15 @@ async def receive_tensors(
         finally:
             await writer.close()
         yield Received(staging, parts, AS_THE_BASE)
+
+
+@contextlib.asynccontextmanager
+async def _staged_folder(store: Store, threads: anyio.CapacityLimiter) -> AsyncIterator[Staging]:
+    staging = await anyio.to_thread.run_sync(store.begin_staging, limiter=threads)
+    try:
+        yield staging
     finally:
+        # A thread that has begun cannot be called back: a cancelled request waits for it, then for this.
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(staging.discard)
 

@@ -47,15 +47,18 @@ class Actor:
     key_id: str | None = None
     source: str | None = None
     request_id: str | None = None
-    trains: bool = False
-    """Whether the key has the scope adapters:train."""
-    only_trains: bool = False
-    """Whether the key may push to a series, and make no other version: it lacks the scope adapters:write."""
+    scopes: frozenset[str] = frozenset()
+    """The scopes of a key."""
 
     @property
     def may_train(self) -> bool:
         """Whether the caller may push to a series."""
-        return self.trains or self.kind != "key"
+        return self.kind != "key" or "adapters:train" in self.scopes
+
+    @property
+    def only_trains(self) -> bool:
+        """Whether the caller may push to a series, and make no other version."""
+        return self.kind == "key" and "adapters:train" in self.scopes and "adapters:write" not in self.scopes
 
 
 LOCAL = Actor("local")

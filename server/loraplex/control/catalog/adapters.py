@@ -156,9 +156,8 @@ class Catalog:
         spec = take_known_order(self._database, self._artifacts.store, tenant_id, name, staging, spec)
         spec = with_chat(spec, chat, [*notes, *outputs.notes])
         fault = self._artifacts.store.fault
-        flush_staged(
-            staging
-        )  # before the lock, so that its slow part keeps no other upload and no deletion waiting
+        # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
+        flush_staged(staging)
         try:
             with self._artifacts.examined(spec.digest) as examined:
                 self._artifacts.store.commit(staging, spec.digest, examined)

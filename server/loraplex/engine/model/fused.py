@@ -193,11 +193,10 @@ class FusedDecoder:
             )
             return self._run_layers(own, given)
 
-        if (
-            self._recorded is None or batch.enter_layer is not None
-        ):  # a recording does not wait between its layers
-            return run(given), given.residual
-        recorded = self._recorded.run(given, batch.kv, run)
+        recorded = None
+        # A recording does not wait between its layers.
+        if self._recorded is not None and batch.enter_layer is None:
+            recorded = self._recorded.run(given, batch.kv, run)
         return recorded or (run(given), given.residual)
 
     def _final_norm(self, x: torch.Tensor, residual: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
