@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from loraplex.adapters.errors import AdapterRefused
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.series import AllSeries, SeriesRules
 from loraplex.control.errors import ModelNotFound, NotForTraining, SeriesNotFound, VersionNotFound
 from loraplex.control.types import Refusal, VersionInfo
 from loraplex.migrations.run import downgrade, upgrade
-from support.adapters.drafts import make_adapter
+from support.adapters.drafts import draft_adapter, make_adapter
 from support.control.plane import ARCH, ControlPlane, caller
 
 TRAINER = Actor("key", "acme", "0123456789abcdef", scopes=frozenset({"adapters:train", "adapters:write"}))
@@ -64,6 +66,30 @@ def test_the_first_version_and_every_nth_have_their_numbers_checked(
     assert told
     assert "one in 3" in told[0]["detail"]
     assert not [check for check in pushed[0].report["checks"] if check["name"] == "numbers"]
+    plane.check_integrity()
+
+
+def test_values_are_measured_where_numbers_are_checked_and_are_finite_in_each(
+    plane: ControlPlane, series: AllSeries
+) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=8, check_every=3))
+    pushed = [push(plane, 1)]
+    pass_check(plane, pushed[0])
+    pushed += [push(plane, seed) for seed in range(2, 5)]
+    assert [info.report["norm"] is None for info in pushed] == [False, True, True, False]
+    pass_check(plane, pushed[3])
+    draft = draft_adapter(ARCH, seed=5)
+    next(iter(draft.tensors.values()))[0, 0] = np.nan
+    with plane.store.begin_staging() as staging, pytest.raises(AdapterRefused) as refused:
+        draft.write(staging.directory)
+        plane.catalog.admit("acme", "run", staging, check=True, by=TRAINER)
+    assert refused.value.code == "non_finite"
+    # Another structure, or another name, is inspected in full.
+    assert plane.upload("acme", "other", 6)[0].report["norm"] is not None
+    with plane.store.begin_staging() as staging:
+        make_adapter(staging.directory, ARCH, seed=7, rank=2)
+        info = plane.catalog.admit("acme", "run", staging, check=True, by=TRAINER)[0]
+    assert (info.checked, info.report["norm"] is None) == ("structure", False)
     plane.check_integrity()
 
 

@@ -34,6 +34,14 @@ _LEAST_NORM = 2.0**-126
 """The smallest normal number of float32 and of bfloat16. A smaller change of a linear is lost in any served dtype."""
 
 
+FLOAT_BITS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
+    "BF16": (np.uint16, 0x7F80),
+    "F16": (np.uint16, 0x7C00),
+    "F32": (np.uint32, 0x7F800000),
+}
+"""An integer of the size of each dtype, and the bits of the exponent. All of them are set in NaN and infinity alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class SiteNorm:
     """The Frobenius norm of scaling·B·A; exactly 0 where the product is zero."""
@@ -177,6 +185,15 @@ def note_magnitude_order(tensors_path: Path, sites: Iterable[SiteWeights], base:
                 "adapter computes something else than was trained"
             ]
     return []
+
+
+def refuse_not_finite(values: NDArray[Any], tensor: TensorSlice) -> None:
+    """Raises AdapterRefused (non_finite) for a tensor, in a dtype of FLOAT_BITS, that has NaN or infinity."""
+    whole, exponent = FLOAT_BITS[tensor.dtype]
+    if ((values.view(whole) & whole(exponent)) == whole(exponent)).any():
+        raise AdapterRefused(
+            "non_finite", f"the tensor at byte {tensor.start} of the file holds NaN or infinite values"
+        )
 
 
 def _row_norms(tensors_path: Path, site: SiteWeights, weights: BaseWeights) -> NDArray[np.float64]:

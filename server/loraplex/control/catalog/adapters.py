@@ -12,17 +12,15 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.admission.chat_files import OwnChat
-from loraplex.adapters.admission.inspection import inspect_adapter
 from loraplex.adapters.errors import AdapterRefused, ArtifactUnreadable, LoraplexError
-from loraplex.adapters.mlx.convert import convert_mlx
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
-from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.catalog.new_versions import (
+    Inspections,
     Outputs,
     add_version,
     check_alora,
@@ -89,7 +87,7 @@ class Catalog:
         self.base = base
         self.served_name = served_name
         self.max_rank = max_rank
-        self._refuse_towers = refuse_towers
+        self._inspections = Inspections(database, base, max_rank, refuse_towers)
 
     def check_name(self, name: str) -> None:
         """Whether a tenant's adapter may have this name. Raises InvalidValue, AdapterRefused."""
@@ -139,18 +137,7 @@ class Catalog:
         `check_upload` raises; then nothing of the upload is kept.
         """
         self.check_upload(tenant_id, name, by)
-        spec = inspect_adapter(
-            staging.config_path,
-            staging.tensors_path,
-            self.base,
-            max_rank=self.max_rank,
-            deep=True,
-            earlier=[
-                *convert_mlx(staging, self.max_rank, self.base.model_type),
-                *join_split_linears(staging, self.base, self.max_rank),
-            ],
-            refuse_towers=self._refuse_towers,
-        )
+        spec = self._inspections.inspect(tenant_id, name, staging)
         check_alora(spec, serving)
         outputs = read_outputs(spec, staging.directory, self.base)
         spec = take_known_order(self._database, self._artifacts.store, tenant_id, name, staging, spec)

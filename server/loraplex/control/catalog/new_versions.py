@@ -1,4 +1,4 @@
-"""The row of a new version, and what the audit log says of its upload."""
+"""The inspection of an upload, the row of a new version, and what the audit log says of its upload."""
 
 from __future__ import annotations
 
@@ -15,25 +15,74 @@ from sqlalchemy.orm import Session
 from loraplex.adapters.admission.base_model import read_text_config
 from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.admission.config.selection import is_equal_but_for_order
+from loraplex.adapters.admission.inspection import inspect_adapter
+from loraplex.adapters.admission.inspection_cache import KnownStructures
 from loraplex.adapters.admission.peft_config import read_raw_config
 from loraplex.adapters.admission.pooled.files import read_embedding, read_head
 from loraplex.adapters.errors import AdapterRefused, LoraplexError
+from loraplex.adapters.mlx.convert import convert_mlx
 from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
+from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.adapters.store.files import CONFIG_NAME, digest_upload, disk_failures_named, open_regular
 from loraplex.adapters.store.interface import Store
 from loraplex.control.audit.recorder import Actor, record
 from loraplex.control.catalog.release_reading import current_release, release_shown
+from loraplex.control.catalog.series import check_needed
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
-from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion
+from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion, Series
 from loraplex.control.tenancy.tenants import tenant_target
 from loraplex.control.types import Checked, Serving, VersionInfo
 
 _MAX_COMPARED = 64
 """The newest versions of a name that an upload is compared with."""
+
+
+class Inspections:
+    """Inspects uploads for one base, from any thread. `refuse_towers` as `inspect_adapter` has it."""
+
+    def __init__(self, database: Database, base: BaseSpec, max_rank: int, refuse_towers: bool) -> None:
+        self._database = database
+        self._base = base
+        self._max_rank = max_rank
+        self._refuse_towers = refuse_towers
+        self._structures = KnownStructures(base)
+
+    def inspect(self, tenant_id: str, name: str, staging: Staging) -> AdapterSpec:
+        """Inspect the two files of an upload in full; a version of a series whose numbers are not due, and whose
+        structure passed before, in its values alone. Raises as `inspect_adapter` does, StoreFull, StoreFailed."""
+        with self._database.read() as session:
+            is_pushed = session.get(Series, (tenant_id, name)) is not None
+        files = staging.config_path, staging.tensors_path
+        if is_pushed:
+            known = self._structures.inspect(*files)
+            if known is not None and self._takes_structure(tenant_id, name, known.digest):
+                return known
+        changed = [
+            *convert_mlx(staging, self._max_rank, self._base.model_type),
+            *join_split_linears(staging, self._base, self._max_rank),
+        ]
+        spec = inspect_adapter(
+            *files,
+            self._base,
+            max_rank=self._max_rank,
+            deep=True,
+            earlier=changed,
+            refuse_towers=self._refuse_towers,
+        )
+        if is_pushed and not changed:
+            self._structures.remember(*files, spec)
+        return spec
+
+    def _takes_structure(self, tenant_id: str, name: str, digest: str) -> bool:
+        with self._database.read() as session:
+            series = session.get(Series, (tenant_id, name))
+            if series is None:
+                return False
+            return check_needed(session, series, self._base.fingerprint, digest) == "structure"
 
 
 def check_alora(spec: AdapterSpec, serving: Serving) -> None:
@@ -88,6 +137,8 @@ def take_known_order(
     """Where the name has a version of the same tensors and of a config that differs only in the order of a set, give
     the upload that version's config and digest: PEFT writes a set in another order each time that it saves. Raises
     StoreFull, StoreFailed, OSError."""
+    if spec.report["norm"] is None:  # its config is the very bytes of an earlier one
+        return spec
     query = (
         select(AdapterVersion.digest, AdapterVersion.report["norm"])
         .where(AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING)
