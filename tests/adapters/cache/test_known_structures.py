@@ -57,36 +57,63 @@ def test_other_values_of_a_known_structure_are_what_an_inspection_says(
     assert whole.report["norm"] is not None
     assert spec.report["norm"] is None
     told = {check["name"]: check["detail"] for check in spec.report["checks"]}
-    assert told["values"] == "finite"
+    assert told["values"] == "finite, and of effect; the norms were not measured"
     assert told | {"values": "finite, and of effect"} == {
         check["name"]: check["detail"] for check in whole.report["checks"]
     }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("matrix", ["lora_A", "lora_B"])
-def test_what_is_not_finite_is_refused(
+def test_what_is_not_finite_is_left_to_the_inspection_that_refuses_it(
     base: BaseSpec, tmp_path: Path, dtype: str, value: float, matrix: str
 ) -> None:
     structures = learned(draft_adapter(ARCH, dtype=dtype), tmp_path / "first", base)
     draft = draft_adapter(ARCH, dtype=dtype)
-    name = next(name for name in draft.tensors if Q0 in name and matrix in name)
-    draft.tensors[name].reshape(-1)[-1] = value
+    for name in [name for name in draft.tensors if matrix in name][-1:]:
+        draft.tensors[name].reshape(-1)[-1] = value
+    assert found(structures, draft, tmp_path / "second") is None
     with pytest.raises(AdapterRefused) as refused:
-        found(structures, draft, tmp_path / "second")
+        full(draft.write(tmp_path / "third"), base)
     assert refused.value.code == "non_finite"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_and_the_smallest_numbers_are_finite(base: BaseSpec, tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("zero", ["lora_A", "lora_B", f"{Q0}.lora_B"])
+def test_what_changes_nothing_is_left_to_the_inspection(
+    base: BaseSpec, tmp_path: Path, dtype: str, zero: str
+) -> None:
     structures = learned(draft_adapter(ARCH, dtype=dtype), tmp_path / "first", base)
-    draft = draft_adapter(ARCH, dtype=dtype)
+    draft = draft_adapter(ARCH, dtype=dtype, seed=2)
+    for name in [name for name in draft.tensors if zero in name]:
+        draft.tensors[name] *= 0
+    assert found(structures, draft, tmp_path / "second") is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_and_the_smallest_numbers_are_finite(base: BaseSpec, tmp_path: Path, dtype: str) -> None:
+    structures = learned(draft_adapter(ARCH, dtype=dtype, lora_alpha=4), tmp_path / "first", base)
+    draft = draft_adapter(ARCH, dtype=dtype, lora_alpha=4)
     of = np.finfo(np.float16) if dtype == "F16" else np.finfo(np.float32)
     largest = NUMPY_DTYPES[dtype](3.3e38) if dtype == "BF16" else of.max
     for tensor in draft.tensors.values():
         tensor.reshape(-1)[:3] = largest, -largest, of.tiny / 4
     assert found(structures, draft, tmp_path / "second") is not None
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_a_number_that_its_scaling_makes_infinite_is_left_to_the_inspection(
+    base: BaseSpec, tmp_path: Path, dtype: str
+) -> None:
+    structures = learned(draft_adapter(ARCH, dtype=dtype), tmp_path / "first", base)
+    draft = draft_adapter(ARCH, dtype=dtype)  # a scaling of 2
+    for name in [name for name in draft.tensors if "lora_B" in name][-1:]:
+        draft.tensors[name].reshape(-1)[-1] = -3e38
+    assert found(structures, draft, tmp_path / "second") is None
+    with pytest.raises(AdapterRefused) as refused:
+        full(draft.write(tmp_path / "third"), base)
+    assert refused.value.code == "non_finite"
 
 
 @pytest.mark.parametrize(
@@ -113,6 +140,7 @@ def test_more_than_lora_on_linears_is_not_remembered(base: BaseSpec, tmp_path: P
     assert found(learned(rows, tmp_path / "rows", base), rows, tmp_path / "again") is None
     for name, draft in {
         "F64": draft_adapter(ARCH, dtype="F64"),
+        "head": draft_adapter(ARCH, targets=("lm_head", "v_proj")),
         "DoRA": draft_adapter(ARCH, dora=True),
     }.items():
         assert found(learned(draft, tmp_path / name, base), draft, tmp_path / f"{name} again") is None

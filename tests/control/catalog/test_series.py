@@ -93,6 +93,27 @@ def test_values_are_measured_where_numbers_are_checked_and_are_finite_in_each(
     plane.check_integrity()
 
 
+def test_a_set_in_another_order_is_the_version_whose_norms_were_not_measured(
+    plane: ControlPlane, series: AllSeries
+) -> None:
+    series.put("acme", "run", SeriesRules(keep_last=8, check_every=100))
+
+    def push_ordered(seed: int, targets: list[str]) -> VersionInfo:
+        with plane.store.begin_staging() as staging:
+            draft = draft_adapter(ARCH, seed=seed, targets=("q_proj", "v_proj"))
+            draft.config["target_modules"] = targets
+            draft.write(staging.directory)
+            return plane.catalog.admit("acme", "run", staging, check=True, by=TRAINER)[0]
+
+    ordered, turned = ["q_proj", "v_proj"], ["v_proj", "q_proj"]
+    pass_check(plane, push_ordered(1, ordered))
+    second, third = push_ordered(2, ordered), push_ordered(3, ordered)
+    assert [second.report["norm"], third.report["norm"]] == [None, None]
+    assert push_ordered(2, turned) == second
+    assert push_ordered(4, turned).version == "v4"
+    plane.check_integrity()
+
+
 def test_a_version_that_fails_or_new_rules_make_the_next_one_due(
     plane: ControlPlane, series: AllSeries
 ) -> None:

@@ -27,19 +27,9 @@ _STRIP = 4096
 _ROTATED = ("q_proj", "k_proj")
 # The square of the relative norm below which float64 sums cannot tell a product from zero.
 _NOTHING = 1e-14
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
-
-
-_LEAST_NORM = 2.0**-126
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+LEAST_NORM = 2.0**-126
 """The smallest normal number of float32 and of bfloat16. A smaller change of a linear is lost in any served dtype."""
-
-
-FLOAT_BITS: dict[str, tuple[type[np.unsignedinteger[Any]], int]] = {
-    "BF16": (np.uint16, 0x7F80),
-    "F16": (np.uint16, 0x7C00),
-    "F32": (np.uint32, 0x7F800000),
-}
-"""An integer of the size of each dtype, and the bits of the exponent. All of them are set in NaN and infinity alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +47,7 @@ def measure_site(tensors_path: Path, site: SiteWeights, module_path: str) -> Sit
     Raises AdapterRefused("non_finite") for NaN or infinity, and where folding the scaling into B overflows.
     """
     gram_b, largest = _gram_of_columns(tensors_path, site.b, f"{module_path}.lora_B")
-    if abs(site.scaling) * largest > _FLOAT32_MAX:
+    if abs(site.scaling) * largest > FLOAT32_MAX:
         raise AdapterRefused("non_finite", f"{module_path}.lora_B overflows when its scaling is applied")
     gram_a = _gram_of_rows(read_native(tensors_path, site.a), f"{module_path}.lora_A")
     if site.magnitude is not None:
@@ -85,8 +75,8 @@ def measure_sites(
     norms += of_experts
     largest, smallest = max(norms, key=lambda n: n.norm), min(norms, key=lambda n: n.norm)
     # A magnitude, a row that replaces another and a head have an effect of their own.
-    if largest.norm < _LEAST_NORM and not has_more and not any(site.magnitude for site in sites):
-        size = "zero" if largest.norm == 0.0 else f"zero or smaller than {_LEAST_NORM:.2g}"
+    if largest.norm < LEAST_NORM and not has_more and not any(site.magnitude for site in sites):
+        size = "zero" if largest.norm == 0.0 else f"zero or smaller than {LEAST_NORM:.2g}"
         raise AdapterRefused(
             "no_effect",
             f"every product of the scaling, lora_B and lora_A is {size}: the adapter would answer as the base does",
@@ -185,15 +175,6 @@ def note_magnitude_order(tensors_path: Path, sites: Iterable[SiteWeights], base:
                 "adapter computes something else than was trained"
             ]
     return []
-
-
-def refuse_not_finite(values: NDArray[Any], tensor: TensorSlice) -> None:
-    """Raises AdapterRefused (non_finite) for a tensor, in a dtype of FLOAT_BITS, that has NaN or infinity."""
-    whole, exponent = FLOAT_BITS[tensor.dtype]
-    if ((values.view(whole) & whole(exponent)) == whole(exponent)).any():
-        raise AdapterRefused(
-            "non_finite", f"the tensor at byte {tensor.start} of the file holds NaN or infinite values"
-        )
 
 
 def _row_norms(tensors_path: Path, site: SiteWeights, weights: BaseWeights) -> NDArray[np.float64]:

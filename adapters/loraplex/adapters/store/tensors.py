@@ -95,6 +95,26 @@ def scan_tensors(
                 yield tensor, raw.view(NUMPY_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
 
+def scan_file(
+    path: Path, start: int, dtype: np.dtype[Any], feed: Callable[[memoryview], object]
+) -> Iterator[NDArray[Any]]:
+    """Read a whole file once, from its first byte to its last: `feed` gets all of it, in order, and what lies behind
+    the byte `start` is yielded as elements of `dtype`, some at a time.
+
+    The yielded array is reused for the next ones, and may be written to. Raises as `read_native` does.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        buffer = np.empty(_SPAN_BYTES, np.uint8)
+        for first, end, _ in (*_gap(0, start), *_gap(start, size)):
+            span = buffer[: end - first]
+            if read_into(file, span.data) < end - first or (first >= start and len(span) % dtype.itemsize):
+                raise _cut_short(path)
+            feed(span.data)
+            if first >= start:
+                yield span.view(dtype)
+
+
 def _spans(ordered: list[TensorSlice], size: int) -> Iterator[tuple[int, int, list[TensorSlice]]]:
     """[start, end) and the tensors in it, back to back: whole ones, as many as fit _SPAN_BYTES, but at least one. In
     spans of their own, what lies between tensors. Together all of a file of `size` bytes, and more if it is cut."""

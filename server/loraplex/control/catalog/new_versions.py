@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
-from loraplex.adapters.store.files import CONFIG_NAME, digest_upload, disk_failures_named, open_regular
+from loraplex.adapters.store.files import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    digest_upload,
+    disk_failures_named,
+    open_regular,
+)
 from loraplex.adapters.store.interface import Store
 from loraplex.control.audit.recorder import Actor, record
 from loraplex.control.catalog.release_reading import current_release, release_shown
@@ -137,7 +144,8 @@ def take_known_order(
     """Where the name has a version of the same tensors and of a config that differs only in the order of a set, give
     the upload that version's config and digest: PEFT writes a set in another order each time that it saves. Raises
     StoreFull, StoreFailed, OSError."""
-    if spec.report["norm"] is None:  # its config is the very bytes of an earlier one
+    norm = spec.report["norm"]
+    if norm is None:  # its config is the very bytes of an earlier one
         return spec
     query = (
         select(AdapterVersion.digest, AdapterVersion.report["norm"])
@@ -147,24 +155,32 @@ def take_known_order(
         .limit(_MAX_COMPARED)
     )
     with database.read() as session:
-        alike = [digest for digest, norm in session.execute(query) if norm == spec.report["norm"]]
+        # Of a series' version the norms may not have been measured.
+        alike = [digest for digest, its in session.execute(query) if its is None or its == norm]
     if not alike or spec.digest in alike:
         return spec
-    raw = _same_config(store, alike[0], staging)
-    if raw is None:
-        return spec
-    with disk_failures_named():
-        staging.config_path.write_bytes(raw)
-    return replace(spec, digest=alike[0])
-
-
-def _same_config(store: Store, digest: str, staging: Staging) -> bytes | None:
-    """The config of a stored adapter, if it differs from the upload's in an order alone and the tensors are equal."""
     given = read_raw_config(staging.config_path)
+    for digest in alike:
+        raw = _same_config(store, digest, given, staging.tensors_path)
+        if raw is not None:
+            with disk_failures_named():
+                staging.config_path.write_bytes(raw)
+            return replace(spec, digest=digest)
+    return spec
+
+
+def _same_config(store: Store, digest: str, given: bytes, tensors_path: Path) -> bytes | None:
+    """The config of a stored adapter, if it differs from the one `given` in an order alone and the tensors are
+    equal."""
     with contextlib.suppress(LoraplexError, OSError):
-        stored = store.path(digest) / CONFIG_NAME
-        raw = read_raw_config(stored)
-        if is_equal_but_for_order(given, raw) and digest_upload(stored, staging.tensors_path) == digest:
+        folder = store.path(digest)
+        raw = read_raw_config(folder / CONFIG_NAME)
+        # Other tensors are most often found by their first values, and equal ones are proven by the digest.
+        if (
+            is_equal_but_for_order(given, raw)
+            and cmp(tensors_path, folder / TENSORS_NAME, shallow=False)
+            and digest_upload(folder / CONFIG_NAME, tensors_path) == digest
+        ):
             return raw
     return None
 
