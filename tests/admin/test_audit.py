@@ -44,6 +44,10 @@ def steps(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         ),
         "PUT /tenants/{tenant}/adapters/{name}/versions/{version}/pin": (f"{ADAPTER}/versions/v1/pin", {}),
         "DELETE /tenants/{tenant}/adapters/{name}/versions/{version}/pin": (f"{ADAPTER}/versions/v1/pin", {}),
+        "POST /tenants/{tenant}/adapters/{name}/versions/{version}/agreement": (
+            f"{ADAPTER}/versions/v1/agreement",
+            {"json": {"tokens": [1, 2], "logprobs": [None, -1]}},
+        ),
         "PUT /tenants/{tenant}/adapters/{name}/release": (
             f"{ADAPTER}/release",
             {"json": {"targets": [{"version": f"v{number}", "weight": 1} for number in (1, 2)], "guard": {}}},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
-from loraplex.control.types import Serving
+from loraplex.control.types import Principal, Serving, VersionInfo
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.fair_share import FairShare
@@ -33,12 +33,21 @@ from loraplex.serving.text.own_chat import ChatFound
 
 T = TypeVar("T")
 
+Score = Callable[[Principal, VersionInfo, Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
+"""The log probability of each token from the second on, of each sequence of token ids, under a version. The principal
+is charged. Raises LoraplexError with the codes of a completion that is refused."""
 ExamineChat = Callable[[str, ChatFiles, Serving], Awaitable[ChatFound]]
 """Compares what a tenant's upload brings for its chats with the base's. Raises AdapterRefused, ServingError."""
 
 
 async def _nothing_differs(tenant_id: str, files: ChatFiles, serving: Serving) -> ChatFound:
     return ChatFound()
+
+
+async def _not_served(
+    principal: Principal, info: VersionInfo, prompts: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    raise Problem("engine_restarting", "This server computes no requests; try again.", retry_after_s=1)
 
 
 class UploadGate:
@@ -116,4 +125,5 @@ class AdminServices:
     on_change: Callable[[str], None] = lambda action: None
     """Called with the audit log's name of each change that was made."""
     examine_chat: ExamineChat = _nothing_differs
+    score: Score = _not_served
     check_formats: CheckFormats = lambda tool_format, reasoning_format: None

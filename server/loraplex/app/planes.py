@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +31,7 @@ from loraplex.api.batches.lines import Lines
 from loraplex.api.deps import ApiServices
 from loraplex.api.drain import Drain
 from loraplex.api.generation.shadow import Shadows
+from loraplex.api.in_process import PromptScorer
 from loraplex.api.metrics import Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
@@ -135,6 +136,7 @@ def create_apps(installation: Installation, engine: Engines) -> Apps:
     shared = _shared(installation, engine)
     admin_services = _admin_services(installation, shared)
     data_services = _data_services(installation, shared, admin_services)
+    admin_services = replace(admin_services, score=PromptScorer(data_services))
     operator_routes: list[BaseRoute] = [
         *service_probes(data_services, in_document=False),
         metrics_route(Scraper(shared.metrics, engine), in_document=False),

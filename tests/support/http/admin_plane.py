@@ -6,6 +6,7 @@ import asyncio
 import functools
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.fault_points import Fault, no_fault
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.admin.change_rate_limit import ChangeRateLimit
-from loraplex.admin.services import AdminServices, ExamineChat, UploadGate
+from loraplex.admin.services import AdminServices, ExamineChat, Score, UploadGate
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
@@ -31,6 +32,7 @@ from loraplex.control.db.database import Database
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
+from loraplex.control.types import Principal, VersionInfo
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.migrations.run import upgrade
@@ -55,6 +57,13 @@ def _template() -> tempfile.TemporaryDirectory[str]:
     return made
 
 
+async def fake_score(
+    principal: Principal, info: VersionInfo, prompts: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Log probabilities in place of the engine's: -1 of each token."""
+    return [[-1.0] * (len(prompt) - 1) for prompt in prompts]
+
+
 @functools.cache
 def _base_spec() -> BaseSpec:
     return load_base_spec(Path(_template().name) / "base")
@@ -77,6 +86,7 @@ class AdminPlane:
     fault: Fault = no_fault
     wait_s: float = 30.0
     examine_chat: ExamineChat | None = None
+    score: Score = fake_score
     measure_base: MeasureBase | None = None
     """In place of `base_measure`, a fake."""
     warn_above: float = 0.1
@@ -137,6 +147,7 @@ class AdminPlane:
             upload_gate=self.gate,
             change_limit=self.change_limit,
             checks=self.checks,
+            score=self.score,
             **({} if self.examine_chat is None else {"examine_chat": self.examine_chat}),
         )
         self.app = create_admin_app(self.services)

@@ -6,6 +6,7 @@ tenant's own key and are served on both ports.
 
 from loraplex.admin.routes import (
     adapters,
+    agreement,
     archives,
     audit,
     batches,
@@ -34,6 +35,7 @@ TENANT_ROUTERS = (
     caller.router,
     adapters.router,
     versions.router,
+    agreement.router,
     archives.router,
     releases.router,
     series.router,

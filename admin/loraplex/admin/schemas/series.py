@@ -1,14 +1,32 @@
-"""Series: names whose versions a training pushes."""
+"""Series, whose versions a training pushes, and the agreement of its log probabilities with the server's."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from loraplex.admin.schemas.adapters import Version
 from loraplex.admin.schemas.fields import RequestBody, ResponseBody, Timestamp
 from loraplex.control.catalog.series import MAX_CHECK_EVERY, MAX_CONFIG_FIELDS, MAX_KEPT, MAX_QUOTA
+
+MAX_SEQUENCES = 16
+MAX_TOKENS = 8192
+"""In all sequences together. They fit into a JSON body with log probabilities of 17 digits."""
+HIGHEST_LOGPROB = 0.001
+"""Rounding makes log probabilities of certain tokens a little more than 0."""
+LOWEST_LOGPROB = -1e6
+TOKEN_ID_LIMIT = 1 << 31
+
+_ID = {"type": "integer", "minimum": 0, "exclusiveMaximum": TOKEN_ID_LIMIT}
+_LOGPROB = {"type": "number", "minimum": LOWEST_LOGPROB, "maximum": HIGHEST_LOGPROB}
+_SEQUENCE = {"type": "array", "minItems": 2, "maxItems": MAX_TOKENS, "items": _ID}
+_LOGPROBS = {
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_TOKENS,
+    "items": {"anyOf": [_LOGPROB, {"type": "null"}]},
+}
 
 
 class SeriesChange(RequestBody):
@@ -39,3 +57,44 @@ class PushedVersion(Version):
     """`durable`: its bytes are on the disk, and outlive the server."""
 
     durable: bool
+
+
+def _one_or_several(of: dict[str, Any]) -> WithJsonSchema:
+    several = {"type": "array", "minItems": 1, "maxItems": MAX_SEQUENCES, "items": of}
+    return WithJsonSchema({"anyOf": [of, several]})
+
+
+class AgreementRequest(RequestBody):
+    """`tokens`: one sequence of token ids, or several. `logprobs`: for each, the trainer's natural log probability of
+    each token given those before it. That of the first token is null, or left out."""
+
+    tokens: Annotated[list[Any], Field(min_length=1), _one_or_several(_SEQUENCE)]
+    logprobs: Annotated[list[Any], Field(min_length=1), _one_or_several(_LOGPROBS)]
+
+
+class SequenceAgreement(ResponseBody):
+    """`differences`: trainer less server, from the second token on. `max_at`: the index of the token with the largest
+    absolute one."""
+
+    mean: float
+    max: float
+    max_at: int
+    differences: list[float]
+
+
+class Agreement(ResponseBody):
+    """In nats. `mean` and `max` are of the absolute differences, `bias` is the mean of the differences themselves,
+    trainer less server. `kl`: the estimate k3 of KL(server || trainer) for tokens that the server sampled. `tokens`:
+    the number that was compared, which is without the first of each sequence."""
+
+    name: str
+    version: str
+    digest: str
+    base_fingerprint: str
+    dtype: str
+    mean: float
+    max: float
+    bias: float
+    kl: float
+    tokens: int
+    sequences: list[SequenceAgreement]

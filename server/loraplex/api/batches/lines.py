@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Scope
 
 from loraplex.api.codec import dumps, loads
 from loraplex.api.context import DataContext
@@ -18,6 +17,7 @@ from loraplex.api.generation.endpoints import GenerationEndpoint
 from loraplex.api.generation.kinds import CHAT, COMPLETION, EMBEDDINGS, RESPONSES
 from loraplex.api.generation.pooled_kinds import CLASSIFY, RERANK, SCORE
 from loraplex.api.generation.tenant_capacity import TenantCapacity
+from loraplex.api.in_process import Exchange
 from loraplex.control.batches.lines import RequestLine, is_stream, read_line, value_of
 from loraplex.control.batches.work import Line, Result, Work
 from loraplex.control.tenancy.key_cache import KeysById
@@ -90,7 +90,7 @@ class Lines:
         scope: Scope = {"type": "http", "method": "POST", "path": work.endpoint, "headers": headers}
         context = DataContext.of(headers)
         context.attach(scope)
-        exchange = _Exchange(body)
+        exchange = Exchange(body)
         try:
             await self._routes[work.endpoint](scope, exchange.receive, exchange.send)
         except Exception as error:
@@ -99,27 +99,6 @@ class Lines:
                 raise Later(failure.retry_after_s or 1.0) from error
             return failure.status, context.label, failure.body()
         return exchange.status, context.label, loads(bytes(exchange.body))
-
-
-class _Exchange:
-    """The client's side of one request: it sends a body, and stays until it has the answer."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request: bytes | None = request
-        self.status = 500
-        self.body = bytearray()
-
-    async def receive(self) -> Message:
-        if self._request is None:
-            await asyncio.Event().wait()
-        body, self._request = self._request, None
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self.body += message.get("body", b"")
 
 
 def _parsed(line: Line) -> RequestLine:

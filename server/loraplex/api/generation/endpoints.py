@@ -76,11 +76,19 @@ class GenerationEndpoint:
     """An ASGI app for one of the routes; all share `capacity`."""
 
     def __init__(
-        self, services: ApiServices, kind: Kind, capacity: TenantCapacity, *, background: bool = False
+        self,
+        services: ApiServices,
+        kind: Kind,
+        capacity: TenantCapacity,
+        *,
+        background: bool = False,
+        model: ResolvedModel | None = None,
     ) -> None:
-        """`background`: its requests run in what others leave, and say nothing of a release's versions."""
+        """`background`: its requests run in what others leave, and say nothing of a release's versions. `model` answers
+        all of them, whatever they name; None: the one that they name."""
         self._services = services
         self._background = background
+        self._model = model
         self._kind = kind
         self._capacity = capacity
         self._logprobs = kind.logprobs(services.text.token)
@@ -118,7 +126,9 @@ class GenerationEndpoint:
         context.client_field = request.client_field
         async with watch_client(receive, send, context, timeout) as client:
             with context.deadline.enforced():
-                model = await services.resolver.resolve(principal, request.model, user=request.user)
+                model = self._model or await services.resolver.resolve(
+                    principal, request.model, user=request.user
+                )
                 if self._background:
                     model = replace(model, release=None)
                 context.adapter, context.resolved = model.adapter, True
