@@ -26,7 +26,6 @@ from loraplex.admin.uploads.serving_field import check_serving
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.staged import StagedUpload
 from loraplex.control.types import VersionInfo
-from loraplex.lifecycle.eviction import delete_surplus
 from loraplex.serving.errors import ServingError
 from loraplex.serving.text.own_chat import ChatFound
 
@@ -74,16 +73,17 @@ async def admit_version(
             )
             admitted = partial(_admit, services, staged, received, chat, by, source, release)
             info, is_new = await gate.validators.run(tenant, admitted)
+    if info.state != "validating":
+        # It is asked for soon, if only to try it.
+        services.engine.prefetch([info.ref()])
     await _pin_again(services, info.digest)
     if info.state == "validating":
         if wait:
             return await services.checks.wait(info, measured=measured), is_new
         services.checks.start(info)
         return info, is_new
-    # It is asked for soon, if only to try it.
-    services.engine.prefetch([info.ref()])
-    if is_new and services.retention is not None:
-        await delete_surplus(services, services.retention, info, by)
+    if is_new and services.surplus is not None:
+        await services.surplus.after(info, by)
     return info, is_new
 
 

@@ -17,7 +17,6 @@ from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.releases import Releases
-from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.staged import StagedBytes
 from loraplex.control.db.database import Database
@@ -25,6 +24,7 @@ from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Principal, Serving, VersionInfo
+from loraplex.lifecycle.eviction import SurplusRemoval
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.fair_share import FairShare
@@ -115,7 +115,7 @@ class AdminServices:
     engine: Engines
     checks: VersionChecks
     sources: AllowedSources = field(default_factory=AllowedSources)
-    retention: Retention | None = None
+    surplus: SurplusRemoval | None = None
     max_upload_bytes: int = 1 << 30
     data_url: str | None = None
     upload_gate: UploadGate = field(default_factory=UploadGate)

@@ -57,6 +57,7 @@ from loraplex.control.limits.service import RequestLimits
 from loraplex.http.routing import exact
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.batches.runner import BatchRunner
+from loraplex.lifecycle.eviction import SurplusRemoval
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.grammar.checker import GrammarChecker
@@ -208,7 +209,12 @@ def _metrics(installation: Installation) -> Metrics:
 
 def _admin_services(installation: Installation, shared: Shared) -> AdminServices:
     settings, engine, metrics = installation.settings, shared.engine, shared.metrics
-    retention = Retention(installation.database, installation.artifacts, settings.keep_versions)
+    surplus = SurplusRemoval(
+        database=installation.database,
+        catalog=installation.catalog,
+        engine=engine,
+        retention=Retention(installation.database, installation.artifacts, settings.keep_versions),
+    )
     base_errors = BaseErrors(
         database=installation.database,
         validation=installation.validation,
@@ -222,7 +228,7 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         tenants=installation.tenants,
         store=installation.store,
         engine=engine,
-        retention=retention,
+        surplus=surplus,
         base_errors=base_errors,
         on_outcome=metrics.version_checked,
     )
@@ -238,7 +244,7 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         audit=AuditLog(installation.database),
         engine=engine,
         sources=AllowedSources(settings.adapter_sources),
-        retention=retention,
+        surplus=surplus,
         checks=checks,
         max_upload_bytes=largest_upload(settings.max_adapter_upload, installation.validation.base),
         data_url=_data_url(settings),

@@ -31,7 +31,6 @@ from loraplex.adapters.numerics import NumbersCheck, NumbersVerdict, SiteOutputs
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.adapters.store.interface import Store
 from loraplex.control.catalog.adapters import Catalog
-from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.validation import Validation
 from loraplex.control.db.database import Database
 from loraplex.control.errors import (
@@ -46,7 +45,7 @@ from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import CheckOutcome, Refusal, VersionInfo
 from loraplex.lifecycle.base_errors import BaseErrors
 from loraplex.lifecycle.engine_turns import EngineTurns
-from loraplex.lifecycle.eviction import delete_surplus, evict_removed
+from loraplex.lifecycle.eviction import SurplusRemoval, evict_removed
 from loraplex.lifecycle.tenant_terms import TermsSender
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import (
@@ -125,7 +124,7 @@ class VersionChecks:
         tenants: Tenants,
         store: Store,
         engine: Engines,
-        retention: Retention | None = None,
+        surplus: SurplusRemoval | None = None,
         base_errors: BaseErrors | None = None,
         on_outcome: Callable[[CheckOutcome], None] = lambda outcome: None,
         wait_s: float = WAIT_S,
@@ -139,7 +138,7 @@ class VersionChecks:
         self._validation = validation
         self._terms = TermsSender(database, tenants)
         self._store = store
-        self._retention = retention
+        self._surplus = surplus
         self._base_errors = base_errors
         self._on_outcome = on_outcome
         self._wait_s = wait_s
@@ -216,6 +215,8 @@ class VersionChecks:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            if self._surplus is not None:
+                await self._surplus.close()
             if self._base_errors is not None:
                 await self._base_errors.close()
 
@@ -271,8 +272,8 @@ class VersionChecks:
             if refusal is None:
                 if self._base_errors is not None:
                     self._base_errors.start(decision.info)
-                if self._retention is not None:
-                    await delete_surplus(self, self._retention, decision.info, decision.by)
+                if self._surplus is not None:
+                    await self._surplus.after(decision.info, decision.by)
         return _Attempt(decision.info)
 
     async def _verdict(self, info: VersionInfo) -> tuple[Refusal | None, dict[str, Any]]:

@@ -217,11 +217,12 @@ def test_a_series_takes_loads_of_a_key_that_trains_and_retires_old_versions(loop
     trains = bearer(loop.server.plane.make_key("acme", "inference", "adapters:write", "adapters:train"))
     for path in paths:
         assert loop.load("steps", path, headers=trains).status_code == 200
-    versions = loop.server.plane.services.catalog.list_versions("acme", "steps").items
-    assert [(info.state, info.checked) for info in versions] == [
-        ("retired", "numbers"),
-        ("ready", "structure"),
-    ]
+
+    def versions() -> list[tuple[str, str | None]]:
+        listed = loop.server.plane.services.catalog.list_versions("acme", "steps").items
+        return [(info.state, info.checked) for info in listed]
+
+    eventually(lambda: versions() == [("retired", "numbers"), ("ready", "structure")])
     assert loop.released("steps") == [("v2", 100)]
     for version, told in (("v1", "retired"), ("v3", "does not exist")):
         asked = {"model": f"steps@{version}", "prompt": "a", "max_tokens": 1}

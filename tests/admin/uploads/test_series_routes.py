@@ -12,6 +12,7 @@ import pytest
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.control.catalog.series import SeriesRules
 from support.adapters.drafts import draft_adapter, peft_config
+from support.engine.fake_processes import until
 from support.http.admin_plane import (
     ADMIN_TOKEN,
     ARCH,
@@ -42,6 +43,10 @@ def tensors(tmp_path: Path, seed: int) -> bytes:
     return files.tensors.read_bytes()
 
 
+def states(plane: AdminPlane) -> list[str]:
+    return [info.state for info in plane.services.catalog.list_versions("acme", "run").items]
+
+
 def rules(**changes: Any) -> dict[str, Any]:
     return {"keep_last": 2, "check_every": 100, "config": CONFIG, **changes}
 
@@ -67,6 +72,7 @@ async def test_a_training_pushes_tensors_alone(plane: AdminPlane, tmp_path: Path
         again = await trainer.post(PUSH, content=tensors(tmp_path, 3), headers=TENSORS)
         assert (again.status_code, again.json()["version"]) == (200, "v3")
     assert plane.measure.measured == ["run@v1"]
+    await until(lambda: states(plane)[0] == "retired" and bool(plane.engine.drops))
     async with admin_client(plane.app) as admin:
         listed = (await admin.get("/tenants/acme/adapters/run/versions")).json()["data"]
         assert [row["state"] for row in listed] == ["retired", "ready", "ready"]
@@ -102,12 +108,14 @@ async def test_a_version_stays_while_requests_run_on_it(plane: AdminPlane, tmp_p
         await admin.post(PUSH, content=tensors(tmp_path, 1), headers=TENSORS)
         first = plane.services.catalog.get_version("acme", "run", "v1")
         plane.engine.entries = [CacheEntry(first.ref(), "hot", leases=1)]
-        await admin.post(PUSH, content=tensors(tmp_path, 2), headers=TENSORS)
-        assert plane.services.catalog.get_version("acme", "run", "v1").state == "ready"
+        for number in (2, 3):
+            await admin.post(PUSH, content=tensors(tmp_path, number), headers=TENSORS)
+        await until(lambda: states(plane)[1] == "retired")
+        assert states(plane) == ["ready", "retired", "ready"]
+        # Without another push, once nothing runs on it.
         plane.engine.entries = []
-        await admin.post(PUSH, content=tensors(tmp_path, 3), headers=TENSORS)
-    states = [info.state for info in plane.services.catalog.list_versions("acme", "run").items]
-    assert states == ["retired", "retired", "ready"]
+        await until(lambda: states(plane)[0] == "retired")
+    assert states(plane) == ["retired", "retired", "ready"]
 
 
 async def test_only_keys_that_train_push_to_a_series(plane: AdminPlane, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Principal, VersionInfo
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
+from loraplex.lifecycle.eviction import SurplusRemoval
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.migrations.run import upgrade
 from support.adapters.drafts import TinyBase, make_adapter, write_base
@@ -116,7 +117,13 @@ class AdminPlane:
             warn_above=self.warn_above,
             measure=self.measure_base or self.base_measure,
         )
-        self.retention = Retention(self.database, artifacts, 0)
+        self.surplus = SurplusRemoval(
+            database=self.database,
+            catalog=catalog,
+            engine=self.engine,
+            retention=Retention(self.database, artifacts, 0),
+            again_s=0.01,
+        )
         self.checks = VersionChecks(
             database=self.database,
             catalog=catalog,
@@ -124,7 +131,7 @@ class AdminPlane:
             tenants=Tenants(self.database, artifacts),
             store=store,
             engine=self.engine,
-            retention=self.retention,
+            surplus=self.surplus,
             base_errors=self.base_errors,
             on_outcome=self.outcomes.append,
             wait_s=self.wait_s,
@@ -138,7 +145,7 @@ class AdminPlane:
             catalog=catalog,
             releases=Releases(self.database),
             series=AllSeries(self.database, catalog.check_name),
-            retention=self.retention,
+            surplus=self.surplus,
             artifacts=artifacts,
             audit=AuditLog(self.database),
             engine=self.engine,
