@@ -26,6 +26,7 @@ from loraplex.admin.uploads.serving_field import check_serving
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.staged import StagedUpload
 from loraplex.control.types import VersionInfo
+from loraplex.lifecycle.durability import no_place
 from loraplex.serving.errors import ServingError
 from loraplex.serving.text.own_chat import ChatFound
 
@@ -52,10 +53,12 @@ async def admit_version(
     release: bool = False,
     wait: bool = True,
     measured: bool = True,
+    durable_first: bool = True,
 ) -> tuple[VersionInfo, bool]:
     """The version that the received files are, and whether it is new. `source` and `release` are those of
     `Catalog.admit`. With `wait` it is ready; otherwise it may be `validating`, and is checked in the background.
-    `measured` is that of `VersionChecks.wait`.
+    `measured` is that of `VersionChecks.wait`. Without `durable_first` the bytes may reach the disk later, where this
+    server flushes in the background and has a place for them.
 
     Raises Problem: 503 where too many uploads are on their way, 429 where a series takes no more pushes now. Raises
     what `receive`, `Catalog.check_upload` and `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` raises.
@@ -71,7 +74,7 @@ async def admit_version(
             chat = (
                 ChatFound() if files is None else await services.examine_chat(tenant, files, received.serving)
             )
-            admitted = partial(_admit, services, staged, received, chat, by, source, release)
+            admitted = partial(_admit, services, staged, received, chat, by, source, release, durable_first)
             info, is_new = await gate.validators.run(tenant, admitted)
     if info.state != "validating":
         # It is asked for soon, if only to try it.
@@ -112,20 +115,26 @@ def _admit(
     by: Actor,
     source: str | None,
     release: bool,
+    durable_first: bool,
 ) -> tuple[VersionInfo, bool]:
     """Runs in a worker thread."""
-    info, is_new = services.catalog.admit(
-        staged.tenant_id,
-        staged.name,
-        received.staging,
-        serving=received.serving,
-        chat=chat.own,
-        notes=chat.checks,
-        source=source,
-        release=release,
-        check=True,
-        by=by,
-    )
+    durability = None if durable_first else services.durability
+    with no_place() if durability is None else durability.place(staged.size) as place:
+        info, is_new = services.catalog.admit(
+            staged.tenant_id,
+            staged.name,
+            received.staging,
+            serving=received.serving,
+            chat=chat.own,
+            notes=chat.checks,
+            source=source,
+            release=release,
+            check=True,
+            durable=not place.is_free,
+            by=by,
+        )
+        if not info.durable:
+            place.put(info.digest)
     staged.admitted(info.bytes if is_new else 0)
     return info, is_new
 

@@ -24,6 +24,7 @@ from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Principal, Serving, VersionInfo
+from loraplex.lifecycle.durability import Durability, PushOutcome
 from loraplex.lifecycle.eviction import SurplusRemoval
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
@@ -116,6 +117,8 @@ class AdminServices:
     checks: VersionChecks
     sources: AllowedSources = field(default_factory=AllowedSources)
     surplus: SurplusRemoval | None = None
+    durability: Durability | None = None
+    """None: every upload is flushed before its answer."""
     max_upload_bytes: int = 1 << 30
     data_url: str | None = None
     upload_gate: UploadGate = field(default_factory=UploadGate)
@@ -124,6 +127,8 @@ class AdminServices:
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
     on_change: Callable[[str], None] = lambda action: None
     """Called with the audit log's name of each change that was made."""
+    on_push: Callable[[PushOutcome], None] = lambda outcome: None
+    """Called with the outcome of each push to a series that was taken."""
     examine_chat: ExamineChat = _nothing_differs
     score: Score = _not_served
     check_formats: CheckFormats = lambda tool_format, reasoning_format: None

@@ -47,8 +47,8 @@ from loraplex.control.usage.writer import UsageWriter
 @dataclass(frozen=True, slots=True)
 class Installation:
     """The parts of a server that exist before the engine: files, database, services. `new_admin_token` is set when one
-    was made now. While they are open, `lock` keeps a second server off the data directory, and `store_lock` one from
-    sweeping the store."""
+    was made now; `num_lost` versions were found to be lost. While they are open, `lock` keeps a second server off the
+    data directory, and `store_lock` one from sweeping the store."""
 
     settings: Settings
     model_dir: Path
@@ -72,6 +72,7 @@ class Installation:
     store_lock: IO[str]
     background: BackgroundTasks = field(default_factory=BackgroundTasks)
     running_arms: RunningArms = field(default_factory=RunningArms)
+    num_lost: int = 0
 
     def close(self) -> None:
         self.usage_journal.close()
@@ -113,7 +114,7 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
         max_rank=settings.max_adapter_rank,
         refuse_towers=settings.adapter_towers == "refuse",
     )
-    catalog.reconcile()
+    num_lost = catalog.reconcile()
     token, created = settings.admin_token, False
     if not token:
         token, created = load_or_create(settings.data_dir / "admin-token", new_admin_token())
@@ -141,6 +142,7 @@ def prepare(settings: Settings, progress: Callable[[str], None]) -> Installation
         usage_journal=usage_journal,
         usage_writer=UsageWriter(database, usage_dir, usage_journal),
         new_admin_token=token if created else None,
+        num_lost=num_lost,
         lock=lock,
         store_lock=store_lock,
     )

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from loraplex.adapters.admission.safetensors_header import largest_upload
 from loraplex.adapters.sources.urls import AllowedSources
+from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.admin.app import (
     admin_routes,
     create_admin_app,
@@ -50,6 +51,7 @@ from loraplex.control.batches.work import BatchWork
 from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.shadow_store import ShadowStore
+from loraplex.control.flushes import Flushes
 from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.limiter import Limiter
@@ -57,6 +59,7 @@ from loraplex.control.limits.service import RequestLimits
 from loraplex.http.routing import exact
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.batches.runner import BatchRunner
+from loraplex.lifecycle.durability import Durability
 from loraplex.lifecycle.eviction import SurplusRemoval
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
@@ -128,6 +131,7 @@ class Apps:
     data: ASGIApp
     admin: ASGIApp
     checks: VersionChecks
+    durability: Durability | None
     batches: BatchRunner
     shared: Shared
 
@@ -151,6 +155,7 @@ def create_apps(installation: Installation, engine: Engines) -> Apps:
         ),
         admin=create_admin_app(admin_services, extra_routes=operator_routes),
         checks=admin_services.checks,
+        durability=admin_services.durability,
         batches=BatchRunner(
             BatchWork(installation.database, uuid.uuid4().hex),
             Lines(data_services),
@@ -204,6 +209,7 @@ def _metrics(installation: Installation) -> Metrics:
     metrics.watch_disks(_written_directories(installation.settings))
     metrics.expect_changes(route.action for route in admin_routes() if route.action is not None)
     metrics.watch_usage(installation.usage_journal, installation.usage_writer)
+    metrics.durability.lost(installation.num_lost)
     return metrics
 
 
@@ -245,15 +251,27 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         engine=engine,
         sources=AllowedSources(settings.adapter_sources),
         surplus=surplus,
+        durability=_durability(installation, metrics),
         checks=checks,
         max_upload_bytes=largest_upload(settings.max_adapter_upload, installation.validation.base),
         data_url=_data_url(settings),
         on_change=metrics.admin_changed,
+        on_push=metrics.durability.pushed,
         check_formats=partial(check_named_formats, shared.text),
         examine_chat=ChatExaminer(
             shared.text, engine.info.eos_ids, shared.templates, own_serves=_owns_serve(settings)
         ),
     )
+
+
+def _durability(installation: Installation, metrics: Metrics) -> Durability | None:
+    """None where a push must be durable before it serves: in a bucket, and where engines of other machines read it."""
+    if not isinstance(installation.store, ArtifactStore) or installation.settings.engine_address[1]:
+        return None
+    flushes = Flushes(installation.database, installation.store)
+    durability = Durability(installation.database, flushes, metrics.durability)
+    metrics.durability.watch(lambda: durability.num_waiting)
+    return durability
 
 
 def _data_url(settings: Settings) -> str | None:

@@ -258,6 +258,9 @@ async def _start(
     shared.grammars.start()
     await warming.begin(engine)
     installation.background.start("version-checks", apps.checks.run)
+    if apps.durability is not None:
+        installation.background.start("durability", apps.durability.run)
+        at_end.push_async_callback(apps.durability.finish)
     installation.background.start("shadows", shared.shadows.run)
     installation.background.start("files", shared.files.run)
     installation.background.start("batches", apps.batches.run)

@@ -274,7 +274,9 @@ class KeyInfo:
     """None: the key has no budget."""
 
 
-VersionState = Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted", "retired"]
+VersionState = Literal[
+    "validating", "ready", "rejected", "incompatible", "corrupt", "deleted", "retired", "lost"
+]
 Checked = Literal["structure", "numbers"]
 """The check that a version of a series needs before it serves: its names, shapes and values, or its outputs too."""
 
@@ -329,6 +331,8 @@ class VersionInfo:
     """The vectors that it was trained for, where its upload says so."""
     checked: Checked | None = None
     """The check that its series wanted of it. None: it was not pushed to a series."""
+    durable: bool = True
+    """Whether its bytes were flushed to the disk."""
 
     @property
     def version(self) -> str:

@@ -65,7 +65,11 @@ async def test_a_training_pushes_tensors_alone(plane: AdminPlane, tmp_path: Path
             answer = await trainer.post(PUSH, content=tensors(tmp_path, number), headers=TENSORS)
             assert answer.status_code == 201, answer.text
             version = answer.json()
-            assert (version["version"], version["state"], version["durable"]) == (f"v{number}", "ready", True)
+            assert (version["version"], version["state"], version["durable"]) == (
+                f"v{number}",
+                "ready",
+                False,
+            )
             assert version["checked"] == ("numbers" if number == 1 else "structure")
             assert (version["report"]["reference_error"] is None) == (number > 1)
             assert answer.headers["location"] == f"/admin/v1/tenants/acme/adapters/run/versions/v{number}"
@@ -73,10 +77,15 @@ async def test_a_training_pushes_tensors_alone(plane: AdminPlane, tmp_path: Path
         assert (again.status_code, again.json()["version"]) == (200, "v3")
     assert plane.measure.measured == ["run@v1"]
     await until(lambda: states(plane)[0] == "retired" and bool(plane.engine.drops))
+    assert plane.watch.pushed == ["early", "early", "early", "known"]
+    await plane.durability.finish()
     async with admin_client(plane.app) as admin:
         listed = (await admin.get("/tenants/acme/adapters/run/versions")).json()["data"]
         assert [row["state"] for row in listed] == ["retired", "ready", "ready"]
         assert [row["checked"] for row in listed] == ["numbers", "structure", "structure"]
+        # One that retired before its turn needed no flush, and the last was flushed as it was pushed again.
+        assert [row["durable"] for row in listed] == [False, True, True]
+        assert len(plane.watch.waits) == 1
         # The report of a retired version keeps what was found, without what there was of each module.
         assert listed[0]["report"]["rank_by_module"] == {}
         assert listed[0]["report"]["reference_error"]["verdict"] == "equal"

@@ -39,7 +39,7 @@ COMMON = frozenset(
 """Steps of every upload, which the short version takes one by one for a first upload alone."""
 
 
-SHORT = ("first", "archive", "heal", "delete", "accept", "reject shared", "start")
+SHORT = ("first", "archive", "push", "lost", "heal", "delete", "accept", "reject shared", "start")
 
 
 def short_and_long(names: Iterable[str]) -> list[Any]:

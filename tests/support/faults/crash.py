@@ -31,6 +31,7 @@ import httpx
 from sqlalchemy.exc import OperationalError
 
 from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.control.catalog.series import SeriesRules
 from loraplex.control.types import Refusal
 from support.adapters.drafts import make_adapter
 from support.faults.damage import flip_a_bit
@@ -42,6 +43,8 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 COMMITS = frozenset(
     {
         FaultPoint.COMMIT_VERSION,
+        FaultPoint.COMMIT_DURABLE,
+        FaultPoint.COMMIT_LOST,
         FaultPoint.COMMIT_CHECK,
         FaultPoint.COMMIT_REMOVAL,
         FaultPoint.MARK_CORRUPT,
@@ -150,6 +153,31 @@ def _upload_archive(plane: AdminPlane) -> list[int]:
     return [send(plane, "POST", VERSIONS, files={"archive": ("a.tar.gz", content)})]
 
 
+def _push(plane: AdminPlane) -> list[int]:
+    """To a series, and the flush behind it."""
+    content = adapter_bytes(plane.root, 1)["adapter_model.safetensors"]
+    plane.services.series.put("acme", "pirate", SeriesRules(8, 1, config=_push_config(plane)))
+    status = send(
+        plane, "POST", PUSHES, content=content, headers={"content-type": "application/octet-stream"}
+    )
+    asyncio.run(plane.durability.finish())
+    return [status]
+
+
+def _push_config(plane: AdminPlane) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(adapter_bytes(plane.root, 1)["adapter_config.json"])
+    return config
+
+
+def _torn(plane: AdminPlane) -> None:
+    """A version that the machine's crash cost: its row is there, and of its bytes a part."""
+    with plane.services.artifacts.store.begin_staging() as staging:
+        make_adapter(staging.directory, ARCH, seed=1)
+        plane.services.catalog.admit("acme", "pirate", staging, durable=False)
+    folder = plane.services.artifacts.store.path(_digest(plane))
+    os.truncate(folder / "adapter_model.safetensors", 100)
+
+
 def _import(plane: AdminPlane) -> list[int]:
     adapter_bytes(plane.root, 1)
     return [send(plane, "POST", VERSIONS, json={"source": f"file://{plane.root}/made-1"})]
@@ -207,6 +235,7 @@ def _leftovers(plane: AdminPlane) -> None:
 
 
 VERSIONS = "tenants/acme/adapters/pirate/versions"
+PUSHES = "tenants/acme/adapters/pirate/series/versions"
 
 
 @dataclass(frozen=True)
@@ -234,6 +263,8 @@ SCENARIOS = {
         Scenario("first", (), _upload(1), is_upload=True),
         Scenario("archive", (), _upload_archive, is_upload=True),
         Scenario("import", (), _import, is_upload=True),
+        Scenario("push", (), _push, is_upload=True),
+        Scenario("lost", (_torn,), _restart, frozenset({"acme/pirate@v1"})),
         Scenario("second", (_MINE,), _upload(2), is_upload=True),
         Scenario("again", (_MINE,), _upload(1), is_upload=True),
         Scenario("shared", (_THEIRS,), _upload(1), is_upload=True),

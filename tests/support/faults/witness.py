@@ -33,6 +33,8 @@ KINDS: dict[str, frozenset[FaultPoint]] = {
     "commit": frozenset(
         {
             FaultPoint.COMMIT_VERSION,
+            FaultPoint.COMMIT_DURABLE,
+            FaultPoint.COMMIT_LOST,
             FaultPoint.COMMIT_CHECK,
             FaultPoint.COMMIT_REMOVAL,
             FaultPoint.MARK_CORRUPT,

@@ -29,11 +29,13 @@ from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.validation import Validation
 from loraplex.control.db.database import Database
+from loraplex.control.flushes import Flushes
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Principal, VersionInfo
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
+from loraplex.lifecycle.durability import Durability
 from loraplex.lifecycle.eviction import SurplusRemoval
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.migrations.run import upgrade
@@ -73,6 +75,21 @@ def _base_spec() -> BaseSpec:
 def warm_up() -> None:
     """Make what all planes of a process share, before it forks."""
     _base_spec()
+
+
+class FakeDurabilityWatch:
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.pushed: list[str] = []
+        self.waits: list[float] = []
+        self.num_failures = 0
+
+    def durable(self, seconds: float) -> None:
+        self.waits.append(seconds)
+
+    def flush_failed(self) -> None:
+        self.num_failures += 1
 
 
 @dataclass
@@ -137,6 +154,9 @@ class AdminPlane:
             wait_s=self.wait_s,
             scan_s=0.01,
         )
+        self.flushes = Flushes(self.database, store)
+        self.watch = FakeDurabilityWatch()
+        self.durability = Durability(self.database, self.flushes, self.watch, first_pause_s=0.01)
         self.services = AdminServices(
             database=self.database,
             tenants=Tenants(self.database, artifacts),
@@ -146,6 +166,8 @@ class AdminPlane:
             releases=Releases(self.database),
             series=AllSeries(self.database, catalog.check_name),
             surplus=self.surplus,
+            durability=self.durability,
+            on_push=self.watch.pushed.append,
             artifacts=artifacts,
             audit=AuditLog(self.database),
             engine=self.engine,

@@ -3,7 +3,8 @@
     staging/<uuid>/                  uploads on their way, readable by the server alone
     sha256/<2 hex>/<digest>/         adapter_config.json and adapter_model.safetensors, as they were uploaded
 
-A digest's folder appears by one rename, after its bytes are on the disk: it is there whole or not at all. A
+A digest's folder appears by one rename, after its bytes are on the disk: it is there whole or not at all, unless it was
+committed without a flush; then a crash of the machine, and no other, may leave a part until `flush` has returned. A
 caller that records an artifact elsewhere does so after `commit` returned, so that a crash leaves at most an orphan,
 which `sweep` removes at the next start. Each change is announced as a `FaultPoint` first (see `steps`).
 """
@@ -140,8 +141,11 @@ class ArtifactStore:
         """Whether the finding is of what lies there now."""
         return self._place(examined.digest) == examined.place
 
-    def commit(self, staging: Staging, digest: str, examined: Examined | None = None) -> Path:
-        """Make a staged upload permanent under `digest` (of digest_upload) and return its folder.
+    def commit(
+        self, staging: Staging, digest: str, examined: Examined | None = None, *, flush: bool = True
+    ) -> Path:
+        """Make a staged upload permanent under `digest` (of digest_upload) and return its folder. Without `flush` it
+        may be read, and is not on the disk yet.
 
         Where the digest is stored already, the staged copy is dropped, unless the stored one is damaged: then
         it takes its place. `examined` says which, from a caller that has looked that it `is_current` and keeps other
@@ -155,14 +159,30 @@ class ArtifactStore:
                 if target is None:
                     raise ValueError(f"not a digest: '{digest}'")
                 self._drop_leftovers(staging)
-                self._flush_files(staging)
-                self._make_shelf(target.parent)
-                self._publish(staging, target, digest, examined)
-                self._flush_shelf(target.parent)
+                if flush:
+                    self._flush_files(staging.directory)
+                self._make_shelf(target.parent, flush)
+                is_published = self._publish(staging, target, digest, examined)
+                if flush:
+                    if not is_published:  # those that are there may have been committed without a flush
+                        self._flush_files(target)
+                    self._flush_shelf(target.parent)
                 return target
         except BaseException:
             staging.discard()
             raise
+
+    def flush(self, digest: str) -> Examined:
+        """Wait until a committed artifact is on the disk. The finding has the place of the bytes that are, which were
+        not read. Raises ArtifactMissing, OSError."""
+        place, folder = self._place(digest), self.path(digest)
+        try:
+            self._flush_files(folder)
+            self._flush_shelves(folder.parent)
+            self._flush_shelf(folder.parent)
+        except FileNotFoundError as error:
+            raise ArtifactMissing(f"the store holds no artifact '{digest[:12]}'") from error
+        return Examined(digest, place, None)
 
     def path(self, digest: str) -> Path:
         """The folder of a stored artifact. Raises ArtifactMissing, also for what is no digest."""
@@ -257,22 +277,27 @@ class ArtifactStore:
                 self.fault(FaultPoint.DROP_LEFTOVER, entry)
                 _drop(entry)
 
-    def _flush_files(self, staging: Staging) -> None:
+    def _flush_files(self, folder: Path) -> None:
         for name in _FILES:
-            self.fault(FaultPoint.FLUSH_FILE, staging.directory / name)
-            _flush(staging.directory / name)
-        self.fault(FaultPoint.FLUSH_FOLDER, staging.directory)
-        _flush(staging.directory)
+            self.fault(FaultPoint.FLUSH_FILE, folder / name)
+            _flush(folder / name)
+        self.fault(FaultPoint.FLUSH_FOLDER, folder)
+        _flush(folder)
 
-    def _make_shelf(self, shelf: Path) -> None:
+    def _make_shelf(self, shelf: Path, flush: bool) -> None:
         if not shelf.is_dir():
             self.fault(FaultPoint.MAKE_SHELF, shelf)
             shelf.mkdir(mode=0o700, exist_ok=True)
-        # Also where it exists: the process that made it may not have flushed it yet, or ever.
+        if flush:
+            self._flush_shelves(shelf)
+
+    def _flush_shelves(self, shelf: Path) -> None:
+        # Also where it existed: the process that made it may not have flushed it yet, or ever.
         self.fault(FaultPoint.FLUSH_SHELVES, shelf.parent)
         _flush(shelf.parent)
 
-    def _publish(self, staging: Staging, target: Path, digest: str, examined: Examined | None) -> None:
+    def _publish(self, staging: Staging, target: Path, digest: str, examined: Examined | None) -> bool:
+        """Whether the staged copy is what is stored now."""
         while True:
             self.fault(FaultPoint.PUBLISH, staging.directory, target)
             try:
@@ -281,11 +306,11 @@ class ArtifactStore:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             else:
-                return
+                return True
             found = examined or self.examine(digest)
             if found.damage is None:
                 staging.discard()
-                return
+                return False
             if not isinstance(found.damage, ArtifactMissing):
                 self.delete(digest)
 

@@ -144,9 +144,11 @@ class BucketStore:
 
     # What changes.
 
-    def commit(self, staging: Staging, digest: str, examined: Examined | None = None) -> Path:
-        """Commit as `ArtifactStore.commit` does: into the bucket first, then into the cache. The bytes of an object are
-        replaced only where they are damaged."""
+    def commit(
+        self, staging: Staging, digest: str, examined: Examined | None = None, *, flush: bool = True
+    ) -> Path:
+        """Commit as `ArtifactStore.commit` does: into the bucket first, then into the cache, durable in any case. The
+        bytes of an object are replaced only where they are damaged."""
         try:
             if not _is_digest(digest):
                 raise ValueError(f"not a digest: '{digest}'")
@@ -157,6 +159,10 @@ class BucketStore:
         except BaseException:
             staging.discard()
             raise
+
+    def flush(self, digest: str) -> Examined:
+        """Nothing waits for a flush: what the bucket has is durable. Raises StoreFailed."""
+        return Examined(digest, self._place(digest), None)
 
     def delete(self, digest: str) -> bool:
         """Delete as `ArtifactStore.delete` does. Raises StoreFailed, after which the artifact is whole or not there."""

@@ -37,6 +37,7 @@ class FaultPoint(StrEnum):
     COMMIT_VERSION = "commit version"
     VERSION_COMMITTED = "version committed"
 
+    COMMIT_DURABLE = "commit durable"  # of versions that served before their bytes were flushed
     COMMIT_CHECK = "commit check"  # of a version's numbers
     CHECK_COMMITTED = "check committed"
 
@@ -49,6 +50,7 @@ class FaultPoint(StrEnum):
     DISCARD = "discard"  # unlink and rmdir of a staging folder
     SWEEP = "sweep"
     MARK_CORRUPT = "mark corrupt"  # commit
+    COMMIT_LOST = "commit lost"  # at a start, of versions whose bytes a crash cost before they were flushed
 
 
 BUCKET_POINTS = frozenset({FaultPoint.BUCKET_PUT, FaultPoint.BUCKET_STORED, FaultPoint.BUCKET_DELETE})

@@ -22,13 +22,13 @@ from loraplex.admin.framework.openapi import LOCATION, PUSH, Responses, refused
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.problem import Problem
 from loraplex.admin.schemas.adapters import Version
-from loraplex.admin.schemas.series import PushedVersion, Series, SeriesChange
+from loraplex.admin.schemas.series import Series, SeriesChange
 from loraplex.admin.uploads.receive import receive_tensors
 from loraplex.control.catalog.series import SeriesInfo, SeriesRules
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/series", route_class=AdminRoute)
 
-_PUSHED: Responses = {201: LOCATION, 200: {"model": PushedVersion, **LOCATION}, **refused(422, 503)}
+_PUSHED: Responses = {201: LOCATION, 200: {"model": Version, **LOCATION}, **refused(422, 503)}
 
 
 @router.get("")
@@ -73,11 +73,11 @@ async def push_to_series(
     services: Services,
     request: Request,
     response: Response,
-) -> PushedVersion:
+) -> Version:
     """Push the tensors of the next version of a series.
 
-    The answer waits for the check that the series wants of this version. The same bytes again: 200 and the version that
-    has them.
+    The answer waits for the check that the series wants of this version, and not for the disk: `durable` says whether
+    the bytes are on it. The same bytes again: 200 and the version that has them.
     """
     series = await services.database.run(services.series.get, tenant, name)
     if series.rules.config is None:
@@ -90,10 +90,11 @@ async def push_to_series(
         json.dumps(series.rules.config, sort_keys=True).encode(),
         max_bytes=services.max_upload_bytes,
     )
-    info, is_new = await admit_version(services, tenant, name, receive, by=by)
+    info, is_new = await admit_version(services, tenant, name, receive, by=by, durable_first=False)
+    services.on_push("known" if not is_new else "durable" if info.durable else "early")
     response.headers["Location"] = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
     response.status_code = 201 if is_new else 200
-    return PushedVersion(**Version.of(info).model_dump(), durable=True)
+    return Version.of(info)
 
 
 def _show(info: SeriesInfo) -> Series:

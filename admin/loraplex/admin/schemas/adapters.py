@@ -18,7 +18,7 @@ from loraplex.admin.schemas.fields import (
     Timestamp,
 )
 from loraplex.admin.schemas.releases import Release
-from loraplex.control.types import Checked, WithoutInvocation
+from loraplex.control.types import Checked, VersionState, WithoutInvocation
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
 
@@ -88,12 +88,13 @@ class Version(ResponseBody):
     """`bytes` is the size of the upload's files; `base_fingerprint` names the base that it was checked against.
     `invocation`: the token ids that activate it (aLoRA); empty where it acts on every position. `head`: of one that
     classifies. `embedding`: the vectors that it was trained for, where its upload says so. `checked`: the check that
-    its series wanted before it serves, of its structure alone or of its numbers too; a null: it is of no series."""
+    its series wanted before it serves, of its structure alone or of its numbers too; a null: it is of no series.
+    `durable`: its bytes are on the disk, and outlive a crash."""
 
     name: str
     version: str
     digest: str
-    state: Literal["validating", "ready", "rejected", "incompatible", "corrupt", "deleted", "retired"]
+    state: VersionState
     rank: int
     targets: list[str]
     bytes: int
@@ -105,6 +106,7 @@ class Version(ResponseBody):
     head: VersionHead | None
     embedding: VersionEmbedding | None
     checked: Checked | None
+    durable: bool
     report: dict[str, Any] | None
 
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
-from loraplex.admin.schemas.adapters import Version
 from loraplex.admin.schemas.fields import RequestBody, ResponseBody, Timestamp
 from loraplex.control.catalog.series import MAX_CHECK_EVERY, MAX_CONFIG_FIELDS, MAX_KEPT, MAX_QUOTA
 
@@ -51,12 +50,6 @@ class Series(ResponseBody):
     quota: int | None
     config: dict[str, Any] | None
     created_at: Timestamp
-
-
-class PushedVersion(Version):
-    """`durable`: its bytes are on the disk, and outlive the server."""
-
-    durable: bool
 
 
 def _one_or_several(of: dict[str, Any]) -> WithJsonSchema:

@@ -260,6 +260,7 @@ class Metrics:
         self.releases = part_meters.ReleaseMeter(self._own)
         self.shadows = part_meters.ShadowMeter(self._own)
         self.batches = part_meters.BatchMeter(self._own)
+        self.durability = part_meters.DurabilityMeter(self._own)
         self.usage_written = Counter(
             "loraplex_usage_rows_written", "Rows that the usage ledger has.", registry=self._own
         )

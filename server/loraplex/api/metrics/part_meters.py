@@ -7,10 +7,12 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from loraplex.lifecycle.durability import PushOutcome
 from loraplex.lifecycle.release_guard.rules import MetricName
 from loraplex.serving.grammar.checker import CheckOutcome
 
 CHECK_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+DURABLE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 REDIS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 LINE_OUTCOMES = ("completed", "failed", "invalid", "expired")
 SHADOW_OUTCOMES = ("exact", "different", "dropped", "failed", "skipped")
@@ -154,6 +156,56 @@ class ShadowMeter:
     def watch(self, waiting: Callable[[], float], running: Callable[[], float]) -> None:
         self._waiting.set_function(waiting)
         self._running.set_function(running)
+
+
+class DurabilityMeter:
+    """The `DurabilityWatch` of a server."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        pushes = Counter(
+            "loraplex_series_pushes",
+            "Tensors pushed to series that were taken, by outcome: early (answered before they were durable), "
+            "durable (on the disk by then), known (the series had them).",
+            ["outcome"],
+            registry=registry,
+        )
+        self._pushes = {outcome: pushes.labels(outcome) for outcome in get_args(PushOutcome)}
+        self._waiting = Gauge(
+            "loraplex_versions_not_durable",
+            "Versions that serve and wait for the disk.",
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "loraplex_version_durable_seconds",
+            "Time from the push of a version that served early until it was durable.",
+            buckets=DURABLE_S,
+            registry=registry,
+        )
+        self._failures = Counter(
+            "loraplex_version_flush_failures",
+            "Times that the disk or the database kept a version from being durable; it is tried again.",
+            registry=registry,
+        )
+        self._lost = Gauge(
+            "loraplex_versions_lost",
+            "Versions that this server found lost at its start: the machine stopped before they were durable.",
+            registry=registry,
+        )
+
+    def pushed(self, outcome: PushOutcome) -> None:
+        self._pushes[outcome].inc()
+
+    def watch(self, waiting: Callable[[], float]) -> None:
+        self._waiting.set_function(waiting)
+
+    def durable(self, seconds: float) -> None:
+        self._seconds.observe(seconds)
+
+    def flush_failed(self) -> None:
+        self._failures.inc()
+
+    def lost(self, number: int) -> None:
+        self._lost.set(number)
 
 
 class TraceMeter:

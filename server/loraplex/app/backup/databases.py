@@ -23,8 +23,8 @@ from loraplex.control.tenancy.pepper import PEPPER_NAME
 
 _CONNECT_TIMEOUT_S = 10
 _LIVING = (
-    "SELECT digest, max(state) FROM adapter_versions WHERE state NOT IN ('deleted', 'rejected', 'retired') "
-    "GROUP BY digest"
+    "SELECT digest, max(state) FROM adapter_versions "
+    "WHERE state NOT IN ('deleted', 'rejected', 'retired', 'lost') GROUP BY digest"
 )
 _MARK = "SELECT value FROM installation WHERE name = :name"
 _HEAD = "SELECT seq, hash FROM audit_head"

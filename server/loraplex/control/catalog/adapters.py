@@ -12,13 +12,14 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.admission.chat_files import OwnChat
-from loraplex.adapters.errors import AdapterRefused, ArtifactUnreadable, LoraplexError
+from loraplex.adapters.errors import AdapterRefused, ArtifactMissing, ArtifactUnreadable, LoraplexError
 from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
+from loraplex.control.catalog.all_versions import reconcile
 from loraplex.control.catalog.new_versions import (
     Inspections,
     Outputs,
@@ -26,6 +27,7 @@ from loraplex.control.catalog.new_versions import (
     check_alora,
     find_alike,
     flush_staged,
+    heal_alike,
     note_upload,
     read_outputs,
     take_known_order,
@@ -58,7 +60,6 @@ from loraplex.control.types import (
     Removal,
     Serving,
     VersionInfo,
-    VersionState,
 )
 
 MAX_LOGGED = 20
@@ -121,6 +122,7 @@ class Catalog:
         source: str | None = None,
         release: bool = False,
         check: bool = False,
+        durable: bool = True,
         by: Actor = LOCAL,
     ) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. mlx-lm's files are turned into PEFT's first, and
@@ -130,7 +132,8 @@ class Catalog:
         bring for their chats; `notes` are added to the checks of the report.
         `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
         its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
-        a new version is `validating`. Of a series' version its rules decide on both.
+        a new version is `validating`. Of a series' version its rules decide on both. Without `durable` new bytes are
+        flushed by `Flushes.settle` later; a crash of the machine until then may cost the version.
 
         The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
         next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed and what
@@ -144,16 +147,19 @@ class Catalog:
         spec = with_chat(spec, chat, [*notes, *outputs.notes])
         fault = self._artifacts.store.fault
         # Before the lock, so that the slow part of a commit keeps no other upload and no deletion waiting.
-        flush_staged(staging)
+        if durable:
+            flush_staged(staging)
         try:
             with self._artifacts.examined(spec.digest) as examined:
-                self._artifacts.store.commit(staging, spec.digest, examined)
+                # Others may have these bytes, who were told that they are on the disk.
+                durable = durable or not isinstance(examined.damage, ArtifactMissing)
+                self._artifacts.store.commit(staging, spec.digest, examined, flush=durable)
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
                     pending = pending_check(by) if check else None
                     series = series_for_push(session, tenant_id, name, by)
                     row, is_new = self._record(
-                        session, tenant_id, name, spec, serving, chat, outputs, pending, series
+                        session, tenant_id, name, spec, serving, chat, outputs, pending, series, durable
                     )
                     takes_all = release if series is None else series.latest and (is_new or release)
                     release_upload(session, row, release=takes_all, by=by)
@@ -182,19 +188,14 @@ class Catalog:
         outputs: Outputs,
         pending: dict[str, Any] | None,
         series: Series | None,
+        durable: bool,
     ) -> tuple[AdapterVersion, bool]:
         """Record the version that stands for published bytes."""
         serving = replace(serving, chat_digest=None if chat is None else chat.digest)
         tenant = session.get(Tenant, tenant_id, with_for_update=True)
         if tenant is None:
             raise TenantNotFound(f"There is no tenant '{tenant_id}'.")
-        for row in session.scalars(
-            select(AdapterVersion).where(
-                AdapterVersion.digest == spec.digest, AdapterVersion.state == "corrupt"
-            )
-        ):
-            # The store has just got, or proven, good bytes; they are those of other names and tenants too.
-            row.state = self._state_of(row)
+        heal_alike(session, spec.digest, self.base.fingerprint, durable)
         known = find_alike(session, tenant_id, name, spec.digest, self.base, serving, outputs)
         if known is not None:
             return known, False
@@ -205,7 +206,7 @@ class Catalog:
             if checked == "structure":
                 spec, pending = with_policy(spec, series), None
         made = add_version(
-            session, tenant_id, name, self.base, spec, serving, chat, outputs, pending, checked
+            session, tenant_id, name, self.base, spec, serving, chat, outputs, pending, checked, durable
         )
         return made, True
 
@@ -398,36 +399,9 @@ class Catalog:
             )
         return True
 
-    def reconcile(self) -> None:
-        """Set states at the start: versions made for another base are `incompatible` while this one is served, and
-        `ready` again when theirs is, or `validating` where their numbers wait for their check. Those whose bytes the
-        store lacks are `corrupt`, and those that were `corrupt` stay so unless their bytes are good again, for which
-        they are hashed."""
-        with self._artifacts.lock:
-            damaged = {digest for digest in self._corrupt() if not self._is_whole(digest)}
-            with self._database.write() as session:
-                # Now, and not before: another server may have committed an upload just now.
-                whole = set(self._artifacts.store.digests()) - damaged
-                for row in session.scalars(select(AdapterVersion).where(LIVING)):
-                    row.state = self._state_of(row) if row.digest in whole else "corrupt"
-
-    def _corrupt(self) -> set[str]:
-        with self._database.read() as session:
-            query = select(AdapterVersion.digest).where(AdapterVersion.state == "corrupt").distinct()
-            return set(session.scalars(query))
-
-    def _is_whole(self, digest: str) -> bool:
-        try:
-            self._artifacts.store.verify(digest)
-        except LoraplexError:
-            return False
-        return True
-
-    def _state_of(self, row: AdapterVersion) -> VersionState:
-        """The state of a living version whose bytes are there."""
-        if row.base_fingerprint != self.base.fingerprint:
-            return "incompatible"
-        return "ready" if row.pending_check is None else "validating"
+    def reconcile(self) -> int:
+        """Set states at the start, as `reconcile` has it. Returns how many versions are lost."""
+        return reconcile(self._database, self._artifacts, self.base.fingerprint)
 
 
 def _retire(row: AdapterVersion) -> None:

@@ -10,7 +10,7 @@ from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
 from loraplex.adapters.admission.base_model import read_text_config
@@ -38,6 +38,7 @@ from loraplex.adapters.store.interface import Store
 from loraplex.control.audit.recorder import Actor, record
 from loraplex.control.catalog.release_reading import current_release, release_shown
 from loraplex.control.catalog.series import check_needed
+from loraplex.control.catalog.versions import state_of
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import LIVING, Adapter, AdapterVersion, Series
@@ -221,6 +222,16 @@ def find_alike(
     return next((row for row in alike if (row.head, row.embedding) == outputs.as_json()), None)
 
 
+def heal_alike(session: Session, digest: str, base_fingerprint: str, durable: bool) -> None:
+    """The store has just got, or proven, the bytes of a digest: they are those of other names and tenants too."""
+    of = AdapterVersion
+    stale = or_(of.state == "corrupt", of.durable != durable)
+    for row in session.scalars(select(of).where(of.digest == digest, LIVING, stale)):
+        row.durable = durable
+        if row.state == "corrupt":
+            row.state = state_of(row, base_fingerprint)
+
+
 def add_version(
     session: Session,
     tenant_id: str,
@@ -232,9 +243,10 @@ def add_version(
     outputs: Outputs,
     pending: dict[str, Any] | None,
     checked: Checked | None,
+    durable: bool,
 ) -> AdapterVersion:
     """Add a version with the next number of its name. `pending` is of `pending_check`, None for one that is ready;
-    `checked` is that of `VersionInfo`."""
+    `checked` and `durable` are those of `VersionInfo`."""
     now = database_now(session)
     head, embedding = outputs.as_json()
     adapter = session.get(Adapter, (tenant_id, name))
@@ -266,6 +278,7 @@ def add_version(
         chat=None if chat is None else chat.as_json(),
         pending_check=pending,
         checked=checked,
+        durable=durable,
     )
     session.add(row)
     session.flush()

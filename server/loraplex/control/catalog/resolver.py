@@ -15,7 +15,7 @@ from loraplex.adapters.pooled import EmbeddingSpec, Head
 from loraplex.adapters.ref import AdapterRef
 from loraplex.control.catalog.release_reading import current_release, current_releases
 from loraplex.control.catalog.sticky import sticky_version
-from loraplex.control.catalog.versions import retired, version_number
+from loraplex.control.catalog.versions import lost, retired, version_number
 from loraplex.control.db.database import Database
 from loraplex.control.db.read_through import DEFAULT_STALENESS_S, ReadThrough
 from loraplex.control.db.tables import LIVING, AdapterVersion, adapter_subject, catalog_subject
@@ -115,13 +115,15 @@ class Resolver:
         spelled = model.removeprefix(self._served_name + ":")
         name, _, selector = spelled.partition("@")
         adapter = await self._adapter(principal.tenant_id, name)
-        if adapter is None or model.endswith("@"):
+        if model.endswith("@"):
             raise _not_found(model)
+        if adapter is None:
+            raise await self._no_version(principal, model, name, selector)
         release = None if selector else adapter.release
         caller = None if release is None else _caller(principal, release, user)
         version = _select(adapter, selector) if selector else self._released(principal, name, adapter, caller)
         if version is None:
-            raise await self._no_version(principal, model, name, selector)
+            raise await self._no_version(principal, model, name, selector or _heaviest(adapter))
         self._check_allowed(principal, model, name, spelled)
         if version.state != "ready":
             raise AdapterUnavailable(
@@ -184,14 +186,17 @@ class Resolver:
 
     async def _no_version(self, principal: Principal, model: str, name: str, selector: str) -> ModelNotFound:
         """The refusal of a name that has no such version. It tells a key that may use the name of a version that the
-        name had, and that its series does not keep."""
+        name had: that its series does not keep it, or that its bytes are lost."""
         number, tenant_id = version_number(selector), principal.tenant_id
+        if not is_adapter_name(name):
+            return _not_found(model)
         if number > 0 and tenant_id is not None and self._is_allowed(principal, name, f"{name}@{selector}"):
             state = await self._states.get(
                 (tenant_id, name, number), self._read_state, tenant_id, name, number
             )
-            if state == "retired":
-                return ModelNotFound(retired(name, selector), param="model")
+            if state in ("retired", "lost"):
+                told = retired(name, selector) if state == "retired" else lost(name, selector)
+                return ModelNotFound(told, param="model")
         return _not_found(model)
 
     async def _adapter(self, tenant_id: str | None, name: str) -> _Adapter | None:
@@ -271,6 +276,12 @@ def _select(adapter: _Adapter, selector: str) -> _Version | None:
     ready = [version for version in matches if version.state == "ready"]
     chosen = ready or matches
     return chosen[-1] if len({version.ref.digest for version in chosen}) == 1 else None
+
+
+def _heaviest(adapter: _Adapter) -> str:
+    """The version that the release gives most traffic. Empty where it names none."""
+    targets = () if adapter.release is None else adapter.release.targets
+    return max(targets, key=lambda target: target.weight).version if targets else ""
 
 
 def _caller(principal: Principal, release: ReleaseInfo, user: str | None) -> str | None:

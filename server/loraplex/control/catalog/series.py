@@ -159,7 +159,7 @@ def check_needed(session: Session, series: Series, base_fingerprint: str, digest
             of.name == series.name,
             of.number > series.since,
             of.checked == "numbers",
-            of.state.not_in(("rejected", "deleted")),
+            of.state.not_in(("rejected", "deleted", "lost")),
             of.base_fingerprint == base_fingerprint,
         )
     )

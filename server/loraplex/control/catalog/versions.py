@@ -38,7 +38,15 @@ def version_info(row: AdapterVersion) -> VersionInfo:
         head=Head.of_json(row.head),
         embedding=EmbeddingSpec.of_json(row.embedding),
         checked=cast(Checked | None, row.checked),
+        durable=row.durable,
     )
+
+
+def state_of(row: AdapterVersion, base_fingerprint: str) -> VersionState:
+    """The state of a living version whose bytes are there, while that base is served."""
+    if row.base_fingerprint != base_fingerprint:
+        return "incompatible"
+    return "ready" if row.pending_check is None else "validating"
 
 
 def version_target(tenant_id: str, name: str, version: str) -> str:
@@ -73,7 +81,7 @@ def require_version(session: Session, tenant_id: str, name: str, version: str) -
 
 
 def require_living(session: Session, tenant_id: str, name: str, version: str) -> AdapterVersion:
-    """Raises as `require_version`, and VersionNotFound for one that was deleted or rejected."""
+    """Raises as `require_version`, and VersionNotFound for one whose bytes are not kept."""
     row = require_version(session, tenant_id, name, version)
     if row.state == "deleted":
         raise VersionNotFound(f"{name}@{version} is deleted.")
@@ -81,6 +89,8 @@ def require_living(session: Session, tenant_id: str, name: str, version: str) ->
         raise VersionNotFound(f"{name}@{version} was rejected, and its bytes were not kept.")
     if row.state == "retired":
         raise VersionNotFound(retired(name, version))
+    if row.state == "lost":
+        raise VersionNotFound(lost(name, version))
     return row
 
 
@@ -89,6 +99,14 @@ def retired(name: str, version: str) -> str:
     return (
         f"{name}@{version} is retired: the series '{name}' keeps its newest versions and those in use, and this one is "
         "neither. Ask for a newer version."
+    )
+
+
+def lost(name: str, version: str) -> str:
+    """The sentence about a version whose bytes a crash has cost."""
+    return (
+        f"{name}@{version} is lost: the machine stopped before its bytes were durable on the disk. Push them again, or "
+        "ask for another version."
     )
 
 

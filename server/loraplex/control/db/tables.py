@@ -17,6 +17,7 @@ from sqlalchemy import (
     String,
     Text,
     text,
+    true,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator
@@ -187,6 +188,8 @@ class AdapterVersion(Base):
     that was in force when that was asked (`release_after`). Null: they need no check any more."""
     checked: Mapped[str | None] = mapped_column(String(16))
     """The check that its series wanted of it, `structure` or `numbers`. Null: it was pushed to no series."""
+    durable: Mapped[bool] = mapped_column(server_default=true())
+    """Whether its bytes were flushed to the disk. While not, a crash of the machine may lose them."""
 
     @property
     def subjects(self) -> tuple[str, ...]:
@@ -215,7 +218,7 @@ class Series(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
-GONE = ("deleted", "rejected", "retired")
+GONE = ("deleted", "rejected", "retired", "lost")
 """States of versions whose bytes are not kept."""
 LIVING = AdapterVersion.state.not_in(GONE)
 """Versions whose bytes are kept, as a condition."""

@@ -13,7 +13,7 @@ const EVERY_MS = 5000;
 const MAX_VERSIONS = 500;
 
 /** @type {Record<string, "good" | "busy" | "bad" | "off">} */
-const KINDS = { ready: "good", validating: "busy", rejected: "bad", corrupt: "bad", incompatible: "off", deleted: "off", retired: "off" };
+const KINDS = { ready: "good", validating: "busy", rejected: "bad", corrupt: "bad", incompatible: "off", deleted: "off", retired: "off", lost: "bad" };
 
 /** @param {{ tenant: string, name: string }} props */
 export default function Adapter({ tenant, name }) {
@@ -74,7 +74,7 @@ async function residency(tenant, name, signal) {
 
 /** The version whose report is shown: the chosen one, else the newest. @param {any[]} versions @param {string | null} shown */
 function chosen(versions, shown) {
-  return versions.find((one) => one.version === shown) ?? versions.find((one) => !["deleted", "retired"].includes(one.state)) ?? null;
+  return versions.find((one) => one.version === shown) ?? versions.find((one) => !["deleted", "retired", "lost"].includes(one.state)) ?? null;
 }
 
 /** @param {{ tenant: string, name: string }} props */
@@ -134,7 +134,7 @@ function loadSeconds(row) {
 function Actions({ tenant, name, version, run }) {
   const [isLoading, setLoading] = useState(false);
   const where = path`tenants/${tenant}/adapters/${name}/versions/${version.version}`;
-  const isLiving = !["deleted", "rejected", "retired"].includes(version.state);
+  const isLiving = !["deleted", "rejected", "retired", "lost"].includes(version.state);
   if (!isLiving) return null;
   const of = `${name}@${version.version}`;
   const pin = version.pinned ? "Unpin" : "Pin";
