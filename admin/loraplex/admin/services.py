@@ -129,6 +129,8 @@ class AdminServices:
     """Called with the audit log's name of each change that was made."""
     on_push: Callable[[PushOutcome], None] = lambda outcome: None
     """Called with the outcome of each push to a series that was taken."""
+    on_agreement: Callable[[float], None] = lambda mean: None
+    """Called with the mean absolute difference of each comparison with a trainer, in nats."""
     examine_chat: ExamineChat = _nothing_differs
     score: Score = _not_served
     check_formats: CheckFormats = lambda tool_format, reasoning_format: None

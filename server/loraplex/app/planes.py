@@ -257,6 +257,7 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         data_url=_data_url(settings),
         on_change=metrics.admin_changed,
         on_push=metrics.durability.pushed,
+        on_agreement=metrics.agreement.compared,
         check_formats=partial(check_named_formats, shared.text),
         examine_chat=ChatExaminer(
             shared.text, engine.info.eos_ids, shared.templates, own_serves=_owns_serve(settings)

@@ -156,6 +156,8 @@ def test_it_is_a_request_of_its_tenant(server: WholeServer) -> None:
     assert request.adapter is not None
     assert (request.tenant_id, request.adapter.version, request.prompt_ids) == ("acme", 1, tuple(ids))
     assert (request.sampling.max_tokens, request.background) == (0, False)
+    told = server.http.get(f"{server.admin_url}/metrics").text
+    assert 'loraplex_agreement_mean_nats_bucket{le="1e-06"} 1.0' in told
     refused = ask(server, key, ids * 11)
     assert "40" in assert_problem(refused, 400, "invalid_value")["detail"]
     assert ask(server, key, ids * 9).status_code == 200

@@ -52,6 +52,7 @@ async def compare_with_trainer(
     ours = await services.score(await _payer(services, who, tenant), info, tokens)
     found = compare(theirs, ours)
     await services.database.run(partial(record_agreement, services.database, info, found, by=by))
+    services.on_agreement(found.mean)
     return shown.Agreement(
         name=name,
         version=version,

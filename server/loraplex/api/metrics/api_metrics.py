@@ -259,6 +259,7 @@ class Metrics:
         self.arms = ArmMeter(self._own)
         self.releases = part_meters.ReleaseMeter(self._own)
         self.shadows = part_meters.ShadowMeter(self._own)
+        self.agreement = part_meters.AgreementMeter(self._own)
         self.batches = part_meters.BatchMeter(self._own)
         self.durability = part_meters.DurabilityMeter(self._own)
         self.usage_written = Counter(

@@ -15,6 +15,7 @@ CHECK_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 DURABLE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 REDIS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 LINE_OUTCOMES = ("completed", "failed", "invalid", "expired")
+AGREEMENT_NATS = (1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 10)
 SHADOW_OUTCOMES = ("exact", "different", "dropped", "failed", "skipped")
 
 
@@ -130,6 +131,22 @@ class ReleaseMeter:
     def round_ended(self, *, num_running: int, leads: bool) -> None:
         self._running.set(num_running)
         self._leader.set(leads)
+
+
+class AgreementMeter:
+    """Distribution of what trainers and this server differ by, of all tenants together."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._mean = Histogram(
+            "loraplex_agreement_mean_nats",
+            "Mean absolute difference of a trainer's log probabilities and the server's, of each comparison.",
+            buckets=AGREEMENT_NATS,
+            registry=registry,
+        )
+
+    def compared(self, mean: float) -> None:
+        """`mean` is of one comparison, in nats."""
+        self._mean.observe(mean)
 
 
 class ShadowMeter:
