@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -183,6 +184,31 @@ async def test_a_series_has_a_quota_of_pushes(plane: AdminPlane, tmp_path: Path)
         third = await admin.post(PUSH, content=tensors(tmp_path, 3), headers=TENSORS)
         assert "2 pushes a minute" in assert_problem(third, 429, "rate_limit_exceeded")["detail"]
         assert int(third.headers["retry-after"]) <= 60
+
+
+async def test_a_flood_of_pushes_delays_another_tenants_push_by_a_few(
+    plane: AdminPlane, tmp_path: Path
+) -> None:
+    ended: list[str] = []
+
+    async def push(tenant: str, seed: int) -> None:
+        path = f"/tenants/{tenant}/adapters/run/series/versions"
+        answer = await admin.post(path, content=tensors(tmp_path, seed), headers=TENSORS)
+        ended.append(tenant)
+        assert answer.status_code == 201, answer.text
+
+    plane.make_tenant("rival")
+    async with admin_client(plane.app) as admin:
+        for tenant in ("acme", "rival"):
+            await admin.put(f"/tenants/{tenant}/adapters/run/series", json=rules(keep_last=100))
+            await push(tenant, 1)
+        ended.clear()
+        flood = [asyncio.create_task(push("acme", seed)) for seed in range(2, 10)]
+        await until(lambda: bool(ended))
+        await push("rival", 1000)
+        place = ended.index("rival")
+        await asyncio.gather(*flood)
+    assert place <= 4, ended
 
 
 async def test_changes_of_a_series_are_audited(plane: AdminPlane) -> None:
