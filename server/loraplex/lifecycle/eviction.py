@@ -19,6 +19,8 @@ from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
 AGAIN_S = 5.0
+PAUSE_S = 0.5
+"""The first request on a pushed version comes in this time, and many pushes where they are quick."""
 
 log = structlog.get_logger("loraplex.admin")
 
@@ -63,9 +65,9 @@ async def unpin_unused(services: EngineAndCatalog, digest: str) -> None:
 
 
 class SurplusRemoval:
-    """Deletes the versions of a name behind those that are kept, when it has a new one. Those of a series go apart from
-    the push that made them surplus, and are asked for again every `again_s` seconds while requests run on them. Belongs
-    to one event loop."""
+    """Deletes the versions of a name behind those that are kept, when it has a new one. Those of a series go `pause_s`
+    seconds after the push that made them surplus, with those of the pushes since, and are asked for again every
+    `again_s` seconds while requests run on them. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -75,12 +77,14 @@ class SurplusRemoval:
         engine: Engines,
         retention: Retention,
         again_s: float = AGAIN_S,
+        pause_s: float = PAUSE_S,
     ) -> None:
         self.database = database
         self.catalog = catalog
         self.engine = engine
         self._retention = retention
         self._again_s = again_s
+        self._pause_s = pause_s
         self._pushed: dict[_Name, tuple[VersionInfo, Actor]] = {}
         self._wakes: dict[_Name, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,6 +114,7 @@ class SurplusRemoval:
         wake = self._wakes[name]
         try:
             while True:
+                await asyncio.sleep(self._pause_s)
                 wake.clear()
                 info, by = self._pushed[name]
                 if not await self._remove(info, by) and not wake.is_set():

@@ -39,6 +39,14 @@ def plane(tmp_path: Path) -> Iterator[AdminPlane]:
     made.close()
 
 
+@pytest.fixture
+def pausing(tmp_path: Path) -> Iterator[AdminPlane]:
+    made = AdminPlane(tmp_path, max_upload_bytes=1 << 20, surplus_pause_s=60.0)
+    made.make_tenant("acme")
+    yield made
+    made.close()
+
+
 def tensors(tmp_path: Path, seed: int) -> bytes:
     files = draft_adapter(ARCH, seed=seed).write(tmp_path / f"a{seed}")
     return files.tensors.read_bytes()
@@ -126,6 +134,18 @@ async def test_a_version_stays_while_requests_run_on_it(plane: AdminPlane, tmp_p
         plane.engine.entries = []
         await until(lambda: states(plane)[0] == "retired")
     assert states(plane) == ["retired", "retired", "ready"]
+
+
+async def test_old_versions_go_apart_from_the_push_and_from_its_first_request(
+    pausing: AdminPlane, tmp_path: Path
+) -> None:
+    plane = pausing
+    async with admin_client(plane.app) as admin:
+        await admin.put(SERIES, json=rules(keep_last=1))
+        for seed in (1, 2, 3):
+            assert (await admin.post(PUSH, content=tensors(tmp_path, seed), headers=TENSORS)).is_success
+    assert states(plane) == ["ready", "ready", "ready"]
+    await plane.surplus.close()
 
 
 async def test_only_keys_that_train_push_to_a_series(plane: AdminPlane, tmp_path: Path) -> None:

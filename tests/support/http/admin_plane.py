@@ -103,6 +103,7 @@ class AdminPlane:
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
     fault: Fault = no_fault
     wait_s: float = 30.0
+    surplus_pause_s: float = 0.0
     examine_chat: ExamineChat | None = None
     score: Score = fake_score
     measure_base: MeasureBase | None = None
@@ -140,6 +141,7 @@ class AdminPlane:
             engine=self.engine,
             retention=Retention(self.database, artifacts, 0),
             again_s=0.01,
+            pause_s=self.surplus_pause_s,
         )
         self.checks = VersionChecks(
             database=self.database,
