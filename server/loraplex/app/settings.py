@@ -141,6 +141,7 @@ class Settings(BaseSettings):
     )
     max_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more get 503")
     kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, for example 2GiB")
+    kv_host_memory: Bytes = Field(0, ge=0, description="Host bytes for prefixes that the KV cache lost")
     state_cache: Bytes = Field(
         0,
         ge=0,

@@ -40,6 +40,8 @@ class EngineConfig:
     """Most requests that wait."""
     kv_cache_memory: int = 0
     """Memory for blocks of keys and values, and for states. 0: chosen from the machine."""
+    kv_host_memory: int = 0
+    """Host memory for blocks that `kv_cache_memory` has no room for any more. 0: none."""
     state_cache: int = 0
     """The part of `kv_cache_memory` for states. 0: chosen from the model."""
     adapter_memory: int = 0
@@ -129,6 +131,10 @@ class SchedulerConfig:
     """Positions that the layers of each group see; None: all. See `loraplex.engine.kv.layers`."""
     num_states: int = 0
     """States, of a model with layers that keep one (`loraplex.engine.kv.states`)."""
+    num_host_blocks: int = 0
+    """Blocks in host memory (`loraplex.engine.kv.host_tier`)."""
+    most_restored_blocks: int = 1
+    """In a step that brings this number from there, no further sequence begins."""
     num_windows: int = 0
     """Windows behind states, one for each running sequence; 0: no layer keeps a state."""
 

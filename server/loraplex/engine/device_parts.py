@@ -16,6 +16,8 @@ from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.kv_cache import (
+    KVHostRefused,
+    KVMemoryTooSmall,
     KVSize,
     WatchedKVCache,
     available_memory,
@@ -27,7 +29,8 @@ from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.execution.step_preparation import StepPreparation
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.heartbeat import StepHeartbeat
-from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.cache import KVCache, block_bytes
+from loraplex.engine.kv.host_blocks import HostBlocks
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.model.base import Model
 from loraplex.engine.model.base_head import read_base_head
@@ -47,6 +50,8 @@ from loraplex.engine.sizing import (
 from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.failures import describe_failure
 
+_MOST_RESTORED = 64 << 20
+"""Bytes of prefixes: in a step that brings as many from host memory no further sequence begins."""
 _log = logging.getLogger(__name__)
 _MAX_SCORED_BYTES = 64 << 20
 """Bytes of a step's logits that are kept for the log probabilities of prompts, as float32."""
@@ -84,7 +89,8 @@ class LoadedModel:
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
     """Everything on one device, ready to run steps. `max_step_tokens` and `max_scored`: tokens of a step, and positions
-    of prompts that it scores. `workspace`: bytes that the largest step takes; None where that was not measured."""
+    of prompts that it scores. `workspace`: bytes that the largest step takes; None where that was not measured.
+    `num_host_blocks`: blocks in host memory; `most_restored_blocks`: as of `SchedulerConfig`."""
 
     loaded: LoadedModel
     kv: KVCache
@@ -94,6 +100,8 @@ class DeviceParts:
     max_step_tokens: int
     max_scored: int
     workspace: int | None
+    num_host_blocks: int
+    most_restored_blocks: int
 
 
 def plan_model(config: EngineConfig, kernels: Kernels) -> ModelPlan:
@@ -165,12 +173,8 @@ def build_device(
         size = make_kv.size(budget)
         kv = make_kv(size.num_blocks, size.num_states, size.num_windows)
         steps.record_again(kv)
-    if 0 < size.num_windows < config.max_num_seqs:
-        _log.warning(
-            "--kv-cache-memory has states for %d sequences at once, not for %d: they take half of it",
-            size.num_windows,
-            config.max_num_seqs,
-        )
+    _warn_of_windows(config, size)
+    host_blocks = _host_blocks(config, device, loaded, kv)
     runner = ModelRunner(
         served,
         kv,
@@ -184,12 +188,45 @@ def build_device(
         masks=make_masks(vocab_size),
         probe=SiteProbe(loaded.arena, served.dtype, served.device),
         experts=model.expert_starts,
+        host_blocks=host_blocks,
     )
     if memory is None:
         steps.warm_up(runner)
     else:
         steps.run_largest(runner)
-    return DeviceParts(loaded, kv, size, steps, runner, max_step_tokens, max_scored, workspace)
+    num_host_blocks = 0 if host_blocks is None else host_blocks.num_slots
+    most_restored = max(1, _MOST_RESTORED // block_bytes(model.shape.caches, loaded.plan.kv_dtype))
+    return DeviceParts(
+        loaded, kv, size, steps, runner, max_step_tokens, max_scored, workspace, num_host_blocks, most_restored
+    )  # fmt: skip
+
+
+def _warn_of_windows(config: EngineConfig, size: KVSize) -> None:
+    if 0 < size.num_windows < config.max_num_seqs:
+        _log.warning(
+            "--kv-cache-memory has states for %d sequences at once, not for %d: they take half of it",
+            size.num_windows,
+            config.max_num_seqs,
+        )
+
+
+def _host_blocks(config: EngineConfig, device: Device, loaded: LoadedModel, kv: KVCache) -> HostBlocks | None:
+    """Blocks in `kv_host_memory` bytes. Raises KVMemoryTooSmall where they hold none, and KVHostRefused for a model
+    whose prefixes are more than the blocks of one group."""
+    if not config.kv_host_memory:
+        return None
+    if kv.num_groups > 1 or kv.states.numel() or any(window is not None for window in kv.windows):
+        raise KVHostRefused(
+            "--kv-host-memory serves models whose layers all keep all positions; this one has layers with a sliding "
+            "window or with states: leave it out"
+        )
+    num_slots = config.kv_host_memory // block_bytes(loaded.model.shape.caches, loaded.plan.kv_dtype)
+    if not num_slots:
+        raise KVMemoryTooSmall(
+            f"--kv-host-memory of {config.kv_host_memory} bytes holds no block of "
+            f"{block_bytes(loaded.model.shape.caches, loaded.plan.kv_dtype)} bytes; raise it"
+        )
+    return device.executor.submit(lambda: HostBlocks(kv, num_slots)).result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,16 +413,27 @@ class MeasuredPart:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A whole block between the KV pool and a slot in host memory (`loraplex.engine.kv.host_tier`)."""
+
+    block: int
+    slot: int
+    to_host: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. `step_id` grows by one a plan. `preempted` are the sequences that lost their blocks while
     this plan was made. `loads` are the digests whose way to the device was begun. `measure` is computed behind the
-    forward pass over `scheduled`, which may be empty then."""
+    forward pass over `scheduled`, which may be empty then. `copies` are done before it, in their order, also where the
+    step itself cannot be computed."""
 
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
     preempted: tuple[str, ...] = ()
     loads: tuple[str, ...] = ()
     measure: MeasuredPart | None = None
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def parts(self) -> tuple[ScheduledSequence | MeasuredPart, ...]:

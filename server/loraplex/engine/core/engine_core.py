@@ -410,6 +410,9 @@ class EngineCore:
         self._scheduler.adapters.expected.remove(digest)
         if self._scheduler.speculation is not None:
             self._scheduler.speculation.forget(digest, self._tracker.live.values())
+        adapters = (seq.request.adapter for seq in self._tracker.live.values())
+        is_used = any(adapter is not None and adapter.digest == digest for adapter in adapters)
+        self._scheduler.blocks.erase(digest, is_used=is_used)
         self._cache.drop(digest)
 
     def set_elsewhere(self, digests: Collection[str]) -> None:

@@ -35,6 +35,12 @@ class KVMemoryTooSmall(LoraplexError):
     code = "kv_memory_too_small"
 
 
+class KVHostRefused(LoraplexError):
+    """The model's prefixes cannot be kept in host memory."""
+
+    code = "kv_host_refused"
+
+
 @dataclass(frozen=True, slots=True)
 class KVSize:
     """The sizes of cache and scheduler."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from loraplex.engine.execution.batch import FlatStep, StepRows
+from loraplex.engine.execution.device_errors import DeviceLost
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import HeadSource, LoraSource, PlainInputs, StepInputs
 from loraplex.engine.execution.riders.arrivals import ArrivalSource
@@ -23,9 +24,10 @@ from loraplex.engine.execution.step_results import StepResult
 from loraplex.engine.execution.torch_errors import as_device_fault, give_back_memory
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.host_blocks import HostBlocks
 from loraplex.engine.model.base import ExpertStarts, ForwardBatch, Model
 from loraplex.engine.sampling.sampler import Sampler, TorchSampler
-from loraplex.engine.types import StepPlan
+from loraplex.engine.types import BlockCopy, StepPlan
 
 if TYPE_CHECKING:
     from loraplex.engine.execution.packed_inputs import PackedSource
@@ -62,11 +64,12 @@ class ModelRunner:
         heads: HeadSource | None = None,
         experts: ExpertStarts | None = None,
         arrivals: ArrivalSource | None = None,
+        host_blocks: HostBlocks | None = None,
     ) -> None:
         """`inputs`: where steps begin that take no plain tensors; it knows the adapters itself. `sampler`: torch's
         unless another one is given. `masks`: for rows with a grammar. `probe`: for the parts of a MeasureRequest.
         `heads`: of versions that classify. `experts`: what the model's steps leave there is told of each.
-        `arrivals`: of adapters whose copies go on while steps read them."""
+        `arrivals`: of adapters whose copies go on while steps read them. `host_blocks`: where copies of plans go."""
         self._model = model
         self._kv = kv
         self.num_groups = kv.num_groups
@@ -83,6 +86,8 @@ class ModelRunner:
         self._heads = heads
         self._experts = experts
         self._arrivals = arrivals
+        self._host_blocks = host_blocks
+        self._lost: DeviceLost | None = None
         self._previous = Tokens()
 
     def submit(self, plan: StepPlan) -> StepHandle:
@@ -97,6 +102,8 @@ class ModelRunner:
         raise fault
 
     def _submit(self, plan: StepPlan) -> StepHandle:
+        if plan.copies:
+            self._executor.submit(partial(self._copy, plan.copies))
         riders: list[Rider] = []
         if plan.measure is not None and self._probe is not None:
             riders.append(MeasuredSites(self._probe, plan.measure))
@@ -154,8 +161,19 @@ class ModelRunner:
 
     # The worker.
 
+    @torch.inference_mode()
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """A copy that fails ends the engine: blocks of the index would hold something else."""
+        try:
+            assert self._host_blocks is not None, "no memory for the copies of a plan"
+            self._host_blocks.copy(copies)
+        except Exception as error:
+            self._lost = DeviceLost(f"blocks could not be copied to or from host memory: {error}")
+
     def _run(self, work: Callable[[], Arrival]) -> Arrival:
         try:
+            if self._lost is not None:
+                raise self._lost
             return work()
         except Exception as error:
             fault = as_device_fault(error, self._model.device)

@@ -102,10 +102,16 @@ class BlockManager:
         taken: list[int] = []
         for _ in range(count):
             block, _ = (self._empty or self._of_departed or self._cached).popitem(last=False)
+            key = self._key_of[block]
+            if key is not None and block not in self._spare:
+                self.on_forgotten(block, key)
             self._drop_key(block)
             self._refs[block] = 1
             taken.append(block)
         return taken
+
+    def on_forgotten(self, block: int, key: BlockKey) -> None:
+        """A cached block, which requests have used that are no lines of batches, is about to be allocated."""
 
     def release(self, block_ids: Row[int]) -> None:
         """Give up one sequence's hold on its blocks, given in the order of positions.
@@ -161,6 +167,11 @@ class BlockManager:
             if block in self._cached:
                 del self._cached[block]
                 self._of_departed[block] = None
+
+    def keys_of(self, digest: str) -> list[BlockKey]:
+        """The keys of an adapter's blocks."""
+        keys = (self._key_of[block] for block in self._of_adapter.get(digest, ()))
+        return [key for key in keys if key is not None]
 
     def disown(self, keys: Iterable[BlockKey]) -> None:
         """Remove these keys from the cache; references to their blocks stay."""

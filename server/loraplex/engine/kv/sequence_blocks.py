@@ -18,10 +18,11 @@ from itertools import compress
 
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.host_tier import HostTier
 from loraplex.engine.kv.layers import BlockNeeds, blocks_for, blocks_unseen
 from loraplex.engine.kv.sequence_states import SequenceStates
 from loraplex.engine.kv.states import Places
-from loraplex.engine.types import BlockKey, ScheduledSequence, Sequence
+from loraplex.engine.types import BlockCopy, BlockKey, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
 GIVEN_BACK = -1
@@ -37,14 +38,32 @@ def holds_blocks(seq: Sequence) -> bool:
 
 
 class SequenceBlocks(BlockManager):
-    """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states."""
+    """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states.
+    `num_host_blocks`: in host memory, where forgotten blocks are found, of a model whose layers are one group that
+    keeps all positions; no sequence begins in a step any more that restores `most_restored` of them."""
 
-    def __init__(self, num_blocks: int, needs: BlockNeeds, num_states: int = 0, num_windows: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        needs: BlockNeeds,
+        num_states: int = 0,
+        num_windows: int = 0,
+        num_host_blocks: int = 0,
+        most_restored: int = 1,
+    ) -> None:
         super().__init__(num_blocks)
         self.needs = needs
         self.places = Places(num_windows)
         """Those of windows."""
         self.states = SequenceStates(num_states, num_windows) if num_windows else None
+        self.host = HostTier(num_host_blocks) if num_host_blocks else None
+        self.copies: list[BlockCopy] = []
+        """Those of the next step."""
+        self._most_restored = most_restored
+        self._restored: dict[
+            Sequence, int
+        ] = {}  # the position from which on, until a step behind it is computed
+        self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
         self._num_groups = len(needs.windows)
         self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
 
@@ -56,6 +75,14 @@ class SequenceBlocks(BlockManager):
     def lacks_place(self) -> bool:
         """Whether one sequence more finds no place, or, until a step in flight is collected, no state."""
         return self.places.lacks(1) or (self.states is not None and not self.states.num_free)
+
+    def lacks_room(self, seq: Sequence, reserved: int, found: list[int]) -> bool:
+        """Whether a waiting sequence cannot start now, beside the `reserved` blocks of others; `found` hold its
+        beginning."""
+        num_restored = sum(not one.to_host for one in self.copies)
+        return (
+            num_restored >= self._most_restored or self.lacks_place() or self.short(seq, reserved, found) > 0
+        )
 
     def missing_to(self, seq: Sequence, end: int) -> int:
         """Blocks that a sequence lacks to hold its positions below `end`."""
@@ -146,12 +173,57 @@ class SequenceBlocks(BlockManager):
         seq.num_given_back = len(found) - len(held)
         seq.blocks_done = len(found) // self._num_groups
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
+        if self.host is not None and seq.measured is None:
+            self._restore(seq, self.host)
         if self.states is None or seq.measured is not None:
             return
         seq.window_slot = self.places.take()
         keys = [] if seq.request.is_shadow else prefix_keys.extend_keys(seq)
         keys = keys[: prefix_keys.findable_blocks(seq)]
         self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
+
+    def _restore(self, seq: Sequence, host: HostTier) -> None:
+        """Bring what host memory has behind the blocks that a sequence found."""
+        keys = prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]
+        keys = list(host.find(keys[: self.num_free]))
+        if not keys:
+            return
+        start, taken = seq.num_computed, self.allocate(len(keys))
+        brought = 0
+        for key, block in zip(keys, taken, strict=True):
+            slot = host.read(key)
+            if slot is None:
+                break  # written over by what these blocks held
+            self.copies.append(BlockCopy(block, slot, to_host=False))
+            brought += 1
+        self.release(taken[brought:])
+        if brought:
+            seq.block_ids += tuple(taken[:brought])
+            seq.blocks_done += brought
+            seq.num_computed = seq.blocks_done * BLOCK_SIZE
+            self._restored[seq] = start
+
+    def on_forgotten(self, block: int, key: BlockKey) -> None:
+        if self.host is None or key[0][1] in self._erased:
+            return
+        slot = self.host.write(key)
+        if slot is not None:
+            self.copies.append(BlockCopy(block, slot, to_host=True))
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies for the step that is submitted next."""
+        taken, self.copies = tuple(self.copies), []
+        return taken
+
+    def erase(self, digest: str, *, is_used: bool) -> None:
+        """A version was deleted: where there is host memory, no block of it is found any more. `is_used`: requests
+        still run on it: their blocks are not copied to host memory."""
+        if self.host is None:
+            return
+        self.host.erase(digest)
+        self.disown(self.keys_of(digest))
+        if is_used:
+            self._erased.add(digest)
 
     def begin_again(self, seq: Sequence, start: int) -> None:
         """The positions of a running sequence from `start` on are computed again, and those before too where a state
@@ -177,6 +249,7 @@ class SequenceBlocks(BlockManager):
         """Positions start … end-1 of a slice were computed and collected, and no row before `end` will be computed
         again: the blocks that they filled can be found by their keys, and those that no later row sees are given
         back."""
+        start = self._restored.pop(seq, start)
         if not seq.request.is_shadow:
             named = prefix_keys.filled(seq, scheduled, start, end, self._num_groups)
             self.register_all(named, is_spare=seq.request.batch)
@@ -200,6 +273,7 @@ class SequenceBlocks(BlockManager):
 
     def drop(self, seq: Sequence) -> None:
         """A sequence gives up all of its blocks, and its window and states."""
+        self._restored.pop(seq, None)
         self.release(self.held(seq.block_ids))
         if self.states is not None:
             self.states.drop(seq)
@@ -219,5 +293,7 @@ class SequenceBlocks(BlockManager):
 
     def set_resident(self, digest: str, is_resident: bool) -> None:
         super().set_resident(digest, is_resident)
+        if is_resident:
+            self._erased.discard(digest)
         if self.states is not None:
             self.states.set_resident(digest, is_resident)

@@ -69,8 +69,9 @@ class Scheduler:
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens, places)
         self._max_scored = config.max_scored_tokens
         self.blocks = SequenceBlocks(
-            config.num_blocks, config.block_needs, config.num_states, config.num_windows
-        )
+            config.num_blocks, config.block_needs, config.num_states, config.num_windows,
+            config.num_host_blocks, config.most_restored_blocks,
+        )  # fmt: skip
         cache.watch_residency(self.blocks.set_resident)
         self.queue = FairQueue()
         self.background = BackgroundSequences(self.blocks, cache, BackgroundTurns(self.queue.weight))
@@ -84,8 +85,7 @@ class Scheduler:
         self.held: set[Sequence] = set()
         self.failed: list[tuple[Sequence, str]] = []
         self.num_preemptions = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.prefix_queries = self.prefix_hits = 0
         self._loading: dict[str, None] = {}  # by the last plan
         self._step_id = 0
         self._preempter = Preempter(self.running, self.queue, self.blocks, self._max_running, self._preempt)
@@ -251,7 +251,7 @@ class Scheduler:
         loads = tuple(digest for digest in pending.loading if digest not in self._loading)
         self._loading = pending.loading
         self._step_id += 1
-        return draft.plan(self._step_id, loads)
+        return draft.plan(self._step_id, loads, self.blocks.take_copies)
 
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)
@@ -420,7 +420,7 @@ class Scheduler:
         positions. False if its tokens do not all fit beside the `reserved` blocks of running sequences."""
         assert seq.num_pending == 0, f"request {seq.request_id} resumes while a token of it is in flight"
         found = self.blocks.find(seq)
-        if self.blocks.short(seq, reserved, found) > 0 or self.blocks.lacks_place():
+        if self.blocks.lacks_room(seq, reserved, found):
             return False
         lane = self.queue.remove(seq)
         self.adapters.request_left(lane, started=True)

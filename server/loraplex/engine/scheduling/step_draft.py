@@ -11,6 +11,7 @@ from loraplex.engine.pooling import OF_EVERY_TOKEN
 from loraplex.engine.scheduling.timing.step_bound import PromptTime
 from loraplex.engine.types import (
     MEASURE_STEPS,
+    BlockCopy,
     MeasuredPart,
     ScheduledSequence,
     Sequence,
@@ -62,9 +63,13 @@ class StepDraft:
         yield
         self.budget += spared
 
-    def plan(self, step_id: int, loads: tuple[str, ...]) -> StepPlan:
+    def plan(
+        self, step_id: int, loads: tuple[str, ...], take_copies: Callable[[], tuple[BlockCopy, ...]]
+    ) -> StepPlan:
+        """The copies wait for a step that has something to compute: no other is submitted."""
         scheduled = (*self.of_base, *self.scheduled.values())
-        return StepPlan(step_id, scheduled, tuple(self.preempted), loads, self.measure)
+        copies = take_copies() if scheduled or self.measure else ()
+        return StepPlan(step_id, scheduled, tuple(self.preempted), loads, self.measure, copies)
 
 
 def sort_running(

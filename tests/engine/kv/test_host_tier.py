@@ -1,0 +1,233 @@
+"""Prefixes that the device's pool forgot come back from host memory with the same bits, and only for their owner."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loraplex.engine.execution.kv_cache import KVHostRefused, KVMemoryTooSmall
+from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv.cache import block_bytes
+from loraplex.engine.kv.host_blocks import HostBlocks
+from loraplex.engine.kv.host_tier import HostTier
+from loraplex.engine.kv.layers import CacheKind
+from loraplex.engine.types import BlockCopy, BlockKey, EngineRequest, Namespace
+from support.adapters.tiny_adapters import ADAPTERS, save_adapters
+from support.engine.local_engine import LocalEngine
+from support.engine.same_bits import Answer, Asked, Question
+from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+LLAMA = {
+    "model_type": "llama", "hidden_size": 96, "num_attention_heads": 6, "head_dim": 16,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+DEVICE_BLOCKS = 16
+HOST_BLOCKS = 400
+
+
+class Copied:
+    """Counts the copies of all engines, in both directions."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count: Counter[bool] = Counter()
+        copy = HostBlocks.copy
+
+        def counted(blocks: HostBlocks, copies: tuple[BlockCopy, ...]) -> None:
+            self.count.update(one.to_host for one in copies)
+            copy(blocks, copies)
+
+        patch.setattr(HostBlocks, "copy", counted)
+
+    @property
+    def restored(self) -> int:
+        return self.count[False]
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> Copied:
+    return Copied(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("host") / "base", LLAMA)
+
+
+@pytest.fixture(scope="module")
+def adapters(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return save_adapters(
+        base, tmp_path_factory.mktemp("adapters"), {name: ADAPTERS[name] for name in ("all", "some")}
+    )
+
+
+@pytest.fixture
+def make_asked(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Iterator[Callable[..., Asked]]:
+    made: list[Asked] = []
+
+    def make(kv_cache_dtype: str, device_blocks: int, host_blocks: int, **settings: Any) -> Asked:
+        kept = torch.int8 if kv_cache_dtype == "int8" else torch.float32
+        one = block_bytes((CacheKind(2, 16),) * 3, kept)
+        asked = Asked(
+            base, tmp_path / str(len(made)), adapters, kernels="numba", dtype="float32",
+            kv_cache_dtype=kv_cache_dtype, kv_cache_memory=device_blocks * one,
+            kv_host_memory=host_blocks * one, adapter_memory=8 << 20, adapter_cpu_memory=8 << 20,
+            max_num_seqs=6, num_threads=1, max_model_len=16 * min(device_blocks, 15), **settings,
+        )  # fmt: skip
+        made.append(asked)
+        return asked
+
+    yield make
+    for asked in made:
+        asked.close()
+
+
+def questions(rng: random.Random) -> list[Question]:
+    """On the base and both adapters, some with the same tokens under other owners."""
+    made = []
+    for number in range(12):
+        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.choice((33, 70, 130, 200))))
+        for adapter in (None, "all", "some")[: 1 + number % 3]:
+            made.append(Question(prompt, adapter, {"max_tokens": rng.choice((1, 4, 20))}))
+    return made
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_restored_prefixes_have_the_same_bits(
+    make_asked: Callable[..., Asked], copied: Copied, kv_cache_dtype: str, lookahead: int
+) -> None:
+    rng = random.Random(f"{kv_cache_dtype} {lookahead}")
+    asked = questions(rng)
+    lone = make_asked(kv_cache_dtype, 400, 0)
+    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
+    assert not copied.count
+    crowd = make_asked(kv_cache_dtype, DEVICE_BLOCKS, HOST_BLOCKS, lookahead=lookahead)
+    wrong = 0
+
+    def check(question: Question, answer: Answer) -> None:
+        nonlocal wrong
+        wrong += answer != expected[question]
+
+    crowd.among_neighbours(rng.choices(asked, k=120), rng, check)
+    assert wrong == 0
+    assert copied.restored > 100
+    assert crowd.engine.core.stats().prefix_cache_hits > 16 * 100
+
+
+def test_an_adapter_left_out_of_the_key_would_show(
+    make_asked: Callable[..., Asked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_tenant_alone(request: EngineRequest) -> Namespace:
+        return request.tenant_id, None
+
+    rng = random.Random(1)
+    asked = questions(rng)
+    lone = make_asked("auto", 400, 0)
+    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
+    monkeypatch.setattr(prefix_keys, "namespace", of_tenant_alone)
+    crowd = make_asked("auto", DEVICE_BLOCKS, HOST_BLOCKS)
+    wrong: list[Question] = []
+    crowd.among_neighbours(
+        rng.choices(asked, k=100),
+        rng,
+        lambda question, answer: wrong.extend([question] * (answer != expected[question])),
+    )
+    assert wrong
+
+
+@pytest.mark.parametrize("is_erased", [False, True])
+def test_blocks_of_a_deleted_version_are_not_found(
+    make_asked: Callable[..., Asked], copied: Copied, is_erased: bool
+) -> None:
+    asked = make_asked("auto", DEVICE_BLOCKS, HOST_BLOCKS)
+    rng = random.Random(2)
+    first, *others = (
+        Question(tuple(rng.randrange(3, VOCAB) for _ in range(100)), "all", {"max_tokens": 1})
+        for _ in range(6)
+    )
+    asked.alone("first", first)
+    for number, other in enumerate(others):
+        asked.alone(str(number), Question(other.prompt, None, other.sampling))
+    assert copied.count[True] >= 6
+    before = asked.engine.core.stats().prefix_cache_hits
+    if is_erased:
+        asked.engine.core.drop(asked._refs["all"].digest)
+    asked.alone("again", first)
+    assert copied.restored == (0 if is_erased else 6)
+    assert asked.engine.core.stats().prefix_cache_hits - before == (0 if is_erased else 96)
+
+
+def test_what_a_request_computes_on_a_version_that_was_deleted_stays_off_the_host(
+    make_asked: Callable[..., Asked], copied: Copied
+) -> None:
+    asked = make_asked("auto", DEVICE_BLOCKS, HOST_BLOCKS)
+    rng = random.Random(3)
+    running = Question(tuple(rng.randrange(3, VOCAB) for _ in range(100)), "all", {"max_tokens": 3})
+    asked.add("running", running)
+    while not asked.engine.core.stats().num_running:
+        asked.engine.step()
+    asked.engine.core.drop(asked._refs["all"].digest)
+    asked.engine.run()
+    copied.count.clear()
+    for number in range(2):
+        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(200))
+        asked.alone(str(number), Question(prompt, None, {"max_tokens": 1}))
+    asked.alone("again", running)
+    assert copied.restored == 0
+
+
+def test_a_model_with_windows_is_refused(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", FAMILIES["gemma2"] | {"sliding_window": 70})
+    with pytest.raises(KVHostRefused, match="--kv-host-memory serves models whose layers all keep"):
+        LocalEngine(base, tmp_path, kernels="numba", kv_host_memory=1 << 20)
+
+
+def test_memory_for_no_block_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(KVMemoryTooSmall, match="--kv-host-memory of 100 bytes holds no block"):
+        LocalEngine(base, tmp_path, kernels="numba", kv_host_memory=100)
+
+
+def key(tenant: str, digest: str | None, number: int) -> BlockKey:
+    return (tenant, digest), number.to_bytes(2, "little")
+
+
+def test_the_index_finds_what_was_written_and_loses_the_least_recently_used() -> None:
+    """Against a list of the keys in the order of their last use."""
+    rng = random.Random(4)
+    for _ in range(200):
+        size = rng.choice((1, 2, 5, 12))
+        tier, model, slots = HostTier(size), list[BlockKey](), dict[BlockKey, int]()
+        for _ in range(60):
+            one = key(rng.choice("abc"), rng.choice((None, "d", "e")), rng.randrange(6))
+            action = rng.random()
+            if action < 0.1:
+                tier.erase("d")
+                model = [other for other in model if other[0][1] != "d"]
+            elif action < 0.4:
+                assert tier.read(one) == (slots[one] if one in model else None)
+                model = [*(other for other in model if other != one), *([one] if one in model else [])]
+            else:
+                own = [other for other in model if other[0][0] == one[0][0]]
+                slot = tier.write(one)
+                assert (slot is None) == (one in model)
+                if slot is None:
+                    model.remove(one)
+                else:
+                    slots[one] = slot
+                    if len(own) >= max(1, size // 2):
+                        model.remove(own[0])
+                    elif len(model) == size:
+                        del model[0]
+                model.append(one)
+            assert len(tier) == len(model)
+            assert all(tier.find([other]) for other in model)
+            held = [slots[other] for other in model]
+            assert len({*held}) == len(held)
+            assert all(0 <= slot < size for slot in held)
