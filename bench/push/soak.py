@@ -26,7 +26,7 @@ from bench.push.streams import Streams, tokens_per_s
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 from support.servers.live_server import LiveServer, checked
 
-NUM_ADAPTERS, KEPT = 14, 8
+NUM_ADAPTERS, KEPT = 24, 6
 PUSHERS = 4
 """Pushes under way at a time, at most."""
 QUIET_S = 60.0
@@ -67,8 +67,11 @@ class Soak:
         folders = [work / f"soak{number}" for number in range(NUM_ADAPTERS)]
         files = [write_adapter(folder, 5000 + number) for number, folder in enumerate(folders)]
         self._tensors = [each[TENSORS_NAME] for each in files]
-        for folder in folders[:2]:
-            server.upload("streams", "steady", folder)
+        for seed in (4000, 4001):
+            write_adapter(work / str(seed), seed)
+            server.upload("streams", "steady", work / str(seed))
+        with self._client("streams") as client:
+            self._steady = ask(client, "steady@v1")
         with self._client("judge") as client:
             self._expected = []
             for folder in folders:
@@ -76,6 +79,7 @@ class Soak:
                 self._expected.append(ask(client, f"truth@{version}"))
             if len(set(self._expected)) < NUM_ADAPTERS:
                 raise RuntimeError("two adapters give the same answer: nothing would be told by it")
+        checked(server.admin.delete("tenants/judge/adapters/truth"), 204)
         with self._client("trainer") as client:
             rules = {"keep_last": KEPT, "check_every": 10_000, "config": json.loads(files[0][CONFIG_NAME])}
             checked(client.put("/admin/v1/tenants/trainer/adapters/lane/series", json=rules))
@@ -110,7 +114,7 @@ class Soak:
         result, turns, began = Result(), itertools.count(), time.monotonic()
 
         def work() -> None:
-            with self._client("judge" if act == self._ask_resident else "trainer") as client:
+            with self._client("streams" if act == self._ask_resident else "trainer") as client:
                 while (turn := next(turns)) / rate < seconds:
                     late = time.monotonic() - began - turn / rate
                     if late < 0:
@@ -145,9 +149,9 @@ class Soak:
 
     def _ask_resident(self, client: httpx.Client, turn: int, result: Result) -> None:
         began = time.monotonic()
-        found = ask(client, "truth@v1")
+        found = ask(client, "steady@v1")
         result.answer_s.append(time.monotonic() - began)
-        result.outcomes["right" if found == self._expected[0] else "torn"] += 1
+        result.outcomes["right" if found == self._steady else "torn"] += 1
 
     def _client(self, tenant: str) -> httpx.Client:
         return self._server.client(self._keys[tenant])
