@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import select, tuple_
@@ -41,8 +41,9 @@ class Flushes:
             query = select(of.digest).where(LIVING, of.durable.is_(False)).distinct()
             return list(session.scalars(query))
 
-    def settle(self, digests: Sequence[str]) -> Settled:
+    def settle(self, digests: Sequence[str], suspect: Collection[str] = ()) -> Settled:
         """Flush the digests that living versions still wait for, and make those versions durable, in one transaction.
+        The files of `suspect` ones, whose flush has failed before, are rewritten.
 
         A version is made durable only if it lives since before its bytes were flushed, and those bytes are still the
         ones that are stored: so one that was deleted and pushed again meanwhile waits for a flush of its own.
@@ -52,7 +53,7 @@ class Flushes:
         failed: dict[str, str] = {}
         for digest in keys:
             try:
-                flushed[digest] = self._store.flush(digest)
+                flushed[digest] = self._store.flush(digest, rewrite=digest in suspect)
             except ArtifactMissing:
                 continue
             except (LoraplexError, OSError) as error:

@@ -49,6 +49,7 @@ class DurabilityWatch(Protocol):
 class _Waiting:
     num_bytes: int
     since: float
+    has_failed: bool = False
 
 
 class Place:
@@ -128,7 +129,9 @@ class Durability:
         """Have the digest's bytes flushed, and its versions made durable."""
         with self._lock:
             # Also where it waits already: a flush that runs may be of the bytes before these.
-            self._waiting[digest] = _Waiting(num_bytes, self._clock())
+            before = self._waiting.get(digest)
+            has_failed = before is not None and before.has_failed
+            self._waiting[digest] = _Waiting(num_bytes, self._clock(), has_failed)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the server has ended
                 self._loop.call_soon_threadsafe(self._arrived.set)
@@ -163,8 +166,9 @@ class Durability:
         async with self._round:
             with self._lock:
                 batch = dict(islice(self._waiting.items(), BATCH))
+            suspect = {digest for digest, waited in batch.items() if waited.has_failed}
             try:
-                settled = await self._database.run(self._flushes.settle, list(batch))
+                settled = await self._database.run(self._flushes.settle, list(batch), suspect)
             except LoraplexError as error:
                 log.warning("version_not_durable", num_versions=len(batch), reason=error.message)
                 self._watch.flush_failed()
@@ -175,7 +179,7 @@ class Durability:
                     if self._waiting[digest] is waited:
                         del self._waiting[digest]
                 for digest in settled.failed:  # behind the others
-                    self._waiting.setdefault(digest, batch[digest])
+                    self._waiting.setdefault(digest, batch[digest]).has_failed = True
         for digest in settled.durable:
             self._watch.durable(now - batch[digest].since)
         for digest, reason in settled.failed.items():

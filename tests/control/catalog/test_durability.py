@@ -56,6 +56,10 @@ def tear(folder: Path) -> None:
     os.truncate(folder / "adapter_model.safetensors", 100)
 
 
+def inodes(folder: Path) -> set[int]:
+    return {path.stat().st_ino for path in folder.iterdir()}
+
+
 class Steps:
     """Takes note of a store's steps; `at` is called once, before the first step of its kind."""
 
@@ -144,7 +148,22 @@ def test_a_disk_that_fails_leaves_it_serving_and_to_be_tried_again(
     settled = flushes.settle([info.digest])
     assert (settled.durable, list(settled.failed)) == ((), [info.digest])
     assert states(plane) == {"v1": ("ready", False)}
-    assert flushes.settle([info.digest]).durable == (info.digest,)
+    # The system may count what it could not write as written: the files are written once more.
+    before = inodes(plane.store.path(info.digest))
+    assert flushes.settle([info.digest], suspect=[info.digest]).durable == (info.digest,)
+    assert not before & inodes(plane.store.path(info.digest))
+    plane.check_integrity()
+
+
+def test_bytes_that_the_disk_kept_wrong_are_not_made_durable_by_a_second_flush(
+    plane: ControlPlane, series: AllSeries, flushes: Flushes
+) -> None:
+    info = push(plane, 1)
+    tear(plane.store.path(info.digest))
+    settled = flushes.settle([info.digest], suspect=[info.digest])
+    assert (settled.durable, list(settled.failed)) == ((), [info.digest])
+    assert plane.catalog.reconcile() == 1
+    assert states(plane) == {"v1": ("lost", False)}
     plane.check_integrity()
 
 

@@ -153,20 +153,18 @@ def _upload_archive(plane: AdminPlane) -> list[int]:
     return [send(plane, "POST", VERSIONS, files={"archive": ("a.tar.gz", content)})]
 
 
+def _series(plane: AdminPlane) -> None:
+    config = json.loads(adapter_bytes(plane.root, 1)["adapter_config.json"])
+    plane.services.series.put("acme", "pirate", SeriesRules(8, 1, config=config))
+
+
 def _push(plane: AdminPlane) -> list[int]:
     """To a series, and the flush behind it."""
     content = adapter_bytes(plane.root, 1)["adapter_model.safetensors"]
-    plane.services.series.put("acme", "pirate", SeriesRules(8, 1, config=_push_config(plane)))
-    status = send(
-        plane, "POST", PUSHES, content=content, headers={"content-type": "application/octet-stream"}
-    )
+    headers = {"content-type": "application/octet-stream"}
+    status = send(plane, "POST", PUSHES, content=content, headers=headers)
     asyncio.run(plane.durability.finish())
     return [status]
-
-
-def _push_config(plane: AdminPlane) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(adapter_bytes(plane.root, 1)["adapter_config.json"])
-    return config
 
 
 def _torn(plane: AdminPlane) -> None:
@@ -263,7 +261,7 @@ SCENARIOS = {
         Scenario("first", (), _upload(1), is_upload=True),
         Scenario("archive", (), _upload_archive, is_upload=True),
         Scenario("import", (), _import, is_upload=True),
-        Scenario("push", (), _push, is_upload=True),
+        Scenario("push", (_series,), _push, is_upload=True),
         Scenario("lost", (_torn,), _restart, frozenset({"acme/pirate@v1"})),
         Scenario("second", (_MINE,), _upload(2), is_upload=True),
         Scenario("again", (_MINE,), _upload(1), is_upload=True),

@@ -119,7 +119,7 @@ class AdminPlane:
         self.engine = FakeEngineClient()
         asyncio.run(self.engine.start())
         self.database = Database(url)
-        store = ArtifactStore(self.root / "artifacts", self.fault)
+        self.store = store = ArtifactStore(self.root / "artifacts", self.fault)
         artifacts = Artifacts(self.database, store)
         base = _base_spec()
         catalog = Catalog(self.database, artifacts, base, served_name=SERVED_NAME, max_rank=64)

@@ -172,11 +172,18 @@ class ArtifactStore:
             staging.discard()
             raise
 
-    def flush(self, digest: str) -> Examined:
-        """Wait until a committed artifact is on the disk. The finding has the place of the bytes that are, which were
-        not read. Raises ArtifactMissing, OSError."""
-        place, folder = self._place(digest), self.path(digest)
+    def flush(self, digest: str, *, rewrite: bool = False) -> Examined:
+        """Wait until a committed artifact is on the disk. The finding has the place of the bytes that are.
+
+        With `rewrite` its files are first replaced by copies, whose bytes are hashed: once a flush has failed, the
+        system may count what it could not write as written, so that the next flush of the same file succeeds. Without
+        it nothing is read. Raises ArtifactMissing, ArtifactCorrupt, StoreFull, StoreFailed, OSError.
+        """
+        folder = self.path(digest)
         try:
+            if rewrite:
+                self._rewrite(folder)
+            place = self._place(digest)
             self._flush_files(folder)
             self._flush_shelves(folder.parent)
             self._flush_shelf(folder.parent)
@@ -268,6 +275,19 @@ class ArtifactStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         return found.st_dev, found.st_ino, found.st_ctime_ns
+
+    def _rewrite(self, folder: Path) -> None:
+        """Replace both files of an artifact by flushed copies, each by one rename."""
+        with self.begin_staging() as staging:
+            for name in _FILES:
+                self.fault(FaultPoint.RECEIVE_CREATE, staging.directory / name)
+                shutil.copyfile(folder / name, staging.directory / name)
+                (staging.directory / name).chmod(0o600)
+            check_digest(folder.name, digest_upload(staging.config_path, staging.tensors_path))
+            self._flush_files(staging.directory)
+            for name in _FILES:
+                self.fault(FaultPoint.PUBLISH, staging.directory / name, folder / name)
+                (staging.directory / name).replace(folder / name)
 
     # The steps of a commit, in order.
 

@@ -160,7 +160,7 @@ class BucketStore:
             staging.discard()
             raise
 
-    def flush(self, digest: str) -> Examined:
+    def flush(self, digest: str, *, rewrite: bool = False) -> Examined:
         """Nothing waits for a flush: what the bucket has is durable. Raises StoreFailed."""
         return Examined(digest, self._place(digest), None)
 

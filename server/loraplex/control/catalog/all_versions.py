@@ -148,7 +148,8 @@ def _examine_and_flush(artifacts: Artifacts, digest: str) -> Examined | None:
         examined = artifacts.store.examine(digest)
         if isinstance(examined.damage, ArtifactUnreadable):
             raise examined.damage
-        return artifacts.store.flush(digest) if examined.damage is None else examined
+        # As copies: whether a flush has failed before is not known any more.
+        return artifacts.store.flush(digest, rewrite=True) if examined.damage is None else examined
     except (LoraplexError, OSError) as error:
         log.warning("version_not_durable", digest=digest[:12], reason=str(error))
         return None
