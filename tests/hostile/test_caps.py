@@ -38,6 +38,7 @@ BY_THE_BODY = {
     "CompletionRequest.structured_outputs.json": "the same",
     "CompletionRequest.prompt": "the same",
     "CompletionRequest.prompt[]": "the same; the context, in tokens",
+    "SampleRequest.prompt.chunks[].tokens": "the context, in tokens",
     "TokenizeText.prompt": "32 characters for each token of the context",
     "TokenizeChat.messages[].content": "the same",
     "TokenizeChat.messages[].content[].text": "the same, together",

@@ -25,6 +25,7 @@ from loraplex.api.routes.lora_loading import loading_routes
 from loraplex.api.routes.messages import count_route
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.api.routes.probes import probe_routes
+from loraplex.api.routes.tinker import tinker_routes
 from loraplex.api.routes.tokenizer import tokenizer_routes
 from loraplex.http.application import START_RETRY_S, create_app, refused_until_started
 from loraplex.http.routing import OrderedRoute
@@ -75,6 +76,7 @@ def create_data_app(
         *file_routes(capacity),
         *batch_routes(capacity),
         *loading_routes(capacity),
+        *tinker_routes(services, capacity),
         *probes,
         *server.router.routes,
         *([metrics_route(scraper)] if services.metrics_on_data_port else []),

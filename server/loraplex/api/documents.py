@@ -22,6 +22,15 @@ from loraplex.api.openai.schemas import ChatRequest, CompletionRequest
 from loraplex.api.responses.answer_schemas import RESPONSE_SCHEMAS
 from loraplex.api.responses.compaction import CompactRequest
 from loraplex.api.responses.schemas import ResponsesRequest
+from loraplex.api.tinker.schemas import (
+    CancelFuture,
+    ClientConfigRequest,
+    CreateSamplingSession,
+    CreateSession,
+    RetrieveFuture,
+    SampleRequest,
+    SessionHeartbeat,
+)
 from loraplex.http.document import REF, describe, refusals
 from loraplex.http.document_page import render_page
 
@@ -101,6 +110,13 @@ def _request_schemas() -> dict[str, Any]:
         MessagesRequest,
         CountRequest,
         CreateBatch,
+        SampleRequest,
+        CreateSession,
+        CreateSamplingSession,
+        SessionHeartbeat,
+        ClientConfigRequest,
+        RetrieveFuture,
+        CancelFuture,
     )
     _, made = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     schemas: dict[str, Any] = made["$defs"]

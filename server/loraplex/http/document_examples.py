@@ -15,6 +15,7 @@ _BY_NAME: Mapping[str, Any] = {
     "input": _QUESTION,
     "text": _QUESTION,
     "tokens": [1, 2, 3],
+    "logprobs": [-1.5, -0.25],
     "source": "s3://checkpoints/acme/step-100",
     "lora_name": "support",
     "lora_path": "/srv/checkpoints/acme/step-100",
@@ -34,6 +35,7 @@ _IN_PATHS: Mapping[str, str] = {
     "id": "support",
     "key": "key-0123456789abcdef",
     "batch": "batch_0123456789abcdef",
+    "sampler_id": "sampling-abcdefghijk-c3VwcG9ydA",
 }
 _MAX_DEPTH = 6
 
@@ -73,10 +75,13 @@ def _object(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int) -
     chosen = schema.get("required") or list(fields)[:1]
     if depth > _MAX_DEPTH:
         return {}
-    return {
-        name: _BY_NAME[name] if name in _BY_NAME else example_of(fields.get(name, {}), schemas, depth + 1)
-        for name in chosen
-    }
+    return {name: _field(name, fields.get(name, {}), schemas, depth) for name in chosen}
+
+
+def _field(name: str, schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int) -> Any:
+    if name in _BY_NAME and resolve(schema, schemas).get("type") != "object":
+        return _BY_NAME[name]
+    return example_of(schema, schemas, depth + 1)
 
 
 def example_request(method: str, path: str, operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:

@@ -120,6 +120,7 @@ class GenerationEndpoint:
         with context.deadline.enforced():
             body = await read_json(scope, receive, max_bytes=services.max_body, timeout_s=timeout, take=take)
             request = await self._parse(body, principal, context)
+            context.model = request.model
         del body
         if context.trace is not None:
             context.trace.asked(request)

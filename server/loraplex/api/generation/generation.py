@@ -48,6 +48,7 @@ class RunningChoice:
     echoed: bool = False  # of the choice that brings its log probabilities: in all that share it
     unshown: deque[tuple[int, ScoreRow]] = field(default_factory=deque)  # tokens that wait for their text
     num_chars: int = 0  # of its text so far
+    num_told: int = 0  # tokens whose log probabilities were told
     num_reasoning: int = 0  # tokens up to the end of its reasoning
     held: list[Delta] = field(default_factory=list)  # until its echo is told
     first_token: float | None = None
@@ -266,6 +267,9 @@ class Generation:
         choice.num_chars += len(text)
         if has_ended and by_stop is None and event.stop_token_id is not None and self._tells_of_ends:
             starts = (*starts, choice.num_chars)
+        if by_stop is not None and self._plan.request.TELLS_ALL_TOKENS:
+            left = choice.text.num_tokens - choice.num_told - len(starts)
+            starts = (*starts, *(choice.num_chars,) * left)
         if by_stop is not None:
             choice.finish_reason = "stop"
             choice.stream.abort()
@@ -326,6 +330,7 @@ class Generation:
     def _scored_tokens(self, choice: RunningChoice, starts: Sequence[int]) -> tuple[ScoredToken, ...]:
         """The next tokens of a choice, whose texts begin there."""
         offset = 0 if choice.echo is None else len(choice.echo)
+        choice.num_told += len(starts)
         scored = []
         for start in starts:
             token_id, (logprob, top) = choice.unshown.popleft()

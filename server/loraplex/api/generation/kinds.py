@@ -44,6 +44,9 @@ from loraplex.api.responses.compaction import CompactAnswer, CompactChat, Compac
 from loraplex.api.responses.compaction import to_chat as compact_to_chat
 from loraplex.api.responses.schemas import ResponsesChat, ResponsesRequest
 from loraplex.api.responses.schemas import to_chat as responses_to_chat
+from loraplex.api.tinker.answers import SampleAnswer
+from loraplex.api.tinker.schemas import SampledPrompt, SampleRequest
+from loraplex.api.tinker.schemas import to_completion as sample_to_completion
 from loraplex.control.types import ResolvedModel
 from loraplex.engine.reports import EngineInfo
 from loraplex.engine.types import Usage
@@ -355,4 +358,23 @@ EMBEDDINGS = Kind(
     request=to_prompts,
     kept=_kept_embeddings,
     fit=_fit_embeddings,
+)
+
+
+def _sample_answer(to: AnswerTo) -> Answer:
+    assert isinstance(to.request, SampledPrompt)
+    return SampleAnswer(to.request.asked, len(to.prompts[0]))
+
+
+SAMPLE = Kind(
+    SampleRequest,
+    prompt_tokens,
+    _sample_answer,
+    CompletionLogprobs,
+    "/api/v1/asample",
+    "sample-",
+    "prompt",
+    continues=True,
+    request=sample_to_completion,
+    key_header=KEY_HEADER,
 )

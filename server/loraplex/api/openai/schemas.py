@@ -128,6 +128,8 @@ class GenerationFields(SamplingFields):
     structured_outputs: Structure = None
     ENDS_WITH_CONTEXT: ClassVar[bool] = False
     """An answer may be asked for that is longer than the context has room for. It is cut there, and not refused."""
+    TELLS_ALL_TOKENS: ClassVar[bool] = False
+    """Log probabilities are told of each token of an answer, also of those of the stop string that ended it."""
     RULES: ClassVar[tuple[described.Rule, ...]] = (
         described.USAGE_OF_STREAMS,
         described.PROMPT_SCORES_ARE_WHOLE,
