@@ -167,7 +167,7 @@ def test_blocks_of_a_deleted_version_are_not_found(
 def test_what_a_request_computes_on_a_version_that_was_deleted_stays_off_the_host(
     make_asked: Callable[..., Asked], copied: Copied
 ) -> None:
-    asked = make_asked("auto", DEVICE_BLOCKS, HOST_BLOCKS)
+    asked = make_asked("auto", DEVICE_BLOCKS, HOST_BLOCKS, max_num_batched_tokens=8)  # no block yet
     rng = random.Random(3)
     running = Question(tuple(rng.randrange(3, VOCAB) for _ in range(100)), "all", {"max_tokens": 3})
     asked.add("running", running)
