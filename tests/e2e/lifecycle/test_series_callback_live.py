@@ -69,8 +69,12 @@ def test_each_step_serves_and_agrees_with_the_trainer(tiny: Shop, tiny_model: Pa
         answer = client.post("/v1/completions", json={"model": "policy", "prompt": "a", "max_tokens": 1})
         checked(answer)
         assert answer.headers["x-loraplex-adapter"] == f"policy@{callback.pushed[-1].version}"
-        versions = checked(client.get("/admin/v1/tenants/stepper/adapters/policy/versions"))["data"]
-    assert [row["state"] for row in versions].count("ready") == 2
+
+        def is_trimmed() -> bool:
+            versions = checked(client.get("/admin/v1/tenants/stepper/adapters/policy/versions"))["data"]
+            return [row["state"] for row in versions].count("ready") == 2
+
+        tiny.server.wait(is_trimmed)
 
 
 def test_a_refusal_ends_the_training(tiny: Shop, tiny_model: Path, tmp_path: Path) -> None:
