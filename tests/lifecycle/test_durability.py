@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.control.flushes import Flushes
 from loraplex.lifecycle.durability import Durability
 from support.adapters.drafts import make_adapter
 from support.http.admin_plane import ARCH, AdminPlane, FakeDurabilityWatch
@@ -102,6 +103,23 @@ async def test_a_disk_that_fails_is_tried_again_and_keeps_nothing_else_waiting(p
     async with running(plane.durability):
         await until_empty(plane.durability)
     assert plane.watch.num_failures == 3
+    assert not_durable(plane) == []
+
+
+async def test_a_push_does_not_wait_for_the_pause_of_another(plane: AdminPlane) -> None:
+    watch = FakeDurabilityWatch()
+    flushes = Flushes(plane.database, plane.store)
+    durability = Durability(plane.database, flushes, watch, first_pause_s=1000.0)
+    bad = push(plane, 1)
+    plane.store.fault = fails = FailingDisk(1)
+    async with running(durability):
+        durability.put(bad, SIZE)
+        async with asyncio.timeout(30):
+            while not watch.num_failures:
+                await asyncio.sleep(0.005)
+        assert not fails.left
+        durability.put(push(plane, 2), SIZE)
+        await until_empty(durability)
     assert not_durable(plane) == []
 
 

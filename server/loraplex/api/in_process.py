@@ -66,7 +66,9 @@ class PromptScorer:
         """The natural log probability of each token from the second on, of each prompt of two token ids or more.
         `principal` is charged, whatever its scopes and models are. Raises ApiError, which
         names no field of the completion."""
-        of_version = ResolvedModel(info.ref(), info.serving, head=info.head, embedding=info.embedding)
+        # Tokens that lack an activated LoRA's invocation are refused: no others are scored, and no other model.
+        serving = replace(info.serving, alora=None)
+        of_version = ResolvedModel(info.ref(), serving, head=info.head, embedding=info.embedding)
         known = _Known(replace(principal, scopes=frozenset({"inference"})))
         services = replace(self._services, authenticator=known)
         asked = {"model": info.name, "prompt": prompts, "echo": True, "logprobs": 0, "max_tokens": 0}

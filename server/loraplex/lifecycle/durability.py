@@ -147,17 +147,20 @@ class Durability:
             while self._waiting:
                 if await self._flush_some():
                     pause = self._first_pause_s
-                else:
-                    await asyncio.sleep(pause)
-                    pause = min(LONGEST_PAUSE_S, pause * 2)
+                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._arrived.wait(), pause)
+                self._arrived.clear()
+                pause = min(LONGEST_PAUSE_S, pause * 2)
             await self._arrived.wait()
 
     async def finish(self, timeout_s: float = FINISH_S) -> None:
         """Flush all that waits, before the server ends. What fails is left to the next start."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._waiting and await self._flush_some():
-                    pass
+                tries = len(self._waiting) // BATCH + 1  # what fails goes behind the others
+                while self._waiting and tries:
+                    tries -= not await self._flush_some()
         if self._waiting:
             log.warning("versions_not_durable", num_versions=len(self._waiting))
 

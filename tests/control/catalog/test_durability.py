@@ -233,6 +233,20 @@ async def test_the_only_version_of_a_name_may_be_lost(plane: ControlPlane, serie
     plane.check_integrity()
 
 
+def test_a_store_that_is_not_there_at_a_start_loses_nothing(plane: ControlPlane, series: AllSeries) -> None:
+    push(plane, 1, durable=True)
+    push(plane, 2)
+    store, away = plane.root / "artifacts" / "sha256", plane.root / "away"
+    store.rename(away)
+    store.mkdir()
+    plane.catalog.reconcile()
+    assert states(plane) == {"v1": ("corrupt", True), "v2": ("corrupt", False)}
+    store.rmdir()
+    away.rename(store)
+    plane.catalog.reconcile()
+    assert states(plane) == {"v1": ("ready", True), "v2": ("ready", True)}
+
+
 def test_bytes_that_cannot_be_flushed_at_a_start_are_not_lost(plane: ControlPlane, series: AllSeries) -> None:
     def fail() -> None:
         raise OSError(5, os.strerror(5))

@@ -95,7 +95,7 @@ def reconcile(database: Database, artifacts: Artifacts, base_fingerprint: str) -
     Versions made for another base are `incompatible`, and `ready` again when theirs is served, or `validating` where
     their numbers wait for their check. Those whose bytes the store lacks are `corrupt`, and those that were `corrupt`
     stay so unless their bytes are good again, for which they are hashed. Those that were not durable are hashed and
-    flushed, or `lost` where their bytes are not whole.
+    flushed, or `lost` where their bytes are not whole; not where the store lacks all, as one that is not mounted does.
     """
     store = artifacts.store
     with artifacts.lock:
@@ -106,10 +106,14 @@ def reconcile(database: Database, artifacts: Artifacts, base_fingerprint: str) -
         lost: list[AdapterVersion] = []
         with database.write() as session:
             # Now, and not before: another server may have committed an upload just now.
-            whole = set(store.digests()) - damaged
-            for row in session.scalars(select(AdapterVersion).where(LIVING)):
+            stored, rows = set(store.digests()), list(session.scalars(select(AdapterVersion).where(LIVING)))
+            whole, is_away = stored - damaged, not stored and any(row.durable for row in rows)
+            for row in rows:
                 examined = None if row.durable else found.get(row.digest)
                 if examined is not None and store.is_current(examined):
+                    if examined.damage is not None and is_away:
+                        row.state = "corrupt"
+                        continue
                     if examined.damage is not None:
                         row.state, row.pinned, row.pending_check, row.chat = "lost", False, None, None
                         lost.append(row)
