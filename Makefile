@@ -108,7 +108,7 @@ $(STAMP)-dev: $(STAMP)
 	@touch $@
 
 # Clients that others wrote, and the transformers of a GPU machine, each in a place of its own; the tests that need them are skipped without.
-clients: $(foreach client,langchain litellm litellm_proxy node openai_agents pydantic_ai instructor cohere guidellm lm_eval vllm_tests codex claude_code llm_comply transformers_gpu trl,$(CLIENTS)/$(client)/.installed)
+clients: $(foreach client,langchain litellm litellm_proxy node openai_agents pydantic_ai instructor cohere guidellm lm_eval vllm_tests codex claude_code llm_comply transformers_gpu trl tinker,$(CLIENTS)/$(client)/.installed)
 
 # The newest release of each tool that quantises, some gigabytes: `make soak ARGS=tests/makers` runs their own writers.
 MAKERS := $(foreach maker,auto_round gptqmodel llmcompressor transformers,$(CLIENTS)/maker_$(maker))

@@ -175,6 +175,7 @@ def url_of(server: WholeServer, port: str, path: str, tenant: str = "acme") -> s
         "id": "tiny",
         "replica": "r",
         "verb": "forward",
+        "session_id": "session-1",
         "sampler_id": "sampling-abcdefghijk-dGlueQ",
         "batch": "batch_none",
         "file": next(name for name in static_files() if name.endswith("/app.js")),

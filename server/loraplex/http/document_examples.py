@@ -35,6 +35,7 @@ _IN_PATHS: Mapping[str, str] = {
     "id": "support",
     "key": "key-0123456789abcdef",
     "batch": "batch_0123456789abcdef",
+    "session_id": "session-0123456789abcdef",
     "sampler_id": "sampling-abcdefghijk-c3VwcG9ydA",
 }
 _MAX_DEPTH = 6

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from loraplex.api.codec import dumps
 from loraplex.api.routes.tinker import TRAINING
 from loraplex.api.tinker import samples
 from support.engine.fake_engine import Reply
@@ -179,6 +180,20 @@ def test_what_a_sample_may_not_say_is_refused_at_once(
         answer = http.post("/asample", json=sample(**changes))
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
+
+
+def test_a_field_that_is_said_twice_is_what_it_says_last(plane: DataPlane) -> None:
+    body = dumps(sample(num_samples=2)).replace(b'"num_samples"', b'"num_samples":"x","num_samples"')
+    with client(plane) as http:
+        answer = http.post("/asample", content=body, headers={"content-type": "application/json"})
+        assert len(answer.json()["sample_sequence_ids"]) == 2
+        assert len(sequences(result(http, answer.json()["request_id"]).content)) == 2
+
+
+def test_a_session_is_finished(plane: DataPlane) -> None:
+    with client(plane) as http:
+        body = {"reason": {"type": "success"}, "detail": None}
+        assert http.post("/sessions/session-1/finish", json=body).status_code == 200
 
 
 def test_a_token_id_out_of_range_is_told_with_the_result(plane: DataPlane) -> None:

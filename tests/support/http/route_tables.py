@@ -41,6 +41,7 @@ TINKER = (
             "cancel_future",
             "create_session",
             "session_heartbeat",
+            "sessions/{session_id}/finish",
             "create_sampling_session",
             "client/config",
             "client/dynamic_config",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 from fastapi import Request, Response
 from pydantic import BaseModel
+from starlette.background import BackgroundTask
 from starlette.types import Receive, Scope, Send
 
 from loraplex.api.anthropic.headers import KEY_HEADER
@@ -53,10 +53,6 @@ TRAINING = (
 )
 """Verbs of training, and of what it keeps."""
 _REFUSALS = (400, 404, 408, 413, 415, 429, 500, 503)
-
-
-class _NumSamples(msgspec.Struct):
-    num_samples: int = 1
 
 
 class TinkerRoute(DataRoute):
@@ -115,16 +111,18 @@ class SampleEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, plain = self._services, without_prefix(scope)
         principal = await authenticate(plain, services.authenticator, KEY_HEADER)
-        with self._capacity.body(principal.tenant_id or "") as take:
-            body = await read_json(
-                scope, receive, max_bytes=services.max_body, timeout_s=services.stall_timeout, take=take
-            )
+        tenant = principal.tenant_id or ""
+        with self._capacity.body(tenant) as take:
+            with self._capacity.request(tenant):  # the sample takes a place of its own
+                body = await read_json(
+                    scope, receive, max_bytes=services.max_body, timeout_s=services.stall_timeout, take=take
+                )
             sample = await self._samples.submit(_alone(plain), principal.key_id, body)
             if sample.done.is_set() and sample.status != 200:
                 sample.leave()
                 answer = Response(bytes(sample.body), sample.status or 503, dict(sample.headers))
             else:
-                number = msgspec.json.decode(body, type=_NumSamples).num_samples
+                number = parse_json(body).get("num_samples", 1)
                 ids = [f"{sample.id}-{index}" for index in range(number)]
                 promise = schemas.Promise(request_id=sample.id, sample_sequence_ids=ids)
                 answer = Response(promise.model_dump_json(), media_type="application/json")
@@ -169,23 +167,36 @@ def _alone(scope: Scope) -> Scope:
 
 def _result(sample: Sample) -> Response:
     """The answer for a sample that is done. What may succeed later is gone: the SDK submits it again."""
+    taken = BackgroundTask(sample.take)
     if sample.status == 200:
-        return Response(bytes(sample.body), media_type=PROTOBUF)
-    if sample.status is None or "retry-after" in sample.headers:
+        return Response(bytes(sample.body), media_type=PROTOBUF, background=taken)
+    if sample.status is None:
         return _gone("The sample was not answered. Please submit it again.")
     error = loads(bytes(sample.body))["error"]
+    if "retry-after" in sample.headers:
+        again = {"retry-after": sample.headers["retry-after"]}
+        return _gone(f"The sample was not answered: {error['message']}", again, taken)
     category = "user" if sample.status < 500 else "server"
-    return Response(dumps({"error": error["message"], "category": category}), media_type="application/json")
+    told = dumps({"error": error["message"], "category": category})
+    return Response(told, media_type="application/json", background=taken)
 
 
-def _gone(message: str) -> Response:
+def _gone(
+    message: str, headers: Mapping[str, str] | None = None, background: BackgroundTask | None = None
+) -> Response:
     error = {
         "message": message,
         "type": "invalid_request_error",
         "param": "request_id",
         "code": "future_gone",
     }
-    return Response(dumps({"error": error}), 410, media_type="application/json")
+    return Response(
+        dumps({"error": error}),
+        410,
+        headers,
+        media_type="application/json",
+        background=background,
+    )
 
 
 def _sample_routes(services: ApiServices, capacity: TenantCapacity) -> list[DataRoute]:
@@ -202,7 +213,8 @@ def _sample_routes(services: ApiServices, capacity: TenantCapacity) -> list[Data
     async def retrieve_future(caller: Caller, request: schemas.RetrieveFuture) -> Response:
         """The result of a sample, once it is there, or `try_again`.
 
-        A result is given once, and waits for 20 seconds; a sample that nobody asks for in 60 seconds is ended.
+        A result waits for 20 seconds, and is gone once it was given. A sample that nobody asks for in 60 seconds is
+        ended.
         """
         found = samples.of(caller.key_id, request.request_id)
         if found is None:
@@ -210,16 +222,14 @@ def _sample_routes(services: ApiServices, capacity: TenantCapacity) -> list[Data
         if not await found.wait(POLL_S):
             waiting = {"type": "try_again", "request_id": found.id, "queue_state": "active"}
             return Response(dumps(waiting), media_type="application/json")
-        answer = _result(found)
-        found.take()
-        return answer
+        return _result(found)
 
-    async def cancel_future(caller: Caller, request: schemas.CancelFuture) -> schemas.Cancelled:
+    async def cancel_future(caller: Caller, request: schemas.CancelFuture) -> schemas.Nothing:
         """End a sample that nobody wants any more."""
         found = samples.of(caller.key_id, request.request_id)
         if found is not None:
             found.leave()
-        return schemas.Cancelled()
+        return schemas.Nothing()
 
     content = {PROTOBUF: {"schema": {"type": "string"}}, "application/json": {"schema": {"type": "object"}}}
     return [
@@ -244,7 +254,7 @@ def _sample_routes(services: ApiServices, capacity: TenantCapacity) -> list[Data
             cancel_future,
             capacity,
             schema=schemas.CancelFuture,
-            answer=schemas.Cancelled,
+            answer=schemas.Nothing,
             methods=["POST"],
         ),
     ]
@@ -258,6 +268,10 @@ def _session_routes(capacity: TenantCapacity) -> list[DataRoute]:
     async def session_heartbeat(_: Caller, request: schemas.SessionHeartbeat) -> schemas.Heartbeat:
         """Nothing: sessions do not end."""
         return schemas.Heartbeat()
+
+    async def finish_session(_: Caller, session_id: str, request: schemas.FinishSession) -> schemas.Nothing:
+        """Nothing: of a session nothing is kept."""
+        return schemas.Nothing()
 
     async def create_sampling_session(
         caller: Caller, services: Services, request: schemas.CreateSamplingSession
@@ -285,6 +299,7 @@ def _session_routes(capacity: TenantCapacity) -> list[DataRoute]:
     posts = (
         ("/create_session", create_session, schemas.CreateSession, schemas.Session),
         ("/session_heartbeat", session_heartbeat, schemas.SessionHeartbeat, schemas.Heartbeat),
+        ("/sessions/{session_id}/finish", finish_session, schemas.FinishSession, schemas.Nothing),
         (
             "/create_sampling_session",
             create_sampling_session,

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from loraplex.api.errors import ApiError
 
-MAX_SAMPLES_A_KEY = 512
+MAX_SAMPLES_A_KEY = 128
 """Requests of one key that run, or whose result waits."""
 UNASKED_S = 60.0
 """A request for which nobody has asked for so long is ended."""
@@ -61,7 +61,7 @@ class Sample:
                 async with asyncio.timeout(KEPT_S):
                     await self._taken.wait()
 
-    def take(self) -> None:
+    async def take(self) -> None:
         """The client has the result."""
         self._taken.set()
 

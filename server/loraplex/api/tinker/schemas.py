@@ -127,6 +127,15 @@ class SessionHeartbeat(Strict):
     session_id: SessionId
 
 
+class FinishReason(Strict):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSession(Strict):
+    reason: FinishReason
+    detail: Annotated[str, Field(max_length=4096)] | None = None
+
+
 class ClientConfigRequest(Strict):
     sdk_version: Annotated[str, Field(max_length=128)]
 
@@ -253,5 +262,5 @@ class Promise(BaseModel):
     sample_sequence_ids: list[str]
 
 
-class Cancelled(BaseModel):
+class Nothing(BaseModel):
     pass
