@@ -110,7 +110,7 @@ class Soak:
     def _measure(
         self, streams: Streams, rate: float, seconds: float, act: Callable[[httpx.Client, int, Result], None]
     ) -> tuple[Result, float]:
-        """What came of `act` at a rate, and the streams' tokens a second meanwhile."""
+        """Do `act` at a rate; return its result, and the streams' tokens a second meanwhile."""
         result, turns, began = Result(), itertools.count(), time.monotonic()
 
         def work() -> None:

@@ -78,7 +78,7 @@ def ask(server: LiveServer, key: str, model: str) -> httpx.Response:
 
 
 def tear_what_is_not_durable(server: LiveServer, newest: str) -> set[str]:
-    """As a power cut would: the files of versions that are not durable lose their ends. The newest version counts as
+    """Imitate a power cut: the files of versions that are not durable lose their ends. The newest version counts as
     one of them. Returns those versions."""
     with closing(sqlite3.connect(server.data_dir / "loraplex.db")) as database, database:
         database.execute(

@@ -15,7 +15,7 @@ from support.servers.live_server import Shop, checked, write_tiny_adapter
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
-"""Of a log probability in float32; differences that were measured are below 4e-6."""
+"""The most that a log probability in float32 may be off; measured differences are below 4e-6."""
 
 
 def test_the_right_version_agrees_and_a_wrong_one_does_not(
