@@ -39,6 +39,8 @@ NOT_SUPERVISED = {
     "Generation._events": "waited for",
     "Shadows._start_some": "it counts its failure; its requests have their deadline, and a drain cancels it",
     "VersionChecks.start": "it logs its failure, and gives it to the uploads that wait for it",
+    "Samples.submit": "its failure is the sample's answer; what it runs logs each request",
+    "SurplusRemoval.after": "it logs what it could not remove, and the next push tries again",
     "TenantCapacity.in_thread": "waited for, until its request is cancelled",
     "answers": "waited for, or cancelled",
     "BaseErrors._on_ended": "it logs its failure; what it did not find waits for the next",

@@ -108,8 +108,8 @@ def test_an_upload_that_lost_its_lock_does_not_record_bytes_that_are_gone(
     there.add("rival", "pirate", seed=1)
     real = here.store.commit
 
-    def commit(*args: Any) -> Path:
-        path = real(*args)
+    def commit(*args: Any, **kwargs: Any) -> Path:
+        path = real(*args, **kwargs)
         monkeypatch.setattr(
             there.database, "lock", lambda _: contextlib.nullcontext()
         )  # as if ours were lost
