@@ -62,6 +62,13 @@ class Artifacts:
         if not self.store.holds(digest):
             raise DatabaseBusy()
 
+    def is_durable(self, digest: str) -> bool:
+        """Whether a living version says of the stored bytes that they are on the disk."""
+        of = AdapterVersion
+        with self._database.read() as session:
+            query = select(of.digest).where(of.digest == digest, LIVING, of.durable)
+            return session.scalars(query.limit(1)).first() is not None
+
     def remove_unused(self, digests: Iterable[str], unpinned: Iterable[str] = ()) -> Removal:
         """Delete those of `digests` that no living version has. `unpinned` are those that lost their last pin."""
         unused = []

@@ -20,11 +20,12 @@ _Key = tuple[str, str, int]
 @dataclass(frozen=True, slots=True)
 class Settled:
     """The outcome for some digests. `durable`: those that are on the disk, and whose versions say so. `failed`: those
-    that a disk or a database kept from it, with the reason. The others need no flush: no version has them any more, or
-    the store lacks them."""
+    that a disk or a database kept from it, with the reason. `replaced`: those whose files others took the place of
+    meanwhile. The rest need no flush: no version has them any more, or the store lacks them."""
 
     durable: tuple[str, ...]
     failed: dict[str, str]
+    replaced: tuple[str, ...] = ()
 
 
 class Flushes:
@@ -58,12 +59,13 @@ class Flushes:
                 continue
             except (LoraplexError, OSError) as error:
                 failed[digest] = str(error)
-        if flushed:
-            try:
-                self._record(keys, flushed)
-            except LoraplexError as error:
-                return Settled((), failed | dict.fromkeys(flushed, error.message))
-        return Settled(tuple(flushed), failed)
+        if not flushed:
+            return Settled((), failed)
+        try:
+            current = self._record(keys, flushed)
+        except LoraplexError as error:
+            return Settled((), failed | dict.fromkeys(flushed, error.message))
+        return Settled(tuple(current), failed, tuple(flushed.keys() - current))
 
     def _keys(self, digests: Sequence[str]) -> dict[str, list[_Key]]:
         """The living versions of each digest that are not durable; digests without one are left out."""
@@ -76,7 +78,8 @@ class Flushes:
                 found.setdefault(digest, []).append((tenant_id, name, number))
         return found
 
-    def _record(self, keys: dict[str, list[_Key]], flushed: dict[str, Examined]) -> None:
+    def _record(self, keys: dict[str, list[_Key]], flushed: dict[str, Examined]) -> set[str]:
+        """Make the versions of what was flushed durable, of digests that are still stored as they were then."""
         of = AdapterVersion
         chosen = [key for digest in flushed for key in keys[digest]]
         with self._database.write() as session:
@@ -86,3 +89,4 @@ class Flushes:
                 if row.digest in current:
                     row.durable = True
             self._store.fault(FaultPoint.COMMIT_DURABLE)
+            return current

@@ -183,6 +183,8 @@ class Durability:
                         del self._waiting[digest]
                 for digest in settled.failed:  # behind the others
                     self._waiting.setdefault(digest, batch[digest]).has_failed = True
+                for digest in settled.replaced:
+                    self._waiting.setdefault(digest, batch[digest])
         for digest in settled.durable:
             self._watch.durable(now - batch[digest].since)
         for digest, reason in settled.failed.items():

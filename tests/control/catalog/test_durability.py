@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from loraplex.adapters.errors import StoreFailed
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.retention import Retention
@@ -58,6 +59,28 @@ def tear(folder: Path) -> None:
 
 def inodes(folder: Path) -> set[int]:
     return {path.stat().st_ino for path in folder.iterdir()}
+
+
+def fail() -> None:
+    raise OSError(5, os.strerror(5))
+
+
+class ForgetfulDisk:
+    """A disk that cannot write the first file that is flushed. As of Linux, later flushes of that file succeed, and
+    its bytes are not on the disk. `safe` has the inodes of files that are."""
+
+    def __init__(self) -> None:
+        self._bad: set[int] = set()
+        self.safe: set[int] = set()
+
+    def __call__(self, step: FaultPoint, path: Path | None = None, to: Path | None = None, /) -> None:
+        if step is FaultPoint.FLUSH_FILE:
+            assert path is not None
+            inode = path.stat().st_ino
+            if not self._bad:
+                self._bad.add(inode)
+                fail()
+            self.safe |= {inode} - self._bad
 
 
 class Steps:
@@ -119,6 +142,38 @@ def test_the_same_bytes_elsewhere_are_flushed_for_all_who_have_them(
     plane.check_integrity()
 
 
+@pytest.mark.parametrize("durable", [False, True])
+def test_the_same_bytes_again_are_not_durable_by_a_flush_of_files_that_one_has_failed_for(
+    plane: ControlPlane, series: AllSeries, flushes: Flushes, durable: bool
+) -> None:
+    info = push(plane, 1)
+    plane.store.fault = disk = ForgetfulDisk()
+    assert list(flushes.settle([info.digest]).failed) == [info.digest]
+    assert push(plane, 1, durable=durable, name="other").durable
+    assert states(plane) == {"v1": ("ready", True)}
+    assert inodes(plane.store.path(info.digest)) <= disk.safe
+    assert not plane.staged()
+    plane.check_integrity()
+
+
+def test_an_upload_that_is_refused_behind_its_commit_leaves_the_bytes_to_another_flush(
+    plane: ControlPlane, series: AllSeries, flushes: Flushes
+) -> None:
+    info = push(plane, 1)
+
+    def upload_in_vain() -> None:
+        plane.store.fault = Steps(FaultPoint.COMMIT_VERSION, fail)
+        with pytest.raises(StoreFailed):
+            push(plane, 1, durable=True, name="other")
+
+    plane.store.fault = Steps(FaultPoint.FLUSH_SHELF, upload_in_vain)
+    settled = flushes.settle([info.digest])
+    assert (settled.durable, settled.failed, settled.replaced) == ((), {}, (info.digest,))
+    assert states(plane) == {"v1": ("ready", False)}
+    assert flushes.settle([info.digest]).durable == (info.digest,)
+    plane.check_integrity()
+
+
 def test_a_flush_of_bytes_that_were_pushed_again_meanwhile_counts_for_none(
     plane: ControlPlane, series: AllSeries, flushes: Flushes
 ) -> None:
@@ -140,11 +195,11 @@ def test_a_flush_of_bytes_that_were_pushed_again_meanwhile_counts_for_none(
 def test_a_disk_that_fails_leaves_it_serving_and_to_be_tried_again(
     plane: ControlPlane, series: AllSeries, flushes: Flushes, code: int
 ) -> None:
-    def fail() -> None:
+    def fail_so() -> None:
         raise OSError(code, os.strerror(code))
 
     info = push(plane, 1)
-    plane.store.fault = Steps(FaultPoint.FLUSH_FILE, fail)
+    plane.store.fault = Steps(FaultPoint.FLUSH_FILE, fail_so)
     settled = flushes.settle([info.digest])
     assert (settled.durable, list(settled.failed)) == ((), [info.digest])
     assert states(plane) == {"v1": ("ready", False)}
@@ -248,9 +303,6 @@ def test_a_store_that_is_not_there_at_a_start_loses_nothing(plane: ControlPlane,
 
 
 def test_bytes_that_cannot_be_flushed_at_a_start_are_not_lost(plane: ControlPlane, series: AllSeries) -> None:
-    def fail() -> None:
-        raise OSError(5, os.strerror(5))
-
     push(plane, 1)
     plane.store.fault = Steps(FaultPoint.FLUSH_FOLDER, fail)
     assert plane.catalog.reconcile() == 0

@@ -142,16 +142,23 @@ class ArtifactStore:
         return self._place(examined.digest) == examined.place
 
     def commit(
-        self, staging: Staging, digest: str, examined: Examined | None = None, *, flush: bool = True
+        self,
+        staging: Staging,
+        digest: str,
+        examined: Examined | None = None,
+        *,
+        flush: bool = True,
+        replace: bool = False,
     ) -> Path:
         """Make a staged upload permanent under `digest` (of digest_upload) and return its folder. Without `flush` it
         may be read, and is not on the disk yet.
 
         Where the digest is stored already, the staged copy is dropped, unless the stored one is damaged: then
-        it takes its place. `examined` says which, from a caller that has looked that it `is_current` and keeps other
-        commits of the digest from running; without it the stored bytes are read here. On an error the staging folder is
-        removed. The caller keeps `delete` of the same digest from running meanwhile. Raises StoreFull, StoreFailed,
-        ValueError, OSError.
+        it takes its place. With `replace` and `flush` it always does, file by file: for stored files that may not be
+        on the disk, which no second flush puts there (see `flush`). `examined` says whether it is damaged, from a
+        caller that has looked that it `is_current` and keeps other commits of the digest from running; without it the
+        stored bytes are read here. On an error the staging folder is removed. The caller keeps `delete` of the same
+        digest from running meanwhile. Raises StoreFull, StoreFailed, ValueError, OSError.
         """
         try:
             with disk_failures_named():
@@ -164,9 +171,12 @@ class ArtifactStore:
                 self._make_shelf(target.parent, flush)
                 is_published = self._publish(staging, target, digest, examined)
                 if flush:
-                    if not is_published:  # those that are there may have been committed without a flush
+                    if not is_published:
+                        if replace:
+                            self._replace_files(target, staging)
                         self._flush_files(target)
                     self._flush_shelf(target.parent)
+                staging.discard()
                 return target
         except BaseException:
             staging.discard()
@@ -285,9 +295,12 @@ class ArtifactStore:
                 (staging.directory / name).chmod(0o600)
             check_digest(folder.name, digest_upload(staging.config_path, staging.tensors_path))
             self._flush_files(staging.directory)
-            for name in _FILES:
-                self.fault(FaultPoint.PUBLISH, staging.directory / name, folder / name)
-                (staging.directory / name).replace(folder / name)
+            self._replace_files(folder, staging)
+
+    def _replace_files(self, folder: Path, staging: Staging) -> None:
+        for name in _FILES:
+            self.fault(FaultPoint.PUBLISH, staging.directory / name, folder / name)
+            (staging.directory / name).replace(folder / name)
 
     # The steps of a commit, in order.
 
@@ -329,7 +342,6 @@ class ArtifactStore:
                 return True
             found = examined or self.examine(digest)
             if found.damage is None:
-                staging.discard()
                 return False
             if not isinstance(found.damage, ArtifactMissing):
                 self.delete(digest)

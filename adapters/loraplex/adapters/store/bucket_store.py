@@ -145,7 +145,13 @@ class BucketStore:
     # What changes.
 
     def commit(
-        self, staging: Staging, digest: str, examined: Examined | None = None, *, flush: bool = True
+        self,
+        staging: Staging,
+        digest: str,
+        examined: Examined | None = None,
+        *,
+        flush: bool = True,
+        replace: bool = False,
     ) -> Path:
         """Commit as `ArtifactStore.commit` does: into the bucket first, then into the cache, durable in any case. The
         bytes of an object are replaced only where they are damaged."""

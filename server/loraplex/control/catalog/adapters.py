@@ -153,7 +153,8 @@ class Catalog:
             with self._artifacts.examined(spec.digest) as examined:
                 # Others may have these bytes, who were told that they are on the disk.
                 durable = durable or not isinstance(examined.damage, ArtifactMissing)
-                self._artifacts.store.commit(staging, spec.digest, examined, flush=durable)
+                replace = not self._artifacts.is_durable(spec.digest)
+                self._artifacts.store.commit(staging, spec.digest, examined, flush=durable, replace=replace)
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
                     pending = pending_check(by) if check else None
