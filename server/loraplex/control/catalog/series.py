@@ -20,7 +20,7 @@ from loraplex.adapters.spec import AdapterSpec
 from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
-from loraplex.control.db.tables import Adapter, AdapterVersion, Series
+from loraplex.control.db.tables import NUMBERS_CHECKED, Adapter, AdapterVersion, Series
 from loraplex.control.errors import Conflict, NotForTraining, SeriesNotFound
 from loraplex.control.tenancy.tenants import require_tenant, tenant_target
 from loraplex.control.types import Checked
@@ -154,14 +154,17 @@ def check_needed(session: Session, series: Series, base_fingerprint: str, digest
         return "numbers"
     name = (series.tenant_id, series.name)
     last = session.scalar(
-        select(func.max(of.number)).where(
+        select(of.number)
+        .where(
             of.tenant_id == series.tenant_id,
             of.name == series.name,
             of.number > series.since,
-            of.checked == "numbers",
+            NUMBERS_CHECKED,
             of.state.not_in(("rejected", "deleted", "lost")),
             of.base_fingerprint == base_fingerprint,
         )
+        .order_by(of.number.desc())
+        .limit(1)
     )
     adapter = session.get(Adapter, name)
     coming = 1 if adapter is None else adapter.last_number + 1
