@@ -50,12 +50,13 @@ class RuntimeLoading:
         return info
 
     async def unload(self, by: Actor, name: str) -> None:
-        """Delete the name with all its versions; what runs finishes. Raises AdapterNotFound."""
+        """Delete the name with all its versions; what runs finishes. A series keeps its rules: loops unload a name to
+        load it again. Raises AdapterNotFound."""
         services, tenant = self._services, by.tenant_id or ""
         async with self._changing(by, "adapter.delete", _ADAPTER, name):
             if not name.isprintable():  # databases differ in the text that they accept
                 raise AdapterNotFound("No adapter has such a name.")
-            delete = partial(services.catalog.delete_adapter, by=by)
+            delete = partial(services.catalog.delete_adapter, keep_rules=True, by=by)
             await evict_removed(services, await services.database.run(delete, tenant, name))
 
     @asynccontextmanager

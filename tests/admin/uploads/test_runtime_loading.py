@@ -231,6 +231,96 @@ def test_a_series_takes_loads_of_a_key_that_trains_and_retires_old_versions(loop
         assert told in answer.json()["error"]["message"]
 
 
+@pytest.fixture
+def trains(loop: Loop) -> dict[str, str]:
+    return bearer(loop.server.plane.make_key("acme", "inference", "adapters:write", "adapters:train"))
+
+
+def make_series(loop: Loop, name: str, **rules: Any) -> str:
+    """The URL of its rules."""
+    url = f"{loop.server.data_url}/admin/v1/tenants/acme/adapters/{name}/series"
+    body = {"keep_last": 2, "check_every": 100, **rules}
+    assert loop.server.http.put(url, json=body, headers=bearer(loop.key)).status_code == 200
+    return url
+
+
+def versions_of(loop: Loop, name: str) -> list[tuple[str, str | None]]:
+    listed = loop.server.plane.services.catalog.list_versions("acme", name).items
+    return [(info.state, info.checked) for info in listed]
+
+
+def refused_model(loop: Loop, model: str) -> str:
+    """The words in which a request for it is told that it is not there."""
+    url = f"{loop.server.data_url}/v1/completions"
+    asked = {"model": model, "prompt": "a", "max_tokens": 1}
+    answer = loop.server.http.post(url, json=asked, headers=bearer(loop.key))
+    assert loop.error(answer) == (404, "model_not_found", "model")
+    return str(answer.json()["error"]["message"])
+
+
+def test_loops_that_unload_a_series_to_load_it_again_stay_in_it(loop: Loop, trains: dict[str, str]) -> None:
+    """As vLLM's clients did before `load_inplace`, and SkyRL still may. A loop that is killed between the two leaves
+    the rules too."""
+    rules = make_series(loop, "rounds")
+    before = loop.server.http.get(rules, headers=bearer(loop.key)).json()
+    for number in (1, 2, 3):
+        path = loop.checkpoint(f"rounds-{number}", seed=110 + number)
+        assert loop.load("rounds", path, headers=trains).status_code == 200
+        assert loop.released("rounds") == [(f"v{number}", 100)]
+        answer = loop.post("unload", {"lora_name": "rounds"}, headers=trains)
+        assert (answer.status_code, answer.text[:8]) == (200, "Success:")
+        assert "does not exist" in refused_model(loop, "rounds")
+        assert "retired" in refused_model(loop, f"rounds@v{number}")
+    again = loop.post("unload", {"lora_name": "rounds"}, headers=trains)
+    assert loop.error(again) == (404, "model_not_found", "lora_name")
+    assert loop.server.http.get(rules, headers=bearer(loop.key)).json() == before
+    # The rules are those of one series, whose first version alone had its numbers checked.
+    assert versions_of(loop, "rounds") == [("retired", "numbers"), *[("retired", "structure")] * 2]
+    # Also for keys: it is still no name that any key may load.
+    path = loop.checkpoint("rounds-4", seed=114)
+    assert loop.error(loop.load("rounds", path)) == (403, "insufficient_scope", None)
+    # The same bytes as those that went are a new version.
+    assert loop.load("rounds", path.parent / "rounds-1", headers=trains).status_code == 200
+    assert loop.released("rounds") == [("v4", 100)]
+
+
+def test_a_series_that_is_unloaded_during_its_check_has_the_next_version_checked(
+    loop: Loop, trains: dict[str, str]
+) -> None:
+    make_series(loop, "early")
+    server, measure = loop.server, loop.server.plane.measure
+    paths = [loop.checkpoint(f"early-{seed}", seed=seed) for seed in (121, 122)]
+    server.loop.call_soon_threadsafe(measure.hold)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(loop.load, "early", paths[0], headers=trains)
+        try:
+            eventually(lambda: measure.num_running == 1)
+            assert loop.post("unload", {"lora_name": "early"}, headers=trains).status_code == 200
+        finally:
+            server.loop.call_soon_threadsafe(measure.release)
+        assert loop.error(loading.result(30))[:2] == (404, "model_not_found")
+    assert loop.load("early", paths[1], headers=trains).status_code == 200
+    assert versions_of(loop, "early") == [("deleted", "numbers"), ("ready", "numbers")]
+
+
+def test_skyrl_loads_each_step_under_one_name_by_its_own_path(loop: Loop, trains: dict[str, str]) -> None:
+    """SkyRL 0.3.0 writes each step into the same folder, and sends no `load_inplace`."""
+    make_series(loop, "skyrl-lora", keep_last=1)
+    path, url = loop.folder / "acme" / "skyrl", f"{loop.server.data_url}/skyrl/v1/load_lora_adapter"
+    path.mkdir(parents=True)
+    for seed in (131, 132):
+        make_adapter(path, ARCH, seed=seed)
+        body = {"lora_name": "skyrl-lora", "lora_path": str(path)}
+        assert loop.server.http.post(url, json=body, headers=trains).status_code == 200
+    eventually(lambda: versions_of(loop, "skyrl-lora") == [("retired", "numbers"), ("ready", "structure")])
+    assert loop.released("skyrl-lora") == [("v2", 100)]
+    newest = loop.server.plane.services.catalog.get_version("acme", "skyrl-lora", "v2")
+    assert loop.digest_served("skyrl-lora") == newest.digest
+    missing = {"lora_name": "skyrl-lora", "lora_path": f"{path}-none"}
+    refused = loop.server.http.post(url, json=missing, headers=trains)
+    assert loop.error(refused) == (404, "source_not_found", "lora_path")
+
+
 @pytest.mark.parametrize("what", ["adapter", "tenant"])
 def test_what_is_deleted_while_it_is_loaded_cannot_be_found(loop: Loop, what: str) -> None:
     server, measure = loop.server, loop.server.plane.measure

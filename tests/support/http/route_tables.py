@@ -109,6 +109,7 @@ DATA: dict[str, str] = {
     "POST /tokenize": INFER,
     "POST /detokenize": INFER,
     "POST /v1/load_lora_adapter": WRITE,
+    "POST /skyrl/v1/load_lora_adapter": WRITE,
     "POST /v1/unload_lora_adapter": WRITE,
     "GET /v1/models": INFER,
     "GET /v1/models/{id}": INFER,

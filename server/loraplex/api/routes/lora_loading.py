@@ -1,4 +1,5 @@
-"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`: vLLM's wire, which training loops speak."""
+"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`: vLLM's wire, which training loops speak. SkyRL loads by a path
+of its own."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class LoadingRoute(DataRoute):
             path,
             endpoint,
             methods=["POST"],
-            operation_id=endpoint.__name__,
+            operation_id=path.removeprefix("/v1").strip("/").replace("/", "_"),
             response_class=PlainTextResponse,
             responses=_TEXT,
             refusals=refusals,
@@ -117,7 +118,7 @@ def loading_routes(capacity: TenantCapacity) -> list[LoadingRoute]:
     ) -> Response:
         """Delete an adapter with all its versions.
 
-        Requests that run finish.
+        Requests that run finish. A series keeps its rules for the next load.
         """
         name = asked.lora_name
         if not name:
@@ -133,5 +134,6 @@ def loading_routes(capacity: TenantCapacity) -> list[LoadingRoute]:
     refusals = (400, 404, 408, 413, 415, 429, 500, 503)
     return [
         LoadingRoute("/v1/load_lora_adapter", load_lora_adapter, LoadLoraAdapter, refusals, capacity),
+        LoadingRoute("/skyrl/v1/load_lora_adapter", load_lora_adapter, LoadLoraAdapter, refusals, capacity),
         LoadingRoute("/v1/unload_lora_adapter", unload_lora_adapter, UnloadLoraAdapter, refusals, capacity),
     ]

@@ -36,6 +36,7 @@ from loraplex.control.catalog.new_versions import (
 from loraplex.control.catalog.quota import check_quota, upload_room
 from loraplex.control.catalog.release_changes import add_release
 from loraplex.control.catalog.release_reading import current_release, release_shown
+from loraplex.control.catalog.retention import remove_version
 from loraplex.control.catalog.series import check_needed, forget_series, series_for_push, with_policy
 from loraplex.control.catalog.shadow_store import forget_shadows
 from loraplex.control.catalog.staged import UploadRoom
@@ -335,14 +336,17 @@ class Catalog:
                 target = version_target(tenant_id, name, version)
                 record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [digest] if row.pinned else []
-                _retire(row)
+                remove_version(row, "deleted")
                 unpinned = lost_pins(session, pinned)
                 self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
             self._artifacts.store.fault(FaultPoint.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused([digest], unpinned)
 
-    def delete_adapter(self, tenant_id: str, name: str, *, by: Actor = LOCAL) -> Removal:
-        """All versions of a name. What runs finishes; the name's numbers are not used again."""
+    def delete_adapter(
+        self, tenant_id: str, name: str, *, keep_rules: bool = False, by: Actor = LOCAL
+    ) -> Removal:
+        """All versions of a name. What runs finishes; the name's numbers are not used again. With `keep_rules` a series
+        stays one, and its versions are retired, but those that wait for their check."""
         with self._artifacts.lock:
             with self._database.write() as session:
                 require_tenant(session, tenant_id)
@@ -361,9 +365,13 @@ class Catalog:
                 target = f"{tenant_target(tenant_id)}/adapters/{name}"
                 record(session, by, "adapter.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [row.digest for row in rows if row.pinned]
+                series = session.get(Series, (tenant_id, name)) if keep_rules else None
                 for row in rows:
-                    _retire(row)
-                forget_series(session, tenant_id, name, by)
+                    # One whose numbers were never checked does not count as checked.
+                    is_kept = series is not None and row.pending_check is None
+                    remove_version(row, "retired" if is_kept else "deleted")
+                if series is None:
+                    forget_series(session, tenant_id, name, by)
                 unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 forget_shadows(session, tenant_id, name)
@@ -403,7 +411,3 @@ class Catalog:
     def reconcile(self) -> int:
         """Set states at the start, as `reconcile` has it. Returns how many versions are lost."""
         return reconcile(self._database, self._artifacts, self.base.fingerprint)
-
-
-def _retire(row: AdapterVersion) -> None:
-    row.state, row.pinned, row.pending_check, row.chat = "deleted", False, None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -66,9 +66,7 @@ class Retention:
                         session, by, "version.delete", target, tenant_id=tenant_id, before=before, after=keep
                     )
                     digests.append(row.digest)
-                    row.state = "deleted" if series is None else "retired"
-                    if series is not None:
-                        row.report, row.chat = _without_modules(row.report), None
+                    remove_version(row, "deleted" if series is None else "retired")
                 store.fault(FaultPoint.COMMIT_REMOVAL)
             store.fault(FaultPoint.REMOVAL_COMMITTED)
             return self._artifacts.remove_unused(digests)
@@ -77,6 +75,13 @@ class Retention:
         series = session.get(Series, (tenant_id, name))
         keep = self._keep if series is None else series.keep_last
         return _surplus(session, tenant_id, name, keep) if keep else []
+
+
+def remove_version(row: AdapterVersion, state: Literal["deleted", "retired"]) -> None:
+    """Leave of a version what is known of one that is gone."""
+    row.state, row.pinned, row.pending_check, row.chat = state, False, None, None
+    if state == "retired":
+        row.report = _without_modules(row.report)
 
 
 def _surplus(session: Session, tenant_id: str, name: str, keep: int) -> list[AdapterVersion]:
