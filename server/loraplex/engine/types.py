@@ -436,6 +436,11 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
 
     @property
+    def is_of_slices(self) -> bool:
+        """Whether its slices alone take its time: it measures nothing, and brings nothing from host memory."""
+        return self.measure is None and all(one.to_host for one in self.copies)
+
+    @property
     def parts(self) -> tuple[ScheduledSequence | MeasuredPart, ...]:
         """All that the step computes."""
         return self.scheduled if self.measure is None else (*self.scheduled, self.measure)

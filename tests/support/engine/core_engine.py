@@ -46,6 +46,8 @@ class CoreEngine:
             num_states=self.config.num_states,
             num_windows=self.config.num_windows,
             is_named=lambda state: is_named(self.core, state),
+            num_host_blocks=self.config.num_host_blocks,
+            most_restored=self.config.most_restored_blocks,
         )
         self.core = EngineCore(
             self.config,
@@ -82,7 +84,7 @@ class CoreEngine:
         self.transport.settle()
         events = self.core.step()
         check_core(self.core)
-        assert not self.runner.complaints
+        assert not self.runner.complaints, self.runner.complaints
         self.events += events
         return events
 

@@ -22,9 +22,17 @@ from loraplex.engine.execution.device_errors import DeviceOutOfMemory
 from loraplex.engine.execution.step_results import RowFailure, RowResult, StepResult
 from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.pooling import PooledPart, Pooling, fraction_bits
-from loraplex.engine.types import MEASURE_STEPS, MeasuredPart, SamplingParams, ScheduledSequence, StepPlan
+from loraplex.engine.types import (
+    MEASURE_STEPS,
+    BlockCopy,
+    MeasuredPart,
+    SamplingParams,
+    ScheduledSequence,
+    StepPlan,
+)
 from loraplex.kernels.attention import BLOCK_SIZE
 from support.engine.logprobs import Row, pack_logprobs
+from support.fake_host_memory import FakeHostMemory
 from support.simulator.grammars import grammar_of
 from support.simulator.recurrent_units import wrong_units
 
@@ -157,6 +165,7 @@ class Fault:
 class _Handle:
     plan: StepPlan
     fault: Fault
+    copies: tuple[BlockCopy, ...]  # also those of steps before it whose submission failed
 
 
 @dataclass
@@ -168,7 +177,8 @@ class FakeRunner:
     of layers; one sees all. Each group writes to blocks of its own, and those with a window must read theirs,
     as far as they see. With `num_states` a layer keeps a state too: it holds the recurrence over a sequence's own
     positions up to a multiple of 16, and only a row at the end of a window writes one, which no other sequence of the
-    step may use, and which is not named (`is_named`)."""
+    step may use, and which is not named (`is_named`). `num_host_blocks` and
+    `most_restored` are those of `FakeHostMemory`."""
 
     num_blocks: int
     mark_in_slot: Callable[[int], int]
@@ -182,12 +192,16 @@ class FakeRunner:
     num_states: int = 0
     num_windows: int = 0
     is_named: Callable[[int], bool] = field(default=lambda state: False)
+    num_host_blocks: int = 0
+    most_restored: int = 1
 
     def __post_init__(self) -> None:
         self._full = self.windows.index(None)
         positions = self.num_blocks * BLOCK_SIZE
         self._values = [GARBAGE] * positions
         self._tenants = [""] * positions
+        self.host = FakeHostMemory(self.num_blocks, self.num_host_blocks, self.most_restored)
+        self._owed: tuple[BlockCopy, ...] = ()
         self._states = [GARBAGE] * self.num_states
         self._windows = [[GARBAGE] * BLOCK_SIZE for _ in range(self.num_windows)]
         self._queue: deque[_Handle] = deque()
@@ -219,7 +233,9 @@ class FakeRunner:
             self.complaints += wrong_units(plan, self.num_states, self.num_windows, self.is_named)
         elif any(row.window_slot >= 0 for row in plan.scheduled):
             self.complaints.append("a step has rows in windows of a model that keeps no state")
-        handle = _Handle(plan, self.fault(plan))
+        self.complaints += self.host.submitted(plan)
+        copies, self._owed = self._owed + plan.copies, ()
+        handle = _Handle(plan, self.fault(plan), copies)
         hit = plan.parts if handle.fault.at else [plan.parts[index] for index in handle.fault.rows]
         if not handle.fault.memory:
             self.faulted.update(row.request_id for row in hit)
@@ -227,6 +243,7 @@ class FakeRunner:
         for row in plan.scheduled:
             self._first_submitted.setdefault((row.request_id, row.epoch), self._num_submitted)
         if handle.fault.at == "submit":
+            self._owed = copies
             raise handle.fault.error()
         self._queue.append(handle)
         return handle
@@ -235,6 +252,7 @@ class FakeRunner:
         assert isinstance(handle, _Handle)
         if self._queue.popleft() is not handle:
             self.complaints.append("a step was collected out of turn")
+        self.host.copy(handle.copies, self._values, self._tenants)
         return self._run(handle.plan, handle.fault)
 
     def _run(self, plan: StepPlan, fault: Fault) -> StepResult:

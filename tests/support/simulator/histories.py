@@ -59,7 +59,8 @@ FAIR_EVERY = 8
 
 class History:
     """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`). With
-    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state."""
+    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state; with `host` there are blocks in
+    host memory."""
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class History:
         fair: bool | None = None,
         drafts: DrafterKind | None = None,
         states: bool = False,
+        host: bool = False,
     ) -> None:
         self.seed = seed
         self.now = 100.0
@@ -85,6 +87,8 @@ class History:
             places = self._guessing.randint(1, world.config.max_num_seqs + 1)
             num_states = places + self._guessing.randint(1, 3 * places)
             world.config = replace(world.config, num_states=num_states, num_windows=places)
+        if host:
+            world.put_blocks_on_host()
         self.disk = Disk([*world.sizes], world.storing)
         self._num_slots, self._host_pages = world.rng.randint(2, 4), world.rng.randint(2, 10)
         if world.p_tier and world.storing.random() < 0.5:
@@ -119,6 +123,8 @@ class History:
             num_states=world.config.num_states,
             num_windows=world.config.num_windows,
             is_named=lambda state: is_named(self.core, state),
+            num_host_blocks=world.config.num_host_blocks,
+            most_restored=world.config.most_restored_blocks,
         )
         self.grammars = FakeGrammars(lambda: self.now, world.constraining)
         self.drafter: PlantedDrafter | None = None
@@ -194,6 +200,7 @@ class History:
         total.preemptions += stats.num_preemptions
         total.prefix_hits += stats.prefix_cache_hits
         total.out_of_memory += stats.num_out_of_memory
+        total.restored += self.runner.host.num_restored
         total.loads += self.transport.num_loads
         total.overlapped += self.transport.num_usable
         total.from_copies += self.transport.num_from_copies
@@ -270,6 +277,7 @@ class History:
         self.world.delete(digest)
         self.disk.delete(digest)
         self.core.drop(digest)
+        self.runner.host.erased(digest)
         named = {
             record.request.adapter.digest for record in self.oracle.live.values() if record.request.adapter
         }
@@ -422,13 +430,14 @@ def play(
     fair: bool | None = None,
     drafts: DrafterKind | None = None,
     states: bool = False,
+    host: bool = False,
 ) -> Summary:
     """One history. Raises Violation."""
     log = logging.getLogger("loraplex")
     level = log.level
     log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
     try:
-        return History(seed, fair=fair, drafts=drafts, states=states).play()
+        return History(seed, fair=fair, drafts=drafts, states=states, host=host).play()
     finally:
         log.setLevel(level)
 

@@ -16,6 +16,7 @@ class Summary:
     tokens: int = 0
     preemptions: int = 0
     prefix_hits: int = 0
+    restored: int = 0
     loads: int = 0
     overlapped: int = 0
     out_of_memory: int = 0
@@ -45,9 +46,10 @@ class Summary:
         return (
             f"{self.histories} histories, {self.events} events, {self.steps} steps, {self.requests} requests "
             f"({endings}), {self.tokens} tokens, {self.preemptions} preemptions, {self.prefix_hits} tokens found in "
-            f"the prefix cache, {self.loads} loads, {self.overlapped} copies that a step could read "
-            f"before they were done, {self.out_of_memory} steps out of memory, {self.poisoned} rows "
-            f"with KV that is not finite, {self.cut_prompts} prompts aborted while they were scored, "
+            f"the prefix cache, {self.restored} blocks restored from host memory, {self.loads} loads, "
+            f"{self.overlapped} copies that a step could read before they were done, {self.out_of_memory} steps out of "
+            f"memory, {self.poisoned} rows with KV that is not finite, "
+            f"{self.cut_prompts} prompts aborted while they were scored, "
             f"{self.grammar_ends} answers ended by their grammar, {self.held_for_grammar} requests held for theirs, "
             f"{self.measured} adapters measured, {self.from_copies} loads of laid-out copies, "
             f"{self.damaged_copies} copies damaged, {self.deletions} versions deleted, {self.restarts} restarts, "

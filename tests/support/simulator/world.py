@@ -61,6 +61,19 @@ class World:
             return None
         return CopyLead(drawn_bound(self.overlapping), self.config.max_num_batched_tokens)
 
+    def put_blocks_on_host(self) -> None:
+        """Give it blocks in host memory, and prompts with longer beginnings in common. No layer sees a window."""
+        rng = random.Random(f"{self.seed}/host")
+        self.has_windows = False
+        self.config = replace(
+            self.config,
+            windows=(None,),
+            num_host_blocks=rng.choice((1, 2, 4, 10, 60)),
+            most_restored_blocks=rng.choice((1, 1, 2, 5)),
+        )
+        *_, one, two = self.starts
+        self.starts += [(*one, *two), (*one, *one), (*two, *one)]
+
     def bound(self) -> StepBound | None:
         """Of a third of the histories, for each engine another."""
         return drawn_bound(self.timing) if self.is_bounded else None

@@ -9,6 +9,7 @@ entry is made when its copy is planned, and what reads it is planned later.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Row
 
 from loraplex.engine.types import BlockKey
@@ -30,6 +31,9 @@ class HostTier:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._slots
 
     def find(self, keys: Row[BlockKey]) -> Row[BlockKey]:
         """The longest run of `keys`, from the first, that is here."""
@@ -60,8 +64,13 @@ class HostTier:
 
     def erase(self, digest: str) -> None:
         """Nothing of an adapter version is found any more."""
-        for key in [key for key in self._slots if key[0][1] == digest]:
-            self._remove(key)
+        self.disown([key for key in self._slots if key[0][1] == digest])
+
+    def disown(self, keys: Iterable[BlockKey]) -> None:
+        """Nothing is found under these keys any more."""
+        for key in keys:
+            if key in self._slots:
+                self._remove(key)
 
     def _remove(self, key: BlockKey) -> None:
         self._empty.append(self._slots.pop(key))

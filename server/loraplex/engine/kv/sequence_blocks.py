@@ -40,7 +40,7 @@ def holds_blocks(seq: Sequence) -> bool:
 class SequenceBlocks(BlockManager):
     """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states.
     `num_host_blocks`: in host memory, where forgotten blocks are found, of a model whose layers are one group that
-    keeps all positions; no sequence begins in a step any more that restores `most_restored` of them."""
+    keeps all positions; `most_restored` of them come back in a step beside others' work."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class SequenceBlocks(BlockManager):
         self.host = HostTier(num_host_blocks) if num_host_blocks else None
         self.copies: list[BlockCopy] = []
         """Those of the next step."""
+        self.restoring: dict[Sequence, None] = {}
+        """Running sequences whose prefix is on its way from host memory: nothing of them is computed before."""
         self._most_restored = most_restored
-        self._restored: dict[
-            Sequence, int
-        ] = {}  # the position from which on, until a step behind it is computed
+        self._num_restored = 0  # by the copies of the next step
         self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
         self._num_groups = len(needs.windows)
         self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -79,10 +79,7 @@ class SequenceBlocks(BlockManager):
     def lacks_room(self, seq: Sequence, reserved: int, found: list[int]) -> bool:
         """Whether a waiting sequence cannot start now, beside the `reserved` blocks of others; `found` hold its
         beginning."""
-        num_restored = sum(not one.to_host for one in self.copies)
-        return (
-            num_restored >= self._most_restored or self.lacks_place() or self.short(seq, reserved, found) > 0
-        )
+        return self.lacks_place() or self.short(seq, reserved, found) > 0
 
     def missing_to(self, seq: Sequence, end: int) -> int:
         """Blocks that a sequence lacks to hold its positions below `end`."""
@@ -173,8 +170,8 @@ class SequenceBlocks(BlockManager):
         seq.num_given_back = len(found) - len(held)
         seq.blocks_done = len(found) // self._num_groups
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
-        if self.host is not None and seq.measured is None:
-            self._restore(seq, self.host)
+        if self.host is not None and seq.measured is None and not seq.request.is_shadow:
+            self.restoring[seq] = None
         if self.states is None or seq.measured is not None:
             return
         seq.window_slot = self.places.take()
@@ -182,26 +179,49 @@ class SequenceBlocks(BlockManager):
         keys = keys[: prefix_keys.findable_blocks(seq)]
         self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
 
-    def _restore(self, seq: Sequence, host: HostTier) -> None:
-        """Bring what host memory has behind the blocks that a sequence found."""
-        keys = prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]
-        keys = list(host.find(keys[: self.num_free]))
-        if not keys:
-            return
-        start, taken = seq.num_computed, self.allocate(len(keys))
-        brought = 0
-        for key, block in zip(keys, taken, strict=True):
-            slot = host.read(key)
-            if slot is None:
-                break  # written over by what these blocks held
-            self.copies.append(BlockCopy(block, slot, to_host=False))
-            brought += 1
-        self.release(taken[brought:])
-        if brought:
-            seq.block_ids += tuple(taken[:brought])
-            seq.blocks_done += brought
-            seq.num_computed = seq.blocks_done * BLOCK_SIZE
-            self._restored[seq] = start
+    def restore(self, seq: Sequence, *, wholly: bool = False) -> bool:
+        """Bring what host memory has of a sequence's prefix: all of it if `wholly`, where no other is computed beside
+        the copies, else at most what is left to the next step. Returns whether the sequence waits for no more.
+
+        The index is asked again in each step: what was erased meanwhile does not come. A block is found by others at
+        once, since its copy is planned before whatever they compute."""
+        assert self.host is not None, "nothing is in host memory"
+        is_spare, brought = seq.request.batch, list[int]()
+        for key in prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]:
+            if found := self.lookup((key,)):
+                self.share(found, is_spare=is_spare)
+                brought += found
+                continue
+            if key not in self.host or not self.num_free:
+                break
+            if self._num_restored >= self._most_restored and not wholly:
+                self._brought(seq, brought)
+                return False
+            taken = self.allocate(1)
+            slot = self.host.read(key)
+            if slot is None:  # written over by what the block held
+                self.release(taken)
+                break
+            self.copies.append(BlockCopy(taken[0], slot, to_host=False))
+            self.register(taken[0], key, is_spare=is_spare)
+            self._num_restored += 1
+            brought += taken
+        self._brought(seq, brought)
+        self.restoring.pop(seq, None)
+        return True
+
+    def _brought(self, seq: Sequence, block_ids: list[int]) -> None:
+        seq.block_ids += tuple(block_ids)
+        seq.blocks_done += len(block_ids)
+        seq.num_computed = seq.blocks_done * BLOCK_SIZE
+
+    def num_found(self, seq: Sequence) -> int:
+        """Positions of a waiting sequence that need not be computed, as far as the caches have them now."""
+        count = len(self.find(seq)) // self._num_groups
+        if self.host is not None:
+            keys = prefix_keys.extend_keys(seq)[count : prefix_keys.findable_blocks(seq)]
+            count += len(self.host.find(keys))
+        return count * BLOCK_SIZE
 
     def on_forgotten(self, block: int, key: BlockKey) -> None:
         if self.host is None or key[0][1] in self._erased:
@@ -212,7 +232,7 @@ class SequenceBlocks(BlockManager):
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies for the step that is submitted next."""
-        taken, self.copies = tuple(self.copies), []
+        taken, self.copies, self._num_restored = tuple(self.copies), [], 0
         return taken
 
     def erase(self, digest: str, *, is_used: bool) -> None:
@@ -249,7 +269,6 @@ class SequenceBlocks(BlockManager):
         """Positions start … end-1 of a slice were computed and collected, and no row before `end` will be computed
         again: the blocks that they filled can be found by their keys, and those that no later row sees are given
         back."""
-        start = self._restored.pop(seq, start)
         if not seq.request.is_shadow:
             named = prefix_keys.filled(seq, scheduled, start, end, self._num_groups)
             self.register_all(named, is_spare=seq.request.batch)
@@ -273,7 +292,7 @@ class SequenceBlocks(BlockManager):
 
     def drop(self, seq: Sequence) -> None:
         """A sequence gives up all of its blocks, and its window and states."""
-        self._restored.pop(seq, None)
+        self.restoring.pop(seq, None)
         self.release(self.held(seq.block_ids))
         if self.states is not None:
             self.states.drop(seq)
@@ -287,6 +306,8 @@ class SequenceBlocks(BlockManager):
         self.disown(
             prefix_keys.of_group(key, group) for key in seq.block_keys for group in range(self._num_groups)
         )
+        if self.host is not None:
+            self.host.disown(seq.block_keys)
         if self.states is not None:
             self.states.disown(seq.block_keys)
             self.states.drop(seq, keeps=False)

@@ -124,6 +124,7 @@ class BackgroundSequences:
     def put_line(self, seq: Sequence) -> None:
         """A line comes back, with its blocks if it has begun."""
         seq.aside = True
+        self._end_restoring(seq)
         (self.begun if seq.state is SequenceState.RUNNING else self._waiting)[seq] = None
 
     def make_room(self, running: Iterable[Sequence], queued: Iterable[Sequence]) -> None:
@@ -221,8 +222,15 @@ class BackgroundSequences:
         self.begun[seq] = None
         seq.state = SequenceState.RUNNING
         self._blocks.begin(seq, self._blocks.find(seq) if seq.request.batch else [])
+        self._end_restoring(seq)
         if seq.request.batch and seq.epoch == 0:
             seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
+
+    def _end_restoring(self, seq: Sequence) -> None:
+        """A sequence waits for no more of its prefix than what comes in the next step."""
+        if seq in self._blocks.restoring:
+            self._blocks.restore(seq)
+            self._blocks.restoring.pop(seq, None)
 
     def _may_begin(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may hold blocks beside those that have begun."""

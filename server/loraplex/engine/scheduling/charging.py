@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from loraplex.engine.config import Charges
+from loraplex.engine.kv import prefix_keys
 from loraplex.engine.scheduling.background_turns import BackgroundTurns
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.types import Sequence
+from loraplex.kernels.attention import BLOCK_SIZE
+
+
+@dataclass(slots=True)
+class PrefixUse:
+    """Tokens of the prompts that started, and those of them that were found in the prefix cache."""
+
+    queries: int = 0
+    hits: int = 0
 
 
 class SequenceCharges:
@@ -16,6 +28,23 @@ class SequenceCharges:
         self._queue = queue
         self._turns = turns
         self.prices = charges
+        self.prefix_use = PrefixUse()
+
+    def begun(self, seq: Sequence) -> None:
+        """A sequence starts behind what it found in the prefix cache."""
+        if seq.epoch == 0:
+            self.prefix_use.queries += seq.num_prompt
+            if seq.pooled is not None and seq.num_prompt < BLOCK_SIZE:
+                # However short, it takes a place, a block and a vector.
+                self.work(seq, (BLOCK_SIZE - seq.num_prompt) * self.prices.prefill)
+        self.found(seq)
+
+    def found(self, seq: Sequence) -> None:
+        """A sequence, before anything of it is computed, has found its positions up to `num_computed`."""
+        if seq.epoch == 0:
+            before, seq.num_cached = seq.num_cached, prefix_keys.cached_prompt_tokens(seq)
+            self.prefix_use.hits += seq.num_cached - before
+        self.prompt(seq, seq.num_computed, self.prices.cached)
 
     def work(self, seq: Sequence, units: float) -> None:
         """Charge `units` of work at which its adapter acts."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.config import SchedulerConfig
-from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling import step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
@@ -38,7 +37,6 @@ from loraplex.engine.types import (
     SequenceState,
     StepPlan,
 )
-from loraplex.kernels.attention import BLOCK_SIZE
 
 
 class Scheduler:
@@ -85,7 +83,7 @@ class Scheduler:
         self.held: set[Sequence] = set()
         self.failed: list[tuple[Sequence, str]] = []
         self.num_preemptions = 0
-        self.prefix_queries = self.prefix_hits = 0
+        self.prefix_use = self._charge.prefix_use
         self._loading: dict[str, None] = {}  # by the last plan
         self._step_id = 0
         self._preempter = Preempter(self.running, self.queue, self.blocks, self._max_running, self._preempt)
@@ -158,7 +156,7 @@ class Scheduler:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step was computed in this time."""
-        if self._bound is not None and plan.measure is None:
+        if self._bound is not None and plan.is_of_slices:
             self._bound.times.took(StepLoad.of(plan.scheduled), seconds)
 
     def computed(self, seq: Sequence, scheduled: ScheduledSequence) -> None:
@@ -212,7 +210,7 @@ class Scheduler:
         self.background.make_room(self.running, self.queue.requests)
         self._cache.begin_pass()
         self._preempter.begin_step(draft)
-        decoding, forced, prefilling, measuring = step_draft.sort_running(self.running)
+        decoding, forced, prefilling, measuring = step_draft.sort_running(self.running, self.blocks.restoring)
         time = None
         if self._bound is not None:
             lines = self.batch_lines.is_on
@@ -232,6 +230,7 @@ class Scheduler:
         self._measure(draft, measuring)
         pending = self.adapters.step(now, self.running)
         self.failed += pending.unservable(self.queue)
+        prefilling += filter(self._restore, sorted(self.blocks.restoring, key=self._counter))
         if draft.prompt_time is not None and len(draft.preempted) == yielded:
             self._share_prompts(draft, draft.prompt_time, prefilling, claimed=yielded > 0)
         # Prompts are computed in the order of counters, new ones and those begun before alike.
@@ -244,6 +243,10 @@ class Scheduler:
         self._go_on_activated(draft)
         if self.speculation is not None:
             self.speculation.extend(draft, self.blocks, self._counter)
+        if self.blocks.restoring and not (draft.num_slices or draft.measure):
+            seq = min(self.blocks.restoring, key=self._counter)
+            self._restore(seq, wholly=True)
+            self._schedule(draft, seq)
         if not len(self.queue):
             if self._bound is not None and draft.prompt_time is None:
                 draft.prompt_time = self._bound.open(StepLoad.of(draft.scheduled.values()))
@@ -375,11 +378,8 @@ class Scheduler:
 
     def _admit(self, draft: StepDraft, before: float = inf) -> None:
         """Start waiting sequences in fair order, of tenants with a counter below `before`, while budget, places and
-        blocks last.
-
-        A sequence that waits for its adapter is skipped. One that waits for blocks is not: smaller ones behind it would
-        starve it.
-        """
+        blocks last. One that waits for its adapter is skipped. One that waits for blocks is not: smaller ones behind it
+        would starve it."""
         reserved = -1
         while draft.has_room:
             seq = self.queue.head()
@@ -436,15 +436,15 @@ class Scheduler:
         self.blocks.begin(seq, found)
         if seq.epoch == 0:
             seq.adapter_opened = lane.opened
-            seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
-            self.prefix_queries += seq.num_prompt
-            self.prefix_hits += seq.num_cached
-            if seq.pooled is not None and seq.num_prompt < BLOCK_SIZE:
-                # However short, it takes a place, a block and a vector.
-                self._charge.work(seq, (BLOCK_SIZE - seq.num_prompt) * self._charge.prices.prefill)
-        self._charge.prompt(seq, seq.num_computed, self._charge.prices.cached)
-        if seq.measured is None:
-            self._schedule(draft, seq, most=most, least=LEAST_CHUNK)
-        else:
+        self._charge.begun(seq)
+        if seq.measured is not None:
             self._measure(draft, [seq])
+        elif seq not in self.blocks.restoring or self._restore(seq):
+            self._schedule(draft, seq, most=most, least=LEAST_CHUNK)
         return True
+
+    def _restore(self, seq: Sequence, *, wholly: bool = False) -> bool:
+        """Bring more of a prefix that is on its way, as `SequenceBlocks.restore` does."""
+        is_here = self.blocks.restore(seq, wholly=wholly)
+        self._charge.found(seq)
+        return is_here

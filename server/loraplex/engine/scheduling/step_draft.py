@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -73,15 +73,17 @@ class StepDraft:
 
 
 def sort_running(
-    running: Iterable[Sequence],
+    running: Iterable[Sequence], restoring: Collection[Sequence]
 ) -> tuple[list[Sequence], list[Sequence], list[Sequence], list[Sequence]]:
     """The running sequences that have something to compute: those with one position, those whose positions hold forced
-    tokens, those in their prompt, and those with a part to measure."""
+    tokens, those in their prompt, and those with a part to measure. Those in `restoring` have nothing yet."""
     decoding: list[Sequence] = []
     forced: list[Sequence] = []
     prefilling: list[Sequence] = []
     measuring: list[Sequence] = []
     for seq in running:
+        if restoring and seq in restoring:
+            continue
         lag = len(seq.token_ids) + seq.num_pending - seq.num_computed
         if lag == 1:
             decoding.append(seq)

@@ -9,7 +9,6 @@ from loraplex.engine.scheduling.timing.row_turns import rank_of
 from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.scheduling.timing.step_times import StepLoad
 from loraplex.engine.types import Sequence
-from loraplex.kernels.attention import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class CopyLead:
     def seconds(self, blocks: SequenceBlocks, seq: Sequence) -> float:
         """Predict the first step of a waiting sequence, alone; 0 of one that cannot wait for layers, since it is
         recorded, and of one whose adapter does not act from its first position on. Others' rows make it longer only."""
-        start = len(blocks.find(seq)) // len(blocks.needs.windows) * BLOCK_SIZE
+        start = blocks.num_found(seq)
         count = min(len(seq.token_ids) - start, self.max_tokens)
         sizes = self.bound.times.measured.sizes
         recorded = sizes[-1] if sizes else 0

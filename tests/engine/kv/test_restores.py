@@ -1,0 +1,260 @@
+"""Prefixes that come back from host memory within a budget for each step: random histories, and cases by hand."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from loraplex.engine.kv.host_tier import HostTier
+from loraplex.engine.kv.sequence_blocks import SequenceBlocks
+from loraplex.engine.types import EngineRequest, Sequence
+from support.engine.core_engine import CoreEngine, adapter, expected
+from support.engine.fake_runner import Fault
+from support.simulator.histories import Summary, Violation, play
+
+HISTORIES = range(40)
+LONG = tuple(range(1, 162))
+"""A prompt of ten blocks and a token."""
+
+
+@functools.cache
+def played() -> Summary:
+    total = Summary()
+    for seed in HISTORIES:
+        total.add(play(seed, host=True))
+    return total
+
+
+def test_histories_with_host_memory_keep_every_promise() -> None:
+    """No step of several sequences restores more than the budget, nothing comes back for another owner or after its
+    version was deleted, and every request ends."""
+    total = played()
+    assert min(total.restored, total.preemptions, total.out_of_memory, total.poisoned, total.deletions) > 0
+    assert min(total.restarts, total.cut_prompts, total.endings["abort"]) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+def test_two_thousand_histories_with_host_memory() -> None:
+    for seed in range(2_000):
+        play(seed, host=True)
+
+
+def restored_after_its_owner_was_erased_in_flight(patch: pytest.MonkeyPatch) -> None:
+    erase = SequenceBlocks.erase
+
+    def once_it_is_here(self: SequenceBlocks, digest: str, *, is_used: bool) -> None:
+        on = [seq.request.adapter for seq in self.restoring]
+        if digest not in {ref.digest for ref in on if ref is not None}:
+            erase(self, digest, is_used=is_used)
+
+    patch.setattr(SequenceBlocks, "erase", once_it_is_here)
+
+
+def deleted_version_stays_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "erase", lambda self, digest: None)
+
+
+def as_many_restored_as_there_are(patch: pytest.MonkeyPatch) -> None:
+    restore = SequenceBlocks.restore
+    patch.setattr(
+        SequenceBlocks, "restore", lambda self, seq, *, wholly=False: restore(self, seq, wholly=True)
+    )
+
+
+def restored_before_the_block_was_written(patch: pytest.MonkeyPatch) -> None:
+    take = SequenceBlocks.take_copies
+    patch.setattr(
+        SequenceBlocks, "take_copies", lambda self: tuple(sorted(take(self), key=lambda one: one.to_host))
+    )
+
+
+def forgotten_while_it_is_on_its_way(patch: pytest.MonkeyPatch) -> None:
+    restore = SequenceBlocks.restore
+
+    def once(self: SequenceBlocks, seq: Sequence, *, wholly: bool = False) -> bool:
+        return restore(self, seq) if not seq.block_ids else False
+
+    patch.setattr(SequenceBlocks, "restore", once)
+
+
+BUGS = {
+    plant.__name__: plant
+    for plant in (
+        as_many_restored_as_there_are, restored_before_the_block_was_written, forgotten_while_it_is_on_its_way,
+    )
+}  # fmt: skip
+BUGS_OF_DELETIONS = {
+    plant.__name__: plant
+    for plant in (restored_after_its_owner_was_erased_in_flight, deleted_version_stays_on_the_host)
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[name](monkeypatch)
+    with pytest.raises(Violation):
+        for seed in range(60):
+            play(seed, host=True)
+
+
+def engine_that_forgot(*requests: tuple[str, tuple[int, ...], Any], **config: Any) -> CoreEngine:
+    """An engine with these prompts in host memory, and nothing of them on the device."""
+    sizes: dict[str, Any] = {"num_blocks": 24, "num_host_blocks": 200, "most_restored_blocks": 2}
+    engine = CoreEngine(**(sizes | config))
+    for number, (tenant, prompt, ref) in enumerate(requests):
+        engine.add(f"first {number}", ref, tenant_id=tenant, prompt_ids=prompt, max_tokens=1)
+        engine.run()
+    for number in range(2):
+        prompt = tuple(range(400 * number + 180, 400 * number + 180 + 16 * 20))
+        engine.add(f"other {number}", tenant_id="other", prompt_ids=prompt, max_tokens=1)
+        engine.run()
+    engine.runner.keep_plans = True
+    return engine
+
+
+def restored(engine: CoreEngine) -> list[int]:
+    """Blocks that came back in each step."""
+    return [sum(not one.to_host for one in plan.copies) for plan in engine.runner.plans]
+
+
+def cached(engine: CoreEngine, request: EngineRequest) -> int:
+    usage = engine.end(request.request_id).usage
+    assert usage is not None
+    return usage.cached_tokens
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_neighbours_decode_while_a_long_prefix_comes_back(lookahead: int) -> None:
+    engine = engine_that_forgot(("acme", LONG, None), lookahead=lookahead)
+    neighbour = engine.add("neighbour", tenant_id="other", max_tokens=40)
+    while len(engine.tokens("neighbour")) < 4:
+        engine.step(0.01)
+    engine.runner.plans.clear()
+    long = engine.add("long", prompt_ids=LONG)
+    late = engine.add("late", tenant_id="third", prompt_ids=(7, 8, 9))
+    engine.run()
+    assert restored(engine)[:5] == [2, 2, 2, 2, 2]
+    rows = [{row.request_id for row in plan.scheduled} for plan in engine.runner.plans]
+    assert all("neighbour" in ids and "long" not in ids for ids in rows[:4])
+    assert "late" in rows[0]
+    assert "long" in rows[4]
+    for request, count in ((neighbour, 40), (long, 5), (late, 5)):
+        assert engine.tokens(request.request_id) == expected(request, count)
+    assert cached(engine, long) == 160
+    use = engine.core.stats()
+    assert use.prefix_cache_hits == 160
+
+
+def test_alone_it_comes_back_at_once() -> None:
+    engine = engine_that_forgot(("acme", LONG, None))
+    long = engine.add("long", prompt_ids=LONG)
+    engine.run()
+    assert restored(engine)[0] == 10
+    assert engine.tokens("long") == expected(long, 5)
+
+
+def test_a_prefix_half_here_and_half_there_is_one_hit() -> None:
+    engine = engine_that_forgot(("acme", LONG, None), most_restored_blocks=20)
+    engine.add("half", prompt_ids=(*LONG[:81], 500), max_tokens=1)
+    engine.run()
+    before = sum(restored(engine))
+    assert before == 5
+    long = engine.add("long", prompt_ids=LONG)
+    engine.run()
+    assert sum(restored(engine)) == 10
+    assert cached(engine, long) == 160
+    assert engine.tokens("long") == expected(long, 5)
+
+
+def test_two_that_want_the_same_prefix_have_it_brought_once() -> None:
+    engine = engine_that_forgot(("acme", LONG, None))
+    engine.add("neighbour", tenant_id="other", max_tokens=60)
+    engine.step(0.01)
+    both = [engine.add(f"long {number}", prompt_ids=(*LONG, 300 + number)) for number in range(2)]
+    engine.run()
+    assert sum(restored(engine)) == 10
+    for request in both:
+        assert engine.tokens(request.request_id) == expected(request, 5)
+        assert cached(engine, request) == 160
+
+
+def test_another_tenant_with_the_same_tokens_finds_nothing() -> None:
+    engine = engine_that_forgot(("acme", LONG, None))
+    foreign = engine.add("foreign", tenant_id="third", prompt_ids=LONG)
+    engine.run()
+    assert sum(restored(engine)) == 0
+    assert cached(engine, foreign) == 0
+
+
+def answer_of_a_version_deleted_on_the_way() -> tuple[CoreEngine, EngineRequest]:
+    """Four of ten blocks have come back when the version of a running request is deleted."""
+    ref = adapter(1)
+    engine = engine_that_forgot(("acme", LONG, ref))
+    engine.add("neighbour", tenant_id="other", max_tokens=60)
+    engine.step(0.01)
+    long = engine.add("long", ref, prompt_ids=LONG)
+    while sum(restored(engine)) < 4:
+        engine.step(0.01)
+    engine.core.drop(ref.digest)
+    engine.runner.host.erased(ref.digest)
+    engine.run()
+    return engine, long
+
+
+def test_a_version_that_is_deleted_while_its_prefix_comes_back() -> None:
+    engine, long = answer_of_a_version_deleted_on_the_way()
+    assert sum(restored(engine)) == 4
+    assert cached(engine, long) == 64
+    assert engine.tokens("long") == expected(long, 5)
+
+
+@pytest.mark.parametrize("name", BUGS_OF_DELETIONS)
+def test_planted_bug_of_a_deletion_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS_OF_DELETIONS[name](monkeypatch)
+    with pytest.raises(AssertionError, match="a block comes back after its version was deleted"):
+        answer_of_a_version_deleted_on_the_way()
+
+
+def test_an_aborted_request_leaves_what_came_back_to_the_next() -> None:
+    engine = engine_that_forgot(("acme", LONG, None))
+    engine.add("neighbour", tenant_id="other", max_tokens=60)
+    engine.step(0.01)
+    engine.add("gone", prompt_ids=LONG)
+    while sum(restored(engine)) < 4:
+        engine.step(0.01)
+    engine.core.abort("gone")
+    long = engine.add("long", prompt_ids=LONG)
+    engine.run()
+    assert sum(restored(engine)) == 10
+    assert engine.tokens("long") == expected(long, 5)
+
+
+def test_kv_that_was_not_finite_is_not_found_on_the_host() -> None:
+    engine = engine_that_forgot(("acme", LONG, None))
+    engine.runner.fault = lambda plan: Fault(poisoned=frozenset({0}))
+    engine.add("spoilt", prompt_ids=LONG, max_tokens=3)
+    engine.step(0.01)
+    engine.runner.fault = lambda plan: Fault()
+    engine.run()
+    assert engine.error("spoilt") == "internal_error"
+    engine.runner.plans.clear()
+    long = engine.add("long", prompt_ids=LONG)
+    engine.run()
+    assert sum(restored(engine)) == 0
+    assert engine.tokens("long") == expected(long, 5)
+
+
+@pytest.mark.parametrize("at", ["submit", "collect"])
+def test_a_step_that_fails_beside_its_copies(at: str) -> None:
+    engine = engine_that_forgot(("acme", LONG, None))
+    engine.runner.fault = lambda plan: Fault(at)
+    engine.add("first", prompt_ids=LONG)
+    engine.step(0.01)
+    engine.runner.fault = lambda plan: Fault()
+    engine.run()
+    long = engine.add("long", prompt_ids=LONG)
+    engine.run()
+    assert engine.tokens("long") == expected(long, 5)

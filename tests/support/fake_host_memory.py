@@ -1,0 +1,59 @@
+"""Blocks in the host memory of a `FakeRunner`: their contents, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loraplex.engine.types import BlockCopy, StepPlan
+from loraplex.kernels.attention import BLOCK_SIZE
+
+_ERASED = "erased"
+"""The version of a block that nothing may read any more."""
+
+
+class FakeHostMemory:
+    """`num_slots` blocks. A plan copies from and to them: `most_restored` at most where its rows are those of more than
+    one sequence, and none of a version that was `erased` since it was written."""
+
+    def __init__(self, num_blocks: int, num_slots: int, most_restored: int) -> None:
+        self._most_restored = most_restored
+        self._contents: list[tuple[list[int], list[str]]] = [([], [])] * num_slots
+        # As the steps that were submitted leave them; they run in this order.
+        self._of_blocks: list[str | None] = [None] * num_blocks
+        self._of_slots: list[str | None] = [_ERASED] * num_slots
+        self.num_restored = 0
+
+    def erased(self, digest: str) -> None:
+        """A version was deleted."""
+        self._of_slots = [_ERASED if of == digest else of for of in self._of_slots]
+
+    def submitted(self, plan: StepPlan) -> list[str]:
+        """What is wrong with the copies of a plan."""
+        wrong: list[str] = []
+        for one in plan.copies:
+            if one.to_host:
+                self._of_slots[one.slot] = self._of_blocks[one.block]
+                continue
+            self._of_blocks[one.block] = self._of_slots[one.slot]
+            if self._of_slots[one.slot] == _ERASED:
+                wrong.append("a block comes back after its version was deleted")
+        for row in plan.scheduled:
+            of = None if row.slot < 0 or row.request.adapter is None else row.request.adapter.digest
+            first, end = row.start // BLOCK_SIZE, -(-(row.start + row.num_tokens) // BLOCK_SIZE)
+            for block in row.block_ids[first:end]:
+                self._of_blocks[block] = of
+        restored = sum(not one.to_host for one in plan.copies)
+        self.num_restored += restored
+        sharing = {row.request_id for row in plan.scheduled if not row.request.background}
+        if restored > self._most_restored and len(sharing) > 1:
+            wrong.append(f"{restored} blocks come back in a step of {len(sharing)} sequences")
+        return wrong
+
+    def copy(self, copies: Iterable[BlockCopy], values: list[int], tenants: list[str]) -> None:
+        """Copy blocks between here and the device's `values` and `tenants` of all positions."""
+        for one in copies:
+            places = slice(one.block * BLOCK_SIZE, (one.block + 1) * BLOCK_SIZE)
+            if one.to_host:
+                self._contents[one.slot] = values[places], tenants[places]
+            else:
+                values[places], tenants[places] = self._contents[one.slot]
