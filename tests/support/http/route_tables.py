@@ -137,6 +137,7 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/usage": OPERATOR,
     "GET /admin/v1/engine": OPERATOR,
     "GET /admin/v1/engine/experts": OPERATOR,
+    "GET /admin/v1/adapters": OPERATOR,
     "GET /admin/v1/cache": OPERATOR,
     "GET /admin/v1/cluster": OPERATOR,
     "POST /admin/v1/cluster/replicas/{replica}/drain": OPERATOR,

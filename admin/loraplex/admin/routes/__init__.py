@@ -30,6 +30,7 @@ OPERATOR_ROUTERS = (
     cluster.router,
     usage.router,
     batches.router,
+    adapters.operator_router,
 )
 TENANT_ROUTERS = (
     caller.router,

@@ -98,6 +98,13 @@ def _totals(stats: EngineStats, info: EngineInfo) -> CacheTotals:
     )
 
 
+def residency(entry: CacheEntry | None) -> list[str]:
+    """The tiers that hold a version, the fastest first; None: the engine does not know it."""
+    if entry is None:
+        return _RESIDENCY["cold"]
+    return [tier for tier in _RESIDENCY[entry.state] if tier != "host" or entry.host_bytes]
+
+
 def _row(info: VersionInfo, entry: CacheEntry | None) -> CacheRow:
     fields: dict[str, Any] = {
         "tenant_id": info.tenant_id,
@@ -106,7 +113,7 @@ def _row(info: VersionInfo, entry: CacheEntry | None) -> CacheRow:
         "digest": info.digest,
         "pinned": info.pinned,
         "disk_bytes": info.bytes,
-        "residency": _RESIDENCY["cold"],
+        "residency": residency(entry),
         "loading": False,
         "leases": 0,
         "device_bytes": 0,
@@ -117,9 +124,7 @@ def _row(info: VersionInfo, entry: CacheEntry | None) -> CacheRow:
         "error": None,
     }
     if entry is not None:
-        residency = [tier for tier in _RESIDENCY[entry.state] if tier != "host" or entry.host_bytes]
         fields |= {
-            "residency": residency,
             "loading": entry.loading,
             "leases": entry.leases,
             "device_bytes": entry.device_bytes,

@@ -18,7 +18,9 @@ from loraplex.admin.schemas.fields import (
     Timestamp,
 )
 from loraplex.admin.schemas.releases import Release
+from loraplex.control.release_types import RunStatus
 from loraplex.control.types import Checked, VersionState, WithoutInvocation
+from loraplex.control.usage.overview import BaseFilter, ReleaseFilter, Sort
 from loraplex.serving.output.formats import ReasoningFormatName, ToolFormatName
 
 
@@ -135,3 +137,65 @@ class Adapter(ResponseBody):
 class AdapterPage(ResponseBody):
     data: list[Adapter]
     next_cursor: str | None
+
+
+class OverviewQuery(PageQuery):
+    """`state` is of the newest living version; `base` says whether that was made for the base that is served; `search`
+    is a part of the adapters' names. `hours`: what was asked in the last hours is counted."""
+
+    tenant: Annotated[Annotated[str, Field(pattern=described.TENANT_ID)] | None, OmittedNull()] = None
+    state: Annotated[Literal["validating", "ready", "incompatible", "corrupt"] | None, OmittedNull()] = None
+    release: Annotated[ReleaseFilter | None, OmittedNull()] = None
+    base: Annotated[BaseFilter | None, OmittedNull()] = None
+    search: Annotated[Annotated[str, Field(pattern=described.NAME_PART)] | None, OmittedNull()] = None
+    sort: Sort = "name"
+    order: Literal["asc", "desc"] = "asc"
+    hours: Annotated[int, Field(ge=1, le=24)] = 24
+
+
+class OverviewTarget(ResponseBody):
+    version: str
+    weight: int
+
+
+class OverviewRow(ResponseBody):
+    """One adapter. `version` is the newest living one, `state` its own, and `compatible` says whether it was made for
+    the base that is served; `bytes` and `pinned` count all living versions. `released` are the versions that take the
+    traffic; `run` is the state of the release's guard or schedule. `requests`, `errors` (those that the server failed),
+    `tokens`, the median `first_token_seconds` and `last_used_at` are of the hours asked for. `residency` names the
+    tiers that hold the newest version, the fastest first; null while the engine is away."""
+
+    tenant: str
+    name: str
+    version: str
+    state: VersionState
+    compatible: bool
+    num_versions: int
+    bytes: int
+    pinned: int
+    created_at: Timestamp
+    released: list[OverviewTarget]
+    run: RunStatus | None
+    requests: int
+    errors: int
+    tokens: int
+    first_token_seconds: float | None
+    last_used_at: Timestamp | None
+    residency: list[str] | None
+
+
+class OverviewTotals(ResponseBody):
+    """Sums over all pages. `states` counts adapters by the state of their newest living version."""
+
+    adapters: int
+    states: dict[str, int]
+    bytes: int
+    requests: int
+    errors: int
+    tokens: int
+
+
+class OverviewPage(ResponseBody):
+    data: list[OverviewRow]
+    next_cursor: str | None
+    totals: OverviewTotals
