@@ -41,13 +41,14 @@ export function Section({ title, note, children }) {
 /**
  * Rows, scrolling sideways where they do not fit. The first column names the row.
  * @param {{ caption: string, columns: Column[], rows: any[], keyOf: (row: any) => string, testid?: string,
- *   empty?: string, foot?: any[] }} props `foot`: the cells of a last row, such as totals.
+ *   empty?: string, foot?: any[], cards?: boolean }} props `foot`: the cells of a last row, such as totals; `cards`: where the screen
+ *   is narrow, each row is a card with the columns' titles beside its values.
  */
-export function Table({ caption, columns, rows, keyOf, testid, empty, foot }) {
+export function Table({ caption, columns, rows, keyOf, testid, empty, foot, cards = false }) {
   if (!rows.length && empty) return html`<${Empty}>${empty}<//>`;
   const kind = (/** @type {Column} */ column) => (column.number ? "number" : "");
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
-    <table>
+    <table class=${cards ? "cards" : ""}>
       <caption class="hidden">${caption}</caption>
       <thead>
         <tr>${columns.map((column) => html`<th scope="col" class=${kind(column)}>${column.title}</th>`)}</tr>
@@ -58,7 +59,7 @@ export function Table({ caption, columns, rows, keyOf, testid, empty, foot }) {
             ${columns.map((column, i) =>
               i === 0
                 ? html`<th scope="row" class=${kind(column)}>${column.cell(row)}</th>`
-                : html`<td class=${kind(column)}>${column.cell(row)}</td>`,
+                : html`<td class=${kind(column)} data-title=${column.title}>${column.cell(row)}</td>`,
             )}
           </tr>`,
         )}

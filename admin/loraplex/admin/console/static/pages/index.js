@@ -12,7 +12,8 @@ import { path } from "../lib/api.js";
 export const pages = [
   { at: "now", nav: "Now", testid: "nav-now", who: "operator", load: () => import("./now.js") },
   { at: "tenants/:tenant", nav: "Tenant", testid: "nav-tenants", scope: "usage:read", load: () => import("./tenant.js") },
-  { at: "tenants/:tenant/adapters", nav: "Adapters", testid: "nav-adapters", scope: "adapters:read", load: () => import("./adapters.js") },
+  { at: "tenants/:tenant/adapters", nav: "Adapters", testid: "nav-adapters", who: "key", scope: "adapters:read", load: () => import("./adapters.js") },
+  { at: "all-adapters", nav: "Adapters", testid: "nav-adapters", who: "operator", under: "adapters", load: () => import("./all_adapters.js") },
   { at: "tenants/:tenant/adapters/:name", load: () => import("./adapter.js") },
   { at: "tenants/:tenant/adapters/:name/upload", load: () => import("./upload.js") },
   { at: "tenants/:tenant/adapters/:name/release", load: () => import("./release.js") },

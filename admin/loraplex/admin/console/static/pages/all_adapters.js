@@ -1,0 +1,195 @@
+/** Adapters of all tenants: filtered and sorted by the server, with what was asked of them; several changed at once. */
+import { api, path } from "../lib/api.js";
+import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { place, query, setQuery } from "../lib/place.js";
+import { usePoll } from "../lib/poll.js";
+import * as ui from "../lib/ui.js";
+import { adapterHref, Released, RunBadge } from "./adapters.js";
+
+const ROWS = 100;
+const EVERY_MS = 15_000;
+const FILTERS = ["tenant", "search", "state", "release", "base", "hours", "sort", "order"];
+
+/** Choices of a filter: the value in the address and its words. @type {Record<string, [string, string][]>} */
+const CHOICES = {
+  state: [["", "any"], ["ready", "ready"], ["validating", "being checked"], ["incompatible", "of another base"], ["corrupt", "damaged"]],
+  release: [["", "any"], ["none", "nothing released"], ["released", "released"], ["running", "rolling out"], ["paused", "paused"]],
+  base: [["", "any"], ["served", "the one served"], ["other", "another"]],
+  hours: [["1", "1 hour"], ["6", "6 hours"], ["", "24 hours"]],
+  sort: [["", "name"], ["errors", "errors"], ["requests", "requests"], ["tokens", "tokens"], ["first_token", "first token"],
+    ["last_used", "last use"], ["bytes", "size"], ["created", "newest version"]],
+  order: [["", "smallest first"], ["desc", "largest first"]],
+};
+
+/** @type {Record<string, "good" | "busy" | "bad" | "off">} */
+const KINDS = { ready: "good", validating: "busy", corrupt: "bad", incompatible: "off" };
+
+/** @param {any} row */
+const keyOf = (row) => `${row.tenant}/${row.name}`;
+
+export default function AllAdapters() {
+  const here = place.value;
+  const chosen = Object.fromEntries(FILTERS.map((name) => [name, query.value[name] ?? ""]));
+  const of = JSON.stringify(chosen);
+  const [cursor, setCursor] = useState({ of, at: /** @type {string | null} */ (null) });
+  const at = cursor.of === of ? cursor.at : null;
+  const [picked, setPicked] = useState(/** @type {Map<string, any>} */ (new Map()));
+  const poll = usePoll((signal) => api.get("adapters", { ...chosen, cursor: at, limit: ROWS }, { signal }), [of, at], EVERY_MS);
+  // What is no longer listed is not changed unseen.
+  useEffect(() => setPicked(new Map()), [of, at]);
+
+  /** @param {any[]} rows @param {boolean} isOn */
+  function pick(rows, isOn) {
+    const next = new Map(picked);
+    for (const row of rows) isOn ? next.set(keyOf(row), row) : next.delete(keyOf(row));
+    setPicked(next);
+  }
+
+  return html`<${ui.Page} title="Adapters of all tenants">
+    <div class="form">
+      ${text(here, "tenant", "Tenant")} ${text(here, "search", "Name has")}
+      ${Object.keys(CHOICES).map((name) => html`<${Choice} here=${here} name=${name} value=${chosen[name]} />`)}
+    </div>
+    <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
+      <${Totals} totals=${page.totals} />
+      <${Bulk} rows=${[...picked.values()]} onDone=${() => (setPicked(new Map()), poll.reload())} />
+      ${page.data.length > 0 && html`<label class="check"><input type="checkbox" data-testid="pick-all"
+        checked=${page.data.every((/** @type {any} */ row) => picked.has(keyOf(row)))}
+        onChange=${(/** @type {any} */ event) => pick(page.data, event.target.checked)} /> All ${ui.num(page.data.length)} of this page</label>`}
+      <${ui.Table} cards caption="Adapters" testid="adapter-row" keyOf=${keyOf} rows=${page.data} columns=${columns(picked, pick)}
+        empty="No adapter is like this." />
+      <${ui.Pager} what="adapters" first=${at === null} next=${page.next_cursor}
+        onFirst=${() => setCursor({ of, at: null })} onNext=${() => setCursor({ of, at: page.next_cursor })} />`}<//>
+  <//>`;
+}
+
+/** @param {string} here @param {string} name @param {string} label */
+const text = (here, name, label) => html`<${ui.Field} label=${label}>
+  <${ui.FilterInput} testid=${`filter-${name}`} placeholder="all" value=${query.value[name] ?? ""}
+    onText=${(/** @type {string} */ value) => setQuery(here, name, value)} />
+<//>`;
+
+/** @type {Record<string, string>} */
+const LABELS = { state: "State", release: "Release", base: "Base", hours: "Figures of the last", sort: "Sorted by", order: "Order" };
+
+/** @param {{ here: string, name: string, value: string }} props */
+function Choice({ here, name, value }) {
+  const known = CHOICES[name].some(([some]) => some === value);
+  return html`<${ui.Field} label=${LABELS[name]}>
+    <select data-testid=${`filter-${name}`} value=${value} onChange=${(/** @type {any} */ event) => setQuery(here, name, event.target.value)}>
+      ${CHOICES[name].map(([some, words]) => html`<option value=${some}>${words}</option>`)}
+      ${!known && html`<option value=${value}>${value}</option>`}
+    </select>
+  <//>`;
+}
+
+/** @param {{ totals: any }} props */
+function Totals({ totals }) {
+  const states = Object.entries(totals.states).map(([state, count]) => `${ui.num(count)} ${state}`).join(", ");
+  return html`<${ui.Tiles}>
+    <${ui.Tile} name="Adapters" testid="total-adapters" value=${ui.num(totals.adapters)} note=${states} />
+    <${ui.Tile} name="Size" value=${ui.bytes(totals.bytes)} note="of all living versions" />
+    <${ui.Tile} name="Requests" testid="total-requests" value=${ui.num(totals.requests)} />
+    <${ui.Tile} name="Errors" testid="total-errors" value=${ui.num(totals.errors)} note="made by the server" />
+    <${ui.Tile} name="Tokens" value=${ui.num(totals.tokens)} />
+  <//>`;
+}
+
+/** @param {Map<string, any>} picked @param {(rows: any[], isOn: boolean) => void} pick */
+const columns = (picked, pick) => [
+  {
+    title: "Adapter",
+    cell: (/** @type {any} */ row) => html`<label class="hidden" for=${`pick-${keyOf(row)}`}>Choose ${keyOf(row)}</label>
+      <input type="checkbox" id=${`pick-${keyOf(row)}`} data-testid="pick" checked=${picked.has(keyOf(row))}
+        onChange=${(/** @type {any} */ event) => pick([row], event.target.checked)} />
+      ${" "}<a href=${adapterHref(row.tenant, row.name)}>${row.tenant}/${row.name}</a>`,
+  },
+  { title: "State", cell: (/** @type {any} */ row) => html`<span>${row.version} <${ui.Badge} kind=${KINDS[row.state] ?? "off"}>${row.state}<//></span>` },
+  {
+    title: "Released",
+    cell: (/** @type {any} */ row) => html`<span><${Released} release=${{ targets: row.released }} />
+      ${row.run && html` <${RunBadge} run=${{ status: row.run }} />`}</span>`,
+  },
+  { title: "Requests", number: true, cell: (/** @type {any} */ row) => ui.num(row.requests) },
+  { title: "Errors", number: true, cell: (/** @type {any} */ row) => html`<span class=${row.errors ? "bad" : ""}>${ui.num(row.errors)}${
+    row.errors > 0 && ` (${ui.percent(row.errors / row.requests)})`}</span>` },
+  { title: "Tokens", number: true, cell: (/** @type {any} */ row) => ui.num(row.tokens) },
+  { title: "First token", number: true, cell: (/** @type {any} */ row) => ui.seconds(row.first_token_seconds) },
+  { title: "Last use", cell: (/** @type {any} */ row) => html`<${ui.Time} at=${row.last_used_at} none="none" />` },
+  { title: "Where", cell: (/** @type {any} */ row) => (row.residency ? row.residency[0] : "–") },
+  { title: "Size", number: true, cell: (/** @type {any} */ row) => ui.bytes(row.bytes) },
+  { title: "Pinned", number: true, cell: (/** @type {any} */ row) => ui.num(row.pinned) },
+];
+
+/** What each change does to one adapter. A pin is of its newest version. @type {Record<string, (row: any) => Promise<any>>} */
+const ACTS = {
+  Pin: (row) => api.send("PUT", path`tenants/${row.tenant}/adapters/${row.name}/versions/${row.version}/pin`),
+  Unpin: (row) => api.send("DELETE", path`tenants/${row.tenant}/adapters/${row.name}/versions/${row.version}/pin`),
+  Delete: (row) => api.send("DELETE", path`tenants/${row.tenant}/adapters/${row.name}`),
+};
+/** @type {Record<string, (rows: any[]) => string>} */
+const QUESTIONS = {
+  Pin: (rows) => `Pin the newest version of ${counted(rows)}?`,
+  Unpin: (rows) => `Unpin the newest version of ${counted(rows)}?`,
+  Delete: (rows) => `Delete ${counted(rows)} with all ${ui.num(rows.reduce((sum, row) => sum + row.num_versions, 0))} versions? ${
+    ui.num(rows.filter((row) => row.requests).length)} of them got requests in this time. This cannot be undone.`,
+};
+
+/** @param {any[]} rows */
+function counted(rows) {
+  const tenants = new Set(rows.map((row) => row.tenant)).size;
+  return `${ui.num(rows.length)} ${rows.length === 1 ? "adapter" : "adapters"} of ${ui.num(tenants)} ${tenants === 1 ? "tenant" : "tenants"}`;
+}
+
+/** One question for all that were chosen; then one request after another. @param {{ rows: any[], onDone: () => void }} props */
+function Bulk({ rows, onDone }) {
+  const [asked, setAsked] = useState("");
+  const [work, setWork] = useState({ done: 0, of: 0 });
+  const [failed, setFailed] = useState(/** @type {{ row: any, error: any }[]} */ ([]));
+  const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  const left = useRef(false);
+  useEffect(() => () => void (left.current = true), []);
+
+  /** @param {string} act */
+  function ask(act) {
+    setAsked(act);
+    dialog.current?.showModal();
+  }
+
+  async function run() {
+    const chosen = rows;
+    const refused = [];
+    dialog.current?.close();
+    setFailed([]);
+    for (const [number, row] of chosen.entries()) {
+      if (left.current) return; // a page that is left changes nothing more
+      setWork({ done: number, of: chosen.length });
+      try {
+        await ACTS[asked](row);
+      } catch (error) {
+        refused.push({ row, error });
+      }
+    }
+    setWork({ done: 0, of: 0 });
+    setFailed(refused);
+    onDone();
+  }
+
+  const busy = work.of > 0;
+  return html`<div class="actions">
+      <span data-testid="picked" role="status">${busy ? `${ui.num(work.done)} of ${ui.num(work.of)} done…` : `${ui.num(rows.length)} chosen`}</span>
+      ${Object.keys(ACTS).map((act) => html`<button type="button" data-testid=${`bulk-${act.toLowerCase()}`}
+        class=${act === "Delete" ? "danger" : ""} disabled=${busy || !rows.length} onClick=${() => ask(act)}>${act}</button>`)}
+    </div>
+    ${failed.length > 0 && html`<div class="error" role="alert" data-testid="bulk-failed">
+      <p><strong>${ui.num(failed.length)} did not change.</strong></p>
+      <ul>${failed.slice(0, 10).map(({ row, error }) => html`<li>${keyOf(row)}: ${error.message}</li>`)}</ul>
+    </div>`}
+    <dialog ref=${dialog} aria-label=${asked} data-testid="bulk-question">
+      <p>${asked && rows.length > 0 && QUESTIONS[asked](rows)}</p>
+      <div class="actions">
+        <button type="button" class=${asked === "Delete" ? "danger" : "primary"} data-testid="bulk-yes" onClick=${run}>${asked}</button>
+        <button type="button" data-testid="bulk-no" onClick=${() => dialog.current?.close()}>Keep as it is</button>
+      </div>
+    </dialog>`;
+}

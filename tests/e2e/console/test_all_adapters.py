@@ -1,0 +1,135 @@
+"""The list of all tenants' adapters in a browser: filters, figures, changes of several, narrow screens."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator
+from datetime import UTC, timedelta
+
+import msgspec
+import pytest
+from playwright.sync_api import Browser, Route, expect
+from sqlalchemy import insert
+
+from loraplex.control.db.tables import Usage
+from support.console.axe import check_axe, need_axe
+from support.console.browser import PATIENCE_MS, Screen
+from support.control.usage import ended
+from support.http.admin_plane import ADMIN_TOKEN
+from support.http.whole_server import WholeServer, whole_server
+
+pytestmark = pytest.mark.slow
+expect.set_options(timeout=PATIENCE_MS)
+TENANTS = ("acme", "globex", "rival")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
+    """Three tenants with two adapters each; half of the requests of globex/billing fail."""
+    with whole_server(tmp_path_factory.mktemp("server")) as running:
+        for tenant in TENANTS:
+            running.plane.make_tenant(tenant)
+            for seed, name in enumerate(("billing", "support")):
+                running.plane.make_adapter(name, tenant, seed=seed)
+        at = datetime.datetime.now(UTC) - timedelta(minutes=2)
+        rows = [
+            ended(at=at, tenant_id=tenant, adapter="billing", first_token_s=0.2, status=status)
+            for tenant in TENANTS
+            for status in ("stop", "internal_error" if tenant == "globex" else "stop")
+        ]
+        with running.plane.database.write() as session:
+            session.execute(insert(Usage), [msgspec.structs.asdict(row) for row in rows])
+        yield running
+        running.settle()
+
+
+def test_the_adapter_that_fails_is_found_by_an_address(
+    server: WholeServer, screen: Screen, browser: Browser
+) -> None:
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
+    screen["nav-adapters"].click()
+    expect(screen["adapter-row"]).to_have_count(6)
+    expect(screen["total-errors"]).to_contain_text("1")
+    screen["filter-sort"].select_option("errors")
+    screen["filter-order"].select_option("desc")
+    worst = screen["adapter-row"].first
+    expect(worst).to_have_attribute("data-key", "globex/billing")
+    expect(worst).to_contain_text("1 (50%)")
+    screen["filter-search"].fill("bill")
+    screen["filter-search"].press("Enter")
+    expect(screen["adapter-row"]).to_have_count(3)
+    root, _, at = screen.page.url.partition("#/")
+    other = Screen(browser.new_page()).sign_in(root, ADMIN_TOKEN, at)
+    expect(other["adapter-row"]).to_have_count(3)
+    expect(other["adapter-row"].first).to_have_attribute("data-key", "globex/billing")
+    expect(other["filter-sort"]).to_have_value("errors")
+    other.page.close()
+
+
+def test_several_are_pinned_and_deleted_after_one_question(server: WholeServer, screen: Screen) -> None:
+    for tenant in TENANTS:
+        server.plane.make_adapter("spare", tenant, seed=9)
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "all-adapters?search=spare")
+    expect(screen["adapter-row"]).to_have_count(3)
+    expect(screen["bulk-delete"]).to_be_disabled()
+    screen["pick"].nth(0).check()
+    screen["pick"].nth(2).check()
+    screen["bulk-pin"].click()
+    expect(screen["bulk-question"]).to_contain_text("Pin the newest version of 2 adapters of 2 tenants?")
+    screen["bulk-yes"].click()
+    expect(screen["picked"]).to_have_text("0 chosen")
+    catalog = server.plane.services.catalog
+    assert [(one.tenant_id, one.name) for one in catalog.pinned()] == [
+        ("acme", "spare"),
+        ("rival", "spare"),
+    ]
+    screen["pick-all"].check()
+    screen["bulk-delete"].click()
+    expect(screen["bulk-question"]).to_contain_text("Delete 3 adapters of 3 tenants with all 3 versions?")
+    screen["bulk-no"].click()
+    assert catalog.get_adapter("acme", "spare").num_versions == 1
+    catalog.delete_adapter("globex", "spare")
+    screen["bulk-delete"].click()
+    screen["bulk-yes"].click()
+    expect(screen["bulk-failed"]).to_contain_text("1 did not change.")
+    expect(screen["bulk-failed"]).to_contain_text("globex/spare")
+    expect(screen["empty"]).to_be_visible()
+    left = [row.name for tenant in TENANTS for row in catalog.list_adapters(tenant).items]
+    assert left == ["billing", "support"] * 3
+
+
+def test_hostile_texts_stay_texts(server: WholeServer, screen: Screen) -> None:
+    hurt = "<img src=x onerror=window.hurt=1>"
+
+    def poison(route: Route) -> None:
+        answer = route.fetch()
+        page = answer.json()
+        texts = dict.fromkeys(("tenant", "name", "version", "state", "run"), hurt)
+        texts |= {"released": [{"version": hurt, "weight": 1}], "residency": [hurt]}
+        page["data"] = [row | texts for row in page["data"]]
+        page["totals"]["states"] = {hurt: 1}
+        route.fulfill(response=answer, body=json.dumps(page))
+
+    screen.page.route("**/admin/v1/adapters?*", poison)
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "all-adapters")
+    screen["adapter-row"].first.wait_for()
+    assert hurt in screen.page.locator("main").inner_text()
+    screen["pick"].first.check()
+    screen["bulk-delete"].click()
+    expect(screen["bulk-question"]).to_be_visible()
+    assert screen.page.evaluate("window.hurt") is None
+    assert screen.page.locator("main img").count() == 0
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_at_three_widths(server: WholeServer, screen: Screen, theme: str) -> None:
+    need_axe()
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "all-adapters?sort=errors&order=desc")
+    screen["adapter-row"].first.wait_for()
+    screen["theme"].select_option(theme)
+    for width in (390, 900, 1400):
+        screen.page.set_viewport_size({"width": width, "height": 900})
+        check_axe(screen, f"all-adapters in {theme} at {width}")
+        wide = screen.page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width, f"{wide} pixels on a screen of {width}"
