@@ -8,11 +8,12 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from sqlalchemy import event, insert, update
+from sqlalchemy import event, insert, select, update
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.control.db.tables import AdapterVersion, Release, Usage
+from loraplex.control.db.tables import Adapter, AdapterVersion, Release, Usage
 from loraplex.control.release_types import ReleaseTarget
+from loraplex.control.usage.overview import OverviewFilter, Overviews
 from support.control.usage import ended
 from support.http.admin_plane import AdminPlane, admin_client, assert_problem
 
@@ -174,6 +175,40 @@ async def test_the_number_of_statements_does_not_grow(several: AdminPlane, admin
         assert len(answer.json()["data"]) == 3 + more
         counts.append(len([one for one in told if one.startswith("SELECT")]))
     assert counts == [4, 4]
+
+
+def test_the_work_of_the_database_grows_with_the_adapters_alone(several: AdminPlane) -> None:
+    """SQLite's instructions, in thousands: four times the adapters, and not sixteen times the work."""
+    with several.database.write() as session:
+        first = session.get_one(AdapterVersion, ("acme", "billing", 1))
+        release = session.scalars(select(Release).limit(1)).one()
+        version_row, release_row = (
+            {column.name: getattr(row, column.name) for column in row.__table__.columns}
+            for row in (first, release)
+        )
+    work = []
+    for number in (1000, 4000):
+        names = [f"a{number}-{place}" for place in range(number - (1000 if work else 0))]
+        with several.database.write() as session:
+            own = [{"tenant_id": "acme", "name": name} for name in names]
+            made = {"last_number": 1, "created_at": first.created_at}
+            session.execute(insert(Adapter), [made | one for one in own])
+            session.execute(insert(AdapterVersion), [version_row | one for one in own])
+            session.execute(insert(Release), [release_row | one for one in own])
+            used = [ended(at=datetime.now(UTC), tenant_id="acme", adapter=name) for name in names]
+            session.execute(insert(Usage), [msgspec.structs.asdict(row) for row in used])
+        steps: list[None] = []
+
+        def count(connection: Any, *_: Any, steps: list[None] = steps) -> None:
+            connection.connection.driver_connection.set_progress_handler(lambda: steps.append(None), 1000)
+
+        event.listen(several.database._reporter, "before_cursor_execute", count)
+        read = Overviews(several.database, several.services.catalog.base.fingerprint).read
+        found = read(OverviewFilter(), since=datetime.now(UTC) - timedelta(hours=1), sort="first_token")
+        event.remove(several.database._reporter, "before_cursor_execute", count)
+        assert found.totals.states["ready"] == number + 1
+        work.append(len(steps))
+    assert work[1] < 6 * work[0], work
 
 
 @pytest.mark.parametrize(

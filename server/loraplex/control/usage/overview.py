@@ -22,7 +22,7 @@ from sqlalchemy import (
     select,
     tuple_,
 )
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from loraplex.control import rules
 from loraplex.control.catalog.release_reading import release_info
@@ -154,8 +154,8 @@ class Overviews:
 
     def _rows(self, chosen: OverviewFilter, since: datetime, with_medians: bool) -> Subquery:
         """A row for each adapter that the filter lets through."""
-        version, run = AdapterVersion, ReleaseRun
-        living, used, release = _living(chosen.tenant), _used(chosen.tenant, since), _releases(chosen.tenant)
+        version, release, run = AdapterVersion, Release, ReleaseRun
+        living, used = _living(chosen.tenant), _used(chosen.tenant, since)
         query = (
             select(
                 living,
@@ -163,7 +163,7 @@ class Overviews:
                 version.digest,
                 version.base_fingerprint,
                 version.created_at.label("created"),
-                case((run.revision == release.c.revision, run.status)).label("run"),
+                case((run.revision == release.revision, run.status)).label("run"),
                 *(func.coalesce(used.c[name], 0).label(name) for name in _COUNTS),
                 used.c.last_used_at,
                 func.coalesce(used.c.last_used_at, literal(_NEVER, UtcDateTime())).label("last_used"),
@@ -174,7 +174,12 @@ class Overviews:
                 & (version.name == living.c.name)
                 & (version.number == living.c.newest),
             )
-            .outerjoin(release, _same_name(release, living))
+            .outerjoin(
+                release,
+                (release.tenant_id == living.c.tenant_id)
+                & (release.name == living.c.name)
+                & (release.revision == _newest_revision(living)),
+            )
             .outerjoin(run, (run.tenant_id == living.c.tenant_id) & (run.name == living.c.name))
             .outerjoin(used, _same_name(used, living))
         )
@@ -191,10 +196,10 @@ class Overviews:
             query = query.where(living.c.name.contains(chosen.search, autoescape=True))
         if chosen.release in ("none", "released"):
             # A name whose last version was deleted has a release without targets.
-            targets = func.coalesce(cast(release.c.targets, Text), "[]")
+            targets = func.coalesce(cast(release.targets, Text), "[]")
             query = query.where(targets == "[]" if chosen.release == "none" else targets != "[]")
         elif chosen.release is not None:
-            query = query.where(run.revision == release.c.revision, run.status == chosen.release)
+            query = query.where(run.revision == release.revision, run.status == chosen.release)
         return query.subquery()
 
 
@@ -217,22 +222,14 @@ def _living(tenant: str | None) -> Subquery:
     return query.group_by(version.tenant_id, version.name).subquery()
 
 
-def _releases(tenant: str | None) -> Subquery:
-    """The release in force of each name."""
-    newest = select(Release.tenant_id, Release.name, func.max(Release.revision).label("revision"))
-    if tenant is not None:
-        newest = newest.where(Release.tenant_id == tenant)
-    last = newest.group_by(Release.tenant_id, Release.name).subquery()
-    return (
-        select(Release.tenant_id, Release.name, Release.targets, Release.revision)
-        .join(
-            last,
-            (Release.tenant_id == last.c.tenant_id)
-            & (Release.name == last.c.name)
-            & (Release.revision == last.c.revision),
-        )
-        .subquery()
+def _newest_revision(names: Subquery) -> ColumnElement[int]:
+    """The revision in force of each of these names. SQLite looks it up in the key's index; it would scan a grouped
+    subquery for each name."""
+    other = aliased(Release)
+    query = select(func.max(other.revision)).where(
+        other.tenant_id == names.c.tenant_id, other.name == names.c.name
     )
+    return query.correlate(names).scalar_subquery()
 
 
 def _used(tenant: str | None, since: datetime) -> Subquery:
