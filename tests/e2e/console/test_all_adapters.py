@@ -65,6 +65,8 @@ def test_the_adapter_that_fails_is_found_by_an_address(
     expect(other["adapter-row"].first).to_have_attribute("data-key", "globex/billing")
     expect(other["filter-sort"]).to_have_value("errors")
     other.page.close()
+    screen["nav-upload"].click()
+    expect(screen.page.get_by_role("heading", level=1)).to_contain_text("Upload an adapter for acme")
 
 
 def test_several_are_pinned_and_deleted_after_one_question(server: WholeServer, screen: Screen) -> None:

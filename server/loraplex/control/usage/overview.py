@@ -35,7 +35,7 @@ from loraplex.control.types import Page
 from loraplex.control.usage.outcome import FAILURES
 
 Sort = Literal["name", "requests", "errors", "tokens", "first_token", "last_used", "bytes", "created"]
-"""What the list is sorted by; the names of tenants and adapters decide between equals."""
+"""Orders of the list; the names of tenants and adapters decide between equals."""
 ReleaseFilter = Literal["none", "released", "running", "paused"]
 BaseFilter = Literal["served", "other"]
 Key = tuple[str, str]
@@ -233,7 +233,7 @@ def _newest_revision(names: Subquery) -> ColumnElement[int]:
 
 
 def _used(tenant: str | None, since: datetime) -> Subquery:
-    """What was asked of each name since then."""
+    """Sums of the requests of each name since then."""
     query = select(
         Usage.tenant_id,
         Usage.adapter.label("name"),

@@ -45,7 +45,8 @@ export default function AllAdapters() {
     setPicked(next);
   }
 
-  return html`<${ui.Page} title="Adapters of all tenants">
+  const upload = html`<a class="button" data-testid="nav-upload" href="#/upload">Upload</a>`;
+  return html`<${ui.Page} title="Adapters of all tenants" actions=${upload}>
     <div class="form">
       ${text(here, "tenant", "Tenant")} ${text(here, "search", "Name has")}
       ${Object.keys(CHOICES).map((name) => html`<${Choice} here=${here} name=${name} value=${chosen[name]} />`)}
