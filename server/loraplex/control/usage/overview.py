@@ -1,19 +1,20 @@
-"""Adapters of all tenants in one list, with what was asked of them lately. The database filters, sorts and counts."""
+"""Adapters of all tenants in one list, with what was asked of them lately. The database filters and counts."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import itemgetter
+from statistics import median_low
 from typing import Any, Literal
 
 from sqlalchemy import (
     BigInteger,
-    ColumnElement,
     Select,
-    Subquery,
     Text,
     case,
     cast,
@@ -110,7 +111,8 @@ class Overview:
 
 
 class Overviews:
-    """Reads with at most four statements, however many adapters there are."""
+    """Reads with four plain statements, however many adapters there are. The joins and the sorting are done here:
+    planners expect few groups and choose nested loops."""
 
     def __init__(self, database: Database, base_fingerprint: str) -> None:
         self._database = database
@@ -129,110 +131,116 @@ class Overviews:
         """One page, and the sums over all pages. What was asked counts from `since` on. Raises InvalidCursor,
         DatabaseUnavailable, DatabaseBusy."""
         rules.check_page_limit(limit)
-        rows = self._rows(chosen, since, sort == "first_token")
-        by = [*([rows.c[sort]] if sort != "name" else []), rows.c.tenant_id, rows.c.name]
-        query = select(rows)
-        if cursor is not None:
-            place = tuple_(*_read_place(cursor, sort))
-            query = query.where(tuple_(*by) < place if descending else tuple_(*by) > place)
-        order = [column.desc() if descending else column for column in by]
+        after = None if cursor is None else _read_place(cursor, sort)
         with self._database.read(report=True) as session:
-            found = session.execute(query.order_by(*order).limit(limit + 1)).mappings().all()
-            totals = _totals(session, rows)
-            shown = {(row["tenant_id"], row["name"]) for row in found[:limit]}
-            targets = _targets(session, shown)
-            medians = _medians(session, shown, since)
+            rows = [row for row in _living(session, chosen) if self._lets_through(chosen, row)]
+            if chosen.release is not None:
+                names = _released(session, chosen.release)
+                rows = [
+                    row for row in rows if ((row.tenant_id, row.name) in names) == (chosen.release != "none")
+                ]
+            used: dict[Key, Any] = {
+                (row.tenant_id, row.name): row for row in session.execute(_used(chosen.tenant, since))
+            }
+            medians = _all_medians(session, chosen.tenant, since) if sort == "first_token" else {}
 
-        def place_of(row: Any) -> str:
-            return json.dumps([row[column.name] for column in by], default=datetime.isoformat)
+            def place_of(row: _Living) -> tuple[Any, ...]:
+                key = (row.tenant_id, row.name)
+                return key if sort == "name" else (_value(sort, row, used.get(key), medians.get(key)), *key)
 
-        def show(row: Any) -> Summary:
-            key = (row["tenant_id"], row["name"])
-            return _show(row, targets.get(key, ()), medians.get(key))
+            placed = sorted(((place_of(row), row) for row in rows), key=itemgetter(0), reverse=descending)
+            if after is not None:
+                placed = [one for one in placed if (one[0] < after if descending else one[0] > after)]
+            found = placed[: limit + 1]
+            shown = {(row.tenant_id, row.name) for _, row in found[:limit]}
+            releases = _releases(session, shown)
+            if sort != "first_token":
+                medians = _medians(session, shown, since)
 
-        return Overview(rules.make_page(found, limit, place_of, show), totals)
+        def show(one: tuple[Any, _Living]) -> Summary:
+            key = (one[1].tenant_id, one[1].name)
+            return _show(one[1], used.get(key), releases.get(key, ((), None)), medians.get(key))
 
-    def _rows(self, chosen: OverviewFilter, since: datetime, with_medians: bool) -> Subquery:
-        """A row for each adapter that the filter lets through."""
-        version, release, run = AdapterVersion, Release, ReleaseRun
-        living, used = _living(chosen.tenant), _used(chosen.tenant, since)
-        query = (
-            select(
-                living,
-                version.state,
-                version.digest,
-                version.base_fingerprint,
-                version.created_at.label("created"),
-                case((run.revision == release.revision, run.status)).label("run"),
-                *(func.coalesce(used.c[name], 0).label(name) for name in _COUNTS),
-                used.c.last_used_at,
-                func.coalesce(used.c.last_used_at, literal(_NEVER, UtcDateTime())).label("last_used"),
-            )
-            .join(
-                version,
-                (version.tenant_id == living.c.tenant_id)
-                & (version.name == living.c.name)
-                & (version.number == living.c.newest),
-            )
-            .outerjoin(
-                release,
-                (release.tenant_id == living.c.tenant_id)
-                & (release.name == living.c.name)
-                & (release.revision == _newest_revision(living)),
-            )
-            .outerjoin(run, (run.tenant_id == living.c.tenant_id) & (run.name == living.c.name))
-            .outerjoin(used, _same_name(used, living))
-        )
-        if with_medians:
-            median = _median_rows(since, chosen.tenant).subquery()
-            query = query.add_columns(func.coalesce(median.c.first_token_s, 0.0).label("first_token"))
-            query = query.outerjoin(median, _same_name(median, living))
-        if chosen.state is not None:
-            query = query.where(version.state == chosen.state)
-        if chosen.base is not None:
-            own = version.base_fingerprint == self._base
-            query = query.where(own if chosen.base == "served" else ~own)
-        if chosen.search is not None:
-            query = query.where(living.c.name.contains(chosen.search, autoescape=True))
-        if chosen.release in ("none", "released"):
-            # A name whose last version was deleted has a release without targets.
-            targets = func.coalesce(cast(release.targets, Text), "[]")
-            query = query.where(targets == "[]" if chosen.release == "none" else targets != "[]")
-        elif chosen.release is not None:
-            query = query.where(run.revision == release.revision, run.status == chosen.release)
-        return query.subquery()
+        def cursor_of(one: tuple[Any, _Living]) -> str:
+            return json.dumps(one[0], default=datetime.isoformat)
+
+        return Overview(rules.make_page(found, limit, cursor_of, show), _totals(rows, used))
+
+    def _lets_through(self, chosen: OverviewFilter, row: _Living) -> bool:
+        if chosen.state not in (None, row.state):
+            return False
+        return chosen.base is None or (row.base_fingerprint == self._base) == (chosen.base == "served")
 
 
-def _same_name(rows: Subquery, others: Subquery) -> ColumnElement[bool]:
-    return (rows.c.tenant_id == others.c.tenant_id) & (rows.c.name == others.c.name)
+@dataclass(slots=True)
+class _Living:
+    """A name's living versions; fields as in `Summary`."""
+
+    tenant_id: str
+    name: str
+    newest: int = 0
+    state: str = ""
+    digest: str = ""
+    base_fingerprint: str = ""
+    created_at: datetime = _NEVER
+    num_versions: int = 0
+    bytes: int = 0
+    pinned: int = 0
 
 
-def _living(tenant: str | None) -> Subquery:
+def _living(session: Session, chosen: OverviewFilter) -> Iterable[_Living]:
     version = AdapterVersion
     query = select(
-        version.tenant_id,
-        version.name,
-        func.max(version.number).label("newest"),
-        func.count().label("num_versions"),
-        cast(func.sum(version.bytes), BigInteger).label("bytes"),
-        func.sum(case((version.pinned, 1), else_=0)).label("pinned"),
-    ).where(LIVING)
-    if tenant is not None:
-        query = query.where(version.tenant_id == tenant)
-    return query.group_by(version.tenant_id, version.name).subquery()
+        version.tenant_id, version.name, version.number, version.state, version.digest,
+        version.base_fingerprint, version.created_at, version.bytes, version.pinned,
+    ).where(LIVING)  # fmt: skip
+    if chosen.tenant is not None:
+        query = query.where(version.tenant_id == chosen.tenant)
+    if chosen.search is not None:
+        query = query.where(version.name.contains(chosen.search, autoescape=True))
+    found: dict[Key, _Living] = {}
+    for tenant, name, number, state, digest, base, created_at, size, pinned in session.execute(query):
+        if (row := found.get((tenant, name))) is None:
+            row = found[tenant, name] = _Living(tenant, name)
+        if number > row.newest:
+            row.newest, row.state, row.digest, row.base_fingerprint = number, state, digest, base
+            row.created_at = created_at
+        row.num_versions += 1
+        row.bytes += size
+        row.pinned += pinned
+    return found.values()
 
 
-def _newest_revision(names: Subquery) -> ColumnElement[int]:
-    """The revision in force of each of these names. SQLite looks it up in the key's index; it would scan a grouped
-    subquery for each name."""
-    other = aliased(Release)
-    query = select(func.max(other.revision)).where(
-        other.tenant_id == names.c.tenant_id, other.name == names.c.name
+def _released(session: Session, chosen: ReleaseFilter) -> set[Key]:
+    """The names whose release in force has targets, or a guard or schedule in this state. A name whose last version was
+    deleted has a release without targets."""
+    release, run, other = Release, ReleaseRun, aliased(Release)
+    # SQLite looks the newest revision up in the key's index; it would scan a grouped subquery for each name.
+    newest = select(func.max(other.revision)).where(
+        other.tenant_id == release.tenant_id, other.name == release.name
     )
-    return query.correlate(names).scalar_subquery()
+    query = select(release.tenant_id, release.name)
+    query = query.where(release.revision == newest.correlate(release).scalar_subquery())
+    if chosen in ("none", "released"):
+        query = query.where(cast(release.targets, Text) != "[]")
+    else:
+        own = (run.tenant_id == release.tenant_id) & (run.name == release.name)
+        query = query.join(run, own & (run.revision == release.revision)).where(run.status == chosen)
+    return {(tenant, name) for tenant, name in session.execute(query)}
 
 
-def _used(tenant: str | None, since: datetime) -> Subquery:
+def _value(sort: Sort, row: _Living, used: Any, first_token_s: float | None) -> Any:
+    """What the list is sorted by; without requests a name comes as if the first of all times had used it."""
+    if sort == "first_token":
+        return first_token_s or 0.0
+    if sort == "last_used":
+        return _NEVER if used is None else used.last_used_at
+    if sort in _COUNTS:
+        return 0 if used is None else getattr(used, sort)
+    return row.created_at if sort == "created" else row.bytes
+
+
+def _used(tenant: str | None, since: datetime) -> Select[*tuple[Any, ...]]:
     """Sums of the requests of each name since then."""
     query = select(
         Usage.tenant_id,
@@ -244,56 +252,73 @@ def _used(tenant: str | None, since: datetime) -> Subquery:
     ).where(Usage.at >= literal(since, UtcDateTime()))
     if tenant is not None:
         query = query.where(Usage.tenant_id == tenant)
-    return query.group_by(Usage.tenant_id, Usage.adapter).subquery()
+    return query.group_by(Usage.tenant_id, Usage.adapter)
 
 
-def _median_rows(since: datetime, tenant: str | None, names: Iterable[Key] = ()) -> Select[Any]:
-    """The median time to the first token of each name, of these names alone where some are given. Of an even number of
-    requests it is the lower one of the two in the middle."""
-    of = (Usage.tenant_id, Usage.adapter)
+def _all_medians(session: Session, tenant: str | None, since: datetime) -> dict[Key, float]:
+    """The median time to the first token of each name. Of an even number of requests it is the lower one of the two in
+    the middle."""
     ranked = select(
         Usage.tenant_id,
-        Usage.adapter.label("name"),
+        Usage.adapter,
         Usage.first_token_s,
-        func.row_number().over(partition_by=of, order_by=Usage.first_token_s).label("place"),
-        func.count().over(partition_by=of).label("count"),
+        func.row_number()
+        .over(partition_by=(Usage.tenant_id, Usage.adapter), order_by=Usage.first_token_s)
+        .label("place"),
+        func.count().over(partition_by=(Usage.tenant_id, Usage.adapter)).label("count"),
     ).where(Usage.at >= literal(since, UtcDateTime()), Usage.first_token_s.is_not(None))
     if tenant is not None:
         ranked = ranked.where(Usage.tenant_id == tenant)
-    if names:
-        ranked = ranked.where(tuple_(*of).in_(sorted(names)))
     rows = ranked.subquery()
     middle = rows.c.place * 2 - rows.c.count
-    return select(rows.c.tenant_id, rows.c.name, rows.c.first_token_s).where(middle >= 0, middle <= 1)
+    query = select(rows.c.tenant_id, rows.c.adapter, rows.c.first_token_s).where(middle >= 0, middle <= 1)
+    return {(tenant, name): value for tenant, name, value in session.execute(query)}
 
 
 def _medians(session: Session, names: set[Key], since: datetime) -> dict[Key, float]:
+    """The same of these names alone, which takes no sorting of all requests."""
     if not names:
         return {}
-    rows = session.execute(_median_rows(since, None, names))
-    return {(tenant, name): value for tenant, name, value in rows}
+    query = select(Usage.tenant_id, Usage.adapter, Usage.first_token_s).where(
+        Usage.at >= literal(since, UtcDateTime()),
+        Usage.first_token_s.is_not(None),
+        tuple_(Usage.tenant_id, Usage.adapter).in_(sorted(names)),
+    )
+    times: dict[Key, list[float]] = defaultdict(list)
+    for tenant, name, value in session.execute(query):
+        times[tenant, name].append(value or 0.0)
+    return {name: median_low(values) for name, values in times.items()}
 
 
-def _targets(session: Session, names: set[Key]) -> dict[Key, tuple[ReleaseTarget, ...]]:
+def _releases(session: Session, names: set[Key]) -> dict[Key, tuple[tuple[ReleaseTarget, ...], str | None]]:
+    """The targets of the release in force, and the status of its guard or schedule."""
     if not names:
         return {}
     place = (Release.tenant_id, Release.name)
     last = (
         select(*place, func.max(Release.revision)).where(tuple_(*place).in_(sorted(names))).group_by(*place)
     )
-    rows = session.scalars(select(Release).where(tuple_(*place, Release.revision).in_(last)))
-    return {(row.tenant_id, row.name): release_info(row).targets for row in rows}
+    run = ReleaseRun
+    own = (run.tenant_id == Release.tenant_id) & (run.name == Release.name)
+    query = (
+        select(Release, run.status)
+        .outerjoin(run, own & (run.revision == Release.revision))
+        .where(tuple_(*place, Release.revision).in_(last))
+    )
+    return {
+        (row.tenant_id, row.name): (release_info(row).targets, status)
+        for row, status in session.execute(query)
+    }
 
 
-def _totals(session: Session, rows: Subquery) -> Totals:
-    sums = (cast(func.coalesce(func.sum(rows.c[name]), 0), BigInteger) for name in ("bytes", *_COUNTS))
-    query = select(rows.c.state, func.count(), *sums).group_by(rows.c.state).order_by(rows.c.state)
-    found = session.execute(query).all()
-    size, requests, errors, tokens = (sum(row[place] for row in found) for place in range(2, 6))
-    return Totals({row[0]: row[1] for row in found}, size, requests, errors, tokens)
+def _totals(rows: Sequence[_Living], used: dict[Key, Any]) -> Totals:
+    states = Counter(row.state for row in rows)
+    counted = [one for row in rows if (one := used.get((row.tenant_id, row.name)))]
+    requests, errors, tokens = (sum(getattr(one, name) for one in counted) for name in _COUNTS)
+    return Totals(dict(sorted(states.items())), sum(row.bytes for row in rows), requests, errors, tokens)
 
 
-def _read_place(cursor: str, sort: Sort) -> list[ColumnElement[Any]]:
+def _read_place(cursor: str, sort: Sort) -> tuple[Any, ...]:
     """The last adapter of the page before: the value that the list is sorted by, the tenant, the name."""
     wrong = InvalidCursor("The cursor is not one that this list gave.", param="cursor")
     try:
@@ -303,30 +328,47 @@ def _read_place(cursor: str, sort: Sort) -> list[ColumnElement[Any]]:
     if not isinstance(place, list) or len(place) != (2 if sort == "name" else 3):
         raise wrong
     first, names = place[:-2], place[-2:]
-    # JSON spells what no name has and not every database takes: NUL, halves of a character.
     if not all(isinstance(name, str) and name.isprintable() for name in names):
         raise wrong
-    return [*(_read_value(value, sort, wrong) for value in first), *(literal(name) for name in names)]
+    return (*(_read_value(value, sort, wrong) for value in first), *names)
 
 
-def _read_value(value: object, sort: Sort, wrong: InvalidCursor) -> ColumnElement[Any]:
+def _read_value(value: object, sort: Sort, wrong: InvalidCursor) -> datetime | float | int:
     if sort in _TIMES and isinstance(value, str):
         try:
-            time = datetime.fromisoformat(value).astimezone(UTC)
+            return datetime.fromisoformat(value).astimezone(UTC)
         except (ValueError, OverflowError):
             raise wrong from None
-        return literal(time, UtcDateTime())
     if sort == "first_token" and isinstance(value, float) and math.isfinite(value):
-        return literal(value)
-    if sort not in (*_TIMES, "first_token") and type(value) is int and 0 <= value < 2**63:
-        return literal(value, BigInteger())
+        return value
+    if sort not in (*_TIMES, "first_token") and type(value) is int:
+        return value
     raise wrong
 
 
-def _show(row: Any, targets: tuple[ReleaseTarget, ...], first_token_s: float | None) -> Summary:
-    names = (
-        "tenant_id", "name", "newest", "state", "digest", "base_fingerprint", "num_versions", "bytes", "pinned",
-        "run", *_COUNTS, "last_used_at",
-    )  # fmt: skip
-    kept = {name: row[name] for name in names}
-    return Summary(**kept, created_at=row["created"], targets=targets, first_token_s=first_token_s)
+def _show(
+    row: _Living,
+    used: Any,
+    release: tuple[tuple[ReleaseTarget, ...], str | None],
+    first_token_s: float | None,
+) -> Summary:
+    targets, run = release
+    return Summary(
+        tenant_id=row.tenant_id,
+        name=row.name,
+        newest=row.newest,
+        state=row.state,
+        digest=row.digest,
+        base_fingerprint=row.base_fingerprint,
+        created_at=row.created_at,
+        num_versions=row.num_versions,
+        bytes=row.bytes,
+        pinned=row.pinned,
+        targets=targets,
+        run=run,
+        requests=0 if used is None else used.requests,
+        errors=0 if used is None else used.errors,
+        tokens=0 if used is None else used.tokens,
+        first_token_s=first_token_s,
+        last_used_at=None if used is None else used.last_used_at,
+    )

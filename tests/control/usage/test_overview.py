@@ -1,0 +1,94 @@
+"""The list of all adapters on both databases: filters, orders, pages and medians."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import pytest
+from sqlalchemy import insert, update
+
+from loraplex.control.db.tables import AdapterVersion, Release, Usage
+from loraplex.control.usage.overview import OverviewFilter, Overviews, Sort, Summary
+from support.control.plane import ControlPlane
+from support.control.usage import ended
+
+NOW = datetime.now(UTC)
+SINCE = NOW - timedelta(hours=1)
+
+
+@pytest.fixture
+def overviews(plane: ControlPlane) -> Overviews:
+    """acme/billing and rival/support have requests; acme/support has none, is corrupt and has no release."""
+    for tenant, name in (("acme", "billing"), ("acme", "support"), ("rival", "support")):
+        plane.add(tenant, name)
+    asked = [("acme", "billing", first, "stop") for first in (0.4, 0.1, 0.3, 0.2)]
+    asked += [("rival", "support", first, "internal_error") for first in (0.9, None, 0.7, 0.8, None)]
+    rows = [
+        ended(at=NOW, tenant_id=tenant, adapter=name, first_token_s=first, status=status, completion_tokens=1)
+        for tenant, name, first, status in asked
+    ]
+    rows.append(ended(at=NOW - timedelta(hours=2), tenant_id="acme", adapter="support"))
+    with plane.database.write() as session:
+        session.execute(insert(Usage), [msgspec.structs.asdict(row) for row in rows])
+        own = [(table.tenant_id == "acme") & (table.name == "support") for table in (AdapterVersion, Release)]
+        session.execute(update(AdapterVersion).where(own[0]).values(state="corrupt"))
+        session.execute(update(Release).where(own[1]).values(targets=[]))
+    return Overviews(plane.database, plane.catalog.base.fingerprint)
+
+
+def pages(overviews: Overviews, sort: Sort, descending: bool) -> list[Summary]:
+    """All pages of one adapter each."""
+    found: list[Summary] = []
+    cursor = None
+    while True:
+        page = overviews.read(
+            OverviewFilter(), since=SINCE, sort=sort, descending=descending, limit=1, cursor=cursor
+        ).page
+        found += page.items
+        if (cursor := page.next_cursor) is None:
+            return found
+
+
+@pytest.mark.parametrize(
+    ("sort", "names"),
+    [
+        ("name", ["acme/billing", "acme/support", "rival/support"]),
+        ("requests", ["acme/support", "acme/billing", "rival/support"]),
+        ("first_token", ["acme/support", "acme/billing", "rival/support"]),
+        ("last_used", ["acme/support", "acme/billing", "rival/support"]),
+        ("errors", ["acme/billing", "acme/support", "rival/support"]),
+    ],
+)
+def test_each_order_goes_through_all_pages_both_ways(
+    overviews: Overviews, sort: Sort, names: list[str]
+) -> None:
+    for descending in (False, True):
+        rows = pages(overviews, sort, descending)
+        assert [f"{row.tenant_id}/{row.name}" for row in rows] == names[:: -1 if descending else 1]
+        assert {(row.tenant_id, row.first_token_s) for row in rows if row.requests} == {
+            ("acme", 0.2),
+            ("rival", 0.8),
+        }, "the lower of two in the middle"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (OverviewFilter(tenant="acme", state="ready"), ["acme/billing"]),
+        (OverviewFilter(search="supp"), ["acme/support", "rival/support"]),
+        (OverviewFilter(release="none"), ["acme/support"]),
+        (OverviewFilter(release="released"), ["acme/billing", "rival/support"]),
+        (OverviewFilter(release="running"), []),
+        (OverviewFilter(base="other"), []),
+    ],
+)
+def test_the_sums_are_of_what_the_filter_lets_through(
+    overviews: Overviews, chosen: OverviewFilter, names: list[str]
+) -> None:
+    found = overviews.read(chosen, since=SINCE)
+    assert [f"{row.tenant_id}/{row.name}" for row in found.page.items] == names
+    assert sum(found.totals.states.values()) == len(names)
+    assert found.totals.requests == sum(row.requests for row in found.page.items)
+    assert found.totals.errors == sum(row.errors for row in found.page.items)
+    assert found.totals.bytes == sum(row.bytes for row in found.page.items)
