@@ -150,7 +150,7 @@ class OverviewQuery(PageQuery):
     search: Annotated[Annotated[str, Field(pattern=described.NAME_PART)] | None, OmittedNull()] = None
     sort: Sort = "name"
     order: Literal["asc", "desc"] = "asc"
-    hours: Annotated[int, Field(ge=1, le=24)] = 24
+    hours: Annotated[int, Field(ge=1, le=24)] = 1
 
 
 class OverviewTarget(ResponseBody):

@@ -15,7 +15,7 @@ const CHOICES = {
   state: [["", "any"], ["ready", "ready"], ["validating", "being checked"], ["incompatible", "of another base"], ["corrupt", "damaged"]],
   release: [["", "any"], ["none", "nothing released"], ["released", "released"], ["running", "rolling out"], ["paused", "paused"]],
   base: [["", "any"], ["served", "the one served"], ["other", "another"]],
-  hours: [["1", "1 hour"], ["6", "6 hours"], ["", "24 hours"]],
+  hours: [["", "1 hour"], ["6", "6 hours"], ["24", "24 hours"]],
   sort: [["", "name"], ["errors", "errors"], ["requests", "requests"], ["tokens", "tokens"], ["first_token", "first token"],
     ["last_used", "last use"], ["bytes", "size"], ["created", "newest version"]],
   order: [["", "smallest first"], ["desc", "largest first"]],
