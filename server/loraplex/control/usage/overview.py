@@ -230,7 +230,7 @@ def _released(session: Session, chosen: ReleaseFilter) -> set[Key]:
 
 
 def _value(sort: Sort, row: _Living, used: Any, first_token_s: float | None) -> Any:
-    """What the list is sorted by; without requests a name comes as if the first of all times had used it."""
+    """The value that the list is sorted by; a name without requests counts as last used at the beginning of time."""
     if sort == "first_token":
         return first_token_s or 0.0
     if sort == "last_used":
