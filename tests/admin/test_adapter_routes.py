@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.engine.reports import EngineStats
+from loraplex.engine.reports import EngineStats, KVHostCounts
 from loraplex.serving.errors import EngineUnavailable, ServingError
 from support.adapters.drafts import draft_adapter
 from support.http.admin_plane import ARCH, SERVED_NAME, AdminPlane, adapter_files, assert_problem
@@ -340,8 +340,10 @@ class TestEngine:
             adapter_loads=7, adapter_copies=5, adapter_load_seconds={"disk": 1.5, "copy": 0.25},
             evictions={"device": {"room": 2, "cap": 1}, "host": {"deleted": 4}},
             num_pins=3, num_pins_held=1, num_pins_coming=1, num_adapter_waits=6, adapter_wait_s=2.5,
+            num_kv_host_blocks=9, num_kv_host_blocks_used=3,
+            kv_host=KVHostCounts(written=8, restored=7, evicted=2, refused=1, restore_s=0.5),
         )  # fmt: skip
-        page = plane.engine.info.arena_page_bytes
+        page, block = plane.engine.info.arena_page_bytes, plane.engine.info.kv_host_block_bytes
         assert (await admin.get("/cache")).json()["totals"] == {
             "device": {
                 "bytes_used": 3 * page, "bytes_capacity": 8 * page, "loads": 5, "load_seconds": 0.25,
@@ -350,6 +352,10 @@ class TestEngine:
             "host": {
                 "bytes_used": 400, "bytes_capacity": 1000, "loads": 7, "load_seconds": 1.5,
                 "evictions": {"deleted": 4},
+            },
+            "prefixes": {
+                "bytes_used": 3 * block, "bytes_capacity": 9 * block, "written": 8, "restored": 7, "evicted": 2,
+                "refused": 1, "restore_seconds": 0.5,
             },
             "pins": {"pinned": 3, "held": 1, "coming": 1},
             "queue_waits": 6,

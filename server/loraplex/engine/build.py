@@ -49,6 +49,7 @@ from loraplex.engine.grammar.matchers import GrammarMatchers
 from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import Model
@@ -345,6 +346,7 @@ def _info(
         state_bytes=state_bytes(model.shape.caches),
         window_bytes=window_bytes(model.shape.caches),
         kv_bytes=kv_size.num_bytes,
+        kv_host_block_bytes=block_bytes(model.shape.caches, plan.kv_dtype),
         arena_page_bytes=arena.layout.page_bytes,
         arena_pages=loaded.num_pages,
         adapter_cpu_bytes=host.num_bytes,

@@ -89,6 +89,8 @@ class EngineInfo(ModelSummary):
     """Windows of `window_bytes` each behind states that are found again: one for each running sequence."""
     state_bytes: int = 0
     window_bytes: int = 0
+    kv_host_block_bytes: int = 0
+    """Bytes of a block in host memory."""
     base_fingerprint: str = ""
     four_bit_library: str = ""
     """The library, with its version, that multiplies with those of its form; empty for the engine's own kernels."""
@@ -130,6 +132,18 @@ class SpeculationCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class KVHostCounts:
+    """Blocks of prefixes that were written to host memory and restored from there, that were evicted there, and that
+    were not written since their version was deleted; and the seconds that requests waited for theirs."""
+
+    written: int = 0
+    restored: int = 0
+    evicted: int = 0
+    refused: int = 0
+    restore_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertStats:
     """Steps of a mixture of experts by what its routers chose, as the mean over its layers; empty for other models.
     Steps are counted as `EngineStats.steps_by_tokens` counts them, and the numbers of all steps are summed."""
@@ -158,6 +172,10 @@ class EngineStats(CacheUsage):
     """States that sequences hold."""
     num_snapshots: int = 0
     """States that no sequence holds, by which prefixes are found."""
+    num_kv_host_blocks: int = 0
+    """Blocks in host memory, and those of them that hold a prefix."""
+    num_kv_host_blocks_used: int = 0
+    kv_host: KVHostCounts = KVHostCounts()
     num_preemptions: int = 0
     num_out_of_memory: int = 0
     """Steps that did not fit into the device's memory."""

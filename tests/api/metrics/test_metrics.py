@@ -18,7 +18,14 @@ from loraplex.api.metrics import EngineSnapshot, Metrics, Scraper
 from loraplex.api.routes.metrics import metrics_route
 from loraplex.control.errors import QuotaSpent, RateLimited
 from loraplex.control.types import ReachedLimit
-from loraplex.engine.reports import EngineInfo, EngineStats, ExpertStats, SpeculationCounts, TenantStats
+from loraplex.engine.reports import (
+    EngineInfo,
+    EngineStats,
+    ExpertStats,
+    KVHostCounts,
+    SpeculationCounts,
+    TenantStats,
+)
 from loraplex.engine.types import Timing
 from loraplex.serving.errors import EngineUnavailable
 from support.clients import vllm_metrics
@@ -192,6 +199,9 @@ def test_the_engine_tells_the_rest(own: DataPlane) -> None:
         waiting_adapters=("f" * 64,),
         tenants={"acme": TenantStats(2, 1, 7.5)},
         speculation=SpeculationCounts({"own": 9, "history": 4}, {"own": 6}),
+        num_kv_host_blocks=8,
+        num_kv_host_blocks_used=3,
+        kv_host=KVHostCounts(written=6, restored=5, evicted=3, refused=1, restore_s=0.75),
     )
     own.engine.entries = [
         CacheEntry(pirate, "hot", load_seconds={"read": 0.1, "copy": 0.02}),
@@ -209,6 +219,11 @@ def test_the_engine_tells_the_rest(own: DataPlane) -> None:
     assert value(samples, "loraplex_adapter_cache_bytes", tier="device", kind="used") == 4 * (1 << 18)
     assert value(samples, "loraplex_adapter_load_seconds_sum", stage="read") == 0.1
     assert value(samples, "loraplex_tenant_virtual_tokens", tenant="acme") == 7.5
+    assert value(samples, "loraplex_kv_host_bytes", kind="used") == 3 * (1 << 12)
+    assert value(samples, "loraplex_kv_host_bytes", kind="capacity") == 8 * (1 << 12)
+    for event, count in (("written", 6), ("restored", 5), ("evicted", 3), ("refused", 1)):
+        assert value(samples, "loraplex_kv_host_blocks_total", event=event) == count
+    assert value(samples, "loraplex_kv_host_restore_seconds_total") == 0.75
     drafts = "loraplex_speculation_tokens_total"
     assert value(samples, drafts, outcome="drafted", source="own") == 9
     assert value(samples, drafts, outcome="drafted", source="history") == 4

@@ -144,8 +144,11 @@ def test_neighbours_decode_while_a_long_prefix_comes_back(lookahead: int) -> Non
     for request, count in ((neighbour, 40), (long, 5), (late, 5)):
         assert engine.tokens(request.request_id) == expected(request, count)
     assert cached(engine, long) == 160
-    use = engine.core.stats()
-    assert use.prefix_cache_hits == 160
+    stats = engine.core.stats()
+    assert stats.prefix_cache_hits == 160
+    assert (stats.kv_host.restored, stats.num_kv_host_blocks) == (10, 200)
+    assert stats.kv_host.written == stats.num_kv_host_blocks_used >= 10
+    assert stats.kv_host.restore_s == pytest.approx(0.04)  # four steps
 
 
 def test_alone_it_comes_back_at_once() -> None:

@@ -61,6 +61,7 @@ def fake_engine_info(**changes: Any) -> EngineInfo:
         block_size=16,
         num_kv_blocks=1024,
         kv_bytes=1 << 20,
+        kv_host_block_bytes=1 << 12,
         arena_page_bytes=1 << 18,
         arena_pages=64,
         adapter_cpu_bytes=1 << 26,

@@ -22,6 +22,7 @@ from loraplex.admin.schemas.engine import (
     EngineMemory,
     ExpertLayer,
     Experts,
+    PrefixTier,
 )
 from loraplex.control.catalog.all_versions import list_all_versions
 from loraplex.control.types import VersionInfo
@@ -88,10 +89,20 @@ def _totals(stats: EngineStats, info: EngineInfo) -> CacheTotals:
             evictions=evictions,
         )
 
+    counts, block = stats.kv_host, info.kv_host_block_bytes
     page, pages, used = info.arena_page_bytes, stats.num_arena_pages, stats.num_arena_pages_used
     return CacheTotals(
         device=tier("device", used * page, pages * page, stats.adapter_copies, "copy"),
         host=tier("host", stats.host_bytes_used, stats.host_bytes, stats.adapter_loads, "disk"),
+        prefixes=PrefixTier(
+            bytes_used=stats.num_kv_host_blocks_used * block,
+            bytes_capacity=stats.num_kv_host_blocks * block,
+            written=counts.written,
+            restored=counts.restored,
+            evicted=counts.evicted,
+            refused=counts.refused,
+            restore_seconds=counts.restore_s,
+        ),
         pins=CachePins(pinned=stats.num_pins, held=stats.num_pins_held, coming=stats.num_pins_coming),
         queue_waits=stats.num_adapter_waits,
         queue_seconds=stats.adapter_wait_s,

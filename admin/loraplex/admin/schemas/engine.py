@@ -50,6 +50,19 @@ class CacheTier(ResponseBody):
     evictions: dict[str, int]
 
 
+class PrefixTier(ResponseBody):
+    """Host memory for prefixes that the KV cache lost, in blocks of 16 tokens: `written` there, `restored` from there,
+    `evicted` for others, `refused` since their version was deleted. Requests waited `restore_seconds` for theirs."""
+
+    bytes_used: int
+    bytes_capacity: int
+    written: int
+    restored: int
+    evicted: int
+    refused: int
+    restore_seconds: float
+
+
 class CachePins(ResponseBody):
     """Pinned versions: on the device, and on their way there. The others failed or find no memory."""
 
@@ -64,6 +77,7 @@ class CacheTotals(ResponseBody):
 
     device: CacheTier
     host: CacheTier
+    prefixes: PrefixTier
     pins: CachePins
     queue_waits: int
     queue_seconds: float

@@ -161,6 +161,7 @@ def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> I
     yield from _adapter_counters(stats, grown)
     if info is not None:
         yield _cache_bytes(stats, info)
+        yield from _kv_host(stats, info, grown)
         yield _capacity(info)
     yield GaugeMetricFamily(
         "loraplex_engine_waiting_for_grammar",
@@ -308,6 +309,26 @@ def _capacity(info: EngineInfo) -> Metric:
     capacity.add_metric(["state_slots"], info.num_states)
     capacity.add_metric(["state_windows"], info.num_windows)
     return capacity
+
+
+def _kv_host(stats: EngineStats, info: EngineInfo, grown: Grown) -> Iterable[Metric]:
+    memory = GaugeMetricFamily(
+        "loraplex_kv_host_bytes", "Host memory for prefixes, used and in all.", labels=["kind"]
+    )
+    memory.add_metric(["used"], stats.num_kv_host_blocks_used * info.kv_host_block_bytes)
+    memory.add_metric(["capacity"], stats.num_kv_host_blocks * info.kv_host_block_bytes)
+    yield memory
+    name, counts = "loraplex_kv_host_blocks", stats.kv_host
+    blocks = CounterMetricFamily(
+        name, "Blocks of prefixes: written, restored, evicted, refused.", labels=["event"]
+    )
+    for event in ("written", "restored", "evicted", "refused"):
+        blocks.add_metric([event], grown(f"{name} {event}", getattr(counts, event)))
+    yield blocks
+    name = "loraplex_kv_host_restore_seconds"
+    yield CounterMetricFamily(
+        name, "Time that requests waited for prefixes in host memory.", value=grown(name, counts.restore_s)
+    )
 
 
 def _cache_bytes(stats: EngineStats, info: EngineInfo) -> Metric:

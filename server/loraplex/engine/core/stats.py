@@ -5,12 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.engine.execution.step_results import RowResult
-from loraplex.engine.reports import STEP_TOKENS, EngineStats, SpeculationCounts, TenantStats
+from loraplex.engine.reports import STEP_TOKENS, EngineStats, KVHostCounts, SpeculationCounts, TenantStats
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import Sequence, SequenceState, StepPlan
 
@@ -37,7 +37,7 @@ class StepTokens:
 def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collection[Sequence]) -> EngineStats:
     """The counters of scheduler and cache. `live` are all requests that have not ended."""
     usage = cache.usage()
-    lines = scheduler.batch_lines
+    lines, host = scheduler.batch_lines, scheduler.blocks.host
     ordinary = () if lines.is_on else scheduler.running.keys()
     running = Counter(seq.request.tenant_id for seq in ordinary)
     return EngineStats(
@@ -49,6 +49,9 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         num_kv_blocks_used=scheduler.blocks.num_used - scheduler.background.num_blocks - lines.num_blocks,
         num_states_used=scheduler.blocks.num_states_used,
         num_snapshots=0 if (states := scheduler.blocks.states) is None else states.num_cached,
+        num_kv_host_blocks=0 if host is None else host.num_slots,
+        num_kv_host_blocks_used=0 if host is None else len(host),
+        kv_host=KVHostCounts() if host is None else KVHostCounts(**asdict(host.counts)),
         num_preemptions=scheduler.num_preemptions,
         prefix_cache_queries=scheduler.prefix_use.queries,
         prefix_cache_hits=scheduler.prefix_use.hits,

@@ -11,11 +11,26 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Row
+from dataclasses import dataclass
 
 from loraplex.engine.types import BlockKey
 
 _MOST_OF_POOL = 2
 """A tenant takes at most one part in this number of the pool."""
+
+
+@dataclass(slots=True)
+class HostCounts:
+    """Blocks since the engine began, and seconds."""
+
+    written: int = 0
+    restored: int = 0
+    evicted: int = 0
+    """Blocks that made room for others."""
+    refused: int = 0
+    """Blocks of deleted versions, which are not written."""
+    restore_s: float = 0.0
+    """Seconds that requests waited, together, for prefixes that took more than a step."""
 
 
 class HostTier:
@@ -24,6 +39,7 @@ class HostTier:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.counts = HostCounts()
         self._most = max(1, num_slots // _MOST_OF_POOL)
         self._empty = [*reversed(range(num_slots))]
         self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # the least recently used first
@@ -54,12 +70,13 @@ class HostTier:
             return None
         own = self._of_tenant.get(key[0][0])
         if own is not None and len(own) >= self._most:
-            self._remove(next(iter(own)))
+            self._evict(next(iter(own)))
         elif not self._empty:
-            self._remove(next(iter(self._slots)))
+            self._evict(next(iter(self._slots)))
         slot = self._empty.pop()
         self._slots[key] = slot
         self._of_tenant.setdefault(key[0][0], OrderedDict())[key] = None
+        self.counts.written += 1
         return slot
 
     def erase(self, digest: str) -> None:
@@ -71,6 +88,10 @@ class HostTier:
         for key in keys:
             if key in self._slots:
                 self._remove(key)
+
+    def _evict(self, key: BlockKey) -> None:
+        self._remove(key)
+        self.counts.evicted += 1
 
     def _remove(self, key: BlockKey) -> None:
         self._empty.append(self._slots.pop(key))

@@ -59,8 +59,9 @@ class SequenceBlocks(BlockManager):
         self.host = HostTier(num_host_blocks) if num_host_blocks else None
         self.copies: list[BlockCopy] = []
         """Those of the next step."""
-        self.restoring: dict[Sequence, None] = {}
-        """Running sequences whose prefix is on its way from host memory: nothing of them is computed before."""
+        self.restoring: dict[Sequence, float | None] = {}
+        """Running sequences whose prefix is on its way from host memory, and since when: nothing of them is computed
+        before."""
         self._most_restored = most_restored
         self._num_restored = 0  # by the copies of the next step
         self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
@@ -179,14 +180,14 @@ class SequenceBlocks(BlockManager):
         keys = keys[: prefix_keys.findable_blocks(seq)]
         self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
 
-    def restore(self, seq: Sequence, *, wholly: bool = False) -> bool:
+    def restore(self, seq: Sequence, now: float, *, wholly: bool = False) -> bool:
         """Bring what host memory has of a sequence's prefix: all of it if `wholly`, where no other is computed beside
         the copies, else at most what is left to the next step. Returns whether the sequence waits for no more.
 
         The index is asked again in each step: what was erased meanwhile does not come. A block is found by others at
         once, since its copy is planned before whatever they compute."""
         assert self.host is not None, "nothing is in host memory"
-        is_spare, brought = seq.request.batch, list[int]()
+        is_spare, brought, counts = seq.request.batch, list[int](), self.host.counts
         for key in prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]:
             if found := self.lookup((key,)):
                 self.share(found, is_spare=is_spare)
@@ -196,6 +197,8 @@ class SequenceBlocks(BlockManager):
                 break
             if self._num_restored >= self._most_restored and not wholly:
                 self._brought(seq, brought)
+                if self.restoring.get(seq) is None:
+                    self.restoring[seq] = now
                 return False
             taken = self.allocate(1)
             slot = self.host.read(key)
@@ -205,9 +208,11 @@ class SequenceBlocks(BlockManager):
             self.copies.append(BlockCopy(taken[0], slot, to_host=False))
             self.register(taken[0], key, is_spare=is_spare)
             self._num_restored += 1
+            counts.restored += 1
             brought += taken
         self._brought(seq, brought)
-        self.restoring.pop(seq, None)
+        if (since := self.restoring.pop(seq, None)) is not None:
+            counts.restore_s += now - since
         return True
 
     def _brought(self, seq: Sequence, block_ids: list[int]) -> None:
@@ -224,7 +229,10 @@ class SequenceBlocks(BlockManager):
         return count * BLOCK_SIZE
 
     def on_forgotten(self, block: int, key: BlockKey) -> None:
-        if self.host is None or key[0][1] in self._erased:
+        if self.host is None:
+            return
+        if key[0][1] in self._erased:
+            self.host.counts.refused += 1
             return
         slot = self.host.write(key)
         if slot is not None:

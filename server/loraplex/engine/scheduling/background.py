@@ -124,7 +124,7 @@ class BackgroundSequences:
     def put_line(self, seq: Sequence) -> None:
         """A line comes back, with its blocks if it has begun."""
         seq.aside = True
-        self._end_restoring(seq)
+        self._blocks.restoring.pop(seq, None)
         (self.begun if seq.state is SequenceState.RUNNING else self._waiting)[seq] = None
 
     def make_room(self, running: Iterable[Sequence], queued: Iterable[Sequence]) -> None:
@@ -204,7 +204,7 @@ class BackgroundSequences:
         if self._lacks(draft, seq):
             return
         if seq in self._waiting:
-            self._begin(seq)
+            self._begin(seq, draft.now)
             if self._lacks(draft, seq):
                 return  # blocks of its prefix were free too
         ref = seq.request.adapter
@@ -217,20 +217,17 @@ class BackgroundSequences:
         is_done = end == seq.num_computed or seq.all_sampled
         return is_done or self._blocks.missing_to(seq, end) > self._blocks.num_free
 
-    def _begin(self, seq: Sequence) -> None:
+    def _begin(self, seq: Sequence, now: float) -> None:
         del self._waiting[seq]
         self.begun[seq] = None
         seq.state = SequenceState.RUNNING
         self._blocks.begin(seq, self._blocks.find(seq) if seq.request.batch else [])
-        self._end_restoring(seq)
+        if seq in self._blocks.restoring:
+            # It waits for no more of its prefix than what comes in this step.
+            self._blocks.restore(seq, now)
+            self._blocks.restoring.pop(seq, None)
         if seq.request.batch and seq.epoch == 0:
             seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
-
-    def _end_restoring(self, seq: Sequence) -> None:
-        """A sequence waits for no more of its prefix than what comes in the next step."""
-        if seq in self._blocks.restoring:
-            self._blocks.restore(seq)
-            self._blocks.restoring.pop(seq, None)
 
     def _may_begin(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may hold blocks beside those that have begun."""

@@ -230,7 +230,8 @@ class Scheduler:
         self._measure(draft, measuring)
         pending = self.adapters.step(now, self.running)
         self.failed += pending.unservable(self.queue)
-        prefilling += filter(self._restore, sorted(self.blocks.restoring, key=self._counter))
+        on_way = sorted(self.blocks.restoring, key=self._counter)
+        prefilling += [seq for seq in on_way if self._restore(draft, seq)]
         if draft.prompt_time is not None and len(draft.preempted) == yielded:
             self._share_prompts(draft, draft.prompt_time, prefilling, claimed=yielded > 0)
         # Prompts are computed in the order of counters, new ones and those begun before alike.
@@ -245,7 +246,7 @@ class Scheduler:
             self.speculation.extend(draft, self.blocks, self._counter)
         if self.blocks.restoring and not (draft.num_slices or draft.measure):
             seq = min(self.blocks.restoring, key=self._counter)
-            self._restore(seq, wholly=True)
+            self._restore(draft, seq, wholly=True)
             self._schedule(draft, seq)
         if not len(self.queue):
             if self._bound is not None and draft.prompt_time is None:
@@ -439,12 +440,11 @@ class Scheduler:
         self._charge.begun(seq)
         if seq.measured is not None:
             self._measure(draft, [seq])
-        elif seq not in self.blocks.restoring or self._restore(seq):
+        elif seq not in self.blocks.restoring or self._restore(draft, seq):
             self._schedule(draft, seq, most=most, least=LEAST_CHUNK)
         return True
 
-    def _restore(self, seq: Sequence, *, wholly: bool = False) -> bool:
-        """Bring more of a prefix that is on its way, as `SequenceBlocks.restore` does."""
-        is_here = self.blocks.restore(seq, wholly=wholly)
+    def _restore(self, draft: StepDraft, seq: Sequence, *, wholly: bool = False) -> bool:
+        is_here = self.blocks.restore(seq, draft.now, wholly=wholly)
         self._charge.found(seq)
         return is_here
