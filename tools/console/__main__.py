@@ -31,6 +31,8 @@ READINGS_ON_NOW = 30
 
 BUSY: Sequence[tuple[str, str, str]] = (
     ("adapters", "tenants/acme/adapters", "[data-testid=adapter-row]"),
+    ("all-adapters", "all-adapters", "[data-testid=adapter-row]"),
+    ("needs", "needs", "[data-testid=need-row], [data-testid=empty]"),
     ("release", "tenants/acme/adapters/support/release", "[data-testid=guard-verdict]"),
     ("tenant", "tenants/acme", "[data-testid=key-row]"),
     ("batches", "all-batches", "[data-testid=file-row]"),

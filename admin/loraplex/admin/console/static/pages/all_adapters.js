@@ -47,13 +47,13 @@ export default function AllAdapters() {
 
   const upload = html`<a class="button" data-testid="nav-upload" href="#/upload">Upload</a>`;
   return html`<${ui.Page} title="Adapters of all tenants" actions=${upload}>
-    <div class="form">
+    <div class="form filters">
       ${text(here, "tenant", "Tenant")} ${text(here, "search", "Name has")}
       ${Object.keys(CHOICES).map((name) => html`<${Choice} here=${here} name=${name} value=${chosen[name]} />`)}
     </div>
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
       <${Totals} totals=${page.totals} />
-      <${Bulk} rows=${[...picked.values()]} onDone=${() => (setPicked(new Map()), poll.reload())} />
+      <${Bulk} rows=${[...picked.values()]} shown=${page.data.length} onDone=${() => (setPicked(new Map()), poll.reload())} />
       ${page.data.length > 0 && html`<label class="check"><input type="checkbox" data-testid="pick-all"
         checked=${page.data.every((/** @type {any} */ row) => picked.has(keyOf(row)))}
         onChange=${(/** @type {any} */ event) => pick(page.data, event.target.checked)} /> All ${ui.num(page.data.length)} of this page</label>`}
@@ -92,7 +92,7 @@ function Totals({ totals }) {
     <${ui.Tile} name="Size" value=${ui.bytes(totals.bytes)} note="of all living versions" />
     <${ui.Tile} name="Requests" testid="total-requests" value=${ui.num(totals.requests)} />
     <${ui.Tile} name="Errors" testid="total-errors" value=${ui.num(totals.errors)} note="made by the server" />
-    <${ui.Tile} name="Tokens" value=${ui.num(totals.tokens)} />
+    <${ui.Tile} name="Tokens" value=${ui.compact(totals.tokens)} note=${ui.num(totals.tokens)} />
   <//>`;
 }
 
@@ -116,11 +116,17 @@ const columns = (picked, pick) => [
     row.errors > 0 && ` (${ui.percent(row.errors / row.requests)})`}</span>` },
   { title: "Tokens", number: true, cell: (/** @type {any} */ row) => ui.num(row.tokens) },
   { title: "First token", number: true, cell: (/** @type {any} */ row) => ui.seconds(row.first_token_seconds) },
-  { title: "Last use", cell: (/** @type {any} */ row) => html`<${ui.Time} at=${row.last_used_at} none="none" />` },
+  { title: "Last use", cell: (/** @type {any} */ row) => html`<${Ago} at=${row.last_used_at} />` },
   { title: "Where", cell: (/** @type {any} */ row) => (row.residency ? row.residency[0] : "–") },
   { title: "Size", number: true, cell: (/** @type {any} */ row) => ui.bytes(row.bytes) },
   { title: "Pinned", number: true, cell: (/** @type {any} */ row) => ui.num(row.pinned) },
 ];
+
+/** @param {{ at: string | null }} props */
+function Ago({ at }) {
+  if (!at) return html`<span class="note">none</span>`;
+  return html`<time datetime=${at} title=${ui.fullDateTime(at)}>${ui.seconds(Math.max(0, (Date.now() - Date.parse(at)) / 1000))} ago</time>`;
+}
 
 /** What each change does to one adapter. A pin is of its newest version. @type {Record<string, (row: any) => Promise<any>>} */
 const ACTS = {
@@ -132,9 +138,12 @@ const ACTS = {
 const QUESTIONS = {
   Pin: (rows) => `Pin the newest version of ${counted(rows)}?`,
   Unpin: (rows) => `Unpin the newest version of ${counted(rows)}?`,
-  Delete: (rows) => `Delete ${counted(rows)} with all ${ui.num(rows.reduce((sum, row) => sum + row.num_versions, 0))} versions? ${
+  Delete: (rows) => `Delete ${counted(rows)} with ${versions(rows.reduce((sum, row) => sum + row.num_versions, 0))}? ${
     ui.num(rows.filter((row) => row.requests).length)} of them got requests in this time. This cannot be undone.`,
 };
+
+/** @param {number} count */
+const versions = (count) => (count === 1 ? "the only version" : `all ${ui.num(count)} versions`);
 
 /** @param {any[]} rows */
 function counted(rows) {
@@ -142,8 +151,11 @@ function counted(rows) {
   return `${ui.num(rows.length)} ${rows.length === 1 ? "adapter" : "adapters"} of ${ui.num(tenants)} ${tenants === 1 ? "tenant" : "tenants"}`;
 }
 
-/** One question for all that were chosen; then one request after another. @param {{ rows: any[], onDone: () => void }} props */
-function Bulk({ rows, onDone }) {
+/**
+ * One question for all that were chosen; then one request after another.
+ * @param {{ rows: any[], shown: number, onDone: () => void }} props `shown`: the rows of the page; without any there is no bar.
+ */
+function Bulk({ rows, shown, onDone }) {
   const [asked, setAsked] = useState("");
   const [work, setWork] = useState({ done: 0, of: 0 });
   const [failed, setFailed] = useState(/** @type {{ row: any, error: any }[]} */ ([]));
@@ -177,7 +189,7 @@ function Bulk({ rows, onDone }) {
   }
 
   const busy = work.of > 0;
-  return html`<div class="actions">
+  return html`<div class=${shown ? "actions" : "hidden"}>
       <span data-testid="picked" role="status">${busy ? `${ui.num(work.done)} of ${ui.num(work.of)} done…` : `${ui.num(rows.length)} chosen`}</span>
       ${Object.keys(ACTS).map((act) => html`<button type="button" data-testid=${`bulk-${act.toLowerCase()}`}
         class=${act === "Delete" ? "danger" : ""} disabled=${busy || !rows.length} onClick=${() => ask(act)}>${act}</button>`)}

@@ -1,0 +1,126 @@
+/** Needs: what an operator has to look at, each with what to do and a link to where. */
+import { api, path } from "../lib/api.js";
+import { html } from "../lib/html.js";
+import { usePoll } from "../lib/poll.js";
+import * as ui from "../lib/ui.js";
+import { adapterHref } from "./adapters.js";
+
+const EVERY_MS = 30_000;
+const DAY_MS = 86_400_000;
+/** Adapters of one kind that are named; a link has the others. */
+const SHOWN = 20;
+/** A budget is near its end when less than this part is left. */
+const BUDGET_LEFT = 0.1;
+/** Errors of an adapter in the last hour: at least so many, of at least this part of its requests. */
+const MIN_ERRORS = 5;
+const MIN_ERROR_RATE = 0.05;
+
+/** @typedef {{ what: string, href: string, why: any }} Need */
+
+/** @param {AbortSignal} signal */
+async function read(signal) {
+  const start = new Date(Date.now() - DAY_MS).toISOString();
+  /** @param {Record<string, any>} chosen */
+  const adapters = (chosen) => api.get("adapters", { limit: SHOWN, ...chosen }, { signal });
+  const [engine, cluster, tenants] = await Promise.all([
+    api.get("engine", {}, { signal }),
+    api.get("cluster", { limit: 1 }, { signal }),
+    api.list("tenants", {}, { signal }),
+  ]);
+  // One after another: the server refuses many reports at once.
+  const failing = await adapters({ sort: "errors", order: "desc" });
+  const corrupt = await adapters({ state: "corrupt" });
+  const incompatible = await adapters({ state: "incompatible" });
+  const paused = await adapters({ release: "paused" });
+  const rolledBack = await api.get("audit", { action: "release.rolled_back", start, limit: SHOWN }, { signal });
+  return { engine, cluster, failing, corrupt, incompatible, paused, rolledBack, tenants };
+}
+
+export default function Needs() {
+  const poll = usePoll(read, [], EVERY_MS);
+  return html`<${ui.Page} title="What needs you">
+    <${ui.Loaded} poll=${poll}>${(/** @type {any} */ data) => html`<${Sections} ...${data} />`}<//>
+  <//>`;
+}
+
+/** The first of each. @param {Need[]} needs */
+const once = (needs) => needs.filter(({ what }, i) => needs.findIndex((other) => other.what === what) === i);
+
+/** @param {any} data As `read` gives it. */
+function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rolledBack, tenants }) {
+  const failed = failing.data.filter(fails);
+  const rollbacks = once(rolledBack.data.map(ofRollback));
+  const all = [
+    { title: "Engines", act: "Look at the node and its log. An engine comes back by itself once its process runs.", needs: engines(engine, cluster) },
+    {
+      title: "Adapters that fail", act: "Look at the release. If its newest version is the cause, pause it or roll it back.",
+      more: "sort=errors&order=desc", count: failed.length + (failed.length === SHOWN ? 1 : 0),
+      needs: failed.map((/** @type {any} */ row) => ofAdapter(row, `${ui.num(row.errors)} of ${ui.num(row.requests)} requests failed in the last hour.`, "/release")),
+    },
+    {
+      title: "Damaged versions", act: "Upload the version again, or delete it.", more: "state=corrupt", count: corrupt.totals.adapters,
+      needs: corrupt.data.map((/** @type {any} */ row) => ofAdapter(row, `The stored files of ${row.version} changed.`)),
+    },
+    {
+      title: "Versions for another base", act: "Train the version again on the base that is served, or delete it.",
+      more: "state=incompatible", count: incompatible.totals.adapters,
+      needs: incompatible.data.map((/** @type {any} */ row) => ofAdapter(row, `${row.version} was made for another base than the one served.`)),
+    },
+    {
+      title: "Releases that are paused", act: "Resume the release, or roll it back.", more: "release=paused", count: paused.totals.adapters,
+      needs: paused.data.map((/** @type {any} */ row) => ofAdapter(row, "Its schedule does not go on.", "/release")),
+    },
+    {
+      title: "Rollbacks of the last day", act: "Read the guard's reason before you release the version again.",
+      href: "#/audit?action=release.rolled_back", count: rollbacks.length + (rolledBack.next_cursor ? 1 : 0), needs: rollbacks,
+    },
+    { title: "Budgets near their end", act: "Raise the budget with loraplex tenant update, or tell the tenant.", needs: budgets(tenants) },
+  ];
+  const open = all.filter((section) => section.needs.length > 0);
+  if (!open.length) return html`<${ui.Empty}>Nothing needs you now.<//>`;
+  return open.map((section) => html`<${Section} key=${section.title} ...${section} />`);
+}
+
+/**
+ * @param {{ title: string, act: string, needs: Need[], more?: string, href?: string, count?: number }} props `act`: what to do;
+ *   `count`: all that there are.
+ */
+function Section({ title, act, needs, more, href = `#/all-adapters?${more}`, count = needs.length }) {
+  return html`<${ui.Section} title=${title} note=${act}>
+    <${ui.Table} cards caption=${title} testid="need-row" keyOf=${(/** @type {Need} */ need) => need.what} rows=${needs}
+      columns=${[
+        { title: "Where", cell: (/** @type {Need} */ need) => html`<a href=${need.href}>${need.what}</a>` },
+        { title: "Why", cell: (/** @type {Need} */ need) => html`<span>${need.why}</span>` },
+      ]} />
+    ${count > needs.length && html`<p><a href=${href}>There are more.</a></p>`}
+  <//>`;
+}
+
+/** @param {any} row Of GET /adapters. */
+const fails = (row) => row.errors >= MIN_ERRORS && row.errors >= MIN_ERROR_RATE * row.requests;
+
+/** @param {any} row Of GET /adapters. @param {string} why @param {string} [page] @returns {Need} */
+const ofAdapter = (row, why, page = "") => ({ what: `${row.tenant}/${row.name}`, href: adapterHref(row.tenant, row.name) + page, why });
+
+/** @param {any} row Of GET /audit; its target is `tenants/TENANT/adapters/NAME/release`. @returns {Need} */
+function ofRollback(row) {
+  const [, tenant, , name] = row.target.split("/");
+  return {
+    what: `${tenant}/${name}`, href: `${adapterHref(tenant, name)}/release`, why: html`The guard rolled it back on <${ui.Time} at=${row.time} />.`,
+  };
+}
+
+/** @param {any} engine @param {any} cluster @returns {Need[]} */
+function engines(engine, cluster) {
+  const away = cluster.replicas.filter((/** @type {any} */ one) => one.state === "away");
+  const needs = away.map((/** @type {any} */ one) => ({ what: one.id, href: "#/now", why: one.reason ?? "The engine is away." }));
+  if (!engine.healthy && !needs.length) needs.push({ what: "engine", href: "#/now", why: engine.unhealthy_reason ?? "The engine is not ready." });
+  return needs;
+}
+
+/** @param {any[]} tenants @returns {Need[]} */
+const budgets = (tenants) => tenants
+  .filter(({ budget }) => budget && budget.left < BUDGET_LEFT * budget.limit)
+  .map(({ id, budget }) => ({
+    what: id, href: "#/" + path`tenants/${id}`, why: `${ui.num(budget.left)} of ${ui.num(budget.limit)} tokens are left.`,
+  }));

@@ -1,0 +1,104 @@
+"""The page of what an operator has to look at: each kind with its way there, and the sentence for none."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator
+from datetime import UTC
+
+import msgspec
+import pytest
+from playwright.sync_api import Route, expect
+from sqlalchemy import insert, update
+
+from loraplex.control.audit.recorder import GUARD, record
+from loraplex.control.db.tables import AdapterVersion, Usage
+from support.console.axe import check_axe, need_axe
+from support.console.browser import PATIENCE_MS, Screen
+from support.control.usage import ended
+from support.http.admin_plane import ADMIN_TOKEN
+from support.http.whole_server import WholeServer, whole_server
+
+pytestmark = pytest.mark.slow
+expect.set_options(timeout=PATIENCE_MS)
+STATUSES = {"billing": ("stop", "internal_error"), "notes": ("stop", "rate_limit_exceeded")}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
+    with whole_server(tmp_path_factory.mktemp("server")) as running:
+        running.plane.make_tenant("acme")
+        for seed, name in enumerate(("billing", "notes", "support")):
+            running.plane.make_adapter(name, "acme", seed=seed)
+        yield running
+        running.settle()
+
+
+def trouble(server: WholeServer) -> None:
+    """acme/billing fails half of its requests, acme/notes only refuses; acme/support is damaged and was rolled back."""
+    at = datetime.datetime.now(UTC) - datetime.timedelta(minutes=2)
+    rows = [
+        ended(at=at, tenant_id="acme", adapter=name, status=status)
+        for name, statuses in STATUSES.items()
+        for status in statuses * 6
+    ]
+    with server.plane.database.write() as session:
+        session.execute(insert(Usage), [msgspec.structs.asdict(row) for row in rows])
+        session.execute(
+            update(AdapterVersion).where(AdapterVersion.name == "support").values(state="corrupt")
+        )
+        for _ in range(2):
+            record(
+                session,
+                GUARD,
+                "release.rolled_back",
+                "tenants/acme/adapters/support/release",
+                tenant_id="acme",
+            )
+
+
+def spend_budgets(route: Route) -> None:
+    answer = route.fetch()
+    page = answer.json()
+    budget = {"limit": 1000, "left": 99, "spent": 901, "held": 0}
+    page["data"] = [row | {"budget": budget} for row in page["data"]]
+    route.fulfill(response=answer, body=json.dumps(page))
+
+
+def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> None:
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
+    screen["nav-needs"].click()
+    expect(screen["empty"]).to_have_text("Nothing needs you now.")
+    trouble(server)
+    server.plane.engine.unhealthy_reason = "it is being restarted"
+    screen.page.route("**/admin/v1/tenants?*", spend_budgets)
+    screen.go("now").go("needs")
+    rows = screen["need-row"]
+    expect(rows).to_have_count(5)
+    said = {(row.get_by_role("link").inner_text(), row.inner_text()) for row in rows.all()}
+    kinds = {
+        "being restarted": "",
+        "6 of 12 requests failed": "acme/billing",
+        "files of v1 changed": "acme/support",
+        "The guard rolled it back": "acme/support",
+        "99 of 1,000 tokens are left": "acme",
+    }
+    for words, where in kinds.items():
+        assert any(words in text and link.endswith(where) for link, text in said), (words, said)
+    rows.filter(has_text="requests failed").get_by_role("link").click()
+    expect(screen.page.get_by_role("heading", level=1)).to_contain_text("Release of acme/billing")
+    server.plane.engine.unhealthy_reason = None
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_at_three_widths(server: WholeServer, screen: Screen, theme: str) -> None:
+    need_axe()
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "needs")
+    screen["need-row"].first.wait_for()
+    screen["theme"].select_option(theme)
+    for width in (320, 900, 1400):
+        screen.page.set_viewport_size({"width": width, "height": 900})
+        check_axe(screen, f"needs in {theme} at {width}")
+        wide = screen.page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width, f"{wide} pixels on a screen of {width}"
