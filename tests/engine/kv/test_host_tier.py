@@ -205,36 +205,89 @@ def key(tenant: str, digest: str | None, number: int) -> BlockKey:
     return (tenant, digest), number.to_bytes(2, "little")
 
 
+WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
+
+
+class Model:
+    """The keys of a `HostTier` of `size` blocks in the order in which they are looked at for a victim, and when each
+    was used last."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.keys: list[BlockKey] = []
+        self.used: dict[BlockKey, int] = {}
+
+    def use(self, key: BlockKey) -> None:
+        self.keys = [*(other for other in self.keys if other != key), key]
+        self.used[key] = max(self.used.values(), default=0) + 1
+
+    def remove(self, key: BlockKey) -> None:
+        self.keys.remove(key)
+        del self.used[key]
+
+    def oldest(self, tenant: str) -> BlockKey:
+        return min((key for key in self.keys if key[0][0] == tenant), key=self.used.__getitem__)
+
+    def make_room(self, tenant: str) -> None:
+        """A tenant with as much as one may take loses its own; of a full pool goes what was used least recently of the
+        first tenant with more than its share, and those before that come last."""
+        held = Counter([key[0][0] for key in self.keys])
+        if held[tenant] >= max(1, self.size // 2):
+            self.remove(self.oldest(tenant))
+        elif len(self.keys) == self.size:
+            held[tenant] += 1
+            unit = self.size / sum(WEIGHTS[each] for each in held)
+            over = {each for each, count in held.items() if count > unit * WEIGHTS[each]}
+            place = next(place for place, key in enumerate(self.keys) if key[0][0] in over)
+            victim = self.oldest(self.keys[place][0][0])
+            self.keys = [*self.keys[place:], *self.keys[:place]]
+            self.remove(victim)
+
+
 def test_the_index_finds_what_was_written_and_loses_the_least_recently_used() -> None:
-    """Against a list of the keys in the order of their last use."""
     rng = random.Random(4)
     for _ in range(200):
         size = rng.choice((1, 2, 5, 12))
-        tier, model, slots = HostTier(size), list[BlockKey](), dict[BlockKey, int]()
+        tier, model, slots = HostTier(size), Model(size), dict[BlockKey, int]()
+        for tenant, weight in WEIGHTS.items():
+            tier.set_weight(tenant, weight)
         for _ in range(60):
             one = key(rng.choice("abc"), rng.choice((None, "d", "e")), rng.randrange(6))
-            action = rng.random()
+            action, is_here = rng.random(), one in model.keys
             if action < 0.1:
                 tier.erase("d")
-                model = [other for other in model if other[0][1] != "d"]
+                for other in [other for other in model.keys if other[0][1] == "d"]:
+                    model.remove(other)
             elif action < 0.4:
-                assert tier.read(one) == (slots[one] if one in model else None)
-                model = [*(other for other in model if other != one), *([one] if one in model else [])]
+                assert tier.read(one) == (slots[one] if is_here else None)
+                if is_here:
+                    model.use(one)
             else:
-                own = [other for other in model if other[0][0] == one[0][0]]
                 slot = tier.write(one)
-                assert (slot is None) == (one in model)
-                if slot is None:
-                    model.remove(one)
-                else:
+                assert (slot is None) == is_here
+                if slot is not None:
                     slots[one] = slot
-                    if len(own) >= max(1, size // 2):
-                        model.remove(own[0])
-                    elif len(model) == size:
-                        del model[0]
-                model.append(one)
-            assert len(tier) == len(model)
-            assert all(tier.find([other]) for other in model)
-            held = [slots[other] for other in model]
+                    model.make_room(one[0][0])
+                model.use(one)
+            assert len(tier) == len(model.keys)
+            assert all(tier.find([other]) for other in model.keys)
+            held = [slots[other] for other in model.keys]
             assert len({*held}) == len(held)
             assert all(0 <= slot < size for slot in held)
+
+
+def test_a_tenant_within_its_share_loses_nothing_to_a_flood() -> None:
+    """Shares are by weight: of 40 blocks 30 are of one with three times the other's weight."""
+    tier = HostTier(40)
+    tier.set_weight("heavy", 3.0)
+    mine = [key("heavy", "d", number) for number in range(15)]
+    for one in mine:
+        tier.write(one)
+    for number in range(400):
+        tier.write(key(f"flood {number % 3}", None, number))
+    assert tier.find(mine) == mine
+    assert len(tier) == 40
+    tier.set_weight("heavy", 0.1)
+    for number in range(400, 800):
+        tier.write(key(f"flood {number % 3}", None, number))
+    assert len([one for one in mine if one in tier]) <= 2

@@ -9,6 +9,7 @@ import pytest
 
 from loraplex.engine.kv.host_tier import HostTier
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
+from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, Sequence
 from support.engine.core_engine import CoreEngine, adapter, expected
 from support.engine.fake_runner import Fault
@@ -205,6 +206,23 @@ def answer_of_a_version_deleted_on_the_way() -> tuple[CoreEngine, EngineRequest]
     engine.runner.host.erased(ref.digest)
     engine.run()
     return engine, long
+
+
+@pytest.mark.parametrize(("weight", "kept"), [(1.0, 5), (9.0, 10)])
+def test_a_tenants_share_is_by_its_weight(weight: float, kept: int) -> None:
+    engine = CoreEngine(num_blocks=24, num_host_blocks=20, most_restored_blocks=20)
+    engine.core.set_terms("acme", TenantTerms(weight=weight))
+    engine.add("first", prompt_ids=LONG, max_tokens=1)
+    engine.run()
+    for number in range(9):
+        prompt = tuple(range(200 + 16 * 20 * number, 200 + 16 * 20 * (number + 1)))
+        engine.add(f"other {number}", tenant_id=f"flood {number % 3}", prompt_ids=prompt, max_tokens=1)
+        engine.run()
+    engine.runner.keep_plans = True
+    long = engine.add("long", prompt_ids=LONG)
+    engine.run()
+    assert sum(restored(engine)) == kept
+    assert engine.tokens("long") == expected(long, 5)
 
 
 def test_a_version_that_is_deleted_while_its_prefix_comes_back() -> None:

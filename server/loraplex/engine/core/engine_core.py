@@ -256,7 +256,10 @@ class EngineCore:
         """From now on a tenant is served by these, also what it has here already. A weight out of bounds counts as the
         nearest within them."""
         (self._with_terms.discard if terms == DEFAULT_TERMS else self._with_terms.add)(tenant_id)
-        self._scheduler.queue.set_weight(tenant_id, min(MAX_WEIGHT, max(MIN_WEIGHT, terms.weight)))
+        weight = min(MAX_WEIGHT, max(MIN_WEIGHT, terms.weight))
+        self._scheduler.queue.set_weight(tenant_id, weight)
+        if (host := self._scheduler.blocks.host) is not None:
+            host.set_weight(tenant_id, weight)
         self._cache.tenants.set_limits(tenant_id, terms.memory)
 
     def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:

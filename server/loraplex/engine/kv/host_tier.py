@@ -34,8 +34,10 @@ class HostCounts:
 
 
 class HostTier:
-    """The keys of `num_slots` blocks in host memory. A full pool loses the block that was used least recently; a tenant
-    that has as much as one may take loses its own."""
+    """The keys of `num_slots` blocks in host memory.
+
+    Each tenant that has any has a share of the pool by its weight. A full pool loses the block that was used least
+    recently of those whose tenant has more than its share. A tenant that has as much as one may take loses its own."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -44,6 +46,8 @@ class HostTier:
         self._empty = [*reversed(range(num_slots))]
         self._slots: OrderedDict[BlockKey, int] = OrderedDict()  # the least recently used first
         self._of_tenant: dict[str, OrderedDict[BlockKey, None]] = {}
+        self._weights: dict[str, float] = {}  # of all tenants that have another than 1
+        self._total_weight = 0.0  # of the tenants with blocks
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -68,16 +72,19 @@ class HostTier:
         """The slot that a block is to be copied to; None where it is here already."""
         if self.read(key) is not None:
             return None
-        own = self._of_tenant.get(key[0][0])
-        if own is not None and len(own) >= self._most:
+        tenant = key[0][0]
+        own = self._of_tenant.get(tenant, ())
+        if len(own) >= self._most:
             self._evict(next(iter(own)))
         elif not self._empty:
-            self._evict(next(iter(self._slots)))
-        slot = self._empty.pop()
-        self._slots[key] = slot
-        self._of_tenant.setdefault(key[0][0], OrderedDict())[key] = None
+            self._evict(self._victim(tenant))
+        self._slots[key] = self._empty.pop()
+        if tenant not in self._of_tenant:
+            self._of_tenant[tenant] = OrderedDict()
+            self._sum_weights()
+        self._of_tenant[tenant][key] = None
         self.counts.written += 1
-        return slot
+        return self._slots[key]
 
     def erase(self, digest: str) -> None:
         """Nothing of an adapter version is found any more."""
@@ -89,13 +96,40 @@ class HostTier:
             if key in self._slots:
                 self._remove(key)
 
+    def set_weight(self, tenant: str, weight: float) -> None:
+        """A tenant's weight (above 0) from now on, 1 until then."""
+        self._weights.pop(tenant, None)
+        if weight != 1.0:
+            self._weights[tenant] = weight
+        self._sum_weights()
+
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _sum_weights(self) -> None:
+        self._total_weight = sum(map(self._weight, self._of_tenant))
+
+    def _victim(self, writing: str) -> BlockKey:
+        """The block that makes room for one of the tenant `writing`. Those before it are within their tenants' shares;
+        they come behind the others, so that they are not looked at again soon."""
+        total = self._total_weight + (0 if writing in self._of_tenant else self._weight(writing))
+        while True:  # the shares sum up to the pool: with the new block some tenant has more than its own
+            key = next(iter(self._slots))
+            tenant = key[0][0]
+            share = self.num_slots * self._weight(tenant) / total
+            if len(self._of_tenant[tenant]) + (tenant == writing) > share:
+                return next(iter(self._of_tenant[tenant]))
+            self._slots.move_to_end(key)
+
     def _evict(self, key: BlockKey) -> None:
         self._remove(key)
         self.counts.evicted += 1
 
     def _remove(self, key: BlockKey) -> None:
         self._empty.append(self._slots.pop(key))
-        own = self._of_tenant[key[0][0]]
+        tenant = key[0][0]
+        own = self._of_tenant[tenant]
         del own[key]
         if not own:
-            del self._of_tenant[key[0][0]]
+            del self._of_tenant[tenant]
+            self._sum_weights()
