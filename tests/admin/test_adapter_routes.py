@@ -248,6 +248,7 @@ class TestPins:
         await admin.put("/tenants/rival/adapters/parrot/versions/v1/pin")
         await admin.delete("/tenants/acme")
         assert len(plane.engine.pins) == 1
+        assert plane.engine.forgotten_tenants == ["acme"]
 
     async def test_an_engine_that_refuses_or_is_away(
         self, admin: httpx.AsyncClient, plane: AdminPlane, monkeypatch: pytest.MonkeyPatch

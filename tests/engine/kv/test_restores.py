@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.kv.host_tier import HostTier
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.tenant_terms import TenantTerms
@@ -206,6 +207,18 @@ def answer_of_a_version_deleted_on_the_way() -> tuple[CoreEngine, EngineRequest]
     engine.runner.host.erased(ref.digest)
     engine.run()
     return engine, long
+
+
+@pytest.mark.parametrize("ref", [None, adapter(1)], ids=["base", "adapter"])
+@pytest.mark.parametrize("num_blocks", [24, 64], ids=["in host memory", "on the device"])
+def test_nothing_of_a_deleted_tenant_is_found(ref: AdapterRef | None, num_blocks: int) -> None:
+    engine = engine_that_forgot(("acme", LONG, ref), ("kept", LONG, None), num_blocks=num_blocks)
+    engine.core.forget_tenant("acme")
+    for tenant, own, found in (("acme", ref, 0), ("kept", None, 160)):
+        again = engine.add(tenant, own, tenant_id=tenant, prompt_ids=LONG)
+        engine.run()
+        assert cached(engine, again) == found
+        assert engine.tokens(tenant) == expected(again, 5)
 
 
 @pytest.mark.parametrize(("weight", "kept"), [(1.0, 5), (9.0, 10)])

@@ -202,6 +202,7 @@ class FakeEngineClient(FakeClusterView):
         self.aborted: list[str] = []
         self.pins: dict[str, AdapterRef] = {}
         self.drops: list[str] = []
+        self.forgotten_tenants: list[str] = []
         self.prefetches: list[str] = []
         self.warmed: list[AdapterRef] = []
         self.warming = False
@@ -352,6 +353,9 @@ class FakeEngineClient(FakeClusterView):
         self.drops.append(digest)
         self.states.pop(digest, None)
         self.pins.pop(digest, None)
+
+    async def forget_tenant(self, tenant_id: str) -> None:
+        self.forgotten_tenants.append(tenant_id)
 
     async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
         if not self.healthy:

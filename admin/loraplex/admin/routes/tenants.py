@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Annotated
 
@@ -87,6 +88,8 @@ async def delete_tenant(
     """
     removal = await services.database.run(partial(services.tenants.delete, by=by), tenant)
     await evict_removed(services, removal)
+    with contextlib.suppress(EngineUnavailable):  # what is away comes back without its prefixes
+        await services.engine.forget_tenant(tenant)
     return _show_removal(removal)
 
 

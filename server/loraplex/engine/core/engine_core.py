@@ -418,6 +418,9 @@ class EngineCore:
         self._scheduler.blocks.erase(digest, is_used=is_used)
         self._cache.drop(digest)
 
+    def forget_tenant(self, tenant_id: str) -> None:
+        self._scheduler.blocks.erase_tenant(tenant_id)
+
     def set_elsewhere(self, digests: Collection[str]) -> None:
         self._cache.set_elsewhere(digests)
 

@@ -187,6 +187,16 @@ class Drop(Call[Done], frozen=True, tag=True):
         return Done(self.call)
 
 
+class ForgetTenant(Call[Done], frozen=True, tag=True):
+    """Erase the prefixes of a deleted tenant, also those on the base."""
+
+    tenant_id: str
+
+    def run(self, core: EngineCore) -> Done:
+        core.forget_tenant(self.tenant_id)
+        return Done(self.call)
+
+
 class ExchangeService(Call[Served], frozen=True, tag=True):
     """Count what other engines served these tenants since the last exchange, in units of service. Sent every second or
     so to each of several engines; one that never gets it shares its time as if it were alone."""
@@ -229,6 +239,7 @@ Command = (
     | Pin
     | Unpin
     | Drop
+    | ForgetTenant
     | ExchangeService
     | GetStats
     | GetCache

@@ -173,6 +173,10 @@ class BlockManager:
         keys = (self._key_of[block] for block in self._of_adapter.get(digest, ()))
         return [key for key in keys if key is not None]
 
+    def keys_of_tenant(self, tenant_id: str) -> list[BlockKey]:
+        """The keys of a tenant's blocks. Looks at all."""
+        return [key for key in self._block_of if key[0][0] == tenant_id]
+
     def disown(self, keys: Iterable[BlockKey]) -> None:
         """Remove these keys from the cache; references to their blocks stay."""
         for key in keys:

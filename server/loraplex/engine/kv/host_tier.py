@@ -90,6 +90,9 @@ class HostTier:
         """Nothing of an adapter version is found any more."""
         self.disown([key for key in self._slots if key[0][1] == digest])
 
+    def keys_of_tenant(self, tenant_id: str) -> list[BlockKey]:
+        return [*self._of_tenant.get(tenant_id, ())]
+
     def disown(self, keys: Iterable[BlockKey]) -> None:
         """Nothing is found under these keys any more."""
         for key in keys:

@@ -253,6 +253,14 @@ class SequenceBlocks(BlockManager):
         if is_used:
             self._erased.add(digest)
 
+    def erase_tenant(self, tenant_id: str) -> None:
+        """No block of a tenant is found any more, on the base or an adapter, on the device or in host memory."""
+        self.disown(self.keys_of_tenant(tenant_id))
+        if self.states is not None:
+            self.states.disown(self.states.keys_of_tenant(tenant_id))
+        if self.host is not None:
+            self.host.disown(self.host.keys_of_tenant(tenant_id))
+
     def begin_again(self, seq: Sequence, start: int) -> None:
         """The positions of a running sequence from `start` on are computed again, and those before too where a state
         may have been written over."""

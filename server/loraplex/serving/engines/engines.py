@@ -350,8 +350,7 @@ class Engines:
         return self._totals.merge({lives[name]: its for name, its in found.items() if name in lives})
 
     async def cache(self, digests: Collection[str] | None = None) -> list[CacheEntry]:
-        """The versions of `digests` that an engine knows; None: all of them, which holds up a step where there are
-        thousands."""
+        """The versions of `digests` that an engine knows; None: all of them, which thousands make slow."""
         return merge_cache(await self._ask_all(lambda replica: replica.session.cache(digests)))
 
     async def expert_rows(self) -> dict[int, tuple[int, ...]]:
@@ -387,14 +386,15 @@ class Engines:
         self.homes.forget(digest)
         await run_some(replica.session.drop(digest) for replica in self._replicas.values())
 
+    async def forget_tenant(self, tenant_id: str) -> None:
+        await run_some(replica.session.forget_tenant(tenant_id) for replica in self._replicas.values())
+
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
-        """Bring these versions nearer, the first of them first, as far as there is room without evicting any: a hint
-        that they will be asked for. Nothing happens where no engine is up."""
+        """Bring these versions nearer, in their order, as far as there is free room: a hint that they will be asked."""
         self._deal(refs, lambda replica, its: replica.session.prefetch(its))
 
     def warm(self, refs: Sequence[AdapterRef]) -> None:
-        """Load these versions in their order, behind every load that a request waits for, as far as there is free
-        memory. They replace those of the last call. A hint, as `prefetch` is."""
+        """Load these in place of those of the last call, behind all that requests wait for: a hint, as `prefetch`."""
         self._deal(refs, lambda replica, its: replica.session.warm(its))
 
     def _deal(

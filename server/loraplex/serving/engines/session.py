@@ -269,6 +269,10 @@ class EngineSession(ABC):
         self._check()
         await self.call(wire.Drop, digest)
 
+    async def forget_tenant(self, tenant_id: str) -> None:
+        """Erase a deleted tenant's prefixes; waits and raises as `unpin` does."""
+        await self.call(wire.ForgetTenant, tenant_id)
+
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self._hint(wire.Prefetch(tuple(refs)))
 
