@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -32,6 +32,7 @@ class Drain:
         self.max_in_flight = max_in_flight
         self._idle = asyncio.Event()
         self._idle.set()
+        self._at_refusal: list[Callable[[], None]] = []
 
     @property
     def draining(self) -> bool:
@@ -41,8 +42,14 @@ class Drain:
         if self.phase is DrainPhase.SERVING:
             self.phase = DrainPhase.GRACE
 
+    def at_refusal(self, act: Callable[[], None]) -> None:
+        """Have `act` called when new requests begin to be refused."""
+        self._at_refusal.append(act)
+
     def refuse(self) -> None:
         self.phase = DrainPhase.REFUSING
+        for act in self._at_refusal:
+            act()
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """True once nothing is being answered; False where something still is after `timeout_s` seconds."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,12 +16,19 @@ from loraplex.api.codec import dumps
 from loraplex.api.routes.tinker import TRAINING
 from loraplex.api.tinker import samples
 from support.engine.fake_engine import Reply
-from support.http.data_plane import DataPlane
+from support.http.data_plane import DataPlane, running_data_plane
 from support.waiting import eventually
 
 PROMPT = list(b"hello")
 LENGTH, STOP = 1, 0
 """Stop reasons."""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[DataPlane]:
+    """A data plane that the test may drain."""
+    with running_data_plane(tmp_path / "model") as running:
+        yield running
 
 
 def client(plane: DataPlane, key: str = "lpx_acme") -> httpx.Client:
@@ -155,8 +165,12 @@ def test_what_is_not_the_tenants_is_unknown(plane: DataPlane) -> None:
 def test_verbs_that_train_are_refused_by_name(plane: DataPlane) -> None:
     with client(plane) as http:
         for verb in TRAINING:
-            assert f"'{verb}'" in refused(http.post(f"/{verb}", json={}), 404, "unknown_url")
-        assert "no such verb" in refused(http.post("/dream", json={}), 404, "unknown_url")
+            for path in (verb, f"{verb}/model-1"):
+                told = refused(http.post(f"/{path}", json={}), 404, "unknown_url")
+                assert f"'{path}'" in told
+                assert "does not train" in told
+        for path in ("dream", "dream/forward"):
+            assert "no such verb" in refused(http.post(f"/{path}", json={}), 404, "unknown_url")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +233,34 @@ def test_a_sample_that_nobody_asks_for_ends(plane: DataPlane, monkeypatch: pytes
         request_id = submitted(http)
         eventually(lambda: len(plane.engine.aborted) == 1)
         refused(result(http, request_id), 410, "future_gone")
+
+
+def test_a_result_that_nobody_takes_is_gone(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "KEPT_S", 0.05)
+    plane.engine.default = Reply(text="hello world")
+    with client(plane) as http:
+        request_id = submitted(http)
+        eventually(lambda: not plane.on_loop(lambda: plane.drain.in_flight))
+        refused(result(http, request_id), 410, "future_gone")
+
+
+def test_a_drain_waits_for_no_sample_whose_result_nobody_can_ask_for(own: DataPlane) -> None:
+    """One that is done, one that runs, and one that is asked for, which is answered."""
+    own.engine.default = Reply(text="hello world")
+    with client(own) as http, client(own) as asking, ThreadPoolExecutor(1) as pool:
+        submitted(http)
+        eventually(lambda: len(own.engine.requests) == 1 and not own.on_loop(lambda: own.engine.live))
+        own.engine.default = Reply(text="hello world", hold=True, hold_after=2)
+        submitted(http)
+        wanted = submitted(http)
+        waiting = pool.submit(result, asking, wanted)
+        eventually(lambda: own.on_loop(lambda: own.drain.in_flight) == 4)
+        own.on_loop(own.drain.refuse)
+        eventually(lambda: len(own.engine.aborted) == 1)
+        refused(result(http, wanted), 503, "draining")
+        own.on_loop(own.engine.release)
+        assert sequences(waiting.result(30).content)
+    assert own.server.call(lambda: own.drain.wait_idle(10)) is True
 
 
 def test_a_key_has_so_many_samples_at_once(plane: DataPlane, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def _sample_routes(services: ApiServices, capacity: TenantCapacity) -> list[Data
         services.access_log,
         services.tracing,
     )
-    samples = Samples(inner)
+    samples = Samples(inner, services.drain)
 
     async def retrieve_future(caller: Caller, request: schemas.RetrieveFuture) -> Response:
         """The result of a sample, once it is there, or `try_again`.
@@ -377,7 +377,7 @@ def _server_routes(capacity: TenantCapacity) -> list[DataRoute]:
 def _training_route(capacity: TenantCapacity) -> DataRoute:
     async def refuse(_: Caller, verb: str) -> Response:
         """Refuse a verb of training."""
-        if verb not in TRAINING:
+        if verb.partition("/")[0] not in TRAINING:
             raise ApiError("unknown_url", "Tinker's API has no such verb that this server knows.")
         raise ApiError(
             "unknown_url",
@@ -385,7 +385,7 @@ def _training_route(capacity: TenantCapacity) -> DataRoute:
             "push each version to it.",
         )
 
-    return TinkerRoute("/{verb}", refuse, capacity, methods=["POST"], include_in_schema=False)
+    return TinkerRoute("/{verb:path}", refuse, capacity, methods=["POST"], include_in_schema=False)
 
 
 def tinker_routes(services: ApiServices, capacity: TenantCapacity) -> list[DataRoute]:

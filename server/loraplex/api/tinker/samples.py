@@ -12,6 +12,7 @@ import secrets
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
+from loraplex.api.drain import Drain
 from loraplex.api.errors import ApiError
 
 MAX_SAMPLES_A_KEY = 128
@@ -40,6 +41,7 @@ class Sample:
         self._taken = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._asking = 0
+        self._is_closing = False
 
     async def receive(self) -> Message:
         if self._request is not None:
@@ -70,6 +72,12 @@ class Sample:
         self._left.set()
         self._taken.set()
 
+    def close(self) -> None:
+        """From now on its client can ask no more: end it, once nobody does."""
+        self._is_closing = True
+        if not self._asking:
+            self.leave()
+
     def watch(self) -> None:
         """From now on its client has to ask."""
         self.unwatch()
@@ -91,19 +99,23 @@ class Sample:
             return False
         finally:
             self._asking -= 1
-            if not self._asking and not self.done.is_set():
+            if not self._asking and self._is_closing:
+                self.leave()
+            elif not self._asking and not self.done.is_set():
                 self.watch()
         return True
 
 
 class Samples:
-    """Samples of all keys, each by its id, of one event loop."""
+    """Samples of all keys, each by its id, of one event loop. Once the server refuses requests, and so those for
+    results too, those that nobody asks for are ended."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
         self._samples: dict[str, Sample] = {}
         self._by_key: dict[str | None, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        drain.at_refusal(self._close)
 
     async def submit(self, scope: Scope, key_id: str | None, body: bytes) -> Sample:
         """A sample that was admitted, or that is done, where it was refused. Raises ApiError (429)."""
@@ -132,6 +144,10 @@ class Samples:
         """The sample with this id, of this key."""
         sample = self._samples.get(request_id)
         return sample if sample is not None and sample.key_id == key_id else None
+
+    def _close(self) -> None:
+        for sample in self._samples.values():
+            sample.close()
 
     async def _run(self, scope: Scope, sample: Sample) -> None:
         try:
