@@ -6,6 +6,7 @@ import datetime
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, timedelta
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, expect
@@ -74,6 +75,42 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
 @pytest.fixture
 def admin(server: WholeServer, screen: Screen) -> Screen:
     return screen.with_clock().sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "tenants")
+
+
+def test_limits_are_changed_and_others_changes_stay(server: WholeServer, admin: Screen) -> None:
+    """Only what was touched is sent. A budget comes and goes with its period."""
+    tenants = server.plane.services.tenants
+    server.plane.make_tenant("changed", limits={"max_adapters": 4, "requests_per_minute": 60})
+
+    def shown() -> dict[str, Any]:
+        address = f"{server.admin_url}/admin/v1/tenants/changed"
+        return dict(server.http.get(address, headers=bearer(ADMIN_TOKEN)).json())
+
+    admin.go("tenants/changed")
+    admin["tenant-change"].click()
+    admin["set-weight"].fill("2.5")
+    admin["set-token_budget"].fill("5000")
+    admin["set-max_adapters"].fill("")
+    tenants.update("changed", changes={"limits": {"requests_per_minute": 90}}, reservable=None)
+    admin.pass_time(10)
+    admin["tenant-save"].click()
+    expect(admin["tenant-change"]).to_be_visible()
+    expect(admin["budget"]).to_contain_text("Tokens of this month")
+    found = shown()
+    limits = {name: value for name, value in found["limits"].items() if value is not None}
+    assert (found["weight"], limits) == (
+        2.5,
+        {"requests_per_minute": 90, "token_budget": 5000, "budget_period": "month"},
+    )
+    admin["tenant-change"].click()
+    admin["set-token_budget"].fill("")
+    admin["set-weight"].fill("0")
+    admin["tenant-save"].click()
+    expect(admin["error"]).to_contain_text("weight")
+    admin["set-weight"].fill("1")
+    admin["tenant-save"].click()
+    expect(admin["budget"]).to_have_count(0)
+    assert shown()["weight"] == 1.0
 
 
 def test_a_key_is_made_used_and_revoked(server: WholeServer, admin: Screen, browser: Browser) -> None:

@@ -74,7 +74,7 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
       title: "Rollbacks of the last day", act: "Read the guard's reason before you release the version again.",
       href: "#/audit?action=release.rolled_back", count: rollbacks.length + (rolledBack.next_cursor ? 1 : 0), needs: rollbacks,
     },
-    { title: "Budgets near their end", act: "Raise the budget with loraplex tenant update, or tell the tenant.", needs: budgets(tenants) },
+    { title: "Budgets near their end", act: "Raise the budget on the tenant's page, or tell the tenant.", needs: budgets(tenants) },
   ];
   const open = all.filter((section) => section.needs.length > 0);
   if (!open.length) return html`<${ui.Empty}>Nothing needs you now.<//>`;

@@ -6,6 +6,7 @@ import { usePoll } from "../lib/poll.js";
 import { caller, isOperator, mayCall } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
 import { Keys } from "./keys.js";
+import { TenantEditor } from "./tenant_editor.js";
 import { Usage } from "./usage.js";
 
 const EVERY_MS = 5000;
@@ -55,6 +56,7 @@ function Limits({ poll }) {
         <${ui.Tile} name="Weight" value=${ui.num(found.weight)} note="of the engine while others wait" />
         <${ui.Tile} name="Since" value=${html`<${ui.Time} at=${found.created_at} />`} />
       <//>
+      ${isOperator.value && html`<${TenantEditor} key=${found.id} tenant=${found} onSaved=${poll.reload} />`}
       <${Budget} budget=${found.budget} />
       ${setLimits(found.limits).map(([name, limit]) => html`<${Limit} key=${name} name=${name} limit=${limit} used=${used[name]} />`)}
       ${Object.values(found.limits).every((value) => value === null) && html`<${ui.Empty}>No limit is set.<//>`}`}<//>
