@@ -10,9 +10,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from loraplex.adapters.errors import ArtifactCorrupt
+from loraplex.adapters.spec import TensorSlice
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
-from loraplex.adapters.store.files import create_file, write_all
+from loraplex.adapters.store.files import create_file, open_regular, read_into, write_all
+
+_COPIED = 1 << 20
+"""Bytes that are copied at a time."""
 
 
 def replace_config(staging: Staging, config: Mapping[str, Any]) -> None:
@@ -62,6 +67,20 @@ def alpha_of(scale: float, divisor: float) -> float:
     exact = (alpha for alpha in near if alpha / divisor == scale)
     alike = (alpha for alpha in near if np.float32(alpha / divisor) == np.float32(scale))
     return next(exact, next(alike, first))
+
+
+def copy_tensor(source: Path, tensor: TensorSlice, into: BinaryIO) -> None:
+    """The bytes of a tensor, a MiB at a time. Raises ArtifactCorrupt, OSError."""
+    left = tensor.end - tensor.start
+    buffer = memoryview(bytearray(min(left, _COPIED)))
+    with open_regular(source) as file:
+        file.seek(tensor.start)
+        while left:
+            part = buffer[: min(left, _COPIED)]
+            if read_into(file, part) < len(part):
+                raise ArtifactCorrupt("the tensor file became shorter while it was read")
+            write_all(into, part)
+            left -= len(part)
 
 
 def _create(staging: Staging, path: Path) -> BinaryIO:

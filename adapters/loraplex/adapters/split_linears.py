@@ -24,11 +24,11 @@ from loraplex.adapters.admission.peft_config import LoraSettings, read_raw_confi
 from loraplex.adapters.admission.strict_json import parse_object
 from loraplex.adapters.admission.tensor_names import AdapterTensors, sort_tensors, unwrap, weight_names
 from loraplex.adapters.admission.values import check_dtype
-from loraplex.adapters.errors import AdapterRefused, ArtifactCorrupt, RefusalCode
-from loraplex.adapters.rewriting import alpha_of, replace_config, replace_tensors
+from loraplex.adapters.errors import AdapterRefused, RefusalCode
+from loraplex.adapters.rewriting import alpha_of, copy_tensor, replace_config, replace_tensors
 from loraplex.adapters.spec import BaseSpec, SiteShape, TensorSlice
 from loraplex.adapters.store.artifact_store import Staging
-from loraplex.adapters.store.files import disk_failures_named, open_regular, read_into, write_all
+from loraplex.adapters.store.files import disk_failures_named, write_all
 from loraplex.adapters.store.tensors import NUMPY_DTYPES, iter_rows
 
 WHOLE = "in_proj_qkv"
@@ -36,8 +36,6 @@ PARTS = ("in_proj_q", "in_proj_k", "in_proj_v")
 """In the order of the whole's rows."""
 _VALUES_LIKE = "in_proj_z"
 """A linear of the layer that gives as many numbers as there are values."""
-_COPIED = 1 << 20
-"""Bytes that are copied at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +246,7 @@ def _write_tensors(staging: Staging, header: Mapping[str, TensorSlice], wholes: 
     def fill(name: str, file: BinaryIO, start: int) -> None:
         file.seek(start)
         if name in kept:
-            _copy(source, kept[name], file)
+            copy_tensor(source, kept[name], file)
             return
         parts = made[name].parts
         if name.endswith("lora_B.weight"):
@@ -262,19 +260,6 @@ def _write_tensors(staging: Staging, header: Mapping[str, TensorSlice], wholes: 
     for whole in wholes:
         shapes |= whole.tensors
     replace_tensors(staging, shapes, fill)
-
-
-def _copy(source: Path, tensor: TensorSlice, into: BinaryIO) -> None:
-    left = tensor.end - tensor.start
-    buffer = memoryview(bytearray(min(left, _COPIED)))
-    with open_regular(source) as file:
-        file.seek(tensor.start)
-        while left:
-            part = buffer[: min(left, _COPIED)]
-            if read_into(file, part) < len(part):
-                raise ArtifactCorrupt("the tensor file became shorter while it was read")
-            write_all(into, part)
-            left -= len(part)
 
 
 def _write_below(source: Path, tensors: Sequence[TensorSlice], into: BinaryIO) -> None:

@@ -18,6 +18,7 @@ from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
 from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.adapters.tied_head import name_tied_head
 from loraplex.engine.build import build_engine
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.execution.device_memory import DeviceMemory
@@ -71,7 +72,7 @@ class LocalEngine:
         with self.store.begin_staging() as staging:
             shutil.copy(folder / "adapter_config.json", staging.config_path)
             put(folder / "adapter_model.safetensors", staging.tensors_path)
-            joined = join_split_linears(staging, self.base, 64)
+            joined = [*join_split_linears(staging, self.base, 64), *name_tied_head(staging, self.base)]
             spec = inspect_adapter(
                 staging.config_path, staging.tensors_path, self.base, max_rank=64, earlier=joined
             )

@@ -21,12 +21,15 @@ from loraplex.adapters.admission.safetensors_header import read_header
 from loraplex.adapters.archive.extract import extract_upload
 from loraplex.adapters.errors import AdapterRefused, RefusalCode
 from loraplex.adapters.mlx.convert import convert_mlx
-from loraplex.adapters.spec import ExpertShape
+from loraplex.adapters.spec import BaseSpec, ExpertShape
 from loraplex.adapters.split_linears import join_split_linears
 from loraplex.adapters.store.artifact_store import ArtifactStore
+from loraplex.adapters.tied_head import name_tied_head
 from support.adapters.archives import CONFIG, CONTENT, LIMIT, MAKERS, TENSORS, Box, make_tar, make_zip, tar_of
 from support.adapters.drafts import (
+    AdapterDraft,
     TinyBase,
+    draft_adapter,
     draft_parts,
     make_adapter,
     peft_config,
@@ -240,10 +243,27 @@ def split_adapters(directory: Path) -> Target:
     """As `adapters`, with LoRA on parts of a linear: joined, which the inspection takes, or refused; or left as it
     was."""
     base = load_base_spec(write_delta_base(directory / "base"))
+    return _rewritten(directory, [draft_parts(rank) for rank in (1, 4)], base, "an adapter of split linears")
+
+
+def tied_heads(directory: Path) -> Target:
+    """As `split_adapters`, with LoRA of a tied head under the embedding's name."""
+    arch = TinyBase(tied=True)
+    drafts = [draft_adapter(arch, rank=rank, targets=("q_proj", "lm_head")) for rank in (1, 4)]
+    for draft in drafts:
+        draft.config["target_modules"] = ["q_proj", "embed_tokens"]
+        draft.tensors = {
+            name.replace("lm_head", "model.embed_tokens"): tensor for name, tensor in draft.tensors.items()
+        }
+    base = load_base_spec(write_base(directory / "base", arch))
+    return _rewritten(directory, drafts, base, "an adapter of a tied head")
+
+
+def _rewritten(directory: Path, drafts: list[AdapterDraft], base: BaseSpec, what: str) -> Target:
     store = ArtifactStore(directory / "store")
     corpus = []
-    for rank in (1, 4):
-        made = draft_parts(rank).write(directory / f"adapter-{rank}")
+    for number, draft in enumerate(drafts):
+        made = draft.write(directory / f"adapter-{number}")
         text = made.config.read_bytes()
         corpus.append(struct.pack("<H", len(text)) + text + made.tensors.read_bytes())
 
@@ -252,12 +272,12 @@ def split_adapters(directory: Path) -> Target:
         with store.begin_staging() as staging, _refusals():
             staging.config_path.write_bytes(data[2 : 2 + size])
             staging.tensors_path.write_bytes(data[2 + size :])
-            joined = join_split_linears(staging, base, 64)
-            if joined:
+            changed = [*join_split_linears(staging, base, 64), *name_tied_head(staging, base)]
+            if changed:
                 read_header(staging.tensors_path)
-            inspect_adapter(staging.config_path, staging.tensors_path, base, max_rank=64, earlier=joined)
+            inspect_adapter(staging.config_path, staging.tensors_path, base, max_rank=64, earlier=changed)
 
-    return Target("an adapter of split linears", corpus, run, 4 * READ_BUFFERS)
+    return Target(what, corpus, run, 4 * READ_BUFFERS)
 
 
 TARGETS = {
@@ -268,4 +288,5 @@ TARGETS = {
     "experts": expert_adapters,
     "mlx": mlx_adapters,
     "split": split_adapters,
+    "tied": tied_heads,
 }

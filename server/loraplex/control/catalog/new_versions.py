@@ -35,6 +35,7 @@ from loraplex.adapters.store.files import (
     open_regular,
 )
 from loraplex.adapters.store.interface import Store
+from loraplex.adapters.tied_head import name_tied_head
 from loraplex.control.audit.recorder import Actor, record
 from loraplex.control.catalog.release_reading import current_release, release_shown
 from loraplex.control.catalog.series import check_needed
@@ -72,6 +73,7 @@ class Inspections:
         changed = [
             *convert_mlx(staging, self._max_rank, self._base.model_type),
             *join_split_linears(staging, self._base, self._max_rank),
+            *name_tied_head(staging, self._base),
         ]
         spec = inspect_adapter(
             *files,
