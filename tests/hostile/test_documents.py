@@ -69,6 +69,7 @@ REFUSED_ALL_THE_SAME = {
     # No schema looks into a text, or compares two names.
     (400, "invalid_value", "messages[].tool_calls[].function.arguments"),
     (400, "invalid_value", "tools[].function.name"),
+    (400, "invalid_value", "agreement"),  # JSON in a part of a form
     (400, "invalid_value", "tool_choice.function"),
     (400, "invalid_value", "tool_choice.allowed_tools.tools"),
     # No schema compares two numbers or two times.

@@ -19,6 +19,9 @@ RefusalCode = Literal[
     "non_finite",
     "numerical_mismatch",
     "numerical_crash",
+    "agreement_missing",
+    "agreement_exceeded",
+    "agreement_failed",
     "too_large",
     "quota_exceeded",
 ]

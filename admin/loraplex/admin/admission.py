@@ -23,6 +23,7 @@ from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.uploads.multipart import Part
 from loraplex.admin.uploads.receive import Received
 from loraplex.admin.uploads.serving_field import check_serving
+from loraplex.control.agreement import DueAgreement, TrainerNumbers
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.staged import StagedUpload
 from loraplex.control.types import VersionInfo
@@ -54,17 +55,20 @@ async def admit_version(
     wait: bool = True,
     measured: bool = True,
     durable_first: bool = True,
+    compared: bool = False,
 ) -> tuple[VersionInfo, bool]:
     """The version that the received files are, and whether it is new. `source` and `release` are those of
     `Catalog.admit`. With `wait` it is ready; otherwise it may be `validating`, and is checked in the background.
     `measured` is that of `VersionChecks.wait`. Without `durable_first` the bytes may reach the disk later, where this
-    server flushes in the background and has a place for them.
+    server flushes in the background and has a place for them. `compared` is that of `Catalog.check_upload`.
 
     Raises Problem: 503 where too many uploads are on their way, 429 where a series takes no more pushes now. Raises
     what `receive`, `Catalog.check_upload` and `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` raises.
     """
     gate = services.upload_gate
-    room = await services.database.run(services.catalog.check_upload, tenant, name, by)
+    room = await services.database.run(
+        partial(services.catalog.check_upload, compared=compared), tenant, name, by
+    )
     quota = await services.database.run(services.series.quota, tenant, name)
     if quota is not None:
         services.change_limit.charge_push(tenant, name, quota)
@@ -81,10 +85,14 @@ async def admit_version(
         services.engine.prefetch([info.ref()])
     await _pin_again(services, info.digest)
     if info.state == "validating":
-        if wait:
-            return await services.checks.wait(info, measured=measured), is_new
-        services.checks.start(info)
-        return info, is_new
+        if not wait:
+            services.checks.start(info)
+            return info, is_new
+        info = await services.checks.wait(info, measured=measured)
+        if is_new:
+            return info, is_new
+    if received.numbers is not None and not is_new:
+        info = await _confirm(services, info, received.numbers, by)
     if is_new and services.surplus is not None:
         await services.surplus.after(info, by)
     return info, is_new
@@ -131,12 +139,23 @@ def _admit(
             release=release,
             check=True,
             durable=not place.is_free,
+            numbers=received.numbers,
             by=by,
         )
         if not info.durable:
             place.put(info.digest)
     staged.admitted(info.bytes if is_new else 0)
     return info, is_new
+
+
+async def _confirm(
+    services: AdminServices, info: VersionInfo, numbers: TrainerNumbers, by: Actor
+) -> VersionInfo:
+    """Hold what was pushed again to the numbers that came with it: they may be those of other weights."""
+    within = (await services.database.run(services.series.get, info.tenant_id, info.name)).rules.agree_within
+    if within is None:
+        return info
+    return await services.checks.agreements.confirm(info, DueAgreement(numbers, within), by)
 
 
 async def _pin_again(services: AdminServices, digest: str) -> None:

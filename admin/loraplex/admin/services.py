@@ -24,6 +24,7 @@ from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Principal, Serving, VersionInfo
+from loraplex.lifecycle.agreement_checks import Score
 from loraplex.lifecycle.durability import Durability, PushOutcome
 from loraplex.lifecycle.eviction import SurplusRemoval
 from loraplex.lifecycle.version_checks import VersionChecks
@@ -34,9 +35,6 @@ from loraplex.serving.text.own_chat import ChatFound
 
 T = TypeVar("T")
 
-Score = Callable[[Principal, VersionInfo, Sequence[Sequence[int]]], Awaitable[list[list[float]]]]
-"""The log probability of each token from the second on, of each sequence of token ids, under a version. The principal
-is charged. Raises LoraplexError with the codes of a completion that is refused."""
 ExamineChat = Callable[[str, ChatFiles, Serving], Awaitable[ChatFound]]
 """Compares what a tenant's upload brings for its chats with the base's. Raises AdapterRefused, ServingError."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,9 @@ from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.service import RequestLimits
+from loraplex.control.types import Principal, VersionInfo
 from loraplex.http.routing import exact
+from loraplex.lifecycle.agreement_checks import AgreementChecks, Score
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.batches.runner import BatchRunner
 from loraplex.lifecycle.durability import Durability
@@ -139,9 +142,14 @@ class Apps:
 def create_apps(installation: Installation, engine: Engines) -> Apps:
     """The data plane and the admin plane around an engine that has been started."""
     shared = _shared(installation, engine)
-    admin_services = _admin_services(installation, shared)
+
+    async def score(who: Principal, info: VersionInfo, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        # The data plane loads adapters by the admin plane, which scores by the data plane.
+        return await scorer(who, info, prompts)
+
+    admin_services = _admin_services(installation, shared, score)
     data_services = _data_services(installation, shared, admin_services)
-    admin_services = replace(admin_services, score=PromptScorer(data_services))
+    scorer = PromptScorer(data_services)
     operator_routes: list[BaseRoute] = [
         *service_probes(data_services, in_document=False),
         metrics_route(Scraper(shared.metrics, engine), in_document=False),
@@ -213,7 +221,7 @@ def _metrics(installation: Installation) -> Metrics:
     return metrics
 
 
-def _admin_services(installation: Installation, shared: Shared) -> AdminServices:
+def _admin_services(installation: Installation, shared: Shared, score: Score) -> AdminServices:
     settings, engine, metrics = installation.settings, shared.engine, shared.metrics
     surplus = SurplusRemoval(
         database=installation.database,
@@ -234,6 +242,7 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         tenants=installation.tenants,
         store=installation.store,
         engine=engine,
+        agreements=AgreementChecks(installation.database, engine, score, metrics.agreement),
         surplus=surplus,
         base_errors=base_errors,
         on_outcome=metrics.version_checked,
@@ -258,6 +267,7 @@ def _admin_services(installation: Installation, shared: Shared) -> AdminServices
         on_change=metrics.admin_changed,
         on_push=metrics.durability.pushed,
         on_agreement=metrics.agreement.compared,
+        score=score,
         check_formats=partial(check_named_formats, shared.text),
         examine_chat=ChatExaminer(
             shared.text, engine.info.eos_ids, shared.templates, own_serves=_owns_serve(settings)

@@ -7,13 +7,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loraplex.control.audit.recorder import Actor, record
-from loraplex.control.catalog.versions import require_version, version_target
-from loraplex.control.db.database import Database
-from loraplex.control.types import VersionInfo
+from loraplex.control.db.tables import Series
+from loraplex.control.errors import AgreementMissing, Conflict
+from loraplex.control.types import Refusal
 
 MOST_IN_EXPONENT = 80.0
 """Differences above it count as it in the KL estimate, which would overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerNumbers:
+    """The log probabilities that a trainer computed of some tokens. Both have one list a sequence."""
+
+    tokens: list[list[int]]
+    """Token ids, two of each sequence or more."""
+    logprobs: list[list[float]]
+    """[tokens - 1] of each sequence, in nats: of each token from the second on, given those before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DueAgreement:
+    """A comparison that decides on a version."""
+
+    numbers: TrainerNumbers
+    """The log probabilities that came with the version."""
+    within: float
+    """Largest mean absolute difference with which the version serves, in nats."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {"tokens": self.numbers.tokens, "logprobs": self.numbers.logprobs, "within": self.within}
+
+    def refusal(self, agreement: Agreement) -> Refusal | None:
+        """The reason to reject the version by this outcome of the comparison. None: it agrees."""
+        if agreement.mean <= self.within:
+            return None
+        index = max(range(len(agreement.sequences)), key=lambda place: agreement.sequences[place].max)
+        return Refusal(
+            "agreement_exceeded",
+            f"the trainer's log probabilities differ from the server's by {agreement.mean:.3g} nats on average, and "
+            f"the series has agree_within {self.within:g}: the largest difference is {agreement.max:.3g} (token "
+            f"{agreement.sequences[index].max_at} of sequence {index}), the bias {agreement.bias:.3g}, the estimated "
+            f"KL divergence {agreement.kl:.3g}, of {agreement.tokens} tokens. These are not the weights that the "
+            "trainer computed them with, or the two compute in other precisions",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +130,17 @@ def compare(trainer: Sequence[Sequence[float]], server: Sequence[Sequence[float]
     )
 
 
-def record_agreement(database: Database, info: VersionInfo, agreement: Agreement, *, by: Actor) -> None:
-    """Keep the figures in the version's report, in place of earlier ones. Raises TenantNotFound, AdapterNotFound,
-    VersionNotFound."""
-    figures = agreement.figures()
-    with database.write() as session:
-        row = require_version(session, info.tenant_id, info.name, info.version)
-        before = row.report.get("agreement")
-        row.report = row.report | {"agreement": figures}
-        record(
-            session,
-            by,
-            "version.agreement",
-            version_target(info.tenant_id, info.name, info.version),
-            tenant_id=info.tenant_id,
-            before=before,
-            after=figures | {"digest": info.digest},
+def threshold(series: Series | None, *, compared: bool) -> float | None:
+    """The threshold that the next version of a name is held to; None: none. `compared`: a trainer's numbers come with
+    it. Raises AgreementMissing where its series wants them and they do not, and Conflict where nothing is done with
+    them."""
+    within = None if series is None else series.agree_within
+    if series is not None and within is not None and not compared:
+        raise AgreementMissing(series.name, within)
+    if compared and within is None:
+        raise Conflict(
+            "The push has a trainer's log probabilities, and the series has no agree_within to hold it to: PUT one, or "
+            "compare them with the version once it serves, by POST …/versions/{version}/agreement.",
+            param="agree_within",
         )
+    return within

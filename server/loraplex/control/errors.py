@@ -164,6 +164,19 @@ class VersionRejected(AdapterRefused):
         self.version = info.version
 
 
+class AgreementMissing(AdapterRefused):
+    """The series holds its versions to the trainer's log probabilities, and the push came without them."""
+
+    def __init__(self, name: str, within: float) -> None:
+        super().__init__(
+            "agreement_missing",
+            f"The series '{name}' has agree_within {within:g}, so each version comes with what its trainer computed: "
+            "push a multipart form to …/series/versions with the parts adapter_model.safetensors and agreement, which "
+            'is {"tokens": [[id, …], …], "logprobs": [[…], …]}.',
+        )
+        self.param = "agreement"
+
+
 class NumbersUnchecked(ControlError):
     """The version is stored and validating: there is no verdict on its numbers yet. The server goes on trying."""
 

@@ -1,5 +1,7 @@
 """The check of new versions' numbers: the engine measures a version, the reference judges, the catalog decides.
 
+A series may have the numbers of few versions checked, and each held to the log probabilities of its trainer.
+
 An upload waits here for the verdict on its version. `run` checks what nobody waits for: versions whose upload did not
 wait, whose server died, or that could not be checked before.
 
@@ -15,7 +17,7 @@ import contextlib
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -30,6 +32,7 @@ from loraplex.adapters.errors import AdapterRefused, LoraplexError
 from loraplex.adapters.numerics import NumbersCheck, NumbersVerdict, SiteOutputs
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME
 from loraplex.adapters.store.interface import Store
+from loraplex.control.agreement import Agreement
 from loraplex.control.catalog.adapters import Catalog
 from loraplex.control.catalog.validation import Validation
 from loraplex.control.db.database import Database
@@ -43,6 +46,7 @@ from loraplex.control.errors import (
 )
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import CheckOutcome, Refusal, VersionInfo
+from loraplex.lifecycle.agreement_checks import AgreementChecks
 from loraplex.lifecycle.base_errors import BaseErrors
 from loraplex.lifecycle.engine_turns import EngineTurns
 from loraplex.lifecycle.eviction import SurplusRemoval, evict_removed
@@ -99,6 +103,21 @@ class _Attempt:
     transient: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """`refusal` None: the version is accepted. The others are None where its series does not want them."""
+
+    refusal: Refusal | None = None
+    numbers: dict[str, Any] | None = None
+    """The reference error, for the report."""
+    agreement: Agreement | None = None
+    """The comparison with its trainer."""
+
+    @property
+    def figures(self) -> dict[str, Any] | None:
+        return None if self.agreement is None else self.agreement.figures()
+
+
 @dataclass(slots=True)
 class _Retry:
     failures: int = 0
@@ -124,6 +143,7 @@ class VersionChecks:
         tenants: Tenants,
         store: Store,
         engine: Engines,
+        agreements: AgreementChecks,
         surplus: SurplusRemoval | None = None,
         base_errors: BaseErrors | None = None,
         on_outcome: Callable[[CheckOutcome], None] = lambda outcome: None,
@@ -135,6 +155,7 @@ class VersionChecks:
         self.database = database
         self.catalog = catalog
         self.engine = engine
+        self.agreements = agreements
         self._validation = validation
         self._terms = TermsSender(database, tenants)
         self._store = store
@@ -256,42 +277,58 @@ class VersionChecks:
         began = self._clock()
         # Its tenant may never have sent a request to this engine.
         await self._terms.tell(self.engine, [info.tenant_id])
-        refusal, found = await self._verdict(info)
+        verdict = await self._verdict(info)
+        refusal, figures = verdict.refusal, verdict.figures
         if refusal is None:
-            decision = await run(self._validation.accept, info, found)
+            decision = await run(self._validation.accept, info, verdict.numbers, figures)
         elif await run(self.catalog.mark_damaged, info.digest):
             # Damaged bytes give wrong numbers; the tenant may upload the right ones again.
             with contextlib.suppress(ServingError):
                 await self.engine.drop(info.digest)
             return _Attempt(await self._current(info))
         else:
-            decision = await run(self._validation.reject, info, refusal, found)
+            decision = await run(self._validation.reject, info, refusal, verdict.numbers, figures)
         if decision.decided:
             self._tell(decision.info, refusal, self._clock() - began)
             await evict_removed(self, decision.removal)
             if refusal is None:
-                if self._base_errors is not None:
+                if self._base_errors is not None and info.checked != "structure":
                     self._base_errors.start(decision.info)
                 if self._surplus is not None:
                     await self._surplus.after(decision.info, decision.by)
         return _Attempt(decision.info)
 
-    async def _verdict(self, info: VersionInfo) -> tuple[Refusal | None, dict[str, Any]]:
+    async def _verdict(self, info: VersionInfo) -> _Verdict:
+        numbers = None
+        if info.checked != "structure":
+            refusal, numbers = await self._numbers(info)
+            if refusal is not None:
+                return _Verdict(refusal, numbers)
+        found = await self._in_engine(info, partial(self.agreements.verdict, info))
+        if isinstance(found, Refusal):
+            return _Verdict(found, numbers)
+        return _Verdict(found[0], numbers, found[1])
+
+    async def _numbers(self, info: VersionInfo) -> tuple[Refusal | None, dict[str, Any]]:
         on_experts = {site for site in info.targets if site.startswith("experts.")}
         if on_experts and (lacking := on_experts.difference(self.engine.info.sites)):
             return Refusal("unsupported_feature", self._told_lacking(lacking)), {}
+        outputs = await self._in_engine(info, partial(self.engine.measure_sites, info.ref()))
+        return (outputs, {}) if isinstance(outputs, Refusal) else await self._judge(info, outputs)
+
+    async def _in_engine(self, info: VersionInfo, work: Callable[[], Awaitable[_T]]) -> _T | Refusal:
+        """The result of what the engine does with a version, or a refusal where it has died of that twice."""
         key = _key(info)
         turns = self._engine_turns
         try:
             async with turns.alone() if self._deaths[key] else turns.beside_others():
-                outputs = await self.engine.measure_sites(info.ref())
+                return await work()
         except EngineLost:
             self._deaths[key] += 1
             if self._deaths[key] < MAX_DEATHS:
                 raise
             self._note_death(info.tenant_id, self._clock())
-            return Refusal("numerical_crash", _CRASHED), {}
-        return await self._judge(info, outputs)
+            return Refusal("numerical_crash", _CRASHED)
 
     def _told_lacking(self, sites: set[str]) -> str:
         """Whether routed experts take LoRA depends on the engine: not all decoders compute it."""
@@ -335,7 +372,7 @@ class VersionChecks:
             tenant=info.tenant_id,
             adapter=f"{info.name}@{info.version}",
             state=info.state,
-            max_error=info.report["reference_error"].get("max"),
+            max_error=(info.report["reference_error"] or {}).get("max"),
             reason=None if refusal is None else refusal.message,
             seconds=round(seconds, 3),
         )

@@ -67,7 +67,7 @@ async def test_a_training_pushes_tensors_alone(plane: AdminPlane, tmp_path: Path
         assert (await admin.get(SERIES)).json() == made.json()
         assert made.json() | {"created_at": ""} == {
             "name": "run", "keep_last": 2, "check_every": 100, "latest": True, "quota": 600, "config": CONFIG,
-            "created_at": "",
+            "agree_within": None, "created_at": "",
         }  # fmt: skip
     async with admin_client(plane.app, plane.make_key("acme", "adapters:train")) as trainer:
         for number in (1, 2, 3):
@@ -237,7 +237,14 @@ async def test_changes_of_a_series_are_audited(plane: AdminPlane) -> None:
         await admin.delete(SERIES)
         rows = (await admin.get("/audit")).json()["data"]
     shown = {row["action"]: (row["before"], row["after"]) for row in rows}
-    rules_shown = {"keep_last": 2, "check_every": 100, "latest": True, "quota": None, "config": True}
+    rules_shown = {
+        "keep_last": 2,
+        "check_every": 100,
+        "latest": True,
+        "quota": None,
+        "agree_within": None,
+        "config": True,
+    }
     assert shown["series.set"] == (None, rules_shown)
     assert shown["series.delete"] == (rules_shown, None)
     assert CONFIG["base_model_name_or_path"] is None or CONFIG["base_model_name_or_path"] not in json.dumps(

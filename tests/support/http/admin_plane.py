@@ -20,7 +20,7 @@ from loraplex.adapters.store.artifact_store import ArtifactStore
 from loraplex.adapters.store.fault_points import Fault, no_fault
 from loraplex.admin.app import create_admin_app, create_tenant_app
 from loraplex.admin.change_rate_limit import ChangeRateLimit
-from loraplex.admin.services import AdminServices, ExamineChat, Score, UploadGate
+from loraplex.admin.services import AdminServices, ExamineChat, UploadGate
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.catalog.adapters import Catalog
@@ -34,6 +34,7 @@ from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Principal, VersionInfo
+from loraplex.lifecycle.agreement_checks import AgreementChecks, Score
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.durability import Durability
 from loraplex.lifecycle.eviction import SurplusRemoval
@@ -92,6 +93,20 @@ class FakeDurabilityWatch:
         self.num_failures += 1
 
 
+class FakeAgreementWatch:
+    """Keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.means: list[float] = []
+        self.outcomes: list[str] = []
+
+    def compared(self, mean: float) -> None:
+        self.means.append(mean)
+
+    def judged(self, outcome: str) -> None:
+        self.outcomes.append(outcome)
+
+
 @dataclass
 class AdminPlane:
     """`services` as a factory would build them in `root`; `app` is the operators' port, `tenant_app` what the data
@@ -143,6 +158,7 @@ class AdminPlane:
             again_s=0.01,
             pause_s=self.surplus_pause_s,
         )
+        self.agreement_watch = FakeAgreementWatch()
         self.checks = VersionChecks(
             database=self.database,
             catalog=catalog,
@@ -150,6 +166,7 @@ class AdminPlane:
             tenants=Tenants(self.database, artifacts),
             store=store,
             engine=self.engine,
+            agreements=AgreementChecks(self.database, self.engine, self._score, self.agreement_watch),
             surplus=self.surplus,
             base_errors=self.base_errors,
             on_outcome=self.outcomes.append,
@@ -178,11 +195,16 @@ class AdminPlane:
             upload_gate=self.gate,
             change_limit=self.change_limit,
             checks=self.checks,
-            score=self.score,
+            score=self._score,
             **({} if self.examine_chat is None else {"examine_chat": self.examine_chat}),
         )
         self.app = create_admin_app(self.services)
         self.tenant_app = create_tenant_app(self.services)
+
+    async def _score(
+        self, principal: Principal, info: VersionInfo, prompts: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        return await self.score(principal, info, prompts)
 
     def start(self) -> None:
         """What a server does with the catalog before it serves."""

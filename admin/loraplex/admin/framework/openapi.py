@@ -10,7 +10,8 @@ from loraplex.adapters.sources.urls import MAX_URL_CHARS
 from loraplex.adapters.store.files import CONFIG_NAME, TENSORS_NAME, TENSORS_NAMES, UPLOAD_FILE_BYTES
 from loraplex.admin.problem import ANSWERS, MEDIA_TYPE
 from loraplex.admin.uploads.multipart import ARCHIVE_NAME, MAX_SERVING_BYTES, SERVING_NAME
-from loraplex.admin.uploads.receive import PUSH_TYPE
+from loraplex.admin.uploads.push_form import AGREEMENT_NAME, MAX_AGREEMENT_BYTES
+from loraplex.admin.uploads.receive import FORM_TYPE, PUSH_TYPE
 from loraplex.admin.uploads.serving_field import ALORA
 from loraplex.http.document import REF, describe, refusals
 from loraplex.http.document_page import operations_of, render_page
@@ -96,11 +97,27 @@ PUSH: dict[str, Any] = {
                     "format": "binary",
                     "description": f"The bytes of {TENSORS_NAME}. The config is that of the series.",
                 }
-            }
+            },
+            FORM_TYPE: {
+                "schema": {
+                    "type": "object",
+                    "description": "The same, and what the trainer computed: where the series has agree_within.",
+                    "properties": {
+                        TENSORS_NAME: {"type": "string", "format": "binary"},
+                        AGREEMENT_NAME: {
+                            "type": "string",
+                            "maxLength": MAX_AGREEMENT_BYTES,
+                            "description": "JSON: tokens and logprobs, as the agreement of a version takes them.",
+                        },
+                    },
+                    "required": [TENSORS_NAME, AGREEMENT_NAME],
+                    "additionalProperties": False,
+                }
+            },
         },
     }
 }
-"""The request body of a route that takes the tensors alone."""
+"""The request body of a route that takes the tensors alone, or beside what their trainer computed."""
 _PROBLEM: dict[str, Any] = {
     "type": "object",
     "description": "A problem document (RFC 9457).",

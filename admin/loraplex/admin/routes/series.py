@@ -23,7 +23,8 @@ from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.problem import Problem
 from loraplex.admin.schemas.adapters import Version
 from loraplex.admin.schemas.series import Series, SeriesChange
-from loraplex.admin.uploads.receive import receive_tensors
+from loraplex.admin.uploads.receive import is_form, receive_tensors
+from loraplex.admin.uploads.trainer_numbers import read_numbers
 from loraplex.control.catalog.series import SeriesInfo, SeriesRules
 
 router = APIRouter(prefix="/tenants/{tenant}/adapters/{name}/series", route_class=AdminRoute)
@@ -49,7 +50,9 @@ async def put_series(
 
     The next version has its numbers checked.
     """
-    rules = SeriesRules(body.keep_last, body.check_every, body.latest, body.quota, body.config)
+    rules = SeriesRules(
+        body.keep_last, body.check_every, body.latest, body.quota, body.config, body.agree_within
+    )
     put = partial(services.series.put, tenant, name, rules, by=by)
     return _show(await services.database.run(put))
 
@@ -77,7 +80,8 @@ async def push_to_series(
     """Push the tensors of the next version of a series.
 
     The answer waits for the check that the series wants of this version, and not for the disk: `durable` says whether
-    the bytes are on it. The same bytes again: 200 and the version that has them.
+    the bytes are on it. The same bytes again: 200 and the version that has them. Where the series has `agree_within`,
+    the body is a form that has what the trainer computed too, and a version that disagrees is refused.
     """
     series = await services.database.run(services.series.get, tenant, name)
     if series.rules.config is None:
@@ -88,9 +92,12 @@ async def push_to_series(
         request,
         services.artifacts.store,
         json.dumps(series.rules.config, sort_keys=True).encode(),
+        partial(read_numbers, info=services.engine.info),
         max_bytes=services.max_upload_bytes,
     )
-    info, is_new = await admit_version(services, tenant, name, receive, by=by, durable_first=False)
+    info, is_new = await admit_version(
+        services, tenant, name, receive, by=by, durable_first=False, compared=is_form(request)
+    )
     services.on_push("known" if not is_new else "durable" if info.durable else "early")
     response.headers["Location"] = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
     response.status_code = 201 if is_new else 200
@@ -105,6 +112,7 @@ def _show(info: SeriesInfo) -> Series:
         check_every=rules.check_every,
         latest=rules.latest,
         quota=rules.quota,
+        agree_within=rules.agree_within,
         config=None if rules.config is None else dict(rules.config),
         created_at=info.created_at,
     )

@@ -7,7 +7,13 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from loraplex.admin.schemas.fields import RequestBody, ResponseBody, Timestamp
-from loraplex.control.catalog.series import MAX_CHECK_EVERY, MAX_CONFIG_FIELDS, MAX_KEPT, MAX_QUOTA
+from loraplex.control.catalog.series import (
+    MAX_AGREE_WITHIN,
+    MAX_CHECK_EVERY,
+    MAX_CONFIG_FIELDS,
+    MAX_KEPT,
+    MAX_QUOTA,
+)
 
 MAX_SEQUENCES = 16
 MAX_TOKENS = 8192
@@ -31,17 +37,20 @@ _LOGPROBS = {
 class SeriesChange(RequestBody):
     """`keep_last`: newest versions that are kept. `check_every`: versions from one whose numbers are checked to the
     next. `latest`: each version takes all the traffic of the name once it is ready. `quota`: pushes in a minute.
-    `config`: the adapter_config.json of pushes that are tensors alone."""
+    `config`: the adapter_config.json of pushes that are tensors alone. `agree_within`: largest mean absolute difference
+    of a trainer's log probabilities and the server's with which a version serves, in nats; each push then brings the
+    trainer's."""
 
     keep_last: Annotated[int, Field(ge=1, le=MAX_KEPT)] = 8
     check_every: Annotated[int, Field(ge=1, le=MAX_CHECK_EVERY)] = 10
     latest: bool = True
     quota: Annotated[int, Field(ge=1, le=MAX_QUOTA)] | None = None
     config: Annotated[dict[str, Any], Field(max_length=MAX_CONFIG_FIELDS)] | None = None
+    agree_within: Annotated[float, Field(gt=0, le=MAX_AGREE_WITHIN)] | None = None
 
 
 class Series(ResponseBody):
-    """A series, with a null where it has no quota of its own, or no config."""
+    """A series, with a null where it has no quota of its own, no config, or no threshold of agreement."""
 
     name: str
     keep_last: int
@@ -49,6 +58,7 @@ class Series(ResponseBody):
     latest: bool
     quota: int | None
     config: dict[str, Any] | None
+    agree_within: float | None
     created_at: Timestamp
 
 

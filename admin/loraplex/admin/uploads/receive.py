@@ -8,7 +8,7 @@ next start.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -22,7 +22,9 @@ from loraplex.adapters.store.files import create_file, disk_failures_named, plac
 from loraplex.adapters.store.interface import Store
 from loraplex.admin.problem import Problem
 from loraplex.admin.uploads.multipart import Part, UploadParser, too_large
+from loraplex.admin.uploads.push_form import MAX_AGREEMENT_BYTES, PushForm
 from loraplex.admin.uploads.serving_field import read_serving
+from loraplex.control.agreement import TrainerNumbers
 from loraplex.control.catalog.staged import StagedUpload
 from loraplex.control.types import AS_THE_BASE, Serving
 from loraplex.http.body import SILENCE_S, chunks, declared_length, refuse_encoding
@@ -30,6 +32,7 @@ from loraplex.http.body import SILENCE_S, chunks, declared_length, refuse_encodi
 BUFFER_BYTES = 1 << 20
 PUSH_TYPE = "application/octet-stream"
 """The content type of a body that is the tensors alone."""
+FORM_TYPE = "multipart/form-data"
 _FRAMING_BYTES = 64 << 10
 """Bytes that a body may have beside its files: boundaries, part headers, the field `serving`, and an epilogue, which
 MIME allows behind the last boundary."""
@@ -37,11 +40,13 @@ MIME allows behind the last boundary."""
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """An upload: the staging folder with its files, which of them came, and how the version is to be served."""
+    """An upload: the staging folder with its files, which of them came, how the version is to be served, and what its
+    trainer computed."""
 
     staging: Staging
     parts: frozenset[Part]
     serving: Serving
+    numbers: TrainerNumbers | None = None
 
 
 @contextlib.asynccontextmanager
@@ -95,40 +100,49 @@ async def receive_tensors(
     request: Request,
     store: Store,
     config: bytes,
+    read_numbers: Callable[[bytes], TrainerNumbers],
     *,
     max_bytes: int,
     threads: anyio.CapacityLimiter,
     staged: StagedUpload,
     silence_s: float = SILENCE_S,
 ) -> AsyncIterator[Received]:
-    """A body that is the tensors alone, beside the `config` that they are of. Raises as `receive_upload`."""
+    """A body that is the tensors alone, or a form of them and of what `read_numbers` reads, beside the `config` that
+    the tensors are of. Raises as `receive_upload`, and what `read_numbers` raises."""
     refuse_encoding(request.scope)
-    if _media_type(request) != PUSH_TYPE:
+    form = PushForm(request.headers.get("content-type", "")) if is_form(request) else None
+    if form is None and _media_type(request) != PUSH_TYPE:
         raise Problem(
             "unsupported_media_type",
-            f"Send the bytes of {Part.TENSORS.value} as {PUSH_TYPE}.",
+            f"Send the bytes of {Part.TENSORS.value} as {PUSH_TYPE}, or as a part of {FORM_TYPE}.",
             param="Content-Type",
         )
+    beside = 0 if form is None else MAX_AGREEMENT_BYTES + _FRAMING_BYTES
     declared = declared_length(request.scope) or 0
-    if declared + len(config) > max_bytes:
+    if declared + len(config) > max_bytes + beside:
         raise too_large(max_bytes)
-    staged.expect(declared + len(config))
+    staged.expect(max(0, declared - beside) + len(config))
     async with _staged_folder(store, threads) as staging:
         writer = _Writer(staging, threads)
         try:
-            size = len(config)
+            size = body = len(config)
             await writer.write([(Part.CONFIG, config)])
             async for chunk in chunks(request.receive, silence_s=silence_s):
-                size += len(chunk)
-                if size > max_bytes:
+                data = chunk if form is None else form.feed(chunk)
+                size, body = size + len(data), body + len(chunk)
+                if size > max_bytes or body > max_bytes + beside:
                     raise too_large(max_bytes)
                 staged.expect(size)
-                await writer.write([(Part.TENSORS, chunk)])
+                await writer.write([(Part.TENSORS, data)])
+            numbers = None
+            if form is not None:
+                form.finish()
+                numbers = read_numbers(bytes(form.agreement))
             parts = frozenset({Part.CONFIG, Part.TENSORS})
             await writer.flush(parts)
         finally:
             await writer.close()
-        yield Received(staging, parts, AS_THE_BASE)
+        yield Received(staging, parts, AS_THE_BASE, numbers)
 
 
 @contextlib.asynccontextmanager
@@ -140,6 +154,11 @@ async def _staged_folder(store: Store, threads: anyio.CapacityLimiter) -> AsyncI
         # A thread that has begun cannot be called back: a cancelled request waits for it, then for this.
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(staging.discard)
+
+
+def is_form(request: Request) -> bool:
+    """Whether the body is a multipart form."""
+    return _media_type(request) == FORM_TYPE
 
 
 def _media_type(request: Request) -> str:

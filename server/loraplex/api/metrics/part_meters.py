@@ -7,6 +7,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from loraplex.lifecycle.agreement_checks import Judgement
 from loraplex.lifecycle.durability import PushOutcome
 from loraplex.lifecycle.release_guard.rules import MetricName
 from loraplex.serving.grammar.checker import CheckOutcome
@@ -137,6 +138,13 @@ class AgreementMeter:
     """Distribution of what trainers and this server differ by, of all tenants together."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        judged = Counter(
+            "loraplex_agreement_checks",
+            "Pushes that were held to their trainer's log probabilities, by outcome.",
+            ["outcome"],
+            registry=registry,
+        )
+        self._judged = {outcome: judged.labels(outcome) for outcome in get_args(Judgement)}
         self._mean = Histogram(
             "loraplex_agreement_mean_nats",
             "Mean absolute difference of a trainer's log probabilities and the server's, of each comparison.",
@@ -147,6 +155,10 @@ class AgreementMeter:
     def compared(self, mean: float) -> None:
         """`mean` is of one comparison, in nats."""
         self._mean.observe(mean)
+
+    def judged(self, outcome: Judgement) -> None:
+        """A push was compared, or could not be."""
+        self._judged[outcome].inc()
 
 
 class ShadowMeter:

@@ -17,6 +17,7 @@ from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
+from loraplex.control.agreement import DueAgreement, TrainerNumbers, threshold
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.catalog.all_versions import reconcile
@@ -100,13 +101,17 @@ class Catalog:
                 f"'{name}' is the name of the base model, '{self.served_name}', whatever the case; choose another.",
             )
 
-    def check_upload(self, tenant_id: str, name: str, by: Actor = LOCAL) -> UploadRoom | None:
+    def check_upload(
+        self, tenant_id: str, name: str, by: Actor = LOCAL, *, compared: bool = False
+    ) -> UploadRoom | None:
         """Refuse what can be refused before a byte is read, and return the room that the quota leaves (None: it bounds
-        nothing). Raises InvalidValue, TenantNotFound, AdapterRefused, NotForTraining."""
+        nothing). `compared`: a trainer's log probabilities come with it. Raises InvalidValue, TenantNotFound,
+        AdapterRefused, NotForTraining, and Conflict for log probabilities without a threshold."""
         self.check_name(name)
         with self._database.read() as session:
             tenant = require_tenant(session, tenant_id)
-            series_for_push(session, tenant_id, name, by)
+            series = series_for_push(session, tenant_id, name, by)
+            threshold(series, compared=compared)
             limits = rules.read_limits(tenant.limits)
             check_quota(session, limits, tenant_id, name, 0)
             return upload_room(session, limits, tenant_id, name)
@@ -124,6 +129,7 @@ class Catalog:
         release: bool = False,
         check: bool = False,
         durable: bool = True,
+        numbers: TrainerNumbers | None = None,
         by: Actor = LOCAL,
     ) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. mlx-lm's files are turned into PEFT's first, and
@@ -133,14 +139,15 @@ class Catalog:
         bring for their chats; `notes` are added to the checks of the report.
         `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
         its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
-        a new version is `validating`. Of a series' version its rules decide on both. Without `durable` new bytes are
+        a new version is `validating`. Of a series' version its rules decide on both, and with `agree_within` it is
+        `validating` until `numbers` were compared with the server's. Without `durable` new bytes are
         flushed by `Flushes.settle` later; a crash of the machine until then may cost the version.
 
         The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
         next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed and what
         `check_upload` raises; then nothing of the upload is kept.
         """
-        self.check_upload(tenant_id, name, by)
+        self.check_upload(tenant_id, name, by, compared=numbers is not None)
         spec = self._inspections.inspect(tenant_id, name, staging)
         check_alora(spec, serving)
         outputs = read_outputs(spec, staging.directory, self.base)
@@ -158,10 +165,12 @@ class Catalog:
                 self._artifacts.store.commit(staging, spec.digest, examined, flush=durable, replace=replace)
                 with self._database.write() as session:
                     self._artifacts.check_stored(spec.digest)
-                    pending = pending_check(by) if check else None
                     series = series_for_push(session, tenant_id, name, by)
+                    within = threshold(series, compared=numbers is not None)
+                    due = None if numbers is None or within is None else DueAgreement(numbers, within)
+                    pending = pending_check(by) if check or due is not None else None
                     row, is_new = self._record(
-                        session, tenant_id, name, spec, serving, chat, outputs, pending, series, durable
+                        session, tenant_id, name, spec, serving, chat, outputs, pending, series, due, durable
                     )
                     takes_all = release if series is None else series.latest and (is_new or release)
                     release_upload(session, row, release=takes_all, by=by)
@@ -190,6 +199,7 @@ class Catalog:
         outputs: Outputs,
         pending: dict[str, Any] | None,
         series: Series | None,
+        due: DueAgreement | None,
         durable: bool,
     ) -> tuple[AdapterVersion, bool]:
         """Record the version that stands for published bytes."""
@@ -206,10 +216,11 @@ class Catalog:
         if series is not None:
             checked = check_needed(session, series, self.base.fingerprint, spec.digest)
             if checked == "structure":
-                spec, pending = with_policy(spec, series), None
+                spec, pending = with_policy(spec, series), None if due is None else pending
         made = add_version(
             session, tenant_id, name, self.base, spec, serving, chat, outputs, pending, checked, durable
         )
+        made.pending_agreement = None if due is None else due.as_json()
         return made, True
 
     def get_adapter(self, tenant_id: str, name: str) -> AdapterInfo:

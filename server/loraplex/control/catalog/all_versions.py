@@ -116,6 +116,7 @@ def reconcile(database: Database, artifacts: Artifacts, base_fingerprint: str) -
                         continue
                     if examined.damage is not None:
                         row.state, row.pinned, row.pending_check, row.chat = "lost", False, None, None
+                        row.pending_agreement = None
                         lost.append(row)
                         continue
                     row.durable = True

@@ -80,6 +80,7 @@ class Retention:
 def remove_version(row: AdapterVersion, state: Literal["deleted", "retired"]) -> None:
     """Leave of a version what is known of one that is gone."""
     row.state, row.pinned, row.pending_check, row.chat = state, False, None, None
+    row.pending_agreement = None
     if state == "retired":
         row.report = _without_modules(row.report)
 

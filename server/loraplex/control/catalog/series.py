@@ -30,6 +30,8 @@ MAX_SERIES = 1000
 MAX_KEPT = 1000
 MAX_CHECK_EVERY = 10_000
 MAX_QUOTA = 60_000
+MAX_AGREE_WITHIN = 100.0
+"""In nats. Log probabilities that differ by more have nothing to do with each other."""
 MAX_CONFIG_BYTES = 64 << 10
 MAX_CONFIG_FIELDS = 256
 
@@ -48,6 +50,9 @@ class SeriesRules:
     """Pushes in a minute. None: no limit beside the tenant's changes."""
     config: Mapping[str, Any] | None = None
     """The adapter_config.json of pushes that are tensors alone. None: such pushes are refused."""
+    agree_within: float | None = None
+    """Largest mean absolute difference of a trainer's log probabilities and the server's with which a version serves,
+    in nats. None: pushes bring none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,7 @@ class AllSeries:
                 row = Series(tenant_id=tenant_id, name=name, created_at=database_now(session))
                 session.add(row)
             row.config, row.keep_last, row.check_every = config, rules.keep_last, rules.check_every
-            row.latest, row.quota = rules.latest, rules.quota
+            row.latest, row.quota, row.agree_within = rules.latest, rules.quota, rules.agree_within
             row.since = 0 if adapter is None else adapter.last_number
             session.flush()
             made = _info(row)
@@ -213,7 +218,7 @@ def _require(session: Session, tenant_id: str, name: str) -> Series:
 
 def _info(row: Series) -> SeriesInfo:
     config = None if row.config is None else json.loads(row.config)
-    rules = SeriesRules(row.keep_last, row.check_every, row.latest, row.quota, config)
+    rules = SeriesRules(row.keep_last, row.check_every, row.latest, row.quota, config, row.agree_within)
     return SeriesInfo(row.tenant_id, row.name, rules, row.created_at)
 
 
@@ -224,5 +229,6 @@ def _shown(rules: SeriesRules) -> dict[str, Any]:
         "check_every": rules.check_every,
         "latest": rules.latest,
         "quota": rules.quota,
+        "agree_within": rules.agree_within,
         "config": rules.config is not None,
     }

@@ -98,32 +98,43 @@ class Validation:
                 session.flush()
             return version_info(row)
 
-    def accept(self, info: VersionInfo, reference_error: dict[str, Any]) -> Decision:
+    def accept(
+        self,
+        info: VersionInfo,
+        reference_error: dict[str, Any] | None,
+        agreement: dict[str, Any] | None = None,
+    ) -> Decision:
         """Make a version that is `validating` ready. It is released if nothing of its name is, or if its upload asked
-        for that and no later version was released meanwhile. Raises TenantNotFound, AdapterNotFound,
-        VersionNotFound."""
+        for that and no later version was released meanwhile. `reference_error` and `agreement` go to its report; None:
+        its series did not want the one or the other. Raises TenantNotFound, AdapterNotFound, VersionNotFound."""
 
         def decide(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:
             row.state, row.pending_check = "ready", None
-            row.report = row.report | {"reference_error": reference_error}
+            row.report = row.report | _found(reference_error, agreement)
             session.flush()
             _release_ready(session, row, release, by)
-            _record_check(session, row, by, reference_error)
+            _record_check(session, row, by, reference_error or {}, agreement)
 
         with self._database.write() as session:
             decision = self._decide(session, info, decide)
         self._artifacts.store.fault(FaultPoint.CHECK_COMMITTED)
         return decision
 
-    def reject(self, info: VersionInfo, refusal: Refusal, reference_error: dict[str, Any]) -> Decision:
+    def reject(
+        self,
+        info: VersionInfo,
+        refusal: Refusal,
+        reference_error: dict[str, Any] | None,
+        agreement: dict[str, Any] | None = None,
+    ) -> Decision:
         """Reject a version that is `validating`. Its bytes go unless another version has them; its report keeps the
         refusal. Raises as `accept`."""
 
         def decide(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:
             row.state, row.pending_check, row.chat = "rejected", None, None
             shown = {"code": refusal.code, "message": refusal.message}
-            row.report = row.report | {"reference_error": reference_error, "refusal": shown}
-            _record_check(session, row, by, reference_error, code=refusal.code)
+            row.report = row.report | _found(reference_error, agreement) | {"refusal": shown}
+            _record_check(session, row, by, reference_error or {}, agreement, code=refusal.code)
 
         with self._artifacts.lock:
             with self._database.write() as session:
@@ -146,8 +157,15 @@ class Validation:
         assert row.pending_check is not None, "a version that is validating has a pending check"
         by = Actor(*row.pending_check["actor"])
         decide(session, row, _is_to_be_released(session, row, row.pending_check.get("release_after")), by)
+        row.pending_agreement = None
         self._artifacts.store.fault(FaultPoint.COMMIT_CHECK)
         return Decision(version_info(row), decided=True, by=by)
+
+
+def _found(reference_error: dict[str, Any] | None, agreement: dict[str, Any] | None) -> dict[str, Any]:
+    """The findings of a check, for the version's report."""
+    found = {"reference_error": reference_error, "agreement": agreement}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def pending_check(by: Actor) -> dict[str, Any]:
@@ -191,6 +209,7 @@ def _record_check(
     row: AdapterVersion,
     by: Actor,
     found: dict[str, Any],
+    agreement: dict[str, Any] | None,
     *,
     code: str | None = None,
 ) -> None:
@@ -201,7 +220,7 @@ def _record_check(
         "max_error": found.get("max"),
         "tolerance": found.get("tolerance"),
         "release": release_shown(current_release(session, row.tenant_id, row.name)),
-    }
+    } | ({} if agreement is None else {"agreement": agreement})
     record(
         session,
         by,

@@ -211,6 +211,8 @@ class AdapterVersion(Base):
     that was in force when that was asked (`release_after`). Null: they need no check any more."""
     checked: Mapped[str | None] = mapped_column(String(16))
     """The check that its series wanted of it, `structure` or `numbers`. Null: it was pushed to no series."""
+    pending_agreement: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
+    """`DueAgreement.as_json` of what its trainer computed, until a verdict on it. Null: nothing is to be compared."""
     durable: Mapped[bool] = mapped_column(server_default=true())
     """Whether its bytes were flushed to the disk. While not, a crash of the machine may lose them."""
 
@@ -236,6 +238,9 @@ class Series(Base):
     """Whether each version takes all the traffic of the name once it is ready."""
     quota: Mapped[int | None]
     """Pushes in a minute; null: no limit of the series."""
+    agree_within: Mapped[float | None] = mapped_column(Double)
+    """Largest mean absolute difference of a trainer's log probabilities and the server's, in nats. Null: a push brings
+    none."""
     since: Mapped[int]
     """The name's last number when this was set: the first version after it has its numbers checked."""
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -100,7 +100,7 @@ class KeyCache:
         left_s = min(((end - now).total_seconds() for end in ends if end is not None), default=None)
         if key.revoked_at is not None or (left_s is not None and left_s <= 0):
             return None
-        principal = _principal(key, tenant)
+        principal = principal_of(key, tenant)
         return _Known(key.id, key.tenant_id, principal, None if left_s is None else asked_at + left_s)
 
 
@@ -124,10 +124,11 @@ class KeysById:
         key, tenant, now = found
         if key.expires_at is not None and key.expires_at <= now:
             raise _invalid_key()
-        return _principal(key, tenant)
+        return principal_of(key, tenant)
 
 
-def _principal(key: ApiKey, tenant: Tenant) -> Principal:
+def principal_of(key: ApiKey, tenant: Tenant) -> Principal:
+    """The caller who has this key of this tenant."""
     return Principal(
         tenant_id=key.tenant_id,
         key_id=key.id,
