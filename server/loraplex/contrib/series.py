@@ -69,9 +69,10 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         timeout_s: float = 60.0,
     ) -> None:
         """`agree_on`: token ids of sequences (16 at most, 8,192 tokens together), whose log probabilities the model and
-        the server are to give alike after each push. `rules`: those of the series, such as {"keep_last": 4}; they are
-        set at the start, with the config of the trained adapter. None: the series is there. `tenant`: the key's own if
-        it is not given. `url`: the server's data port. Raises ValueError where no key is given."""
+        the server are to give alike after each push, and before it serves where the series has `agree_within`.
+        `rules`: those of the series, such as {"keep_last": 4}; they are set at the start, with the config of the
+        trained adapter. None: the series is there. `tenant`: the key's own if it is not given. `url`: the server's data
+        port. Raises ValueError where no key is given."""
         super().__init__()
         api_key = api_key or os.environ.get("LORAPLEX_API_KEY", "")
         if not api_key:
@@ -80,6 +81,7 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._every = every
         self._agree_on = [list(ids) for ids in agree_on]
         self._rules = rules
+        self._is_held = bool(rules and rules.get("agree_within"))
         self._tenant = tenant
         self._timeout_s = timeout_s
         base_url = (url or os.environ.get("LORAPLEX_URL", "http://127.0.0.1:8000")).rstrip("/")
@@ -123,19 +125,20 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def _push(self, model: Any, step: int) -> None:
         began = time.monotonic()
-        answer = self._call(
-            "POST",
-            f"{self._adapter}/series/versions",
-            step,
-            content=_tensors_of(model),
-            headers={"content-type": "application/octet-stream"},
-            allowed="no_effect",
-        )
+        answer = self._send(model, step)
+        if not answer.is_success and _reason(answer)[0] == "agreement_missing":
+            # The series has a threshold that was set elsewhere.
+            self._is_held = True
+            answer = self._send(model, step)
         if not answer.is_success:
             _log.info("step %d is not served: it changed nothing yet", step)
             return
         seconds, made = time.monotonic() - began, answer.json()
-        agreement = self._compare(model, step, made["version"]) if self._agree_on else {}
+        if self._is_held:
+            found = made["report"]["agreement"]
+            agreement = {name: float(found[name]) for name in FIGURES}
+        else:
+            agreement = self._compare(model, step, made["version"]) if self._agree_on else {}
         self.pushed.append(PushedStep(step, made["version"], made["digest"], seconds, agreement))
         _log.info(
             "step %d is '%s@%s' (%s), %.3f s after it%s",
@@ -147,16 +150,31 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             "".join(f", {name} {agreement[name]:.2e}" for name in FIGURES if name in agreement),
         )
 
+    def _send(self, model: Any, step: int) -> httpx.Response:
+        """Push the adapter, with its log probabilities where the series holds it to them. The answer is a success, or
+        says that nothing was changed, or that log probabilities are missing."""
+        path, tensors = f"{self._adapter}/series/versions", _tensors_of(model)
+        if self._is_held:
+            numbers = {"tokens": self._agree_on, "logprobs": logprobs_of(model, self._agree_on)}
+            form = {
+                "adapter_model.safetensors": ("adapter_model.safetensors", tensors),
+                "agreement": (None, json.dumps(numbers).encode(), "application/json"),
+            }
+            return self._call("POST", path, step, files=form, allowed=("no_effect",))
+        allowed = ("no_effect", "agreement_missing") if self._agree_on else ("no_effect",)
+        headers = {"content-type": "application/octet-stream"}
+        return self._call("POST", path, step, content=tensors, headers=headers, allowed=allowed)
+
     def _compare(self, model: Any, step: int, version: str) -> dict[str, float]:
         body = {"tokens": self._agree_on, "logprobs": logprobs_of(model, self._agree_on)}
         found = self._call("POST", f"{self._adapter}/versions/{version}/agreement", step, json=body).json()
         return {name: float(found[name]) for name in FIGURES}
 
     def _call(
-        self, method: str, path: str, step: int, *, allowed: str | None = None, **sent: Any
+        self, method: str, path: str, step: int, *, allowed: Sequence[str] = (), **sent: Any
     ) -> httpx.Response:
-        """The answer, once it is a success or a refusal with the code `allowed`. Raises SeriesFailed for any other
-        refusal, and when `timeout_s` is over."""
+        """The answer, once it is a success or a refusal with one of the `allowed` codes. Raises SeriesFailed for any
+        other refusal, and when `timeout_s` is over."""
         end = time.monotonic() + self._timeout_s
         while True:
             delay = 0.5
@@ -168,7 +186,7 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
                 if answer.is_success:
                     return answer
                 code, reason = _reason(answer)
-                if code == allowed:
+                if code in allowed:
                     return answer
                 if answer.status_code not in RETRIED:
                     raise SeriesFailed(f"step {step} of '{self._name}': {reason}")

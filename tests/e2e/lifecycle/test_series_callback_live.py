@@ -77,6 +77,36 @@ def test_each_step_serves_and_agrees_with_the_trainer(tiny: Shop, tiny_model: Pa
         tiny.server.wait(is_trimmed)
 
 
+def test_a_threshold_holds_each_step_to_the_trainer(tiny: Shop, tiny_model: Path, tmp_path: Path) -> None:
+    """Whether the callback sets the rules, or finds them."""
+    tiny.server.create_tenant("held")
+    key = tiny.server.create_key("held", scopes=["adapters:read", "adapters:write", "adapters:train"])
+    for rules, agree_on in (({"agree_within": 1e-5}, TOKENS), (None, TOKENS), (None, [])):
+        callback = SeriesCallback(
+            "policy", agree_on=agree_on, rules=rules, url=tiny.server.data_url, api_key=key
+        )
+        if not agree_on:
+            with pytest.raises(SeriesFailed, match="422 agreement_missing"):
+                train(tiny_model, tmp_path / "out", callback)
+            continue
+        train(tiny_model, tmp_path / "out", callback)
+        assert len(callback.pushed) == STEPS - 1
+        assert max(one.agreement["mean"] for one in callback.pushed) < 1e-5
+    with tiny.server.client(key) as client:
+        found = checked(client.get("/admin/v1/tenants/held/adapters/policy/versions"))["data"]
+        ready = [row["report"]["agreement"]["tokens"] for row in found if row["state"] == "ready"]
+        assert set(ready) == {9}
+        # A trainer that is not what it pushes is stopped.
+        path = "/admin/v1/tenants/held/adapters/policy/series"
+        rules = checked(client.get(path))
+        kept = {name: rules[name] for name in ("keep_last", "check_every", "config")}
+        checked(client.put(path, json=kept | {"agree_within": 1e-12}))
+    callback = SeriesCallback("policy", agree_on=TOKENS, url=tiny.server.data_url, api_key=key)
+    with pytest.raises(SeriesFailed, match="422 agreement_exceeded"):
+        train(tiny_model, tmp_path / "out", callback)
+    assert callback.pushed == []
+
+
 def test_a_refusal_ends_the_training(tiny: Shop, tiny_model: Path, tmp_path: Path) -> None:
     tiny.server.create_tenant("other")
     key = tiny.server.create_key("other", scopes=["inference", "adapters:train"])
