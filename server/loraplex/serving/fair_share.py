@@ -26,11 +26,15 @@ class FairShare:
     def held(self, owner: str) -> int:
         return self._held.get(owner, 0)
 
-    def is_beyond_share(self, owner: str, capacity: int, amount: int = 1) -> bool:
-        """Whether `amount` more for `owner` are beyond its share of `capacity`: what each holder gets if all take as
-        much as they can. If not, and `acquire` refuses it, others hold too much."""
+    def share(self, owner: str, capacity: int) -> int:
+        """The part of `capacity` for `owner`, and for each holder, if all take as much as they can."""
         holders = len(self._held) + (owner not in self._held)
-        return self.held(owner) + amount > capacity // (holders + 1)
+        return capacity // (holders + 1)
+
+    def is_beyond_share(self, owner: str, capacity: int, amount: int = 1) -> bool:
+        """Whether `amount` more for `owner` are beyond its share of `capacity`. If not, and `acquire` refuses it,
+        others hold too much."""
+        return self.held(owner) + amount > self.share(owner, capacity)
 
     def acquire(self, owner: str, capacity: int, amount: int = 1) -> bool:
         """Take `amount` more (1 or more) of `capacity` for `owner`, as if taken one by one, or none: False if that is

@@ -271,6 +271,12 @@ def test_loops_that_unload_a_series_to_load_it_again_stay_in_it(loop: Loop, trai
         assert (answer.status_code, answer.text[:8]) == (200, "Success:")
         assert "does not exist" in refused_model(loop, "rounds")
         assert "retired" in refused_model(loop, f"rounds@v{number}")
+    path = {"model_path": "tinker://rounds/sampler_weights/v1"}
+    asked = {"session_id": "s", "sampling_session_seq_id": 0, **path}
+    session = f"{loop.server.data_url}/api/v1/create_sampling_session"
+    answer = loop.server.http.post(session, json=asked, headers=bearer(loop.key))
+    assert loop.error(answer)[:2] == (404, "model_not_found")
+    assert "retired" in answer.json()["error"]["message"]
     again = loop.post("unload", {"lora_name": "rounds"}, headers=trains)
     assert loop.error(again) == (404, "model_not_found", "lora_name")
     assert loop.server.http.get(rules, headers=bearer(loop.key)).json() == before

@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from loraplex.api.codec import dumps
+from loraplex.api.drain import Drain
 from loraplex.api.routes.tinker import TRAINING
 from loraplex.api.tinker import samples
 from support.engine.fake_engine import Reply
-from support.http.data_plane import DataPlane, running_data_plane
+from support.http.data_plane import DataPlane, principal, running_data_plane
 from support.waiting import eventually
 
 PROMPT = list(b"hello")
@@ -113,6 +114,21 @@ def test_samples_have_all_their_tokens_and_those_of_the_stop_string(plane: DataP
         assert not any(math.isnan(value) for value in prompt[1:])
         (one,) = sequences(result(http, submitted(http, sampling_params={"max_tokens": 3})).content)
         assert (bytes(one["tokens"]).decode(), one["reason"]) == ("hel", LENGTH)
+
+
+def test_the_engine_gets_what_a_sample_asks_for(plane: DataPlane) -> None:
+    plane.engine.default = Reply(text="hello", eos=False)
+    options = {"seed": 7, "top_k": 5, "top_p": 0.5, "temperature": 0.25, "stop": [ord("o")]}
+    with client(plane) as http:
+        answer = result(http, submitted(http, topk_sample_logprobs=2, sampling_params=options))
+    given = plane.engine.requests[-1].sampling
+    assert (given.seed, given.top_k, given.top_p, given.temperature) == (7, 5, 0.5, 0.25)
+    assert list(given.stop_token_ids) == [ord("o")]
+    (one,) = sequences(answer.content)
+    assert (bytes(one["tokens"]).decode(), one["reason"], len(one["logprobs"])) == ("hello", STOP, 5)
+    top = dict(fields(dict(fields(dict(fields(answer.content))[1]))[4]))
+    assert (top[3], top[4]) == (2, 5)
+    assert len(numbers(top[1], "i")) == len(numbers(top[2], "f")) == 10
 
 
 def test_log_probabilities_are_those_of_completions(plane: DataPlane) -> None:
@@ -273,3 +289,26 @@ def test_a_key_has_so_many_samples_at_once(plane: DataPlane, monkeypatch: pytest
         for request_id in ids:
             http.post("/cancel_future", json={"request_id": request_id})
         rival.post("/cancel_future", json={"request_id": others})
+
+
+def test_samples_of_many_keys_leave_their_tenant_room_to_ask(tmp_path: Path) -> None:
+    """A tenant alone has half of the requests in flight, and half of that for samples."""
+    with running_data_plane(tmp_path / "model", drain=Drain(max_in_flight=16)) as own:
+        for number in range(3):
+            mine = principal("acme", key_id=f"key-{number}")
+            own.authenticator.principals[f"lpx_acme{number}"] = mine
+        own.engine.default = Reply(text="hello world", hold=True, hold_after=2)
+        keys = [client(own, f"lpx_acme{number}") for number in range(3)]
+        ids = [(key, submitted(key)) for key in (keys[0], keys[0], keys[1], keys[1])]
+        told = refused(keys[2].post("/asample", json=sample()), 429, "rate_limit_exceeded")
+        assert "4 samples" in told
+        with ThreadPoolExecutor(4) as pool:
+            asked = [
+                pool.submit(result, client(own, f"lpx_acme{index // 2}"), ids[index][1]) for index in range(4)
+            ]
+            eventually(lambda: own.on_loop(lambda: own.drain.in_flight) == 8)
+            own.on_loop(own.engine.release)
+            assert all(sequences(each.result(30).content) for each in asked)
+        own.engine.default = Reply(text="hello world")
+        assert sequences(result(keys[2], submitted(keys[2])).content)
+        own.settle_all()

@@ -50,6 +50,10 @@ class TenantCapacity:
         finally:
             self._in_flight.release(tenant_id)
 
+    def share(self, tenant_id: str) -> int:
+        """Requests that the tenant may have in flight if all tenants take as many as they can."""
+        return self._in_flight.share(tenant_id, self._max_in_flight)
+
     @contextmanager
     def body(self, tenant_id: str) -> Iterator[Callable[[int], None]]:
         """Around reading a body and what is made of it. Call the function with the number of bytes that have come; it

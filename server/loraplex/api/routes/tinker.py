@@ -117,7 +117,7 @@ class SampleEndpoint:
                 body = await read_json(
                     scope, receive, max_bytes=services.max_body, timeout_s=services.stall_timeout, take=take
                 )
-            sample = await self._samples.submit(_alone(plain), principal.key_id, body)
+            sample = await self._samples.submit(_alone(plain), principal, body)
             if sample.done.is_set() and sample.status != 200:
                 sample.leave()
                 answer = Response(bytes(sample.body), sample.status or 503, dict(sample.headers))
@@ -208,7 +208,7 @@ def _sample_routes(services: ApiServices, capacity: TenantCapacity) -> list[Data
         services.access_log,
         services.tracing,
     )
-    samples = Samples(inner, services.drain)
+    samples = Samples(inner, services.drain, capacity.share)
 
     async def retrieve_future(caller: Caller, request: schemas.RetrieveFuture) -> Response:
         """The result of a sample, once it is there, or `try_again`.

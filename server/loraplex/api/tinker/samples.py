@@ -8,15 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
 from loraplex.api.drain import Drain
 from loraplex.api.errors import ApiError
+from loraplex.control.types import Principal
+
+_K = TypeVar("_K")
 
 MAX_SAMPLES_A_KEY = 128
-"""Requests of one key that run, or whose result waits."""
+"""Requests of one key that run, or whose result waits. A tenant has half of its share of the requests in flight."""
 UNASKED_S = 60.0
 """A request for which nobody has asked for so long is ended."""
 KEPT_S = 20.0
@@ -108,25 +114,35 @@ class Sample:
 
 class Samples:
     """Samples of all keys, each by its id, of one event loop. Once the server refuses requests, and so those for
-    results too, those that nobody asks for are ended."""
+    results too, those that nobody asks for are ended. `share`: the requests that a tenant may have in flight."""
 
-    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+    def __init__(self, app: ASGIApp, drain: Drain, share: Callable[[str], int]) -> None:
         self._app = app
+        self._share = share
         self._samples: dict[str, Sample] = {}
-        self._by_key: dict[str | None, int] = {}
+        self._by_key: Counter[str | None] = Counter()
+        self._by_tenant: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         drain.at_refusal(self._close)
 
-    async def submit(self, scope: Scope, key_id: str | None, body: bytes) -> Sample:
+    async def submit(self, scope: Scope, caller: Principal, body: bytes) -> Sample:
         """A sample that was admitted, or that is done, where it was refused. Raises ApiError (429)."""
-        if self._by_key.get(key_id, 0) >= MAX_SAMPLES_A_KEY:
+        tenant = caller.tenant_id or ""
+        if self._by_key[caller.key_id] >= MAX_SAMPLES_A_KEY:
             message = f"This API key has {MAX_SAMPLES_A_KEY} samples at once, as many as it may have."
             raise ApiError("rate_limit_exceeded", message)
-        sample = Sample(key_id, body)
+        # The other half is for the requests that ask for the results.
+        if self._by_tenant[tenant] >= self._share(tenant) // 2:
+            message = (
+                f"Your keys have {self._by_tenant[tenant]} samples at once, as many as they may have now."
+            )
+            raise ApiError("rate_limit_exceeded", message)
+        sample = Sample(caller.key_id, body)
         self._samples[sample.id] = sample
-        self._by_key[key_id] = self._by_key.get(key_id, 0) + 1
+        self._by_key[caller.key_id] += 1
+        self._by_tenant[tenant] += 1
         sample.watch()
-        task = asyncio.create_task(self._run(scope, sample))
+        task = asyncio.create_task(self._run(scope, sample, tenant))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         waits = [asyncio.ensure_future(event.wait()) for event in (sample.accepted, sample.done)]
@@ -149,15 +165,19 @@ class Samples:
         for sample in self._samples.values():
             sample.close()
 
-    async def _run(self, scope: Scope, sample: Sample) -> None:
+    async def _run(self, scope: Scope, sample: Sample, tenant: str) -> None:
         try:
             await self._app(scope, sample.receive, sample.send)
         finally:
             sample.done.set()
             sample.unwatch()
             del self._samples[sample.id]
-            left = self._by_key[sample.key_id] - 1
-            if left:
-                self._by_key[sample.key_id] = left
-            else:
-                del self._by_key[sample.key_id]
+            _count_down(self._by_key, sample.key_id)
+            _count_down(self._by_tenant, tenant)
+
+
+def _count_down(counts: Counter[_K], key: _K) -> None:
+    """One less; a key without any is left out."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
