@@ -8,6 +8,7 @@ pair can be the head's alone. Every value keeps its bits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from loraplex.adapters.store.files import disk_failures_named
 from loraplex.kernels.lora.site_groups import EMBEDDING, HEAD
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+").fullmatch
 
 
 def name_tied_head(staging: Staging, base: BaseSpec) -> list[dict[str, Any]]:
@@ -78,7 +80,8 @@ def _is_of_head(
 
 
 def _with_head(config: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """The config with the head's name in place of the embedding's; None where it does not name it alone."""
+    """The config with the head's name in place of the embedding's; None where it does not say the embedding's rank and
+    alpha by its name alone."""
     own = {path, path.rpartition(".")[2]}
     targets = config.get("target_modules")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
@@ -89,6 +92,9 @@ def _with_head(config: dict[str, Any], path: str) -> dict[str, Any] | None:
         return None
     found = config | {"target_modules": [HEAD if target in own else target for target in targets]}
     for field in _PATTERNS:
-        if isinstance(pattern := config.get(field), dict):
-            found[field] = {HEAD if key in own else key: value for key, value in pattern.items()}
+        pattern = config.get(field) or {}
+        # An expression may mean the embedding without naming it.
+        if not isinstance(pattern, dict) or len(own & pattern.keys()) > 1 or not all(map(_PLAIN, pattern)):
+            return None
+        found[field] = {HEAD if key in own else key: value for key, value in pattern.items()}
     return found

@@ -16,6 +16,10 @@ _CHECKED = sa.text("checked = 'numbers'")
 
 
 def upgrade() -> None:
+    if op.get_bind().dialect.name == "postgresql":
+        # The indexes need less, but a later migration of the same transaction adds a column, and a push that holds
+        # the table for reading and waits to write would be waited for in turn.
+        op.execute("LOCK TABLE adapter_versions IN ACCESS EXCLUSIVE MODE")
     _index("ix_adapter_versions_living", _LIVING)
     _index("ix_adapter_versions_checked", _CHECKED)
 

@@ -21,7 +21,7 @@ def downgrade() -> None:
     # The server before would let a version serve whose trainer's numbers were never compared.
     op.execute(
         "UPDATE adapter_versions SET state = 'deleted', pending_check = NULL, pinned = false "
-        "WHERE pending_agreement IS NOT NULL"
+        "WHERE pending_agreement IS NOT NULL AND pending_check IS NOT NULL"
     )
     with op.batch_alter_table("adapter_versions") as table:
         table.drop_column("pending_agreement")

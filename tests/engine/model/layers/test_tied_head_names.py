@@ -122,6 +122,11 @@ def _by_something_else(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": [{"embed_tokens": 1}, []]}))
 
 
+def _alpha_by_expression(folder: Path) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alpha_pattern": {r"model\..*tokens": 9}}))
+
+
 def _of_other_shape(folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -129,7 +134,9 @@ def _of_other_shape(folder: Path) -> None:
     save_file(tensors | {name: tensors[name][:-1].clone()}, path)
 
 
-@pytest.mark.parametrize("change", [_both, _by_expression, _by_something_else, _of_other_shape])
+@pytest.mark.parametrize(
+    "change", [_both, _by_expression, _by_something_else, _alpha_by_expression, _of_other_shape]
+)
 def test_anything_else_of_the_embedding_stays_and_is_refused(
     change: Callable[[Path], None], made: Made, tmp_path: Path
 ) -> None:
