@@ -333,7 +333,7 @@ async def test_an_engine_that_is_away_rejects_nothing(
     plane: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_checks, "FIRST_RETRY_S", 0.02)
-    monkeypatch.setattr(plane.checks, "_wait_s", 3.0)
+    monkeypatch.setattr(plane.checks, "wait_s", 3.0)
     plane.make_tenant()
     plane.measure.error = EngineUnavailable("the engine process is being restarted")
     assert_problem(await push(plane, tmp_path), 503, "numbers_unchecked")
@@ -378,7 +378,7 @@ async def test_tenants_take_turns_and_few_are_measured_at_a_time(plane: AdminPla
 async def test_the_end_of_the_server_ends_its_checks(
     plane: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plane.checks, "_wait_s", 3.0)
+    monkeypatch.setattr(plane.checks, "wait_s", 3.0)
     plane.make_tenant()
     plane.make_adapter("support", check=True)
     plane.measure.hold()

@@ -7,6 +7,7 @@ written, they are validated alike, and the engine hears of the version.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -63,7 +64,8 @@ async def admit_version(
     server flushes in the background and has a place for them. `compared` is that of `Catalog.check_upload`.
 
     Raises Problem: 503 where too many uploads are on their way, 429 where a series takes no more pushes now. Raises
-    what `receive`, `Catalog.check_upload` and `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` raises.
+    what `receive`, `Catalog.check_upload` and `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` and
+    `AgreementChecks.confirm` raise, which have `VersionChecks.wait_s` together.
     """
     gate = services.upload_gate
     room = await services.database.run(
@@ -84,6 +86,7 @@ async def admit_version(
         # It is asked for soon, if only to try it.
         services.engine.prefetch([info.ref()])
     await _pin_again(services, info.digest)
+    waits_until = time.monotonic() + services.checks.wait_s
     if info.state == "validating":
         if not wait:
             services.checks.start(info)
@@ -92,7 +95,8 @@ async def admit_version(
         if is_new:
             return info, is_new
     if received.numbers is not None and not is_new:
-        info = await _confirm(services, info, received.numbers, by)
+        left_s = waits_until - time.monotonic()
+        info = await _confirm(services, info, received.numbers, by, left_s)
     if is_new and services.surplus is not None:
         await services.surplus.after(info, by)
     return info, is_new
@@ -149,13 +153,14 @@ def _admit(
 
 
 async def _confirm(
-    services: AdminServices, info: VersionInfo, numbers: TrainerNumbers, by: Actor
+    services: AdminServices, info: VersionInfo, numbers: TrainerNumbers, by: Actor, wait_s: float
 ) -> VersionInfo:
-    """Hold what was pushed again to the numbers that came with it: they may be those of other weights."""
+    """Hold what was pushed again to the numbers that came with it: they may be those of other weights. Raises as
+    `AgreementChecks.confirm`."""
     within = (await services.database.run(services.series.get, info.tenant_id, info.name)).rules.agree_within
     if within is None:
         return info
-    return await services.checks.agreements.confirm(info, DueAgreement(numbers, within), by)
+    return await services.checks.agreements.confirm(info, DueAgreement(numbers, within), by, wait_s=wait_s)
 
 
 async def _pin_again(services: AdminServices, digest: str) -> None:

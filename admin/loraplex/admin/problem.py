@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from loraplex.adapters.errors import AdapterRefused, LoraplexError, RefusalCode
 from loraplex.adapters.store.files import shown
-from loraplex.control.errors import NumbersUnchecked, VersionRejected
+from loraplex.control.errors import NumbersUnchecked, SameBytesRefused, VersionRejected
 from loraplex.http.errors import (
     BearerInvalid,
     BodyEncoded,
@@ -43,6 +43,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "invalid_json": (400, "The body is not valid JSON"),
     "invalid_multipart": (400, "The upload is not well formed"),
     "unknown_field": (400, "The body has a field that is not known"),
+    "unsupported_field": (400, "The version does not do this"),
     "unknown_parameter": (400, "The query has a parameter that is not known"),
     "adapter_not_finite": (400, "The adapter's outputs are no numbers"),
     "adapter_not_invoked": (400, "The adapter's invocation is not there"),
@@ -155,7 +156,7 @@ def from_exception(error: BaseException) -> Problem:
         extra["report"] = error.report
         if error.feature is not None:
             extra["feature"] = error.feature
-    if isinstance(error, VersionRejected | NumbersUnchecked):
+    if isinstance(error, VersionRejected | SameBytesRefused | NumbersUnchecked):
         extra["version"] = error.version
     return Problem(
         str(code),

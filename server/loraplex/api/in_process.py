@@ -9,19 +9,34 @@ from dataclasses import replace
 import structlog
 from starlette.types import Message, Scope
 
+from loraplex.adapters.errors import LoraplexError
 from loraplex.api.codec import dumps, loads
 from loraplex.api.context import DataContext
 from loraplex.api.deadline import HEADER
 from loraplex.api.deps import ApiServices
-from loraplex.api.errors import from_exception
+from loraplex.api.errors import ApiError, from_exception
 from loraplex.api.generation.endpoints import GenerationEndpoint
 from loraplex.api.generation.kinds import COMPLETION
 from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.control.types import Principal, ResolvedModel, VersionInfo
+from loraplex.serving.errors import (
+    EngineDraining,
+    EngineLost,
+    EngineOverloaded,
+    EngineUnavailable,
+    ScoringRefused,
+    ServingError,
+)
 
 MAX_IN_FLIGHT = 16
 """Requests at a time, shared by the tenants."""
 TIMEOUT_MS = 60_000
+_OF_ENGINE: dict[str, type[ServingError]] = {
+    kind.code: kind for kind in (EngineDraining, EngineLost, EngineOverloaded)
+}
+"""Failures of a completion that an engine had taken, or had no room for, by code."""
+_PASSING = (408, 429)
+"""Statuses from 400 to 499 of what may pass."""
 
 log = structlog.get_logger("loraplex.api")
 
@@ -64,8 +79,9 @@ class PromptScorer:
         self, principal: Principal, info: VersionInfo, prompts: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """The natural log probability of each token from the second on, of each prompt of two token ids or more.
-        `principal` is charged, whatever its scopes and models are. Raises ApiError, which
-        names no field of the completion."""
+        `principal` is charged, whatever its scopes and models are. Raises ScoringRefused for what is refused each time,
+        EngineLost where the engine ended while it had the request, EngineUnavailable (EngineDraining) where none takes
+        it, EngineOverloaded where all are busy, and ApiError for all else. None names a field of the completion."""
         # Tokens that lack an activated LoRA's invocation are refused: no others are scored, and no other model.
         serving = replace(info.serving, alora=None)
         of_version = ResolvedModel(info.ref(), serving, head=info.head, embedding=info.embedding)
@@ -84,15 +100,29 @@ class PromptScorer:
         endpoint = GenerationEndpoint(services, COMPLETION, self._capacity, model=of_version)
         try:
             await endpoint(scope, exchange.receive, exchange.send)
+        except EngineUnavailable:
+            raise
         except Exception as error:
             failure = from_exception(error)
             if failure.status == 500:
                 log.error("scoring_failed", id=context.internal_id, exc_info=error)
             if failure.param == COMPLETION.source:
                 failure.param = None
-            raise failure from error
+            raise _by_remedy(failure) from error
         choices = loads(bytes(exchange.body))["choices"]
         return [choice["logprobs"]["token_logprobs"][1:] for choice in choices]
+
+
+def _by_remedy(failure: ApiError) -> LoraplexError:
+    """The failure of a completion, as those who score tell failures apart."""
+    if 400 <= failure.status < 500 and failure.status not in _PASSING:
+        return ScoringRefused(failure.code, failure.message, param=failure.param)
+    kind = _OF_ENGINE.get(failure.code)
+    if kind is None:
+        return failure
+    error = kind(failure.message)
+    error.retry_after_s = failure.retry_after_s or error.retry_after_s
+    return error
 
 
 class _Known:

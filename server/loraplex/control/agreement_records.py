@@ -29,6 +29,18 @@ def pending_agreement(database: Database, info: VersionInfo) -> tuple[DueAgreeme
         return DueAgreement(numbers, found["within"]), _payer(session, info.tenant_id, actor)
 
 
+def count_failure(database: Database, info: VersionInfo) -> int:
+    """Count one more failure of the comparison that a version waits for; how many there were. 0: it waits for none any
+    more. Raises TenantNotFound, AdapterNotFound, VersionNotFound."""
+    with database.write() as session:
+        row = require_version(session, info.tenant_id, info.name, info.version)
+        if row.pending_check is None:
+            return 0
+        failures = int(row.pending_check.get("failures", 0)) + 1
+        row.pending_check = row.pending_check | {"failures": failures}
+        return failures
+
+
 def payer(database: Database, tenant_id: str, by: Actor) -> Principal:
     """The principal who is charged for a comparison that `by` asked for. Raises TenantNotFound."""
     with database.read() as session:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loraplex.adapters.errors import AdapterRefused, LoraplexError
+from loraplex.adapters.errors import AdapterRefused, LoraplexError, RefusalCode
 from loraplex.control.types import ReachedLimit, VersionInfo, Windows
 
 
@@ -164,6 +164,19 @@ class VersionRejected(AdapterRefused):
         self.version = info.version
 
 
+class SameBytesRefused(AdapterRefused):
+    """Bytes that a version has came with log probabilities that it does not agree with. `info` has the figures of that
+    in its report; the version stays as it is."""
+
+    def __init__(self, info: VersionInfo, code: RefusalCode, reason: str) -> None:
+        super().__init__(
+            code,
+            f"The bytes are those of {info.name}@{info.version}, which stays as it is: {reason}.",
+            report=info.report,
+        )
+        self.version = info.version
+
+
 class AgreementMissing(AdapterRefused):
     """The series holds its versions to the trainer's log probabilities, and the push came without them."""
 
@@ -182,14 +195,24 @@ class NumbersUnchecked(ControlError):
 
     code = "numbers_unchecked"
     retry_after_s = 10.0
+    _told = (
+        "is stored, and its numbers are not checked yet: {}. The server goes on trying, and the version takes no "
+        "traffic before. Look at its state, or send the same files again to wait for it."
+    )
 
     def __init__(self, info: VersionInfo, reason: str) -> None:
-        super().__init__(
-            f"{info.name}@{info.version} is stored, and its numbers are not checked yet: {reason}. The server goes on "
-            "trying, and the version takes no traffic before. Look at its state, or send the same files again to wait "
-            "for it."
-        )
+        super().__init__(f"{info.name}@{info.version} {self._told.format(reason.rstrip('.'))}")
         self.version = info.version
+
+
+class AgreementUnchecked(NumbersUnchecked):
+    """Bytes that a version has came with log probabilities that could not be compared in time. The version stays as it
+    is, and the server does not go on trying."""
+
+    _told = (
+        "has these bytes and stays as it is, and the log probabilities that came with them are not compared with its "
+        "own: {}. Push the same again."
+    )
 
 
 class RateLimited(ControlError):

@@ -162,7 +162,7 @@ class VersionChecks:
         self._surplus = surplus
         self._base_errors = base_errors
         self._on_outcome = on_outcome
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._scan_s = scan_s
         self._clock = clock
         self._running: dict[_Key, asyncio.Task[_Attempt]] = {}
@@ -190,7 +190,7 @@ class VersionChecks:
         """The version when it is ready, and with `measured` its base error is too, or there is no time left. Raises
         VersionRejected, NumbersUnchecked where there is no verdict in time (the check goes on), VersionNotFound where
         it was deleted meanwhile, AdapterUnavailable where its bytes were lost."""
-        deadline = self._clock() + self._wait_s
+        deadline = self._clock() + self.wait_s
         while True:
             task = self.start(info)
             await asyncio.wait({task}, timeout=deadline - self._clock())

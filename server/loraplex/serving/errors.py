@@ -41,6 +41,16 @@ class EngineOverloaded(ServingError):
         self.is_own = is_own
 
 
+class ScoringRefused(ServingError):
+    """The log probabilities of these tokens under this version are refused each time (4xx). `code` and `param` are
+    those of a completion that is refused so."""
+
+    def __init__(self, code: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
 class EngineStartError(ServingError):
     """The engine could not be started; the message says why in one line."""
 

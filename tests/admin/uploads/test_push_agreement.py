@@ -6,18 +6,22 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from loraplex.admin import admission
 from loraplex.admin.uploads.push_form import MAX_AGREEMENT_BYTES
+from loraplex.api.errors import ApiError
 from loraplex.control.audit.log import AuditFilter
 from loraplex.control.catalog.resolver import Resolver
 from loraplex.control.errors import AdapterUnavailable, ModelNotFound
 from loraplex.control.types import Principal, VersionInfo
 from loraplex.lifecycle import version_checks
-from loraplex.serving.errors import EngineOverloaded, EngineUnavailable
+from loraplex.lifecycle.agreement_checks import MOST_FAILURES
+from loraplex.serving.errors import EngineLost, EngineOverloaded, ScoringRefused
 from support.adapters.drafts import draft_adapter, peft_config
 from support.control.plane import caller
 from support.engine.fake_engine import VOCAB_SIZE
@@ -44,7 +48,7 @@ WRONG = {"tokens": TOKENS, "logprobs": [[None, -1, -3], [-1]]}
 
 @pytest.fixture
 def plane(tmp_path: Path) -> Iterator[AdminPlane]:
-    made = AdminPlane(tmp_path, max_upload_bytes=1 << 20, wait_s=5.0)
+    made = AdminPlane(tmp_path, max_upload_bytes=1 << 20, wait_s=60.0)
     made.make_tenant("acme")
     yield made
     assert made.leftovers() == []
@@ -65,7 +69,12 @@ async def put(plane: AdminPlane, **changes: Any) -> None:
 
 
 async def push(
-    plane: AdminPlane, seed: int, numbers: Any, *, secret: str | None = None, files: Any = None
+    plane: AdminPlane,
+    seed: int,
+    numbers: Any,
+    *,
+    secret: str | None = None,
+    files: Any = None,
 ) -> httpx.Response:
     """Push a form: the tensors of a seed, and `numbers` as JSON or as they are."""
     agreement = numbers if isinstance(numbers, bytes) else json.dumps(numbers).encode()
@@ -212,10 +221,57 @@ async def test_the_same_bytes_are_held_to_the_new_numbers_too(plane: AdminPlane)
     await push(plane, 1, AGREEING)
     problem = assert_problem(await push(plane, 1, WRONG), 422, "agreement_exceeded")
     assert "The bytes are those of run@v1, which stays as it is" in problem["detail"]
+    assert (problem["version"], problem["report"]["agreement"]["max"]) == ("v1", 2.0)
+    kept = plane.services.catalog.get_version("acme", "run", "v1").report["agreement"]
+    assert kept["mean"] == pytest.approx(0.002 / 3)
     again = await push(plane, 1, {"tokens": [1, 2], "logprobs": [-1]})
     assert (again.status_code, again.json()["version"]) == (200, "v1")
     assert again.json()["report"]["agreement"]["tokens"] == 1
     assert (states(plane), await served(plane)) == (["ready"], "v1")
+
+
+async def test_the_same_bytes_have_an_answer_in_time(plane: AdminPlane) -> None:
+    """Whatever the comparison comes to: nothing goes on trying, and the trainer pushes again."""
+    await put(plane)
+    assert (await push(plane, 1, AGREEING)).status_code == 201
+    plane.checks.wait_s = 0.05
+    for score in (
+        Gate(),
+        failing(1, lambda: ApiError("rate_limit_exceeded", "It is too much.")),
+        failing(1, lambda: EngineLost("The engine died.")),
+    ):
+        plane.score = score
+        problem = assert_problem(await push(plane, 1, AGREEING), 503, "numbers_unchecked")
+        assert "run@v1 has these bytes and stays as it is" in problem["detail"]
+    assert (states(plane), await served(plane)) == (["ready"], "v1")
+
+
+async def test_the_wait_for_a_verdict_and_the_comparison_have_one_time(
+    plane: AdminPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second push of the bytes waits for the first one's verdict, and is then compared itself."""
+    confirm, now, asked, left = plane.checks.agreements.confirm, [0.0], [], []
+
+    def clock() -> float:
+        asked.append(now[0])
+        return now[0]
+
+    async def confirm_within(*args: Any, wait_s: float) -> VersionInfo:
+        left.append(wait_s)
+        return await confirm(*args, wait_s=wait_s)
+
+    await put(plane)
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(plane.checks.agreements, "confirm", confirm_within)
+    gate = plane.score = Gate()
+    pushes = []
+    for count in (1, 2):
+        pushes.append(asyncio.create_task(push(plane, 1, AGREEING)))
+        await until(lambda count=count: len(asked) == count)
+    now[0] = 2.0
+    gate.open.set()
+    assert [(await one).status_code for one in pushes] == [201, 200]
+    assert left == [plane.checks.wait_s - 2.0]
 
 
 async def test_pushes_without_numbers_are_refused_whichever_way_they_come(
@@ -292,20 +348,6 @@ async def test_hostile_numbers_are_named_before_anything_is_done(plane: AdminPla
     assert plane.measure.measured == []
 
 
-async def test_tokens_that_cannot_be_computed_reject_the_version(plane: AdminPlane) -> None:
-    class NotFinite(EngineOverloaded):
-        code = "adapter_not_finite"
-
-    async def fails(*_: object) -> list[list[float]]:
-        raise NotFinite("The adapter's outputs are infinite.")
-
-    await put(plane)
-    plane.score = fails
-    problem = assert_problem(await push(plane, 1, AGREEING), 422, "agreement_failed")
-    assert problem["detail"].endswith("trainer's tokens: The adapter's outputs are infinite.")
-    assert (states(plane), plane.agreement_watch.outcomes) == (["rejected"], ["failed"])
-
-
 def failing(times: int, error: Callable[[], Exception]) -> Callable[..., Awaitable[list[list[float]]]]:
     left = [times]
 
@@ -320,6 +362,47 @@ def failing(times: int, error: Callable[[], Exception]) -> Callable[..., Awaitab
     return score
 
 
+async def test_tokens_that_cannot_be_computed_reject_the_version(plane: AdminPlane) -> None:
+    await put(plane)
+    plane.score = failing(
+        1, lambda: ScoringRefused("adapter_not_finite", "The adapter's outputs are infinite.")
+    )
+    problem = assert_problem(await push(plane, 1, AGREEING), 422, "agreement_failed")
+    assert problem["detail"].endswith("trainer's tokens: The adapter's outputs are infinite.")
+    assert (states(plane), plane.agreement_watch.outcomes) == (["rejected"], ["failed"])
+
+
+@pytest.mark.parametrize("code", ["deadline_exceeded", "adapter_unavailable"])
+async def test_what_fails_each_time_waits_for_a_bounded_number_of_tries(
+    plane: AdminPlane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    for name in ("FIRST_RETRY_S", "_SHORTEST_PAUSE_S"):
+        monkeypatch.setattr(version_checks, name, 0.01)
+    await put(plane)
+    plane.score = failing(MOST_FAILURES - 1, lambda: ApiError(code, "It cannot fit."))
+    assert_problem(await push(plane, 1, AGREEING), 503, "numbers_unchecked")
+    await run_until_decided(plane)
+    assert states(plane) == ["ready"]
+    # The tries count on when another server goes on.
+    plane.score = failing(2, lambda: ApiError(code, "It cannot fit."))
+    assert_problem(await push(plane, 2, AGREEING), 503, "numbers_unchecked")
+    other = await asyncio.to_thread(AdminPlane, tmp_path)
+    other.score = failing(MOST_FAILURES - 1, lambda: ApiError(code, "It cannot fit."))
+    await run_until_decided(other)
+    assert states(plane) == ["ready", "rejected"]
+    refusal = other.services.catalog.get_version("acme", "run", "v2").report["refusal"]
+    assert refusal["message"].endswith(f"trainer's tokens: It cannot fit ({MOST_FAILURES} times)")
+    other.close()
+
+
+async def run_until_decided(plane: AdminPlane) -> None:
+    """Check in the background, as a server does."""
+    running = asyncio.create_task(plane.checks.run())
+    await until(lambda: "validating" not in states(plane))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_a_busy_engine_delays_the_verdict(plane: AdminPlane) -> None:
     await put(plane)
     plane.score = failing(1, lambda: EngineOverloaded("Too much runs."))
@@ -330,9 +413,9 @@ async def test_a_busy_engine_delays_the_verdict(plane: AdminPlane) -> None:
 async def test_a_version_that_ends_the_engine_twice_is_rejected(
     plane: AdminPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(version_checks, "FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(version_checks, "FIRST_RETRY_S", 0.02)
+    for name in ("FIRST_PAUSE_S", "FIRST_RETRY_S"):
+        monkeypatch.setattr(version_checks, name, 0.02)
     await put(plane)
-    plane.score = failing(2, lambda: EngineUnavailable("The engine died."))
+    plane.score = failing(2, lambda: EngineLost("The engine died."))
     assert_problem(await push(plane, 1, AGREEING), 422, "numerical_crash")
     assert states(plane) == ["rejected"]

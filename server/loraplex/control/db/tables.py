@@ -208,7 +208,8 @@ class AdapterVersion(Base):
     """`Head` and `EmbeddingSpec` of `loraplex.adapters.pooled`, `as_json`."""
     pending_check: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     """While its numbers have not been checked: who uploaded it (`actor`); if it is then to be released, the revision
-    that was in force when that was asked (`release_after`). Null: they need no check any more."""
+    that was in force when that was asked (`release_after`); the failures of its comparison with its trainer, if there
+    were any (`failures`). Null: they need no check any more."""
     checked: Mapped[str | None] = mapped_column(String(16))
     """The check that its series wanted of it, `structure` or `numbers`. Null: it was pushed to no series."""
     pending_agreement: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), deferred=True)
