@@ -299,20 +299,18 @@ class VersionChecks:
         return _Attempt(decision.info)
 
     async def _verdict(self, info: VersionInfo) -> _Verdict:
-        numbers = None
-        if info.checked != "structure":
-            refusal, numbers = await self._numbers(info)
-            if refusal is not None:
-                return _Verdict(refusal, numbers)
-        found = await self._in_engine(info, partial(self.agreements.verdict, info))
-        if isinstance(found, Refusal):
-            return _Verdict(found, numbers)
-        return _Verdict(found[0], numbers, found[1])
-
-    async def _numbers(self, info: VersionInfo) -> tuple[Refusal | None, dict[str, Any]]:
+        """The comparison goes first: it may be tried often, and costs less than the numbers."""
         on_experts = {site for site in info.targets if site.startswith("experts.")}
         if on_experts and (lacking := on_experts.difference(self.engine.info.sites)):
-            return Refusal("unsupported_feature", self._told_lacking(lacking)), {}
+            return _Verdict(Refusal("unsupported_feature", self._told_lacking(lacking)))
+        found = await self._in_engine(info, partial(self.agreements.verdict, info))
+        refusal, agreement = (found, None) if isinstance(found, Refusal) else found
+        if refusal is not None or info.checked == "structure":
+            return _Verdict(refusal, None, agreement)
+        refusal, numbers = await self._numbers(info)
+        return _Verdict(refusal, numbers, agreement)
+
+    async def _numbers(self, info: VersionInfo) -> tuple[Refusal | None, dict[str, Any]]:
         outputs = await self._in_engine(info, partial(self.engine.measure_sites, info.ref()))
         return (outputs, {}) if isinstance(outputs, Refusal) else await self._judge(info, outputs)
 

@@ -89,3 +89,12 @@ def test_a_version_that_gives_no_log_probabilities_is_rejected(server: WholeServ
     assert "the server cannot compute the log probabilities of the trainer's tokens" in problem["detail"]
     assert problem["version"] == "v1"
     assert server.plane.engine.requests == []
+
+
+def test_the_numbers_are_measured_once_however_often_it_is_compared(server: WholeServer) -> None:
+    server.plane.engine.script(Reply(error=("adapter_unavailable", "no room")))
+    assert_problem(push(server, draft_adapter(ARCH)), 503, "numbers_unchecked")
+    assert server.plane.measure.measured == []
+    answer = push(server, draft_adapter(ARCH))
+    assert (answer.status_code, answer.json()["version"]) == (200, "v1"), answer.text
+    assert server.plane.measure.measured == ["run@v1"]
