@@ -16,7 +16,9 @@ from loraplex.admin import admission
 from loraplex.admin.uploads.push_form import MAX_AGREEMENT_BYTES
 from loraplex.api.errors import ApiError
 from loraplex.control.audit.log import AuditFilter
+from loraplex.control.catalog import quota
 from loraplex.control.catalog.resolver import Resolver
+from loraplex.control.catalog.series import SeriesRules
 from loraplex.control.errors import AdapterUnavailable, ModelNotFound
 from loraplex.control.types import Principal, VersionInfo
 from loraplex.lifecycle import version_checks
@@ -75,13 +77,14 @@ async def push(
     *,
     secret: str | None = None,
     files: Any = None,
+    tenant: str = "acme",
 ) -> httpx.Response:
     """Push a form: the tensors of a seed, and `numbers` as JSON or as they are."""
     agreement = numbers if isinstance(numbers, bytes) else json.dumps(numbers).encode()
     form = {"adapter_model.safetensors": tensors(plane, seed), "agreement": (None, agreement)}
-    secret = secret or plane.make_key("acme", "adapters:train")
+    secret = secret or plane.make_key(tenant, "adapters:train")
     async with admin_client(plane.app, secret) as client:
-        return await client.post(PUSH, files=form if files is None else files)
+        return await client.post(PUSH.replace("acme", tenant), files=form if files is None else files)
 
 
 async def served(plane: AdminPlane, model: str = "run") -> str:
@@ -272,6 +275,30 @@ async def test_the_wait_for_a_verdict_and_the_comparison_have_one_time(
     gate.open.set()
     assert [(await one).status_code for one in pushes] == [201, 200]
     assert left == [plane.checks.wait_s - 2.0]
+
+
+async def test_few_versions_of_a_tenant_wait_for_their_comparison(
+    plane: AdminPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their numbers are in the database, and count for no quota of bytes."""
+    monkeypatch.setattr(quota, "MAX_COMPARISONS", 2)
+    await put(plane)
+    gate = plane.score = Gate()
+    pushes = [asyncio.create_task(push(plane, 1, AGREEING))]
+    await until(lambda: bool(gate.charged))
+    pushes.append(asyncio.create_task(push(plane, 2, AGREEING)))
+    await until(lambda: len(states(plane)) == 2)
+    problem = assert_problem(await push(plane, 3, AGREEING), 429, "rate_limit_exceeded")
+    assert "2 versions of the tenant wait for the comparison with their trainer" in problem["detail"]
+    # What waits already may be pushed again, and another tenant may push.
+    pushes.append(asyncio.create_task(push(plane, 2, AGREEING)))
+    plane.make_tenant("rival")
+    plane.services.series.put("rival", "run", SeriesRules(4, 100, config=CONFIG, agree_within=0.01))
+    pushes.append(asyncio.create_task(push(plane, 3, AGREEING, tenant="rival")))
+    await until(lambda: bool(plane.services.catalog.list_adapters("rival").items))
+    gate.open.set()
+    assert [(await one).status_code for one in pushes] == [201, 201, 200, 201]
+    assert (await push(plane, 3, AGREEING)).status_code == 201
 
 
 async def test_pushes_without_numbers_are_refused_whichever_way_they_come(

@@ -34,7 +34,7 @@ from loraplex.control.catalog.new_versions import (
     take_known_order,
     with_chat,
 )
-from loraplex.control.catalog.quota import check_quota, upload_room
+from loraplex.control.catalog.quota import check_comparisons, check_quota, upload_room
 from loraplex.control.catalog.release_changes import add_release
 from loraplex.control.catalog.release_reading import current_release, release_shown
 from loraplex.control.catalog.retention import remove_version
@@ -144,8 +144,9 @@ class Catalog:
         flushed by `Flushes.settle` later; a crash of the machine until then may cost the version.
 
         The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
-        next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed and what
-        `check_upload` raises; then nothing of the upload is kept.
+        next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed, RateLimited
+        where too many versions wait for a comparison, and what `check_upload` raises; then nothing of the upload is
+        kept.
         """
         self.check_upload(tenant_id, name, by, compared=numbers is not None)
         spec = self._inspections.inspect(tenant_id, name, staging)
@@ -212,6 +213,8 @@ class Catalog:
         if known is not None:
             return known, False
         check_quota(session, rules.read_limits(tenant.limits), tenant_id, name, spec.num_bytes)
+        if due is not None:
+            check_comparisons(session, tenant_id)
         checked = None
         if series is not None:
             checked = check_needed(session, series, self.base.fingerprint, spec.digest)

@@ -1,4 +1,4 @@
-"""How many adapters a tenant may have, and how many bytes of them and of files."""
+"""How many adapters a tenant may have, how many bytes of them and of files, and how many comparisons that wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from loraplex.adapters.errors import AdapterRefused
 from loraplex.control.catalog.staged import UploadRoom
 from loraplex.control.db.batch_tables import StoredFile
 from loraplex.control.db.tables import LIVING, AdapterVersion
+from loraplex.control.errors import RateLimited
 from loraplex.control.types import Limits
+
+MAX_COMPARISONS = 64
+"""Versions of one tenant that wait for the comparison with their trainer. The numbers of each are some 270 KB in the
+database."""
+COMPARED_AGAIN_S = 10.0
+"""After which a push that was refused for it is worth another try."""
 
 
 def check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num_bytes: int) -> None:
@@ -37,6 +44,20 @@ def check_bytes(session: Session, limits: Limits, tenant_id: str, num_bytes: int
                 f"The tenant may keep {limits.max_adapter_bytes} bytes of adapters and files; {used} are in use and "
                 f"this upload has {num_bytes}. Delete versions or files first.",
             )
+
+
+def check_comparisons(session: Session, tenant_id: str) -> None:
+    """Whether the tenant may have one more version that waits for the comparison with its trainer. Raises
+    RateLimited."""
+    waiting = select(func.count()).where(
+        AdapterVersion.tenant_id == tenant_id, LIVING, AdapterVersion.pending_agreement.is_not(None)
+    )
+    if (session.scalar(waiting) or 0) >= MAX_COMPARISONS:
+        raise RateLimited(
+            f"{MAX_COMPARISONS} versions of the tenant wait for the comparison with their trainer, and no more may: "
+            "push again when some are decided, or delete those that are not wanted.",
+            retry_after_s=COMPARED_AGAIN_S,
+        )
 
 
 def upload_room(session: Session, limits: Limits, tenant_id: str, name: str) -> UploadRoom | None:
