@@ -324,7 +324,9 @@ async def test_numbers_that_nothing_holds_a_version_to_are_refused(plane: AdminP
     assert not plane.services.catalog.list_adapters("acme").items
 
 
+MOST = {"tokens": [[200000] * 512] * 16, "logprobs": [[-1.2345678901234567e-05] * 511] * 16}
 HOSTILE: list[tuple[Any, str]] = [
+    (MOST, "agreement.tokens.0.0"),
     (b"", "agreement"),
     (b"[]", "agreement"),
     (b"\xff", "agreement"),

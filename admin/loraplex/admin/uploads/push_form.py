@@ -7,8 +7,8 @@ from loraplex.admin.problem import Problem
 from loraplex.http.form import FormReader
 
 AGREEMENT_NAME = "agreement"
-MAX_AGREEMENT_BYTES = 256 << 10
-"""The cap of a JSON body, such as that of a report."""
+MAX_AGREEMENT_BYTES = 512 << 10
+"""The most tokens that are compared have some 270 KB as JSON, and 380 KB with ids and numbers of most digits."""
 _WANTED = f"Send {TENSORS_NAME} and {AGREEMENT_NAME}."
 
 
