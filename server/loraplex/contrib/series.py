@@ -26,6 +26,8 @@ from transformers import TrainerCallback
 
 RETRIED = (408, 429, 502, 503, 504, 507)
 """Statuses after which a call is tried again."""
+OF_THRESHOLD = ("agreement_missing", "conflict agree_within")
+"""Refusals of a push that lacks the log probabilities, and of one that has them where the series has no threshold."""
 FIGURES = ("mean", "max", "bias", "kl")
 """Figures of the server's agreement report that are logged."""
 
@@ -72,16 +74,22 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         the server are to give alike after each push, and before it serves where the series has `agree_within`.
         `rules`: those of the series, such as {"keep_last": 4}; they are set at the start, with the config of the
         trained adapter. None: the series is there. `tenant`: the key's own if it is not given. `url`: the server's data
-        port. Raises ValueError where no key is given."""
+        port. Raises ValueError where no key is given, or `rules` have agree_within and `agree_on` is empty."""
         super().__init__()
         api_key = api_key or os.environ.get("LORAPLEX_API_KEY", "")
         if not api_key:
             raise ValueError("SeriesCallback needs a key: set LORAPLEX_API_KEY or give api_key")
+        is_held = bool(rules and rules.get("agree_within"))
+        if is_held and not agree_on:
+            raise ValueError(
+                "the rules have agree_within, and agree_on names no tokens to hold each push to: give "
+                "agree_on=[tokenizer.encode('a text of the task')], or leave agree_within out"
+            )
         self._name = name
         self._every = every
         self._agree_on = [list(ids) for ids in agree_on]
         self._rules = rules
-        self._is_held = bool(rules and rules.get("agree_within"))
+        self._is_held = is_held
         self._tenant = tenant
         self._timeout_s = timeout_s
         base_url = (url or os.environ.get("LORAPLEX_URL", "http://127.0.0.1:8000")).rstrip("/")
@@ -125,11 +133,11 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     def _push(self, model: Any, step: int) -> None:
         began = time.monotonic()
-        answer = self._send(model, step)
-        if not answer.is_success and _reason(answer)[0] == "agreement_missing":
-            # The series has a threshold that was set elsewhere.
-            self._is_held = True
-            answer = self._send(model, step)
+        answer = self._send(model, step, ("no_effect", *(OF_THRESHOLD if self._agree_on else ())))
+        if not answer.is_success and _reason(answer)[0] in OF_THRESHOLD:
+            # The threshold was set, or taken away, elsewhere.
+            self._is_held = not self._is_held
+            answer = self._send(model, step, ("no_effect",))
         if not answer.is_success:
             _log.info("step %d is not served: it changed nothing yet", step)
             return
@@ -150,9 +158,9 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             "".join(f", {name} {agreement[name]:.2e}" for name in FIGURES if name in agreement),
         )
 
-    def _send(self, model: Any, step: int) -> httpx.Response:
-        """Push the adapter, with its log probabilities where the series holds it to them. The answer is a success, or
-        says that nothing was changed, or that log probabilities are missing."""
+    def _send(self, model: Any, step: int, allowed: Sequence[str]) -> httpx.Response:
+        """Push the adapter, with its log probabilities where the series holds it to them. The answer is a success, or a
+        refusal with one of the `allowed` codes."""
         path, tensors = f"{self._adapter}/series/versions", _tensors_of(model)
         if self._is_held:
             numbers = {"tokens": self._agree_on, "logprobs": logprobs_of(model, self._agree_on)}
@@ -160,8 +168,7 @@ class SeriesCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
                 "adapter_model.safetensors": ("adapter_model.safetensors", tensors),
                 "agreement": (None, json.dumps(numbers).encode(), "application/json"),
             }
-            return self._call("POST", path, step, files=form, allowed=("no_effect",))
-        allowed = ("no_effect", "agreement_missing") if self._agree_on else ("no_effect",)
+            return self._call("POST", path, step, files=form, allowed=allowed)
         headers = {"content-type": "application/octet-stream"}
         return self._call("POST", path, step, content=tensors, headers=headers, allowed=allowed)
 
@@ -233,10 +240,13 @@ def _config_of(model: Any) -> dict[str, Any]:
 
 
 def _reason(answer: httpx.Response) -> tuple[str, str]:
-    """The server's code, and its words."""
+    """The server's code, with the field at fault where that is a conflict, and its words."""
     try:
         problem = answer.json()
-        return problem["code"], f"{answer.status_code} {problem['code']}: {problem['detail']}"
+        code = problem["code"]
+        if code == "conflict":
+            code += f" {problem.get('param')}"
+        return code, f"{answer.status_code} {problem['code']}: {problem['detail']}"
     except (ValueError, KeyError, TypeError):
         return "", f"the server answered {answer.status_code}"
 
