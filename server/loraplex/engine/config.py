@@ -134,7 +134,7 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Blocks in host memory (`loraplex.engine.kv.host_tier`)."""
     most_restored_blocks: int = 1
-    """Those that come back from there in a step beside others' work."""
+    """Those that come back from there in a step, at most."""
     num_windows: int = 0
     """Windows behind states, one for each running sequence; 0: no layer keeps a state."""
 

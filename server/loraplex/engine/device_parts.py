@@ -51,7 +51,7 @@ from loraplex.kernels.bundle import Kernels
 from loraplex.kernels.failures import describe_failure
 
 _MOST_RESTORED = 64 << 20
-"""Bytes of prefixes that come from host memory in a step beside others' work."""
+"""Bytes of prefixes that come from host memory in a step, at most."""
 _log = logging.getLogger(__name__)
 _MAX_SCORED_BYTES = 64 << 20
 """Bytes of a step's logits that are kept for the log probabilities of prompts, as float32."""

@@ -426,7 +426,7 @@ class StepPlan:
     """One step. `step_id` grows by one a plan. `preempted` are the sequences that lost their blocks while
     this plan was made. `loads` are the digests whose way to the device was begun. `measure` is computed behind the
     forward pass over `scheduled`, which may be empty then. `copies` are done before it, in their order, also where the
-    step itself cannot be computed."""
+    step itself cannot be computed. A step may have nothing but copies."""
 
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]

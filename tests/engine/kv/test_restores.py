@@ -61,9 +61,12 @@ def deleted_version_stays_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 def as_many_restored_as_there_are(patch: pytest.MonkeyPatch) -> None:
     restore = SequenceBlocks.restore
-    patch.setattr(
-        SequenceBlocks, "restore", lambda self, seq, *, wholly=False: restore(self, seq, wholly=True)
-    )
+
+    def without_a_budget(self: SequenceBlocks, seq: Sequence, now: float) -> bool:
+        self._num_restored = -self.num_blocks
+        return restore(self, seq, now)
+
+    patch.setattr(SequenceBlocks, "restore", without_a_budget)
 
 
 def restored_before_the_block_was_written(patch: pytest.MonkeyPatch) -> None:
@@ -76,8 +79,8 @@ def restored_before_the_block_was_written(patch: pytest.MonkeyPatch) -> None:
 def forgotten_while_it_is_on_its_way(patch: pytest.MonkeyPatch) -> None:
     restore = SequenceBlocks.restore
 
-    def once(self: SequenceBlocks, seq: Sequence, *, wholly: bool = False) -> bool:
-        return restore(self, seq) if not seq.block_ids else False
+    def once(self: SequenceBlocks, seq: Sequence, now: float) -> bool:
+        return restore(self, seq, now) if not seq.block_ids else False
 
     patch.setattr(SequenceBlocks, "restore", once)
 
@@ -153,11 +156,36 @@ def test_neighbours_decode_while_a_long_prefix_comes_back(lookahead: int) -> Non
     assert stats.kv_host.restore_s == pytest.approx(0.04)  # four steps
 
 
-def test_alone_it_comes_back_at_once() -> None:
-    engine = engine_that_forgot(("acme", LONG, None))
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_alone_it_comes_back_in_steps_of_copies(lookahead: int) -> None:
+    engine = engine_that_forgot(("acme", LONG, None), lookahead=lookahead)
     long = engine.add("long", prompt_ids=LONG)
     engine.run()
-    assert restored(engine)[0] == 10
+    assert restored(engine)[:5] == [2, 2, 2, 2, 2]
+    assert [len(plan.parts) for plan in engine.runner.plans[:5]] == [0, 0, 0, 0, 1]
+    assert engine.tokens("long") == expected(long, 5)
+    assert cached(engine, long) == 160
+
+
+@pytest.mark.parametrize("at", ["submit", "collect"])
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_step_of_copies_that_fails_ends_nobody(at: str, memory: bool) -> None:
+    engine = engine_that_forgot(("acme", LONG, None))
+    engine.runner.fault = lambda plan: Fault() if plan.parts else Fault(at, memory=memory)
+    long = engine.add("long", prompt_ids=LONG)
+    engine.run()
+    assert engine.tokens("long") == expected(long, 5)
+    assert engine.core.stats().num_out_of_memory == 0
+
+
+def test_lines_wait_while_a_prefix_comes_back() -> None:
+    engine = engine_that_forgot(("acme", LONG, None))
+    long = engine.add("long", prompt_ids=LONG)
+    engine.add("line", tenant_id="third", background=True, batch=True, prompt_ids=(7, 8, 9))
+    engine.add("shadow", tenant_id="third", background=True, prompt_ids=(7, 8))
+    engine.run()
+    first = next(plan for plan in engine.runner.plans if plan.scheduled)
+    assert first.scheduled[0].request_id == "long"
     assert engine.tokens("long") == expected(long, 5)
 
 
@@ -267,7 +295,7 @@ def test_an_aborted_request_leaves_what_came_back_to_the_next() -> None:
 
 
 def test_kv_that_was_not_finite_is_not_found_on_the_host() -> None:
-    engine = engine_that_forgot(("acme", LONG, None))
+    engine = engine_that_forgot(("acme", LONG, None), most_restored_blocks=10)
     engine.runner.fault = lambda plan: Fault(poisoned=frozenset({0}))
     engine.add("spoilt", prompt_ids=LONG, max_tokens=3)
     engine.step(0.01)
@@ -283,7 +311,7 @@ def test_kv_that_was_not_finite_is_not_found_on_the_host() -> None:
 
 @pytest.mark.parametrize("at", ["submit", "collect"])
 def test_a_step_that_fails_beside_its_copies(at: str) -> None:
-    engine = engine_that_forgot(("acme", LONG, None))
+    engine = engine_that_forgot(("acme", LONG, None), most_restored_blocks=10)
     engine.runner.fault = lambda plan: Fault(at)
     engine.add("first", prompt_ids=LONG)
     engine.step(0.01)

@@ -223,7 +223,7 @@ class FakeRunner:
         return len(self._queue)
 
     def submit(self, plan: StepPlan) -> object:
-        if not plan.parts:
+        if not plan.parts and not plan.copies:
             self.complaints.append("an empty step was submitted")
         if len(self._queue) >= self.max_in_flight:
             self.complaints.append("more steps are in flight than the lookahead allows")

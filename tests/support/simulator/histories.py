@@ -147,9 +147,9 @@ class History:
         if self.world.p_fault and not self.world.fair and rng.random() < self.world.p_fault:
             self._happened("a step fails")
             kind = rng.randrange(3)
-            if kind < 2:
-                return Fault(("submit", "collect")[kind])
             count = len(plan.parts)
+            if kind < 2 or not count:
+                return Fault(("submit", "collect")[kind % 2])
             return Fault(rows=frozenset(rng.sample(range(count), rng.randint(1, count))))
         mishaps = self.world.mishaps
         if (

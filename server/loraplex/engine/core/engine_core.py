@@ -120,8 +120,9 @@ class EngineCore:
         plan = self._scheduler.plan(now, self._step_budget.limit)
         self._fail_unavailable()
         in_flight = self._in_flight
-        moving = bool(plan.parts or plan.loads or in_flight)
-        submitted = bool(plan.parts) and in_flight.submit(plan)
+        has_work = bool(plan.parts or plan.copies)
+        moving = bool(has_work or plan.loads or in_flight)
+        submitted = has_work and in_flight.submit(plan)
         if in_flight and (len(in_flight) > self._config.lookahead or not submitted):
             in_flight.collect()
         return moving

@@ -92,8 +92,8 @@ class InFlightSteps:
         return [lease for step in self._in_flight for lease in step.leases]
 
     def submit(self, plan: StepPlan) -> bool:
-        """Begin a step that has something to compute. False if it was not submitted: its requests have ended then, or
-        are planned again. Raises DeviceLost."""
+        """Begin a step that has something to compute or to copy. False if it was not submitted: its requests have ended
+        then, or are planned again. Raises DeviceLost."""
         adapters: dict[str, bool] = {}  # by digest, whether a request that is not background reads it
         for part in plan.parts:
             if (ref := part.request.adapter) is not None:
@@ -142,7 +142,8 @@ class InFlightSteps:
             self._fail(step, error, void)
             return None
         self._heartbeat.step_collected(computed=True)
-        self._step_budget.computed()
+        if step.plan.parts:
+            self._step_budget.computed()
         self.step_tokens.computed(step.plan, result.rows)
         self.experts.computed(result.experts)
         now = self._clock()
@@ -165,6 +166,8 @@ class InFlightSteps:
         """A step did not fit into the device's memory. Its work is computed again in smaller steps, for which the
         scheduler preempts sequences if there are too many: no token is lost, and none changes. A request that does
         not fit even alone and token by token ends."""
+        if not step.plan.parts:
+            return  # its copies were done
         parts, void = list(step.plan.parts), step.orders
         self._release_leases(step)
         while self._in_flight:

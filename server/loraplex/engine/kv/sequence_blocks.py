@@ -40,7 +40,7 @@ def holds_blocks(seq: Sequence) -> bool:
 class SequenceBlocks(BlockManager):
     """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states.
     `num_host_blocks`: in host memory, where forgotten blocks are found, of a model whose layers are one group that
-    keeps all positions; `most_restored` of them come back in a step beside others' work."""
+    keeps all positions; `most_restored` of them at most come back in a step."""
 
     def __init__(
         self,
@@ -180,22 +180,23 @@ class SequenceBlocks(BlockManager):
         keys = keys[: prefix_keys.findable_blocks(seq)]
         self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
 
-    def restore(self, seq: Sequence, now: float, *, wholly: bool = False) -> bool:
-        """Bring what host memory has of a sequence's prefix: all of it if `wholly`, where no other is computed beside
-        the copies, else at most what is left to the next step. Returns whether the sequence waits for no more.
+    def restore(self, seq: Sequence, now: float) -> bool:
+        """Bring what host memory has of a sequence's prefix, at most what is left to the next step. Returns whether the
+        sequence waits for no more.
 
         The index is asked again in each step: what was erased meanwhile does not come. A block is found by others at
         once, since its copy is planned before whatever they compute."""
         assert self.host is not None, "nothing is in host memory"
         is_spare, brought, counts = seq.request.batch, list[int](), self.host.counts
-        for key in prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]:
+        keys = prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]
+        for key in keys:
             if found := self.lookup((key,)):
                 self.share(found, is_spare=is_spare)
                 brought += found
                 continue
             if key not in self.host or not self.num_free:
                 break
-            if self._num_restored >= self._most_restored and not wholly:
+            if self._num_restored >= self._most_restored:
                 self._brought(seq, brought)
                 if self.restoring.get(seq) is None:
                     self.restoring[seq] = now

@@ -201,8 +201,8 @@ class Scheduler:
             self.speculation.answered(seq)
 
     def plan(self, now: float, max_tokens: int | None = None) -> StepPlan:
-        """The next step, of at most `max_tokens` (None: as configured); it has no `parts` if nothing can be
-        computed now. Sequences whose adapter cannot be loaded are put into `failed`; the caller ends them."""
+        """The next step, of at most `max_tokens` (None: as configured); it has no `parts` and no `copies` if nothing
+        can be done now. Sequences whose adapter cannot be loaded are put into `failed`; the caller ends them."""
         budget = self._max_tokens if max_tokens is None else max_tokens
         draft = StepDraft(now, budget, min(self._max_scored, budget), min(self._max_running, budget))
         others = bool(self.running or self.queue.requests or self.held) and not self.batch_lines.is_on
@@ -244,18 +244,14 @@ class Scheduler:
         self._go_on_activated(draft)
         if self.speculation is not None:
             self.speculation.extend(draft, self.blocks, self._counter)
-        if self.blocks.restoring and not (draft.num_slices or draft.measure):
-            seq = min(self.blocks.restoring, key=self._counter)
-            self._restore(draft, seq, wholly=True)
-            self._schedule(draft, seq)
-        if not len(self.queue):
+        if not (len(self.queue) or self.blocks.restoring):
             if self._bound is not None and draft.prompt_time is None:
                 draft.prompt_time = self._bound.open(StepLoad.of(draft.scheduled.values()))
             self.background.plan(draft, draft.max_running - len(self.running), self._schedule)
         loads = tuple(digest for digest in pending.loading if digest not in self._loading)
         self._loading = pending.loading
         self._step_id += 1
-        return draft.plan(self._step_id, loads, self.blocks.take_copies)
+        return draft.plan(self._step_id, loads, self.blocks.take_copies())
 
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)
@@ -444,7 +440,7 @@ class Scheduler:
             self._schedule(draft, seq, most=most, least=LEAST_CHUNK)
         return True
 
-    def _restore(self, draft: StepDraft, seq: Sequence, *, wholly: bool = False) -> bool:
-        is_here = self.blocks.restore(seq, draft.now, wholly=wholly)
+    def _restore(self, draft: StepDraft, seq: Sequence) -> bool:
+        is_here = self.blocks.restore(seq, draft.now)
         self._charge.found(seq)
         return is_here

@@ -63,12 +63,8 @@ class StepDraft:
         yield
         self.budget += spared
 
-    def plan(
-        self, step_id: int, loads: tuple[str, ...], take_copies: Callable[[], tuple[BlockCopy, ...]]
-    ) -> StepPlan:
-        """The copies wait for a step that has something to compute: no other is submitted."""
+    def plan(self, step_id: int, loads: tuple[str, ...], copies: tuple[BlockCopy, ...]) -> StepPlan:
         scheduled = (*self.of_base, *self.scheduled.values())
-        copies = take_copies() if scheduled or self.measure else ()
         return StepPlan(step_id, scheduled, tuple(self.preempted), loads, self.measure, copies)
 
 
