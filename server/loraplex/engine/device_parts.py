@@ -174,7 +174,7 @@ def build_device(
         kv = make_kv(size.num_blocks, size.num_states, size.num_windows)
         steps.record_again(kv)
     _warn_of_windows(config, size)
-    host_blocks = _host_blocks(config, device, loaded, kv)
+    host_blocks = _host_blocks(config, device, loaded, kv, heartbeat)
     runner = ModelRunner(
         served,
         kv,
@@ -210,7 +210,9 @@ def _warn_of_windows(config: EngineConfig, size: KVSize) -> None:
         )
 
 
-def _host_blocks(config: EngineConfig, device: Device, loaded: LoadedModel, kv: KVCache) -> HostBlocks | None:
+def _host_blocks(
+    config: EngineConfig, device: Device, loaded: LoadedModel, kv: KVCache, heartbeat: StepHeartbeat
+) -> HostBlocks | None:
     """Blocks in `kv_host_memory` bytes. Raises KVMemoryTooSmall where they hold none, and KVHostRefused for a model
     whose prefixes are more than the blocks of one group."""
     if not config.kv_host_memory:
@@ -226,7 +228,7 @@ def _host_blocks(config: EngineConfig, device: Device, loaded: LoadedModel, kv: 
             f"--kv-host-memory of {config.kv_host_memory} bytes holds no block of "
             f"{block_bytes(loaded.model.shape.caches, loaded.plan.kv_dtype)} bytes; raise it"
         )
-    return device.executor.submit(lambda: HostBlocks(kv, num_slots)).result()
+    return device.executor.submit(lambda: HostBlocks(kv, num_slots, heartbeat.mark)).result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from loraplex.engine import device_parts
 from loraplex.engine.execution.kv_cache import KVHostRefused, KVMemoryTooSmall
 from loraplex.engine.kv import prefix_keys
-from loraplex.engine.kv.cache import block_bytes
+from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.host_blocks import HostBlocks
 from loraplex.engine.kv.host_tier import HostTier
 from loraplex.engine.kv.layers import CacheKind
@@ -188,6 +188,16 @@ def test_what_a_request_computes_on_a_version_that_was_deleted_stays_off_the_hos
         asked.alone(str(number), Question(prompt, None, {"max_tokens": 1}))
     asked.alone("again", running)
     assert copied.restored == 0
+
+
+def test_every_copy_marks_the_heartbeat() -> None:
+    """However long the copies of a step take, no watchdog takes them for a step that hangs."""
+    kv, marks = KVCache((CacheKind(2, 16),), 4, torch.float32, torch.device("cpu")), list[int]()
+    blocks = HostBlocks(kv, 3, lambda: marks.append(len(marks)))
+    blocks.copy(
+        [BlockCopy(0, 1, to_host=True), BlockCopy(2, 1, to_host=False), BlockCopy(3, 2, to_host=True)]
+    )
+    assert len(marks) == 3
 
 
 def test_a_model_with_windows_is_refused(tmp_path: Path) -> None:
