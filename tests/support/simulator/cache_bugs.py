@@ -21,9 +21,9 @@ from loraplex.adapters.device.image_files import ImageFiles
 def lease_ignored_by_eviction(patch: pytest.MonkeyPatch) -> None:
     lease = CachedAdapters.lease
 
-    def stay(self: CachedAdapters[Any], entry: CachedAdapter[Any]) -> Lease:
+    def stay(self: CachedAdapters[Any], entry: CachedAdapter[Any], **options: bool) -> Lease:
         is_idle = entry.ref.digest in self.idle
-        taken = lease(self, entry)
+        taken = lease(self, entry, **options)
         if is_idle:
             self.idle[entry.ref.digest] = entry
         return taken
@@ -34,8 +34,8 @@ def lease_ignored_by_eviction(patch: pytest.MonkeyPatch) -> None:
 def lease_on_the_pages_of_another_version(patch: pytest.MonkeyPatch) -> None:
     acquire = AdapterCache.acquire
 
-    def wrong(self: AdapterCache[Any], digest: str) -> Lease:
-        lease = acquire(self, digest)
+    def wrong(self: AdapterCache[Any], digest: str, **options: bool) -> Lease:
+        lease = acquire(self, digest, **options)
         lease.slot = max(entry.slot for entry in self._entries.on_device.values())
         return lease
 

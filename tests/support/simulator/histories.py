@@ -181,6 +181,8 @@ class History:
         except Violation as error:
             raise Violation(f"seed {self.seed}: {error}\n" + "\n".join(self.trail)) from error
         except Exception as error:
+            if isinstance(error, TypeError) and "argument" in str(error):
+                raise  # a planted bug that does not fit what it replaces is not caught by that
             raise Violation(f"seed {self.seed}: {error!r}\n" + "\n".join(self.trail)) from error
         finally:
             self.disk.close()

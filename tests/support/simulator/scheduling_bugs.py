@@ -186,11 +186,11 @@ def newcomers_not_lifted(patch: pytest.MonkeyPatch) -> None:
 def found_prefix_not_scored(patch: pytest.MonkeyPatch) -> None:
     start = Scheduler._start
 
-    def skip(self: Scheduler, draft: Any, seq: Sequence, promised: int) -> bool:
+    def skip(self: Scheduler, draft: Any, seq: Sequence, *rest: Any) -> bool:
         if seq.num_scored < seq.num_to_score and not seq.num_scored:
             found = self.blocks.lookup(prefix_keys.extend_keys(seq)[: seq.num_prompt // 16])
             seq.num_scored = min(len(found) * 16, seq.num_to_score)
-        return start(self, draft, seq, promised)
+        return start(self, draft, seq, *rest)
 
     patch.setattr(Scheduler, "_start", skip)
 
@@ -255,8 +255,8 @@ def kv_of_an_adapter_that_came_back_evicted_first(patch: pytest.MonkeyPatch) -> 
 def part_of_a_measurement_skipped(patch: pytest.MonkeyPatch) -> None:
     draft_part = step_draft.draft_part
 
-    def skips(draft: step_draft.StepDraft, measuring: list[Sequence]) -> Sequence | None:
-        seq = draft_part(draft, measuring)
+    def skips(draft: step_draft.StepDraft, *rest: Any) -> Sequence | None:
+        seq = draft_part(draft, *rest)
         if seq is not None and seq.num_computed == 3:
             seq.num_computed += 1
         return seq
