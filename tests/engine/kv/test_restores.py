@@ -192,6 +192,20 @@ def test_lines_wait_while_a_prefix_comes_back() -> None:
     assert engine.tokens("long") == expected(long, 5)
 
 
+def test_a_request_that_ends_while_its_prefix_comes_back() -> None:
+    """Its prompt is counted, as what was found of it is, and the time that it waited."""
+    engine = engine_that_forgot(("acme", LONG, None))
+    engine.add("gone", prompt_ids=LONG)
+    for _ in range(3):
+        engine.step(0.01)
+    engine.core.abort("gone")
+    engine.step()
+    usage = engine.end("gone").usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.cached_tokens) == (len(LONG), 6 * 16)
+    assert engine.core.stats().kv_host.restore_s == pytest.approx(0.02)
+
+
 def test_a_prefix_half_here_and_half_there_is_one_hit() -> None:
     engine = engine_that_forgot(("acme", LONG, None), most_restored_blocks=20)
     engine.add("half", prompt_ids=(*LONG[:81], 500), max_tokens=1)

@@ -176,6 +176,7 @@ class Oracle:
         cached = usage.cached_tokens
         findable = max(0, len(request.prompt_ids) - 1)
         _expect(cached % BLOCK_SIZE == 0 and 0 <= cached <= findable, event, "cached tokens")
+        _expect(cached <= usage.prompt_tokens, event, "more cached tokens than prompt tokens")
         _expect(request.pooling not in ("mean", "cls") or cached == 0, event, "hidden states are not cached")
         assert timing is not None
         _expect((timing.first_token_s is not None) == bool(num_new), event, "time of the first token")

@@ -288,11 +288,7 @@ class RequestTracker:
                 token_ids,
                 finish_reason=reason,
                 error=error,
-                usage=Usage(
-                    seq.num_prompt if seq.first_scheduled is not None or seq.is_resumed else 0,
-                    seq.num_outputs,
-                    seq.num_cached,
-                ),
+                usage=Usage(seq.num_prompt if _has_begun(seq) else 0, seq.num_outputs, seq.num_cached),
                 timing=Timing(
                     queue_s=(now if seq.first_scheduled is None else seq.first_scheduled) - seq.arrival,
                     first_token_s=None if seq.first_token is None else seq.first_token - seq.arrival,
@@ -321,3 +317,8 @@ class RequestTracker:
     def _tell_state(self, seq: Sequence) -> AdapterState | None:
         state, seq.adapter_state = seq.adapter_state, None
         return state
+
+
+def _has_begun(seq: Sequence) -> bool:
+    """Whether anything of it was computed, here or elsewhere, or was found in the prefix cache for it."""
+    return seq.first_scheduled is not None or seq.is_resumed or seq.num_cached > 0

@@ -60,8 +60,8 @@ class SequenceBlocks(BlockManager):
         self.copies: list[BlockCopy] = []
         """Those of the next step."""
         self.restoring: dict[Sequence, float | None] = {}
-        """Running sequences whose prefix is on its way from host memory, and since when: nothing of them is computed
-        before."""
+        """Running sequences whose prefix is on its way from host memory: nothing of them is computed before. And up to
+        when their waiting was counted, None before the first step."""
         self._most_restored = most_restored
         self._num_restored = 0  # by the copies of the next step
         self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
@@ -189,6 +189,8 @@ class SequenceBlocks(BlockManager):
         assert self.host is not None, "nothing is in host memory"
         is_spare, brought, counts = seq.request.batch, list[int](), self.host.counts
         keys = prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]
+        if (since := self.restoring.get(seq)) is not None:
+            counts.restore_s += now - since
         for key in keys:
             if found := self.lookup((key,)):
                 self.share(found, is_spare=is_spare)
@@ -198,8 +200,7 @@ class SequenceBlocks(BlockManager):
                 break
             if self._num_restored >= self._most_restored:
                 self._brought(seq, brought)
-                if self.restoring.get(seq) is None:
-                    self.restoring[seq] = now
+                self.restoring[seq] = now
                 return False
             taken = self.allocate(1)
             slot = self.host.read(key)
@@ -212,8 +213,7 @@ class SequenceBlocks(BlockManager):
             counts.restored += 1
             brought += taken
         self._brought(seq, brought)
-        if (since := self.restoring.pop(seq, None)) is not None:
-            counts.restore_s += now - since
+        self.restoring.pop(seq, None)
         return True
 
     def _brought(self, seq: Sequence, block_ids: list[int]) -> None:
