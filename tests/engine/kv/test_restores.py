@@ -206,6 +206,22 @@ def test_a_request_that_ends_while_its_prefix_comes_back() -> None:
     assert engine.core.stats().kv_host.restore_s == pytest.approx(0.02)
 
 
+def test_a_full_queue_sheds_none_whose_prefix_comes_back() -> None:
+    """It runs: its end would leave no place in the queue."""
+    engine = engine_that_forgot(("acme", LONG, None), max_waiting=4, max_num_seqs=2)
+    engine.add("decodes", max_tokens=60)
+    engine.step(0.01)
+    long = engine.add("long", prompt_ids=LONG)
+    engine.step(0.01)
+    for number in range(4):
+        engine.add(f"waits {number}", tenant_id=f"tenant {number}")
+    engine.add("other", tenant_id="third")
+    assert engine.core.stats().num_waiting == 4
+    engine.run()
+    assert engine.error("other") == "server_overloaded"
+    assert engine.tokens("long") == expected(long, 5)
+
+
 def test_a_prefix_half_here_and_half_there_is_one_hit() -> None:
     engine = engine_that_forgot(("acme", LONG, None), most_restored_blocks=20)
     engine.add("half", prompt_ids=(*LONG[:81], 500), max_tokens=1)

@@ -39,6 +39,7 @@ from loraplex.engine.types import (
     EngineRequest,
     MeasureRequest,
     Sequence,
+    SequenceState,
     TokenEvent,
 )
 
@@ -275,7 +276,9 @@ class EngineCore:
         waiting = [
             s
             for s in self._tracker.live.values()
-            if s.first_scheduled is None and not s.request.generated and not s.request.background
+            if s.state is SequenceState.WAITING
+            and s.first_scheduled is None
+            and not (s.is_resumed or s.request.background)
         ]
         victim = max(waiting, key=lambda s: (held[s.request.tenant_id], s.order), default=None)
         if victim is None or held[victim.request.tenant_id] < held.get(tenant_id, 0) + 2:
