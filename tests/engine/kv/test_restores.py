@@ -222,6 +222,23 @@ def test_a_full_queue_sheds_none_whose_prefix_comes_back() -> None:
     assert engine.tokens("long") == expected(long, 5)
 
 
+def test_a_prefix_on_its_way_loses_nothing_to_what_it_displaces() -> None:
+    """Of 60 blocks a tenant has its half. What comes back takes the places of its blocks on the device, and these go
+    where its oldest blocks in host memory are."""
+    engine = CoreEngine(num_blocks=24, num_host_blocks=60, most_restored_blocks=2)
+    engine.add("first", prompt_ids=LONG, max_tokens=1)
+    engine.run()
+    for number in range(2):
+        prompt = tuple(range(400 * number + 180, 400 * number + 180 + 16 * 20))
+        engine.add(f"own {number}", prompt_ids=prompt, max_tokens=1)
+        engine.run()
+    engine.runner.keep_plans = True
+    long = engine.add("long", prompt_ids=LONG)
+    engine.run()
+    assert sum(restored(engine)) == 10
+    assert cached(engine, long) == 160
+
+
 def test_a_prefix_half_here_and_half_there_is_one_hit() -> None:
     engine = engine_that_forgot(("acme", LONG, None), most_restored_blocks=20)
     engine.add("half", prompt_ids=(*LONG[:81], 500), max_tokens=1)

@@ -191,6 +191,9 @@ class SequenceBlocks(BlockManager):
         keys = prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]
         if (since := self.restoring.get(seq)) is not None:
             counts.restore_s += now - since
+        else:
+            for key in reversed(keys):  # what this run displaces on the device goes to the slots of others
+                self.host.read(key)
         for key in keys:
             if found := self.lookup((key,)):
                 self.share(found, is_spare=is_spare)
