@@ -4,43 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import itemgetter
-from statistics import median_low
 from typing import Any, Literal
 
-from sqlalchemy import (
-    BigInteger,
-    Select,
-    Text,
-    case,
-    cast,
-    func,
-    literal,
-    select,
-    tuple_,
-)
+from sqlalchemy import Text, cast, func, select, tuple_
 from sqlalchemy.orm import Session, aliased
 
 from loraplex.control import rules
 from loraplex.control.catalog.release_reading import release_info
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import ReleaseRun
-from loraplex.control.db.tables import LIVING, AdapterVersion, Release, Usage, UtcDateTime
+from loraplex.control.db.tables import LIVING, AdapterVersion, Release
 from loraplex.control.release_types import ReleaseTarget
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import Page
-from loraplex.control.usage.outcome import FAILURES
+from loraplex.control.usage.overview_figures import Key, all_medians, medians_of, sums
 
 Sort = Literal["name", "requests", "errors", "tokens", "first_token", "last_used", "bytes", "created"]
 """Orders of the list; the names of tenants and adapters decide between equals."""
 ReleaseFilter = Literal["none", "released", "running", "paused"]
 BaseFilter = Literal["served", "other"]
-Key = tuple[str, str]
-"""A tenant and a name."""
 _TIMES = ("last_used", "created")
 _NEVER = datetime(1970, 1, 1, tzinfo=UTC)
 _COUNTS = ("requests", "errors", "tokens")
@@ -140,9 +127,9 @@ class Overviews:
                     row for row in rows if ((row.tenant_id, row.name) in names) == (chosen.release != "none")
                 ]
             used: dict[Key, Any] = {
-                (row.tenant_id, row.name): row for row in session.execute(_used(chosen.tenant, since))
+                (row.tenant_id, row.name): row for row in session.execute(sums(chosen.tenant, since))
             }
-            medians = _all_medians(session, chosen.tenant, since) if sort == "first_token" else {}
+            medians = all_medians(session, chosen.tenant, since) if sort == "first_token" else {}
 
             def place_of(row: _Living) -> tuple[Any, ...]:
                 key = (row.tenant_id, row.name)
@@ -155,7 +142,7 @@ class Overviews:
             shown = {(row.tenant_id, row.name) for _, row in found[:limit]}
             releases = _releases(session, shown)
             if sort != "first_token":
-                medians = _medians(session, shown, since)
+                medians = medians_of(session, shown, since)
 
         def show(one: tuple[Any, _Living]) -> Summary:
             key = (one[1].tenant_id, one[1].name)
@@ -238,56 +225,6 @@ def _value(sort: Sort, row: _Living, used: Any, first_token_s: float | None) -> 
     if sort in _COUNTS:
         return 0 if used is None else getattr(used, sort)
     return row.created_at if sort == "created" else row.bytes
-
-
-def _used(tenant: str | None, since: datetime) -> Select[*tuple[Any, ...]]:
-    """Sums of the requests of each name since then."""
-    query = select(
-        Usage.tenant_id,
-        Usage.adapter.label("name"),
-        func.count().label("requests"),
-        func.sum(case((Usage.status.in_(sorted(FAILURES)), 1), else_=0)).label("errors"),
-        cast(func.sum(Usage.prompt_tokens + Usage.completion_tokens), BigInteger).label("tokens"),
-        func.max(Usage.at).label("last_used_at"),
-    ).where(Usage.at >= literal(since, UtcDateTime()))
-    if tenant is not None:
-        query = query.where(Usage.tenant_id == tenant)
-    return query.group_by(Usage.tenant_id, Usage.adapter)
-
-
-def _all_medians(session: Session, tenant: str | None, since: datetime) -> dict[Key, float]:
-    """The median time to the first token of each name. Of an even number of requests it is the lower one of the two in
-    the middle."""
-    ranked = select(
-        Usage.tenant_id,
-        Usage.adapter,
-        Usage.first_token_s,
-        func.row_number()
-        .over(partition_by=(Usage.tenant_id, Usage.adapter), order_by=Usage.first_token_s)
-        .label("place"),
-        func.count().over(partition_by=(Usage.tenant_id, Usage.adapter)).label("count"),
-    ).where(Usage.at >= literal(since, UtcDateTime()), Usage.first_token_s.is_not(None))
-    if tenant is not None:
-        ranked = ranked.where(Usage.tenant_id == tenant)
-    rows = ranked.subquery()
-    middle = rows.c.place * 2 - rows.c.count
-    query = select(rows.c.tenant_id, rows.c.adapter, rows.c.first_token_s).where(middle >= 0, middle <= 1)
-    return {(tenant, name): value for tenant, name, value in session.execute(query)}
-
-
-def _medians(session: Session, names: set[Key], since: datetime) -> dict[Key, float]:
-    """The same of these names alone, which takes no sorting of all requests."""
-    if not names:
-        return {}
-    query = select(Usage.tenant_id, Usage.adapter, Usage.first_token_s).where(
-        Usage.at >= literal(since, UtcDateTime()),
-        Usage.first_token_s.is_not(None),
-        tuple_(Usage.tenant_id, Usage.adapter).in_(sorted(names)),
-    )
-    times: dict[Key, list[float]] = defaultdict(list)
-    for tenant, name, value in session.execute(query):
-        times[tenant, name].append(value or 0.0)
-    return {name: median_low(values) for name, values in times.items()}
 
 
 def _releases(session: Session, names: set[Key]) -> dict[Key, tuple[tuple[ReleaseTarget, ...], str | None]]:
