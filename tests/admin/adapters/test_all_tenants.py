@@ -97,7 +97,7 @@ async def test_a_row_has_the_version_the_release_and_what_was_asked(
         "num_versions": 2,
         "bytes": sizes,
         "pinned": 1,
-        "released": [{"version": "v1", "weight": 100}],
+        "released": [{"version": "v1", "weight": 100, "state": "ready"}],
         "run": None,
         "requests": 4,
         "errors": 0,
@@ -127,6 +127,11 @@ async def test_a_row_has_the_version_the_release_and_what_was_asked(
         ({"base": "other"}, ["rival/support"]),
         ({"base": "served", "search": "supp"}, ["acme/support"]),
         ({"search": "_"}, []),
+        ({"min_errors": 2}, ["rival/support"]),
+        ({"min_errors": 3}, []),
+        ({"min_error_rate": 0.5}, ["rival/support"]),
+        ({"min_error_rate": 0.51}, []),
+        ({"min_errors": 1, "hours": 0}, []),
         ({"release": "running"}, []),
         ({"sort": "requests", "order": "desc"}, ["rival/support", "acme/billing", "acme/support"]),
         ({"sort": "errors"}, ["acme/billing", "acme/support", "rival/support"]),
@@ -159,6 +164,26 @@ async def test_names_without_a_release_and_without_a_living_version(
     assert await names(admin, release="released") == ["acme/support"]
 
 
+async def test_a_damaged_version_that_takes_traffic_is_found_behind_its_newer_ones(
+    several: AdminPlane, admin: httpx.AsyncClient
+) -> None:
+    """billing: v1 is released, v2 is not; acme/support and rival/support have a newest version like that."""
+    version = AdapterVersion
+    own = (version.name == "billing") & (version.number == 1)
+    with several.database.write() as session:
+        session.execute(update(version).where(own).values(state="corrupt", base_fingerprint="f" * 64))
+    page = (await admin.get("/adapters", params={"state": "corrupt"})).json()
+    billing, support = page["data"]
+    assert (billing["name"], billing["version"], billing["state"]) == ("billing", "v2", "ready")
+    assert billing["released"] == [{"version": "v1", "weight": 100, "state": "corrupt"}]
+    assert (support["name"], billing["num_versions"], billing["requests"]) == ("support", 2, 4)
+    assert page["totals"]["states"] == {"corrupt": 1, "ready": 1}
+    assert await names(admin, base="other") == ["acme/billing", "rival/support"]
+    assert await names(admin, state="corrupt", base="served") == ["acme/support"], "one version is both"
+    several.services.releases.put("acme", "billing", [ReleaseTarget("v2", 100)])
+    assert await names(admin, state="corrupt") == ["acme/support"]
+
+
 async def test_the_number_of_statements_does_not_grow(several: AdminPlane, admin: httpx.AsyncClient) -> None:
     counts = []
     for more in (0, 20):
@@ -174,7 +199,25 @@ async def test_the_number_of_statements_does_not_grow(several: AdminPlane, admin
         event.remove(several.database._reporter, "before_cursor_execute", note)
         assert len(answer.json()["data"]) == 3 + more
         counts.append(len([one for one in told if one.startswith("SELECT")]))
-    assert counts == [4, 4]
+    assert counts == [5, 5]
+
+
+async def test_no_hours_are_nothing_asked_and_the_ledger_is_not_read(
+    several: AdminPlane, admin: httpx.AsyncClient
+) -> None:
+    told: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        told.append(statement)
+
+    event.listen(several.database._reporter, "before_cursor_execute", note)
+    for sort in ("name", "errors", "first_token", "last_used"):
+        page = (await admin.get("/adapters", params={"hours": 0, "sort": sort})).json()
+        assert {(row["requests"], row["first_token_seconds"]) for row in page["data"]} == {(0, None)}
+        assert (page["totals"]["adapters"], page["totals"]["requests"]) == (3, 0)
+    event.remove(several.database._reporter, "before_cursor_execute", note)
+    assert told
+    assert not [one for one in told if "FROM usage" in one]
 
 
 def test_the_work_of_the_database_grows_with_the_adapters_alone(several: AdminPlane) -> None:
@@ -217,7 +260,10 @@ def test_the_work_of_the_database_grows_with_the_adapters_alone(several: AdminPl
         "state=deleted",
         "sort=digest",
         "hours=25",
-        "hours=0",
+        "hours=-1",
+        "min_errors=-1",
+        "min_error_rate=1.1",
+        "min_error_rate=nan",
         "release=x",
         "base=f",
         "search=%25",

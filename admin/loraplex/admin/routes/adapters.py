@@ -50,8 +50,16 @@ async def list_all_adapters(
     base = services.catalog.base.fingerprint
     read = partial(
         Overviews(services.database, base).read,
-        OverviewFilter(query.tenant, query.state, query.release, query.base, query.search),
-        since=datetime.now(UTC) - timedelta(hours=query.hours),
+        OverviewFilter(
+            query.tenant,
+            query.state,
+            query.release,
+            query.base,
+            query.search,
+            query.min_errors,
+            query.min_error_rate,
+        ),
+        since=datetime.now(UTC) - timedelta(hours=query.hours) if query.hours else None,
         sort=query.sort,
         descending=query.order == "desc",
         limit=query.limit,
@@ -125,7 +133,12 @@ def _show_summary(row: Summary, base: str, tiers: dict[str, list[str]] | None) -
         bytes=row.bytes,
         pinned=row.pinned,
         created_at=row.created_at,
-        released=[OverviewTarget(version=target.version, weight=target.weight) for target in row.targets],
+        released=[
+            OverviewTarget(
+                version=target.version, weight=target.weight, state=cast(VersionState, target.state)
+            )
+            for target in row.targets
+        ],
         run=cast(RunStatus | None, row.run),
         requests=row.requests,
         errors=row.errors,

@@ -140,8 +140,10 @@ class AdapterPage(ResponseBody):
 
 
 class OverviewQuery(PageQuery):
-    """`state` is of the newest living version; `base` says whether that was made for the base that is served; `search`
-    is a part of the adapters' names. `hours`: what was asked in the last hours is counted."""
+    """`state` is of the newest living version or of one that takes traffic; `base` says whether that was made for the
+    base that is served; `search` is a part of the adapters' names. `hours`: what was asked in the last hours is
+    counted; with 0 nothing is. `min_errors` and `min_error_rate` (a part of the requests, 0 to 1) are of these hours.
+    """
 
     tenant: Annotated[Annotated[str, Field(pattern=described.TENANT_ID)] | None, OmittedNull()] = None
     state: Annotated[Literal["validating", "ready", "incompatible", "corrupt"] | None, OmittedNull()] = None
@@ -150,12 +152,15 @@ class OverviewQuery(PageQuery):
     search: Annotated[Annotated[str, Field(pattern=described.NAME_PART)] | None, OmittedNull()] = None
     sort: Sort = "name"
     order: Literal["asc", "desc"] = "asc"
-    hours: Annotated[int, Field(ge=1, le=24)] = 1
+    hours: Annotated[int, Field(ge=0, le=24)] = 1
+    min_errors: Annotated[int, Field(ge=0, le=2**53)] = 0
+    min_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class OverviewTarget(ResponseBody):
     version: str
     weight: int
+    state: VersionState
 
 
 class OverviewRow(ResponseBody):

@@ -1,4 +1,5 @@
-"""Adapters of all tenants in one list, with what was asked of them lately. The database filters and counts."""
+"""Adapters of all tenants in one list, with what was asked of them lately. The database filters by tenant, name, state
+and base, and sums up the requests; the rest is done here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from datetime import UTC, datetime
 from operator import itemgetter
 from typing import Any, Literal
 
-from sqlalchemy import Text, cast, func, select, tuple_
+from sqlalchemy import ColumnElement, Select, Text, and_, cast, false, func, select, tuple_
 from sqlalchemy.orm import Session, aliased
 
 from loraplex.control import rules
@@ -19,7 +20,6 @@ from loraplex.control.catalog.release_reading import release_info
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import LIVING, AdapterVersion, Release
-from loraplex.control.release_types import ReleaseTarget
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import Page
 from loraplex.control.usage.overview_figures import Key, all_medians, medians_of, sums
@@ -35,14 +35,28 @@ _COUNTS = ("requests", "errors", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class OverviewFilter:
-    """The adapters that are listed; None: of any kind. `state` is of the newest living version, `base` says whether it
-    was made for the base that is served, `search` is a part of the name."""
+    """The adapters that are listed; None: of any kind."""
 
     tenant: str | None = None
     state: str | None = None
+    """Names whose newest living version, or one that takes traffic, has this state and was made for this base."""
     release: ReleaseFilter | None = None
     base: BaseFilter | None = None
     search: str | None = None
+    """A part of the name."""
+    min_errors: int = 0
+    """Names with at least this number of errors since the time asked for."""
+    min_error_rate: float = 0.0
+    """Names of whose requests at least this part failed, from 0 to 1; above 0, one without requests is left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSummary:
+    """A version that takes traffic, and its state."""
+
+    version: str
+    weight: int
+    state: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +78,7 @@ class Summary:
     """The living versions; `bytes` is the size of their files, `pinned` counts those that are pinned."""
     bytes: int
     pinned: int
-    targets: tuple[ReleaseTarget, ...]
+    targets: tuple[TargetSummary, ...]
     """The versions that take the name's traffic."""
     run: str | None
     """The status of the release's guard or schedule, while it is the one in force."""
@@ -98,8 +112,8 @@ class Overview:
 
 
 class Overviews:
-    """Reads with four plain statements, however many adapters there are. The joins and the sorting are done here:
-    planners expect few groups and choose nested loops."""
+    """Reads with a number of plain statements that does not grow with the adapters. The joins and the sorting are done
+    here: planners expect few groups and choose nested loops."""
 
     def __init__(self, database: Database, base_fingerprint: str) -> None:
         self._database = database
@@ -109,43 +123,42 @@ class Overviews:
         self,
         chosen: OverviewFilter,
         *,
-        since: datetime,
+        since: datetime | None,
         sort: Sort = "name",
         descending: bool = False,
         limit: int = rules.DEFAULT_PAGE,
         cursor: str | None = None,
     ) -> Overview:
-        """One page, and the sums over all pages. What was asked counts from `since` on. Raises InvalidCursor,
-        DatabaseUnavailable, DatabaseBusy."""
+        """One page, and the sums over all pages. What was asked counts from `since` on; None: nothing counts, and the
+        ledger is not read. Raises InvalidCursor, DatabaseUnavailable, DatabaseBusy."""
         rules.check_page_limit(limit)
         after = None if cursor is None else _read_place(cursor, sort)
         with self._database.read(report=True) as session:
-            rows = [row for row in _living(session, chosen) if self._lets_through(chosen, row)]
-            if chosen.release is not None:
-                names = _released(session, chosen.release)
-                rows = [
-                    row for row in rows if ((row.tenant_id, row.name) in names) == (chosen.release != "none")
-                ]
-            used: dict[Key, Any] = {
-                (row.tenant_id, row.name): row for row in session.execute(sums(chosen.tenant, since))
-            }
-            medians = all_medians(session, chosen.tenant, since) if sort == "first_token" else {}
+            rows = self._chosen(session, chosen)
+            used: dict[Key, Any] = {}
+            if since is not None:
+                used = {(row.tenant_id, row.name): row for row in session.execute(sums(chosen.tenant, since))}
+            if chosen.min_errors or chosen.min_error_rate:
+                rows = [row for row in rows if _fails(chosen, used.get(row.key))]
+            medians: dict[Key, float] = {}
+            if since is not None and sort == "first_token":
+                medians = all_medians(session, chosen.tenant, since)
 
             def place_of(row: _Living) -> tuple[Any, ...]:
-                key = (row.tenant_id, row.name)
+                key = row.key
                 return key if sort == "name" else (_value(sort, row, used.get(key), medians.get(key)), *key)
 
             placed = sorted(((place_of(row), row) for row in rows), key=itemgetter(0), reverse=descending)
             if after is not None:
                 placed = [one for one in placed if (one[0] < after if descending else one[0] > after)]
             found = placed[: limit + 1]
-            shown = {(row.tenant_id, row.name) for _, row in found[:limit]}
+            shown = {row.key for _, row in found[:limit]}
             releases = _releases(session, shown)
-            if sort != "first_token":
+            if since is not None and sort != "first_token":
                 medians = medians_of(session, shown, since)
 
         def show(one: tuple[Any, _Living]) -> Summary:
-            key = (one[1].tenant_id, one[1].name)
+            key = one[1].key
             return _show(one[1], used.get(key), releases.get(key, ((), None)), medians.get(key))
 
         def cursor_of(one: tuple[Any, _Living]) -> str:
@@ -153,15 +166,35 @@ class Overviews:
 
         return Overview(rules.make_page(found, limit, cursor_of, show), _totals(rows, used))
 
-    def _lets_through(self, chosen: OverviewFilter, row: _Living) -> bool:
-        if chosen.state not in (None, row.state):
-            return False
-        return chosen.base is None or (row.base_fingerprint == self._base) == (chosen.base == "served")
+    def _chosen(self, session: Session, chosen: OverviewFilter) -> list[_Living]:
+        """The names that every filter but those of errors lets through."""
+        version, wanted = AdapterVersion, list[ColumnElement[bool]]()
+        if chosen.state is not None:
+            wanted.append(version.state == chosen.state)
+        if chosen.base is not None:
+            of_base = version.base_fingerprint == self._base
+            wanted.append(of_base if chosen.base == "served" else ~of_base)
+        if wanted and chosen.tenant is not None:
+            wanted.append(version.tenant_id == chosen.tenant)
+        rows = list(_living(session, chosen, wanted))
+        if wanted and any(row.newest not in row.matching for row in rows):
+            targets = _targets(session, wanted)
+            rows = [
+                row
+                for row in rows
+                if row.newest in row.matching
+                or any(f"v{number}" in targets.get(row.key, ()) for number in row.matching)
+            ]
+        if chosen.release is not None:
+            names = _released(session, chosen.release)
+            rows = [row for row in rows if (row.key in names) == (chosen.release != "none")]
+        return rows
 
 
 @dataclass(slots=True)
 class _Living:
-    """A name's living versions; fields as in `Summary`."""
+    """A name's living versions; fields as in `Summary`. `matching`: the versions of the state and base that are
+    filtered by, none without such a filter."""
 
     tenant_id: str
     name: str
@@ -173,20 +206,38 @@ class _Living:
     num_versions: int = 0
     bytes: int = 0
     pinned: int = 0
+    matching: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return self.tenant_id, self.name
 
 
-def _living(session: Session, chosen: OverviewFilter) -> Iterable[_Living]:
+def _names_with(wanted: Sequence[ColumnElement[bool]]) -> Select[*tuple[Any, ...]]:
+    """The names that have a living version like that."""
+    return select(AdapterVersion.tenant_id, AdapterVersion.name).where(LIVING, *wanted).correlate(None)
+
+
+def _living(
+    session: Session, chosen: OverviewFilter, wanted: Sequence[ColumnElement[bool]]
+) -> Iterable[_Living]:
+    """The names that have a living version like `wanted`, each with all its living versions."""
     version = AdapterVersion
     query = select(
         version.tenant_id, version.name, version.number, version.state, version.digest,
         version.base_fingerprint, version.created_at, version.bytes, version.pinned,
+        (and_(*wanted) if wanted else false()).label("matches"),
     ).where(LIVING)  # fmt: skip
+    if wanted:
+        query = query.where(tuple_(version.tenant_id, version.name).in_(_names_with(wanted)))
     if chosen.tenant is not None:
         query = query.where(version.tenant_id == chosen.tenant)
     if chosen.search is not None:
         query = query.where(version.name.contains(chosen.search, autoescape=True))
     found: dict[Key, _Living] = {}
-    for tenant, name, number, state, digest, base, created_at, size, pinned in session.execute(query):
+    for tenant, name, number, state, digest, base, created_at, size, pinned, matches in session.execute(
+        query
+    ):
         if (row := found.get((tenant, name))) is None:
             row = found[tenant, name] = _Living(tenant, name)
         if number > row.newest:
@@ -195,25 +246,51 @@ def _living(session: Session, chosen: OverviewFilter) -> Iterable[_Living]:
         row.num_versions += 1
         row.bytes += size
         row.pinned += pinned
+        if matches:
+            row.matching += (number,)
     return found.values()
+
+
+def _in_force() -> ColumnElement[bool]:
+    """Whether a release is the newest of its name."""
+    release, other = Release, aliased(Release)
+    # SQLite looks the newest revision up in the key's index; it would scan a grouped subquery for each name.
+    newest = select(func.max(other.revision)).where(
+        other.tenant_id == release.tenant_id, other.name == release.name
+    )
+    return release.revision == newest.correlate(release).scalar_subquery()
+
+
+def _targets(session: Session, wanted: Sequence[ColumnElement[bool]]) -> dict[Key, set[str]]:
+    """The versions that take traffic, of the names that have a living version like that."""
+    release = Release
+    named = tuple_(release.tenant_id, release.name).in_(_names_with(wanted))
+    query = select(release.tenant_id, release.name, release.targets).where(_in_force(), named)
+    return {
+        (tenant, name): {target["version"] for target in targets}
+        for tenant, name, targets in session.execute(query)
+    }
 
 
 def _released(session: Session, chosen: ReleaseFilter) -> set[Key]:
     """The names whose release in force has targets, or a guard or schedule in this state. A name whose last version was
     deleted has a release without targets."""
-    release, run, other = Release, ReleaseRun, aliased(Release)
-    # SQLite looks the newest revision up in the key's index; it would scan a grouped subquery for each name.
-    newest = select(func.max(other.revision)).where(
-        other.tenant_id == release.tenant_id, other.name == release.name
-    )
-    query = select(release.tenant_id, release.name)
-    query = query.where(release.revision == newest.correlate(release).scalar_subquery())
+    release, run = Release, ReleaseRun
+    query = select(release.tenant_id, release.name).where(_in_force())
     if chosen in ("none", "released"):
         query = query.where(cast(release.targets, Text) != "[]")
     else:
         own = (run.tenant_id == release.tenant_id) & (run.name == release.name)
         query = query.join(run, own & (run.revision == release.revision)).where(run.status == chosen)
     return {(tenant, name) for tenant, name in session.execute(query)}
+
+
+def _fails(chosen: OverviewFilter, used: Any) -> bool:
+    return (
+        used is not None
+        and used.errors >= chosen.min_errors
+        and used.errors / used.requests >= chosen.min_error_rate
+    )
 
 
 def _value(sort: Sort, row: _Living, used: Any, first_token_s: float | None) -> Any:
@@ -227,8 +304,8 @@ def _value(sort: Sort, row: _Living, used: Any, first_token_s: float | None) -> 
     return row.created_at if sort == "created" else row.bytes
 
 
-def _releases(session: Session, names: set[Key]) -> dict[Key, tuple[tuple[ReleaseTarget, ...], str | None]]:
-    """The targets of the release in force, and the status of its guard or schedule."""
+def _releases(session: Session, names: set[Key]) -> dict[Key, tuple[tuple[TargetSummary, ...], str | None]]:
+    """The targets of the release in force with their states, and the status of its guard or schedule."""
     if not names:
         return {}
     place = (Release.tenant_id, Release.name)
@@ -242,10 +319,19 @@ def _releases(session: Session, names: set[Key]) -> dict[Key, tuple[tuple[Releas
         .outerjoin(run, own & (run.revision == Release.revision))
         .where(tuple_(*place, Release.revision).in_(last))
     )
-    return {
-        (row.tenant_id, row.name): (release_info(row).targets, status)
-        for row, status in session.execute(query)
-    }
+    found = session.execute(query).all()
+    version = AdapterVersion
+    named = tuple_(version.tenant_id, version.name).in_(sorted(names))
+    living = select(version.tenant_id, version.name, version.number, version.state).where(LIVING, named)
+    states = {(tenant, name, f"v{number}"): state for tenant, name, number, state in session.execute(living)}
+
+    def targets(row: Release) -> Iterable[TargetSummary]:
+        for target in release_info(row).targets:
+            # One that was deleted since the first statement is left out.
+            if state := states.get((row.tenant_id, row.name, target.version)):
+                yield TargetSummary(target.version, target.weight, state)
+
+    return {(row.tenant_id, row.name): (tuple(targets(row)), status) for row, status in found}
 
 
 def _totals(rows: Sequence[_Living], used: dict[Key, Any]) -> Totals:
@@ -286,7 +372,7 @@ def _read_value(value: object, sort: Sort, wrong: InvalidCursor) -> datetime | f
 def _show(
     row: _Living,
     used: Any,
-    release: tuple[tuple[ReleaseTarget, ...], str | None],
+    release: tuple[tuple[TargetSummary, ...], str | None],
     first_token_s: float | None,
 ) -> Summary:
     targets, run = release
