@@ -10,10 +10,11 @@ from datetime import UTC
 import msgspec
 import pytest
 from playwright.sync_api import Route, expect
-from sqlalchemy import insert, update
+from sqlalchemy import insert, select, update
 
 from loraplex.control.audit.recorder import GUARD, record
-from loraplex.control.db.tables import AdapterVersion, Usage
+from loraplex.control.db.tables import Adapter, AdapterVersion, Usage
+from loraplex.control.release_types import ReleaseTarget
 from support.console.axe import check_axe, need_axe
 from support.console.browser import PATIENCE_MS, Screen
 from support.control.usage import ended
@@ -36,18 +37,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
 
 
 def trouble(server: WholeServer) -> None:
-    """acme/billing fails half of its requests, acme/notes only refuses; acme/support is damaged and was rolled back."""
+    """acme/billing fails half of its requests, acme/notes only refuses; twenty others have more errors, of few of their
+    requests. The released version of acme/support is damaged, the newest is not; it was rolled back."""
+    server.plane.make_adapter("support", "acme", seed=9)
+    server.plane.services.releases.put("acme", "support", [ReleaseTarget("v1", 100)])
     at = datetime.datetime.now(UTC) - datetime.timedelta(minutes=2)
     rows = [
         ended(at=at, tenant_id="acme", adapter=name, status=status)
         for name, statuses in STATUSES.items()
         for status in statuses * 6
     ]
+    busy = [f"busy-{number}" for number in range(20)]
+    rows += [
+        ended(at=at, tenant_id="acme", adapter=name, status="stop" if number % 25 else "internal_error")
+        for name in busy
+        for number in range(200)
+    ]
     with server.plane.database.write() as session:
         session.execute(insert(Usage), [msgspec.structs.asdict(row) for row in rows])
         session.execute(
-            update(AdapterVersion).where(AdapterVersion.name == "support").values(state="corrupt")
+            update(AdapterVersion)
+            .where(AdapterVersion.name == "support", AdapterVersion.number == 1)
+            .values(state="corrupt")
         )
+        for table in (Adapter, AdapterVersion):
+            row = session.scalars(select(table).where(table.name == "notes")).one()
+            copied = {column.name: getattr(row, column.name) for column in row.__table__.columns}
+            session.execute(insert(table), [copied | {"name": name} for name in busy])
         for _ in range(2):
             record(
                 session,
@@ -66,13 +82,26 @@ def spend_budgets(route: Route) -> None:
     route.fulfill(response=answer, body=json.dumps(page))
 
 
+def many_tenants(route: Route) -> None:
+    """Page after page without an end, of tenants without a budget."""
+    rows = [{"id": f"t{number}", "budget": None} for number in range(500)]
+    body = {"data": rows, "next_cursor": "more"}
+    route.fulfill(status=200, content_type="application/json", body=json.dumps(body))
+
+
 def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> None:
     screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
     screen["nav-needs"].click()
     expect(screen["empty"]).to_have_text("Nothing needs you now.")
+    tenants = "**/admin/v1/tenants?*"
+    screen.page.route(tenants, many_tenants)
+    screen.go("now").go("needs")
+    expect(screen["needs-cut"]).to_contain_text("Budgets of the first 2,000 tenants were looked at.")
+    expect(screen["empty"]).to_have_text("Nothing else that was looked at needs you now.")
+    screen.page.unroute(tenants)
     trouble(server)
     server.plane.engine.unhealthy_reason = "it is being restarted"
-    screen.page.route("**/admin/v1/tenants?*", spend_budgets)
+    screen.page.route(tenants, spend_budgets)
     screen.go("now").go("needs")
     rows = screen["need-row"]
     expect(rows).to_have_count(5)
@@ -80,7 +109,7 @@ def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> Non
     kinds = {
         "being restarted": "",
         "6 of 12 requests failed": "acme/billing",
-        "files of v1 changed": "acme/support",
+        "files of v1 (released) changed": "acme/support",
         "The guard rolled it back": "acme/support",
         "99 of 1,000 tokens are left": "acme",
     }

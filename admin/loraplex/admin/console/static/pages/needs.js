@@ -14,6 +14,10 @@ const BUDGET_LEFT = 0.1;
 /** Errors of an adapter in the last hour: at least so many, of at least this part of its requests. */
 const MIN_ERRORS = 5;
 const MIN_ERROR_RATE = 0.05;
+/** Tenants whose budgets are looked at. */
+const MOST_TENANTS = 2000;
+
+const FAILING = { min_errors: MIN_ERRORS, min_error_rate: MIN_ERROR_RATE, sort: "errors", order: "desc" };
 
 /** @typedef {{ what: string, href: string, why: any }} Need */
 
@@ -25,13 +29,14 @@ async function read(signal) {
   const [engine, cluster, tenants] = await Promise.all([
     api.get("engine", {}, { signal }),
     api.get("cluster", { limit: 1 }, { signal }),
-    api.list("tenants", {}, { signal }),
+    api.list("tenants", {}, { signal, most: MOST_TENANTS }),
   ]);
   // One after another: the server refuses many reports at once.
-  const failing = await adapters({ sort: "errors", order: "desc" });
-  const corrupt = await adapters({ state: "corrupt" });
-  const incompatible = await adapters({ state: "incompatible" });
-  const paused = await adapters({ release: "paused" });
+  const failing = await adapters(FAILING);
+  // These show no figures: with no hours the ledger is not read.
+  const corrupt = await adapters({ state: "corrupt", hours: 0 });
+  const incompatible = await adapters({ state: "incompatible", hours: 0 });
+  const paused = await adapters({ release: "paused", hours: 0 });
   const rolledBack = await api.get("audit", { action: "release.rolled_back", start, limit: SHOWN }, { signal });
   return { engine, cluster, failing, corrupt, incompatible, paused, rolledBack, tenants };
 }
@@ -48,23 +53,22 @@ const once = (needs) => needs.filter(({ what }, i) => needs.findIndex((other) =>
 
 /** @param {any} data As `read` gives it. */
 function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rolledBack, tenants }) {
-  const failed = failing.data.filter(fails);
   const rollbacks = once(rolledBack.data.map(ofRollback));
   const all = [
     { title: "Engines", act: "Look at the node and its log. An engine comes back by itself once its process runs.", needs: engines(engine, cluster) },
     {
       title: "Adapters that fail", act: "Look at the release. If its newest version is the cause, pause it or roll it back.",
-      more: "sort=errors&order=desc", count: failed.length + (failed.length === SHOWN ? 1 : 0),
-      needs: failed.map((/** @type {any} */ row) => ofAdapter(row, `${ui.num(row.errors)} of ${ui.num(row.requests)} requests failed in the last hour.`, "/release")),
+      more: String(new URLSearchParams(/** @type {any} */ (FAILING))), count: failing.totals.adapters,
+      needs: failing.data.map((/** @type {any} */ row) => ofAdapter(row, `${ui.num(row.errors)} of ${ui.num(row.requests)} requests failed in the last hour.`, "/release")),
     },
     {
       title: "Damaged versions", act: "Upload the version again, or delete it.", more: "state=corrupt", count: corrupt.totals.adapters,
-      needs: corrupt.data.map((/** @type {any} */ row) => ofAdapter(row, `The stored files of ${row.version} changed.`)),
+      needs: corrupt.data.map((/** @type {any} */ row) => ofAdapter(row, `The stored files of ${versionsIn(row, "corrupt")} changed.`)),
     },
     {
       title: "Versions for another base", act: "Train the version again on the base that is served, or delete it.",
       more: "state=incompatible", count: incompatible.totals.adapters,
-      needs: incompatible.data.map((/** @type {any} */ row) => ofAdapter(row, `${row.version} was made for another base than the one served.`)),
+      needs: incompatible.data.map((/** @type {any} */ row) => ofAdapter(row, `Made for another base than the one served: ${versionsIn(row, "incompatible")}.`)),
     },
     {
       title: "Releases that are paused", act: "Resume the release, or roll it back.", more: "release=paused", count: paused.totals.adapters,
@@ -77,8 +81,13 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
     { title: "Budgets near their end", act: "Raise the budget on the tenant's page, or tell the tenant.", needs: budgets(tenants) },
   ];
   const open = all.filter((section) => section.needs.length > 0);
-  if (!open.length) return html`<${ui.Empty}>Nothing needs you now.<//>`;
-  return open.map((section) => html`<${Section} key=${section.title} ...${section} />`);
+  // Of the tenants that were not read nothing is said.
+  const isCut = tenants.length >= MOST_TENANTS;
+  return html`${isCut && html`<p class="note" data-testid="needs-cut">
+      Budgets of the first ${ui.num(MOST_TENANTS)} tenants were looked at. The others' are on their <a href="#/tenants">pages</a>.
+    </p>`}
+    ${open.map((section) => html`<${Section} key=${section.title} ...${section} />`)}
+    ${!open.length && html`<${ui.Empty}>${isCut ? "Nothing else that was looked at needs you now." : "Nothing needs you now."}<//>`}`;
 }
 
 /**
@@ -96,8 +105,15 @@ function Section({ title, act, needs, more, href = `#/all-adapters?${more}`, cou
   <//>`;
 }
 
-/** @param {any} row Of GET /adapters. */
-const fails = (row) => row.errors >= MIN_ERRORS && row.errors >= MIN_ERROR_RATE * row.requests;
+/**
+ * The versions in that state: the newest one, and those that take traffic.
+ * @param {any} row Of GET /adapters. @param {string} state
+ */
+function versionsIn(row, state) {
+  const older = row.released.filter((/** @type {any} */ one) => one.state === state && one.version !== row.version);
+  const named = older.map((/** @type {any} */ one) => `${one.version} (released)`);
+  return [...(row.state === state ? [row.version] : []), ...named].join(" and ");
+}
 
 /** @param {any} row Of GET /adapters. @param {string} why @param {string} [page] @returns {Need} */
 const ofAdapter = (row, why, page = "") => ({ what: `${row.tenant}/${row.name}`, href: adapterHref(row.tenant, row.name) + page, why });
