@@ -91,7 +91,12 @@ def test_several_are_pinned_and_deleted_after_one_question(server: WholeServer, 
     expect(screen["bulk-question"]).to_contain_text("Delete 3 adapters of 3 tenants with all 3 versions?")
     screen["bulk-no"].click()
     assert catalog.get_adapter("acme", "spare").num_versions == 1
-    catalog.delete_adapter("globex", "spare")
+
+    def delete_first(route: Route) -> None:
+        catalog.delete_adapter("globex", "spare")
+        route.continue_()
+
+    screen.page.route("**/tenants/globex/adapters/spare", delete_first)
     screen["bulk-delete"].click()
     screen["bulk-yes"].click()
     expect(screen["bulk-failed"]).to_contain_text("1 did not change.")
@@ -99,6 +104,67 @@ def test_several_are_pinned_and_deleted_after_one_question(server: WholeServer, 
     expect(screen["empty"]).to_be_visible()
     left = [row.name for tenant in TENANTS for row in catalog.list_adapters(tenant).items]
     assert left == ["billing", "support"] * 3
+
+
+def test_a_change_of_several_goes_on_while_another_list_is_shown(server: WholeServer, screen: Screen) -> None:
+    """The first deletion waits until the filter has changed; the second is refused."""
+    for tenant in TENANTS:
+        server.plane.make_adapter("later", tenant, seed=9)
+    held: list[Route] = []
+    refusal = json.dumps({"status": 409, "code": "conflict", "detail": "It is in use."})
+    tenants = "**/admin/v1/tenants"
+    screen.page.route(f"{tenants}/acme/adapters/later", lambda route: held.append(route))
+    screen.page.route(
+        f"{tenants}/globex/adapters/later", lambda route: route.fulfill(status=409, body=refusal)
+    )
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "all-adapters?search=later")
+    expect(screen["adapter-row"]).to_have_count(3)
+    screen["pick-all"].check()
+    screen["bulk-delete"].click()
+    screen["bulk-yes"].click()
+    expect(screen["picked"]).to_have_text("0 of 3 done…")
+    screen["filter-search"].fill("bill")
+    screen["filter-search"].press("Enter")
+    expect(screen["adapter-row"].first).to_have_attribute("data-key", "acme/billing")
+    expect(screen["picked"]).to_have_text("0 of 3 done…")
+    expect(screen["bulk-delete"]).to_be_disabled()
+    held[0].continue_()
+    expect(screen["bulk-failed"]).to_contain_text("globex/later: It is in use.")
+    expect(screen["picked"]).to_have_text("0 chosen")
+    catalog = server.plane.services.catalog
+    left = [
+        tenant for tenant in TENANTS if "later" in {row.name for row in catalog.list_adapters(tenant).items}
+    ]
+    assert left == ["globex"]
+    catalog.delete_adapter("globex", "later")
+
+
+def test_each_failure_is_named_and_stays_chosen_while_it_is_listed(
+    server: WholeServer, screen: Screen
+) -> None:
+    names = [f"gone-{number:02}" for number in range(12)]
+
+    def list_gone(route: Route) -> None:
+        answer = route.fetch()
+        page = answer.json()
+        page["data"] = [page["data"][0] | {"tenant": "acme", "name": name} for name in names]
+        route.fulfill(response=answer, body=json.dumps(page))
+
+    screen.page.route("**/admin/v1/adapters?*", list_gone)
+    screen.with_clock().sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "all-adapters")
+    screen["pick-all"].check()
+    screen["bulk-delete"].click()
+    screen["bulk-yes"].click()
+    expect(screen["bulk-failed"].get_by_role("listitem")).to_have_count(12)
+    expect(screen["picked"]).to_have_text("12 chosen")
+    del names[3:]
+    screen.pass_time(16)
+    expect(screen["adapter-row"]).to_have_count(3)
+    expect(screen["picked"]).to_have_text("3 chosen")
+    names.append("gone-11")
+    screen.pass_time(16)
+    expect(screen["adapter-row"]).to_have_count(4)
+    expect(screen["picked"]).to_have_text("3 chosen")
 
 
 def test_hostile_texts_stay_texts(server: WholeServer, screen: Screen) -> None:

@@ -8,13 +8,15 @@ import { adapterHref, Released, RunBadge } from "./adapters.js";
 
 const ROWS = 100;
 const EVERY_MS = 15_000;
-const FILTERS = ["tenant", "search", "state", "release", "base", "hours", "sort", "order"];
+const FILTERS = ["tenant", "search", "state", "release", "base", "min_errors", "min_error_rate", "hours", "sort", "order"];
 
 /** Choices of a filter: the value in the address and its words. @type {Record<string, [string, string][]>} */
 const CHOICES = {
   state: [["", "any"], ["ready", "ready"], ["validating", "being checked"], ["incompatible", "of another base"], ["corrupt", "damaged"]],
   release: [["", "any"], ["none", "nothing released"], ["released", "released"], ["running", "rolling out"], ["paused", "paused"]],
   base: [["", "any"], ["served", "the one served"], ["other", "another"]],
+  min_errors: [["", "any"], ["1", "1"], ["5", "5"], ["100", "100"]],
+  min_error_rate: [["", "any"], ["0.01", "1 %"], ["0.05", "5 %"], ["0.5", "50 %"]],
   hours: [["", "1 hour"], ["6", "6 hours"], ["24", "24 hours"]],
   sort: [["", "name"], ["errors", "errors"], ["requests", "requests"], ["tokens", "tokens"], ["first_token", "first token"],
     ["last_used", "last use"], ["bytes", "size"], ["created", "newest version"]],
@@ -33,17 +35,19 @@ export default function AllAdapters() {
   const of = JSON.stringify(chosen);
   const [cursor, setCursor] = useState({ of, at: /** @type {string | null} */ (null) });
   const at = cursor.of === of ? cursor.at : null;
-  const [picked, setPicked] = useState(/** @type {Map<string, any>} */ (new Map()));
+  const [picked, setPicked] = useState(/** @type {Set<string>} */ (new Set()));
   const poll = usePoll((signal) => api.get("adapters", { ...chosen, cursor: at, limit: ROWS }, { signal }), [of, at], EVERY_MS);
-  // What is no longer listed is not changed unseen.
-  useEffect(() => setPicked(new Map()), [of, at]);
+  // What is no longer listed is not changed unseen, and is not chosen when it comes back.
+  /** @type {any[]} */
+  const listed = poll.data?.data ?? [];
+  useEffect(() => setPicked((before) => new Set(listed.map(keyOf).filter((key) => before.has(key)))), [poll.data]);
 
   /** @param {any[]} rows @param {boolean} isOn */
-  function pick(rows, isOn) {
-    const next = new Map(picked);
-    for (const row of rows) isOn ? next.set(keyOf(row), row) : next.delete(keyOf(row));
-    setPicked(next);
-  }
+  const pick = (rows, isOn) => setPicked((before) => {
+    const next = new Set(before);
+    for (const row of rows) isOn ? next.add(keyOf(row)) : next.delete(keyOf(row));
+    return next;
+  });
 
   const upload = html`<a class="button" data-testid="nav-upload" href="#/upload">Upload</a>`;
   return html`<${ui.Page} title="Adapters of all tenants" actions=${upload}>
@@ -51,9 +55,10 @@ export default function AllAdapters() {
       ${text(here, "tenant", "Tenant")} ${text(here, "search", "Name has")}
       ${Object.keys(CHOICES).map((name) => html`<${Choice} here=${here} name=${name} value=${chosen[name]} />`)}
     </div>
+    <${Bulk} rows=${listed.filter((row) => picked.has(keyOf(row)))} shown=${listed.length}
+      onDone=${(/** @type {any[]} */ changed) => (pick(changed, false), poll.reload())} />
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
       <${Totals} totals=${page.totals} />
-      <${Bulk} rows=${[...picked.values()]} shown=${page.data.length} onDone=${() => (setPicked(new Map()), poll.reload())} />
       ${page.data.length > 0 && html`<label class="check"><input type="checkbox" data-testid="pick-all"
         checked=${page.data.every((/** @type {any} */ row) => picked.has(keyOf(row)))}
         onChange=${(/** @type {any} */ event) => pick(page.data, event.target.checked)} /> All ${ui.num(page.data.length)} of this page</label>`}
@@ -71,7 +76,10 @@ const text = (here, name, label) => html`<${ui.Field} label=${label}>
 <//>`;
 
 /** @type {Record<string, string>} */
-const LABELS = { state: "State", release: "Release", base: "Base", hours: "Figures of the last", sort: "Sorted by", order: "Order" };
+const LABELS = {
+  state: "State", release: "Release", base: "Base", min_errors: "Errors, at least", min_error_rate: "Part that failed, at least",
+  hours: "Figures of the last", sort: "Sorted by", order: "Order",
+};
 
 /** @param {{ here: string, name: string, value: string }} props */
 function Choice({ here, name, value }) {
@@ -96,7 +104,7 @@ function Totals({ totals }) {
   <//>`;
 }
 
-/** @param {Map<string, any>} picked @param {(rows: any[], isOn: boolean) => void} pick */
+/** @param {Set<string>} picked @param {(rows: any[], isOn: boolean) => void} pick */
 const columns = (picked, pick) => [
   {
     title: "Adapter",
@@ -109,6 +117,8 @@ const columns = (picked, pick) => [
   {
     title: "Released",
     cell: (/** @type {any} */ row) => html`<span><${Released} release=${{ targets: row.released }} />
+      ${row.released.filter((/** @type {any} */ one) => one.state !== "ready" && one.version !== row.version).map(
+        (/** @type {any} */ one) => html` <${ui.Badge} kind=${KINDS[one.state] ?? "off"}>${one.version} ${one.state}<//>`)}
       ${row.run && html` <${RunBadge} run=${{ status: row.run }} />`}</span>`,
   },
   { title: "Requests", number: true, cell: (/** @type {any} */ row) => ui.num(row.requests) },
@@ -152,8 +162,9 @@ function counted(rows) {
 }
 
 /**
- * One question for all that were chosen; then one request after another.
- * @param {{ rows: any[], shown: number, onDone: () => void }} props `shown`: the rows of the page; without any there is no bar.
+ * One question for all that were chosen; then one request after another, whatever is listed meanwhile.
+ * @param {{ rows: any[], shown: number, onDone: (changed: any[]) => void }} props `shown`: the rows of the page; without any there is
+ *   no bar, unless it works. `onDone` gets the rows that changed.
  */
 function Bulk({ rows, shown, onDone }) {
   const [asked, setAsked] = useState("");
@@ -171,6 +182,7 @@ function Bulk({ rows, shown, onDone }) {
 
   async function run() {
     const chosen = rows;
+    const changed = [];
     const refused = [];
     dialog.current?.close();
     setFailed([]);
@@ -179,24 +191,25 @@ function Bulk({ rows, shown, onDone }) {
       setWork({ done: number, of: chosen.length });
       try {
         await ACTS[asked](row);
+        changed.push(row);
       } catch (error) {
         refused.push({ row, error });
       }
     }
     setWork({ done: 0, of: 0 });
     setFailed(refused);
-    onDone();
+    onDone(changed);
   }
 
   const busy = work.of > 0;
-  return html`<div class=${shown ? "actions" : "hidden"}>
+  return html`<div class=${shown || busy ? "actions" : "hidden"}>
       <span data-testid="picked" role="status">${busy ? `${ui.num(work.done)} of ${ui.num(work.of)} done…` : `${ui.num(rows.length)} chosen`}</span>
       ${Object.keys(ACTS).map((act) => html`<button type="button" data-testid=${`bulk-${act.toLowerCase()}`}
         class=${act === "Delete" ? "danger" : ""} disabled=${busy || !rows.length} onClick=${() => ask(act)}>${act}</button>`)}
     </div>
     ${failed.length > 0 && html`<div class="error" role="alert" data-testid="bulk-failed">
       <p><strong>${ui.num(failed.length)} did not change.</strong></p>
-      <ul>${failed.slice(0, 10).map(({ row, error }) => html`<li>${keyOf(row)}: ${error.message}</li>`)}</ul>
+      <ul>${failed.map(({ row, error }) => html`<li>${keyOf(row)}: ${error.message}</li>`)}</ul>
     </div>`}
     <dialog ref=${dialog} aria-label=${asked} data-testid="bulk-question">
       <p>${asked && rows.length > 0 && QUESTIONS[asked](rows)}</p>
