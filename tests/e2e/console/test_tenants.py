@@ -103,6 +103,13 @@ def test_limits_are_changed_and_others_changes_stay(server: WholeServer, admin: 
         {"requests_per_minute": 90, "token_budget": 5000, "budget_period": "month"},
     )
     admin["tenant-change"].click()
+    admin["set-token_budget"].fill("6000")
+    tenants.update("changed", changes={"limits": {"budget_period": "day"}}, reservable=None)
+    admin["tenant-save"].click()
+    expect(admin["tenant-change"]).to_be_visible()
+    expect(admin["budget"]).to_contain_text("Tokens of this day")
+    assert shown()["limits"]["token_budget"] == 6000
+    admin["tenant-change"].click()
     admin["set-token_budget"].fill("")
     admin["set-weight"].fill("0")
     admin["tenant-save"].click()

@@ -32,8 +32,9 @@ export function changesOf(before, after) {
   if (weight !== undefined) body.weight = Number(weight);
   /** @type {Record<string, any>} */
   const changed = Object.fromEntries(Object.entries(limits).map(([name, text]) => [name, text === "" ? null : name === "budget_period" ? text : Number(text)]));
-  // A budget has a period, and a period its budget.
-  if ("token_budget" in changed) changed.budget_period = changed.token_budget === null ? null : after.budget_period || "month";
+  // A budget has a period, and a period its budget. That of a budget that only becomes another is not sent untouched.
+  if (changed.token_budget === null) changed.budget_period = null;
+  else if ("token_budget" in changed && before.token_budget === "") changed.budget_period = after.budget_period || "month";
   else if (after.token_budget === "") delete changed.budget_period;
   if (Object.keys(changed).length) body.limits = changed;
   return body;
