@@ -183,14 +183,13 @@ class History:
         except Exception as error:
             if isinstance(error, TypeError) and "argument" in str(error):
                 raise  # a planted bug that does not fit what it replaces is not caught by that
-            raise Violation(f"seed {self.seed}: {error!r}\n" + "\n".join(self.trail)) from error
+            raise Violation("\n".join((f"seed {self.seed}: {error!r}", *self.trail))) from error
         finally:
             self.disk.close()
         self._add_engine()
         total = self.total
         total.events, total.steps, total.requests = self.num_events, self.num_steps, len(self.oracle.records)
-        total.grammar_ends = self.oracle.num_grammar_ends
-        total.measured = self.oracle.num_measured
+        total.grammar_ends, total.measured = self.oracle.num_grammar_ends, self.oracle.num_measured
         for record in self.oracle.records.values():
             total.endings[record.ending] = total.endings.get(record.ending, 0) + 1
         return total
