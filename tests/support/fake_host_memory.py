@@ -28,7 +28,7 @@ class FakeHostMemory:
         self._of_slots = [_ERASED if of == digest else of for of in self._of_slots]
 
     def submitted(self, plan: StepPlan) -> list[str]:
-        """What is wrong with the copies of a plan."""
+        """Find out why the copies of a plan are wrong: an empty list where they are right."""
         wrong: list[str] = []
         for one in plan.copies:
             if one.to_host:

@@ -259,8 +259,8 @@ def refused_model(loop: Loop, model: str) -> str:
 
 
 def test_loops_that_unload_a_series_to_load_it_again_stay_in_it(loop: Loop, trains: dict[str, str]) -> None:
-    """As vLLM's clients did before `load_inplace`, and SkyRL still may. A loop that is killed between the two leaves
-    the rules too."""
+    """Unload and load, as vLLM's clients did before `load_inplace`, and SkyRL still may. A loop that is killed between
+    the two leaves the rules too."""
     rules = make_series(loop, "rounds")
     before = loop.server.http.get(rules, headers=bearer(loop.key)).json()
     for number in (1, 2, 3):

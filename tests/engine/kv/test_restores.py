@@ -193,7 +193,7 @@ def test_lines_wait_while_a_prefix_comes_back() -> None:
 
 
 def test_a_request_that_ends_while_its_prefix_comes_back() -> None:
-    """Its prompt is counted, as what was found of it is, and the time that it waited."""
+    """The prompt of such a request is counted, as what was found of it is, and the time that it waited."""
     engine = engine_that_forgot(("acme", LONG, None))
     engine.add("gone", prompt_ids=LONG)
     for _ in range(3):
@@ -207,7 +207,7 @@ def test_a_request_that_ends_while_its_prefix_comes_back() -> None:
 
 
 def test_a_full_queue_sheds_none_whose_prefix_comes_back() -> None:
-    """It runs: its end would leave no place in the queue."""
+    """Such a request runs: its end would leave no place in the queue."""
     engine = engine_that_forgot(("acme", LONG, None), max_waiting=4, max_num_seqs=2)
     engine.add("decodes", max_tokens=60)
     engine.step(0.01)
@@ -223,7 +223,7 @@ def test_a_full_queue_sheds_none_whose_prefix_comes_back() -> None:
 
 
 def test_a_prefix_on_its_way_loses_nothing_to_what_it_displaces() -> None:
-    """Of 60 blocks a tenant has its half. What comes back takes the places of its blocks on the device, and these go
+    """A tenant has its half of 60 blocks. What comes back takes the places of its blocks on the device, and these go
     where its oldest blocks in host memory are."""
     engine = CoreEngine(num_blocks=24, num_host_blocks=60, most_restored_blocks=2)
     engine.add("first", prompt_ids=LONG, max_tokens=1)

@@ -107,6 +107,12 @@ def questions(rng: random.Random, count: int) -> list[Question]:
     return made
 
 
+def growing_questions(rng: random.Random) -> list[Question]:
+    """Eight of two blocks of the KV cache each, which need five at their ends."""
+    prompts = [tuple(rng.randrange(3, VOCAB) for _ in range(30)) for _ in range(8)]
+    return [Question(prompt, rng.choice([None, *OTHERS]), {"max_tokens": 50}) for prompt in prompts]
+
+
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_float32_tokens_and_logits_equal_peft(
     make_asked: Any, base: Path, adapters: dict[str, Path], lookahead: int
@@ -133,6 +139,8 @@ def test_float32_tokens_and_logits_equal_peft(
             lookahead=lookahead,
         )
         asked.among_neighbours(questions(rng, 3 if chunk < 7 else 12), rng, check)
+        if chunk == 64:  # more than the blocks hold, whatever the times of steps were
+            asked.among_neighbours(growing_questions(rng), rng, check, first=100)
         check_core(asked.engine.core)
         stats = asked.engine.core.stats()
         seen["preemptions"] += stats.num_preemptions

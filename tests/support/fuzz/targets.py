@@ -247,7 +247,7 @@ def split_adapters(directory: Path) -> Target:
 
 
 def tied_heads(directory: Path) -> Target:
-    """As `split_adapters`, with LoRA of a tied head under the embedding's name."""
+    """A target as `split_adapters`, with LoRA of a tied head under the embedding's name."""
     arch = TinyBase(tied=True)
     drafts = [draft_adapter(arch, rank=rank, targets=("q_proj", "lm_head")) for rank in (1, 4)]
     for draft in drafts:
