@@ -250,14 +250,15 @@ class TestReading:
         assert (await admin.get(f"/audit?{query}")).status_code == 400
 
     async def test_a_deleted_tenants_texts_are_gone(self, admin: httpx.AsyncClient) -> None:
+        would = (await admin.get("/tenants/acme/erasure")).json()
         told = (await admin.delete("/tenants/acme")).json()
-        assert told == {
-            "id": "acme",
-            "deleted": True,
+        assert told == {"id": "acme", "deleted": True} | would
+        assert would == {
             "erased": {
                 "keys": 1,
                 "adapters": 0,
                 "versions": 0,
+                "series": 0,
                 "artifacts": 0,
                 "artifact_bytes": 0,
                 "audit_texts": 1,

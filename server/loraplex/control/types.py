@@ -372,12 +372,14 @@ class Removal:
 
 @dataclass(frozen=True, slots=True)
 class TenantRemoval(Removal):
-    """The data that was deleted with a tenant, and the data that is kept."""
+    """The data that is deleted with a tenant, and the data that is kept."""
 
     tenant_id: str
-    """The tenant that was deleted."""
+    """The tenant."""
     num_keys: int
     """Deleted keys."""
+    num_series: int
+    """Deleted rules of series."""
     num_adapters: int
     """Deleted names of adapters."""
     num_versions: int

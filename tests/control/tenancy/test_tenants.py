@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from loraplex.control.catalog.series import AllSeries, SeriesRules
 from loraplex.control.db.tables import Usage, UsageDay
 from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.rules import InvalidCursor
@@ -152,12 +154,15 @@ def test_a_deletion_says_what_went_and_what_stays(plane: ControlPlane) -> None:
     plane.keys.create("acme", name="one")
     plane.keys.revoke("acme", plane.keys.create("acme", name="two")[0].id)
     plane.tenants.update("acme", {"display_name": "Acme"})
+    AllSeries(plane.database, plane.catalog.check_name).put("acme", "steps", SeriesRules(1, 1))
+    would = plane.tenants.would_delete("acme")
     told = plane.tenants.delete("acme")
+    assert replace(would, unpinned=told.unpinned) == told
     assert told.digests == (own.digest,)
-    assert (told.num_keys, told.num_adapters, told.num_versions) == (2, 2, 2)
+    assert (told.num_keys, told.num_adapters, told.num_versions, told.num_series) == (2, 2, 2, 1)
     assert (told.num_bytes, told.num_shared_artifacts) == (own.bytes, 1)
-    # Two names of keys, and the tenant's. Two uploads, two keys, a revocation, a change, and the deletion.
-    assert (told.num_texts, told.num_audit_rows) == (3, 7)
+    # Two names of keys, and the tenant's. Two uploads, two keys, a revocation, a change, a series, and the deletion.
+    assert (told.num_texts, told.num_audit_rows) == (3, 8)
     assert told.usage_since is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,11 +123,16 @@ def test_what_an_address_names_is_text(server: WholeServer, screen: Screen, rest
     assert is_harmless(screen)
 
 
-OPERATOR_PLACES = (("now", "adapter-tile"), ("tenants", "key-row"), ("audit", "audit-row"))
+OPERATOR_PLACES = (
+    ("now", "adapter-tile"),
+    ("all-tenants", "tenant-row"),
+    ("tenants", "key-row"),
+    ("audit", "audit-row"),
+)
 
 
 def test_what_the_server_tells_operators_is_text(server: WholeServer, screen: Screen) -> None:
-    server.plane.make_key("acme", "inference")
+    server.plane.services.keys.create("acme", name="ci", models=["support"])
     screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "playground")
     screen.page.route("**/admin/v1/**", poison)
     for place, shown in OPERATOR_PLACES:
@@ -139,6 +145,11 @@ def test_what_the_server_tells_operators_is_text(server: WholeServer, screen: Sc
             screen["key-revoke"].first.click()
             expect(screen["key-row"].first).to_contain_text("Revoking the key")
             screen["key-keep"].click()
+            screen["key-change"].first.click()
+            expect(screen["key-name"]).to_have_value(re.compile("hurt=1"))
+            screen["tenant-delete"].click()
+            expect(screen["erased"]).to_contain_text("1 key")
+            screen["tenant-delete-no"].click()
         assert is_harmless(screen)
     screen["audit-verify"].click()
     expect(screen["audit-verdict"]).to_contain_text("window.hurt=1")

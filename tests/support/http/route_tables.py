@@ -127,6 +127,7 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/tenants": OPERATOR,
     "PATCH /admin/v1/tenants/{tenant}": OPERATOR,
     "DELETE /admin/v1/tenants/{tenant}": OPERATOR,
+    "GET /admin/v1/tenants/{tenant}/erasure": OPERATOR,
     "POST /admin/v1/tenants/{tenant}/keys": OPERATOR,
     "GET /admin/v1/tenants/{tenant}/keys": OPERATOR,
     "PATCH /admin/v1/tenants/{tenant}/keys/{key}": OPERATOR,

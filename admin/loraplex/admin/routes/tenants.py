@@ -14,6 +14,7 @@ from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.schemas.fields import PageQuery
 from loraplex.admin.schemas.tenants import (
     Erased,
+    Erasure,
     Kept,
     Tenant,
     TenantChange,
@@ -78,6 +79,12 @@ async def update_tenant(
     return Tenant.of(await services.database.run(update, tenant))
 
 
+@router.get("/tenants/{tenant}/erasure")
+async def get_erasure(_: Operator, tenant: TenantId, services: Services) -> Erasure:
+    """Show what the deletion of a tenant would erase now, and what would stay."""
+    return _erasure(await services.database.run(services.tenants.would_delete, tenant))
+
+
 @router.delete("/tenants/{tenant}")
 async def delete_tenant(
     tenant: TenantId, by: Annotated[Operator, Audited("tenant.delete")], services: Services
@@ -90,7 +97,7 @@ async def delete_tenant(
     await evict_removed(services, removal)
     with contextlib.suppress(EngineUnavailable):  # what is away comes back without its prefixes
         await services.engine.forget_tenant(tenant)
-    return _show_removal(removal)
+    return TenantDeleted(id=removal.tenant_id, deleted=True, **dict(_erasure(removal)))
 
 
 def _reservable(services: AdminServices) -> int | None:
@@ -102,14 +109,13 @@ def _reservable(services: AdminServices) -> int | None:
     return info.arena_pages // 2 * info.arena_page_bytes
 
 
-def _show_removal(removal: TenantRemoval) -> TenantDeleted:
-    return TenantDeleted(
-        id=removal.tenant_id,
-        deleted=True,
+def _erasure(removal: TenantRemoval) -> Erasure:
+    return Erasure(
         erased=Erased(
             keys=removal.num_keys,
             adapters=removal.num_adapters,
             versions=removal.num_versions,
+            series=removal.num_series,
             artifacts=len(removal.digests),
             artifact_bytes=removal.num_bytes,
             audit_texts=removal.num_texts,

@@ -46,12 +46,13 @@ class TenantPage(ResponseBody):
 
 
 class Erased(ResponseBody):
-    """The data that was deleted with a tenant. `artifact_bytes` were freed; `audit_texts` are names that people had
-    given."""
+    """The data that is deleted with a tenant. `series` are names with rules for pushes; `artifact_bytes` are freed;
+    `audit_texts` are names that people had given."""
 
     keys: int
     adapters: int
     versions: int
+    series: int
     artifacts: int
     artifact_bytes: int
     audit_texts: int
@@ -66,10 +67,15 @@ class Kept(ResponseBody):
     shared_artifacts: int
 
 
-class TenantDeleted(ResponseBody):
+class Erasure(ResponseBody):
+    """The data that the deletion of a tenant would erase and keep."""
+
+    erased: Erased
+    kept: Kept
+
+
+class TenantDeleted(Erasure):
     """The id is not given again."""
 
     id: str
     deleted: Literal[True]
-    erased: Erased
-    kept: Kept

@@ -23,6 +23,7 @@ from loraplex.control.db.tables import (
     AuditText,
     Base,
     DeletedTenant,
+    Series,
     Tenant,
     Usage,
     UsageDay,
@@ -134,6 +135,23 @@ class Tenants:
             )
             return tenant_infos(session, [row])[0]
 
+    def would_delete(self, tenant_id: str) -> TenantRemoval:
+        """The answer that `delete` would give now, without `unpinned`. Raises TenantNotFound."""
+        with self._database.read() as session:
+            require_tenant(session, tenant_id)
+            digests = _digests_of(session, tenant_id)
+            texts = select(func.count()).select_from(AuditText).where(AuditText.tenant_id == tenant_id)
+            own = set(digests) - set(_shared_of(session, tenant_id, digests))
+            return TenantRemoval(
+                tuple(sorted(own)),
+                (),
+                tenant_id=tenant_id,
+                num_bytes=sum(digests[digest] for digest in own),
+                num_texts=session.scalar(texts) or 0,
+                usage_since=_usage_since(session, tenant_id),
+                **_count_all(session, tenant_id, digests),
+            )
+
     def delete(self, tenant_id: str, *, by: Actor = LOCAL) -> TenantRemoval:
         """The tenant with its keys, adapters and versions, and its free texts in the audit log. Bytes that others have
         too stay, and so do the audit rows; the id is not given again."""
@@ -230,23 +248,30 @@ def _pinned_of(session: Session, tenant_id: str) -> list[str]:
     return list(session.scalars(query))
 
 
+def _shared_of(session: Session, tenant_id: str, digests: Collection[str]) -> Sequence[str]:
+    """Those of these digests that other tenants have too."""
+    return session.scalars(
+        select(AdapterVersion.digest)
+        .distinct()
+        .where(AdapterVersion.tenant_id != tenant_id, LIVING, AdapterVersion.digest.in_(digests))
+    ).all()
+
+
 def _count_all(session: Session, tenant_id: str, digests: Collection[str]) -> dict[str, int]:
     """Counts of a tenant's data, by the names of `TenantRemoval`; the deletion's own audit row counts."""
 
     def count(kind: type[Base], *where: ColumnElement[bool]) -> int:
         return session.scalar(select(func.count()).select_from(kind).where(*where)) or 0
 
-    others = select(func.count(AdapterVersion.digest.distinct())).where(
-        AdapterVersion.tenant_id != tenant_id, LIVING, AdapterVersion.digest.in_(digests)
-    )
     names = select(func.count(AdapterVersion.name.distinct())).where(
         AdapterVersion.tenant_id == tenant_id, LIVING
     )
     return {
         "num_keys": count(ApiKey, ApiKey.tenant_id == tenant_id),
+        "num_series": count(Series, Series.tenant_id == tenant_id),
         "num_adapters": session.scalar(names) or 0,
         "num_versions": count(AdapterVersion, AdapterVersion.tenant_id == tenant_id, LIVING),
-        "num_shared_artifacts": session.scalar(others) or 0,
+        "num_shared_artifacts": len(_shared_of(session, tenant_id, digests)),
         "num_audit_rows": count(AuditRow, AuditRow.tenant_id == tenant_id) + 1,
     }
 

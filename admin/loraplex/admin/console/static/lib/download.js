@@ -23,6 +23,11 @@ export async function download(where, file, size) {
   } catch {
     throw new ApiError(0, "cut_off", "The download broke off: the server or the connection ended, or the disk is full.");
   }
+  save(content, file);
+}
+
+/** Save what the page has. @param {Blob} content @param {string} file */
+export function save(content, file) {
   const url = URL.createObjectURL(content);
   const link = document.createElement("a");
   link.href = url;

@@ -12,6 +12,10 @@ const NAMES = /** @type {Record<string, string>} */ ({
   host_bytes_max: "Host memory",
   file_days: "Days of files",
 });
+/** Those that a key may have too. */
+export const KEY_LIMITS = [
+  "requests_per_minute", "tokens_per_minute", "max_concurrency", "max_sequences", "max_output_tokens", "token_budget", "budget_period",
+];
 const BUDGET = ["token_budget", "budget_period"];
 
 /** `requests_per_minute` is "Requests per minute". @param {string} name */

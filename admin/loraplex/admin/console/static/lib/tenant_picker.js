@@ -39,6 +39,6 @@ export function TenantPicker({ tenant, at, onPick, onFirst }) {
     ${!tenant && html`<${Loaded} poll=${poll}>${() => html`<${Empty}>${
       ids.length
         ? "This address names no tenant: choose one."
-        : html`There is no tenant yet. <code>loraplex tenant create NAME</code> makes one.`
+        : html`There is no tenant yet. <a href="#/all-tenants">Make one.</a>`
     }<//>`}<//>`}`;
 }

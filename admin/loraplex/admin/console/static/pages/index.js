@@ -13,6 +13,7 @@ export const pages = [
   { at: "now", nav: "Now", testid: "nav-now", who: "operator", load: () => import("./now.js") },
   { at: "needs", nav: "Needs you", testid: "nav-needs", who: "operator", load: () => import("./needs.js") },
   { at: "tenants/:tenant", nav: "Tenant", testid: "nav-tenants", scope: "usage:read", load: () => import("./tenant.js") },
+  { at: "all-tenants", who: "operator", under: "tenants", load: () => import("./all_tenants.js") },
   { at: "tenants/:tenant/adapters", nav: "Adapters", testid: "nav-adapters", who: "key", scope: "adapters:read", load: () => import("./adapters.js") },
   { at: "all-adapters", nav: "Adapters", testid: "nav-adapters", who: "operator", under: "adapters", load: () => import("./all_adapters.js") },
   { at: "tenants/:tenant/adapters/:name", load: () => import("./adapter.js") },

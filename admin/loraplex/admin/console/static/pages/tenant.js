@@ -1,4 +1,4 @@
-/** Tenant: limits and what is used of them, usage by day and adapter, keys. */
+/** Tenant: limits and what is used of them, usage by day and adapter or key, keys, its end. */
 import { api, path } from "../lib/api.js";
 import { html } from "../lib/html.js";
 import { budgetName, limitName, limitShown, setLimits } from "../lib/limits.js";
@@ -7,6 +7,7 @@ import { caller, isOperator, mayCall } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
 import { Keys } from "./keys.js";
 import { TenantEditor } from "./tenant_editor.js";
+import { Removal } from "./tenant_removal.js";
 import { Usage } from "./usage.js";
 
 const EVERY_MS = 5000;
@@ -16,12 +17,13 @@ const COUNTED = 2000;
 /** @param {{ tenant: string }} props */
 export default function Tenant({ tenant: id }) {
   const poll = usePoll((signal) => readLimits(id, signal), [id], EVERY_MS);
-  return html`<${ui.Page} title=${`Tenant ${id}`}>
+  const all = isOperator.value && html`<a class="button" data-testid="all-tenants" href="#/all-tenants">All tenants</a>`;
+  return html`<${ui.Page} title=${`Tenant ${id}`} actions=${all}>
     ${poll.data === null && poll.error?.status === 404
       ? html`<${ui.ErrorBox} error=${poll.error} /><p>Choose another tenant above.</p>`
       : html`<${Limits} poll=${poll} />
           <${Usage} id=${id} />
-          ${isOperator.value ? html`<${Keys} id=${id} />` : html`<${OwnKey} />`}`}
+          ${isOperator.value ? html`<${Keys} id=${id} /><${Removal} id=${id} />` : html`<${OwnKey} />`}`}
   <//>`;
 }
 
