@@ -97,7 +97,8 @@ class Soak:
             after = self._memory_mib()
             quiet.append(self._measure(streams, rate, quiet_s, self._ask_resident))
         for name, one in (("first pushes", warm), ("pushes", pushed)):
-            _print(name, one[0], one[1])
+            _print(name, one[0])
+        print(f"\n{len(pushed[0].push_s) / seconds:.1f} pushes a second, of {rate:g} that were to be.")
         speeds = [speed for _, speed in quiet]
         mean = statistics.mean(speeds)
         print(
@@ -110,7 +111,7 @@ class Soak:
     def _measure(
         self, streams: Streams, rate: float, seconds: float, act: Callable[[httpx.Client, int, Result], None]
     ) -> tuple[Result, float]:
-        """Do `act` at a rate; return its result, and the streams' tokens a second meanwhile."""
+        """Do `act` at a rate, or as often as the server lets; return its result, and the streams' tokens a second."""
         result, turns, began = Result(), itertools.count(), time.monotonic()
 
         def work() -> None:
@@ -119,6 +120,8 @@ class Soak:
                     late = time.monotonic() - began - turn / rate
                     if late < 0:
                         time.sleep(-late)
+                    elif turn / rate + late > seconds:  # a server that is behind does not get longer for it
+                        break
                     result.late_s.append(max(0.0, late))
                     try:
                         act(client, turn, result)
@@ -167,7 +170,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def _print(name: str, result: Result, speed: float) -> None:
+def _print(name: str, result: Result) -> None:
     counts = {outcome: result.outcomes[outcome] for outcome in ("right", "stale", "torn", "failed")}
     print(f"\n{name}: {', '.join(f'{count} {outcome}' for outcome, count in counts.items())}")
     for failure, count in Counter(result.failures).most_common(3):
