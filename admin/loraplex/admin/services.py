@@ -20,6 +20,7 @@ from loraplex.control.catalog.releases import Releases
 from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.staged import StagedBytes
 from loraplex.control.db.database import Database
+from loraplex.control.history.history import History
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
@@ -122,6 +123,7 @@ class AdminServices:
     upload_gate: UploadGate = field(default_factory=UploadGate)
     download_gate: DownloadGate = field(default_factory=DownloadGate)
     report_gate: ReportGate = field(default_factory=ReportGate)
+    history: History = field(default_factory=History)
     change_limit: ChangeRateLimit = field(default_factory=ChangeRateLimit)
     on_change: Callable[[str], None] = lambda action: None
     """Called with the audit log's name of each change that was made."""

@@ -94,7 +94,9 @@ def create_data_app(
     app = create_app(TITLE, routes, description=DESCRIPTION, middleware=middleware)
     app.state.services = services
     app.state.document = Document(app, extra_document)
-    return DataEdge(app, services.drain, services.metrics, services.access_log, services.tracing)
+    return DataEdge(
+        app, services.drain, services.metrics, services.access_log, services.tracing, services.history
+    )
 
 
 def service_probes(services: ApiServices, *, in_document: bool = True) -> list[OrderedRoute]:

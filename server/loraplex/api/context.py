@@ -11,12 +11,21 @@ from starlette.types import Scope
 from loraplex.adapters.admission.chat_files import OwnChat
 from loraplex.adapters.ref import AdapterRef
 from loraplex.api.deadline import NO_DEADLINE, Deadline
+from loraplex.api.errors import ANSWERS
+from loraplex.api.outcome import RequestOutcome
+from loraplex.control.history.history import History
+from loraplex.control.usage.outcome import FAILURES
+from loraplex.control.usage.records import BASE
 from loraplex.http.context import RequestContext
 from loraplex.http.context import context_of as any_context_of
 from loraplex.serving.output.formats import NO_FORMATS, OutputFormats
 
 if TYPE_CHECKING:  # it imports OpenTelemetry
     from loraplex.api.tracing.spans import RequestTrace
+
+
+_ERRORS = FAILURES | {code for code, (status, _) in ANSWERS.items() if status >= 500}
+"""Codes of what the server did; the other codes are refusals of a request."""
 
 
 @dataclass
@@ -42,10 +51,39 @@ class DataContext(RequestContext):
     formats: OutputFormats = NO_FORMATS
     own: OwnChat | None = None
     appends: tuple[int, ...] = ()
+    generated: RequestOutcome | None = None
+    """How it ended, where the engine was asked."""
 
     @property
     def tenant_id(self) -> str:
         return (self.principal and self.principal.tenant_id) or ""
+
+    def count_in(self, history: History, status: int | None, *, timed: bool = True) -> None:
+        """Count the request, which has ended. `status` is None where its client went before the answer began. Of one
+        whose adapter was never known, only a refusal by a limit and a failure count. Its times count where it is
+        `timed`."""
+        failed = (status or 0) >= 500 or self.outcome in _ERRORS
+        limited = status == 429
+        if not self.tenant_id or not (self.resolved or failed or limited):
+            return
+        adapter, outcome = self.adapter, self.generated
+        named = (BASE, 0) if adapter is None else (adapter.name, adapter.version)
+        known = named if self.resolved else None
+        if outcome is None:
+            history.count(self.tenant_id, known, failed=failed, limited=limited)
+            return
+        usage, first = outcome.usage, outcome.first_token_at
+        history.count(
+            self.tenant_id,
+            known,
+            failed=failed,
+            limited=limited,
+            computed=usage.prompt_tokens - usage.cached_tokens,
+            cached=usage.cached_tokens,
+            output=usage.completion_tokens,
+            first_token_s=first - self.started if timed and first is not None else None,
+            gap_s=outcome.gap_s if timed else None,
+        )
 
 
 def context_of(scope: Scope) -> DataContext:

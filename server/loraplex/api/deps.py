@@ -15,6 +15,7 @@ from loraplex.control.batches.files import Files
 from loraplex.control.catalog.resolver import Resolver
 from loraplex.control.db.database import Database
 from loraplex.control.db.outage import DatabaseHealth
+from loraplex.control.history.history import History
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.types import (
     Principal,
@@ -122,3 +123,4 @@ class ApiServices:
     own_chats: OwnChats | None = None
     running_arms: RunningArms = field(default_factory=RunningArms)
     shadows: ShadowSamples | None = None
+    history: History = field(default_factory=History)

@@ -16,6 +16,7 @@ from loraplex.api.drain import Drain
 from loraplex.api.errors import ApiError, from_exception
 from loraplex.api.metrics import Metrics, adapter_label
 from loraplex.api.openai.parsing import invalid_for
+from loraplex.control.history.history import History
 from loraplex.http.boundary import ErrorAnswer, ErrorBoundary
 from loraplex.http.context import RequestContext
 from loraplex.http.edge import AccessLog, Edge
@@ -40,11 +41,13 @@ class DataEdge(Edge):
         metrics: Metrics,
         access_log: AccessLog | None = None,
         tracing: RequestTracing | None = None,
+        history: History | None = None,
     ) -> None:
         super().__init__(app, PROBES, access_log)
         self._drain = drain
         self._metrics = metrics
         self._tracing = tracing
+        self._history = history
 
     def began(self, scope: Scope, context: RequestContext) -> None:
         assert isinstance(context, DataContext)
@@ -82,6 +85,8 @@ class DataEdge(Edge):
             self._metrics.responded(context.status)
         if context.principal is not None and context.status is not None and context.resolved:
             self._metrics.request_answered(context.tenant_id, context.adapter, context.status)
+        if self._history is not None:
+            context.count_in(self._history, context.status)
         if context.trace is not None:
             context.trace.end(
                 request_id=context.label,

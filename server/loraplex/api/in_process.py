@@ -100,15 +100,18 @@ class PromptScorer:
         endpoint = GenerationEndpoint(services, COMPLETION, self._capacity, model=of_version)
         try:
             await endpoint(scope, exchange.receive, exchange.send)
-        except EngineUnavailable:
-            raise
         except Exception as error:
             failure = from_exception(error)
+            context.outcome = failure.code
+            context.count_in(services.history, failure.status, timed=False)
+            if isinstance(error, EngineUnavailable):
+                raise
             if failure.status == 500:
                 log.error("scoring_failed", id=context.internal_id, exc_info=error)
             if failure.param == COMPLETION.source:
                 failure.param = None
             raise _by_remedy(failure) from error
+        context.count_in(services.history, exchange.status, timed=False)
         choices = loads(bytes(exchange.body))["choices"]
         return [choice["logprobs"]["token_logprobs"][1:] for choice in choices]
 

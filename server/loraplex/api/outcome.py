@@ -41,3 +41,15 @@ class RequestOutcome:
     adapter_state: AdapterState | None = None
     n: int = 1
     sequences: Sequence[SequenceEnd] = ()
+
+    @property
+    def gap_s(self) -> float | None:
+        """Mean time between two tokens of its sequences, in seconds; None where none has two."""
+        spent, gaps = 0.0, 0
+        for end in self.sequences:
+            timing = end.timing
+            if timing is None or timing.first_token_s is None or timing.last_token_s is None:
+                continue
+            spent += timing.last_token_s - timing.first_token_s
+            gaps += max(0, end.completion_tokens - 1)
+        return spent / gaps if gaps else None

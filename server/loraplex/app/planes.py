@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ from loraplex.control.catalog.retention import Retention
 from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.shadow_store import ShadowStore
 from loraplex.control.flushes import Flushes
+from loraplex.control.history.history import History
 from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.limiter import Limiter
@@ -116,6 +118,7 @@ class Shared:
 
     engine: Engines
     metrics: Metrics
+    history: History
     drain: Drain
     limiter: Limiter
     limits: RequestLimits
@@ -191,6 +194,7 @@ def _shared(installation: Installation, engine: Engines) -> Shared:
     return Shared(
         engine=engine,
         metrics=metrics,
+        history=History(platform.node()),
         drain=drain,
         limiter=limiter,
         limits=RequestLimits(limiter, budgets, server=server_limits(settings.server_limit), background=tasks),
@@ -258,6 +262,7 @@ def _admin_services(installation: Installation, shared: Shared, score: Score) ->
         artifacts=installation.artifacts,
         audit=AuditLog(installation.database),
         engine=engine,
+        history=shared.history,
         sources=AllowedSources(settings.adapter_sources),
         surplus=surplus,
         durability=_durability(installation, metrics),
@@ -317,6 +322,7 @@ def _data_services(installation: Installation, shared: Shared, admin_services: A
         running_arms=installation.running_arms,
         adapters=RuntimeLoading(admin_services),
         metrics=shared.metrics,
+        history=shared.history,
         drain=shared.drain,
         shadows=shared.shadows,
         served_model_name=installation.served_name,

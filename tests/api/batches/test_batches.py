@@ -269,3 +269,17 @@ def test_files_of_others_make_no_batch(plane: DataPlane) -> None:
         plane.client().batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")  # type: ignore[arg-type]
     assert caught.value.code == "file_not_found"
     plane.client("lpx_rival").files.delete(file.id)
+
+
+def test_lines_are_in_the_history_without_their_times(plane: DataPlane, running: None) -> None:
+    history = plane.services.history
+    began = history.clock() + 4000  # what other tests did is forgotten then
+    history.clock = lambda: began
+    plane.engine.default = Reply(text="Hi")
+    finished(plane, create(plane, chat("a") + chat("b") + chat("c", "nothing-like-this")))
+    plane.settle_all()
+    history.clock = lambda: began + 10
+    total = plane.on_loop(lambda: history.past("5m")).report().total
+    tokens = sum(row.completion_tokens for row in plane.ledger.rows)
+    assert (total.requests, total.errors, total.output_tokens) == (2, 0, tokens)
+    assert total.first_token_seconds is None

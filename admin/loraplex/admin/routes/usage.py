@@ -1,7 +1,8 @@
-"""/usage, and a tenant's own."""
+"""/usage and /history, and a tenant's own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated
@@ -11,9 +12,22 @@ from fastapi import APIRouter, Query, Request, Response
 from loraplex.admin.framework.dependencies import Operator, Services, TenantId, UsageReader
 from loraplex.admin.framework.openapi import Responses
 from loraplex.admin.framework.route import AdminRoute
-from loraplex.admin.schemas.usage import OwnUsageQuery, UsagePage, UsageQuery, UsageSum
+from loraplex.admin.schemas.usage import (
+    History,
+    HistoryFigures,
+    HistoryQuery,
+    HistoryRow,
+    HistoryServer,
+    HistorySlice,
+    OwnHistoryQuery,
+    OwnUsageQuery,
+    UsagePage,
+    UsageQuery,
+    UsageSum,
+)
 from loraplex.admin.services import AdminServices
 from loraplex.control.audit.recorder import Actor
+from loraplex.control.history.history import ReportRow
 from loraplex.control.types import Page
 from loraplex.control.usage import report
 from loraplex.control.usage.columns import COUNTS
@@ -116,3 +130,62 @@ def _show(row: report.UsageSum) -> UsageSum:
         cached_tokens=row.cached_tokens,
         completion_tokens=row.completion_tokens,
     )
+
+
+@router.get("/history")
+async def get_history(
+    caller: Operator, query: Annotated[HistoryQuery, Query()], services: Services
+) -> History:
+    """Show the last minutes or the last hour of this server's requests, of all tenants or one."""
+    return await _read_history(services, caller, query, query.tenant)
+
+
+@tenant_router.get("/tenants/{tenant}/history")
+async def get_tenant_history(
+    tenant: TenantId,
+    query: Annotated[OwnHistoryQuery, Query()],
+    caller: UsageReader,
+    services: Services,
+) -> History:
+    """Show the last minutes or the last hour of a tenant's requests to this server."""
+    return await _read_history(services, caller, query, tenant)
+
+
+async def _read_history(
+    services: AdminServices, caller: Actor, query: OwnHistoryQuery, tenant: str | None
+) -> History:
+    past = services.history.past(query.range)
+    report = await services.report_gate.run(
+        caller.tenant_id or "",
+        partial(past.report, tenant=tenant, adapter=query.adapter, sort=query.sort, limit=query.limit),
+    )
+    return History(
+        server=HistoryServer(
+            id=report.server.id,
+            # A tenant is not told where the server runs.
+            node=None if caller.tenant_id else report.server.node,
+            since=report.server.since,
+        ),
+        slice_seconds=report.slice_s,
+        slices=[
+            HistorySlice(start=start, figures=HistoryFigures.of(figures)) for start, figures in report.slices
+        ],
+        total=HistoryFigures.of(report.total),
+        tenants=_history_rows(report.tenants),
+        other_tenants=HistoryFigures.of(report.other_tenants),
+        adapters=_history_rows(report.adapters),
+        other_adapters=HistoryFigures.of(report.other_adapters),
+        exact=report.exact,
+    )
+
+
+def _history_rows(rows: Iterable[ReportRow]) -> list[HistoryRow]:
+    return [
+        HistoryRow(
+            tenant=row.tenant,
+            adapter=row.adapter or None,
+            version=f"v{row.version}" if row.version else None,
+            figures=HistoryFigures.of(row.figures),
+        )
+        for row in rows
+    ]

@@ -1,4 +1,4 @@
-"""Usage: sums of what was served."""
+"""Usage: sums of what was served, and the last hour of the server's requests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from loraplex.admin.schemas.fields import (
     OmittedNull,
     PageQuery,
     PlainText,
+    QueryParameters,
     ResponseBody,
     Timestamp,
 )
+from loraplex.control.history.history import Sort, Span
+from loraplex.control.rules import MAX_PAGE
 from loraplex.control.usage.columns import GROUPS, Bucket, Group
 
 
@@ -62,3 +65,74 @@ class UsageSum(ResponseBody):
 class UsagePage(ResponseBody):
     data: list[UsageSum]
     next_cursor: str | None
+
+
+class OwnHistoryQuery(QueryParameters):
+    """`range`: the last 5 minutes in slices of 10 s, or the last hour in slices of a minute. `adapter`: its name.
+    `limit`: the rows of tenants and of adapters, the largest by `sort` first."""
+
+    range: Span = "5m"
+    adapter: Annotated[Annotated[PlainText, Field(max_length=63)] | None, OmittedNull()] = None
+    sort: Sort = "errors"
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE)] = 100
+
+
+class HistoryQuery(OwnHistoryQuery):
+    tenant: Annotated[Annotated[PlainText, Field(max_length=63)] | None, OmittedNull()] = None
+
+
+class HistoryFigures(ResponseBody):
+    """`errors` failed by the server's doing, `limited` were refused by a limit (429). Prompt tokens are computed, or
+    cached. Times at the median and at 95 %, from fixed buckets: from the arrival of a request to its first token, and
+    the mean time between its tokens; null where there was none."""
+
+    requests: int
+    errors: int
+    limited: int
+    computed_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    first_token_seconds: float | None
+    first_token_p95_seconds: float | None
+    gap_seconds: float | None
+    gap_p95_seconds: float | None
+
+
+class HistorySlice(ResponseBody):
+    start: Timestamp
+    figures: HistoryFigures
+
+
+class HistoryRow(ResponseBody):
+    """A tenant, where `adapter` is null, or a version of an adapter. `adapter` is `(base)` for the base model, whose
+    `version` is null."""
+
+    tenant: str
+    adapter: str | None
+    version: str | None
+    figures: HistoryFigures
+
+
+class HistoryServer(ResponseBody):
+    """The process that counted: an id of its own, the machine (null for a tenant), and since when it counts. Another
+    process has another history."""
+
+    id: str
+    node: str | None
+    since: Timestamp
+
+
+class History(ResponseBody):
+    """`slices` are in order, the oldest first, and have ended. `other_tenants` and `other_adapters` are what no row has
+    of the total. `exact` is false where a slice had more tenants or adapters than it keeps, so that a row may be too
+    small."""
+
+    server: HistoryServer
+    slice_seconds: int
+    slices: list[HistorySlice]
+    total: HistoryFigures
+    tenants: list[HistoryRow]
+    other_tenants: HistoryFigures
+    adapters: list[HistoryRow]
+    other_adapters: HistoryFigures
+    exact: bool

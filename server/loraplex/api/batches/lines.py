@@ -58,7 +58,7 @@ class Lines:
             limiter=services.limiter.of_batches(),
             shadows=None,
         )
-        self._metrics = services.metrics
+        self._metrics, self._history = services.metrics, services.history
         self._routes: Mapping[str, ASGIApp] = {
             kind.path: GenerationEndpoint(own, kind, capacity, background=True) for kind in KINDS
         }
@@ -97,7 +97,10 @@ class Lines:
             failure = from_exception(error)
             if failure.status in _RETRIED and work.takes < MOST_TAKES:
                 raise Later(failure.retry_after_s or 1.0) from error
+            context.outcome = failure.code
+            context.count_in(self._history, failure.status, timed=False)
             return failure.status, context.label, failure.body()
+        context.count_in(self._history, exchange.status, timed=False)
         return exchange.status, context.label, loads(bytes(exchange.body))
 
 

@@ -279,7 +279,7 @@ class GenerationEndpoint:
                 outcome = RequestOutcome(failure or CANCELLED)
                 if generation is not None:
                     await generation.close()
-                    outcome = generation.outcome(failure)
+                    outcome = context.generated = generation.outcome(failure)
                     count_request(services.metrics, context.tenant_id, model.adapter, outcome)
                     context.prompt_tokens = outcome.usage.prompt_tokens
                     context.completion_tokens = outcome.usage.completion_tokens
