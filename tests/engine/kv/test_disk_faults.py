@@ -83,8 +83,8 @@ for seed in range(first, last):
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL, status
-    left = files(directory)
     store = opened()
+    left = files(directory)
     assert not (directory / "unfinished").exists()
     assert store.counts.blocks == len(left) <= 6, (store.counts, left)
     here = [one for one in keys if one in store]
@@ -117,7 +117,7 @@ def test_kills_leave_whole_blocks(tmp_path: Path, secret: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("secret", ["", "of the operator"])
 def test_many_kills_leave_whole_blocks(tmp_path: Path, secret: str) -> None:
-    assert kill(tmp_path / "kv", range(1000, 3000), secret) > 2000
+    assert kill(tmp_path / "kv", range(1000, 1200), secret) > 200
 
 
 def test_a_full_disk_refuses_and_still_reads(reopen: Open, disk: SmallDisk) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -155,10 +156,39 @@ def test_ids_that_cannot_be_read_lose_their_blocks(
         store = reopen(secret=secret)
         assert (one in store, other in store, store.owners()) == (False, True, {other[0]})
         assert not path.parent.exists()
+        assert store.counts.damaged == 1
         assert write(store, one)
         raw = path.read_bytes()
-    path.unlink()
-    assert one not in reopen(secret=secret)
+    path.unlink()  # as an erasure does, first of all
+    store = reopen(secret=secret)
+    assert (one in store, store.counts.damaged, path.parent.exists()) == (False, 0, False)
+
+
+def test_a_deletion_that_is_cut_off_is_finished_at_the_next_start(
+    reopen: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = reopen(), key("b", None, 1)
+    assert write(store, other)
+    for number in range(3):
+        assert write(store, key("a", "d", number))
+    store.erase_tenant("a")
+    monkeypatch.setattr(os, "unlink", fail_after(2, os.unlink))  # the folder, which is none, and the ids
+    store.sweep()
+    monkeypatch.undo()
+    assert len(files(tmp_path / "kv")) == 4
+    store = reopen()
+    assert (store.owners(), len(files(tmp_path / "kv")), store.counts.damaged) == ({other[0]}, 1, 0)
+
+
+def fail_after(count: int, call: Callable[..., None]) -> Callable[..., None]:
+    calls = iter(range(count))
+
+    def limited(*given: object, **more: object) -> None:
+        if next(calls, None) is None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        call(*given, **more)
+
+    return limited
 
 
 @SECRETS

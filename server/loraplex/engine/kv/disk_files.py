@@ -79,6 +79,8 @@ class OwnerFiles:
     folder: Folder
     owner: Namespace | None = None
     """None where the ids cannot be read."""
+    has_ids: bool = False
+    """Not so where a deletion was cut off."""
     blocks: list[tuple[int, bytes, int]] = field(default_factory=list)
     """Time of the last use in ns, name, bytes (-1: no regular file)."""
 
@@ -169,6 +171,10 @@ class DiskFiles:
                 try:
                     os.unlink(name, dir_fd=place)
                 except IsADirectoryError:
+                    with suppress(
+                        FileNotFoundError
+                    ):  # first: blocks without ids are not found, whatever comes next
+                        os.unlink(f"{name}/{_OWNER}", dir_fd=place)
                     shutil.rmtree(name, dir_fd=place)
         except OSError as error:
             if error.errno not in _GONE:
@@ -199,6 +205,7 @@ class DiskFiles:
                         size = status.st_size if stat.S_ISREG(status.st_mode) else -1
                         found.blocks.append((status.st_mtime_ns, bytes.fromhex(entry.name), size))
             size = os.stat(_OWNER, dir_fd=place, follow_symlinks=False).st_size - self.overhead
+            found.has_ids = True
             if 0 <= size <= _MAX_OWNER_BYTES:
                 ids = self._read(place, _OWNER, self._owner_name(found.folder), size)
                 found.owner = None if ids is None else tuple(json.loads(ids))
