@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from loraplex.adapters.cache.residency import CacheEntry
-from loraplex.engine.reports import EngineStats, KVHostCounts
+from loraplex.engine.reports import EngineStats, KVDiskCounts, KVHostCounts
 from loraplex.serving.errors import EngineUnavailable, ServingError
 from support.adapters.drafts import draft_adapter
 from support.http.admin_plane import ARCH, SERVED_NAME, AdminPlane, adapter_files, assert_problem
@@ -343,6 +343,8 @@ class TestEngine:
             num_pins=3, num_pins_held=1, num_pins_coming=1, num_adapter_waits=6, adapter_wait_s=2.5,
             num_kv_host_blocks=9, num_kv_host_blocks_used=3,
             kv_host=KVHostCounts(written=8, restored=7, evicted=2, refused=1, restore_s=0.5),
+            kv_disk_bytes=90, kv_disk_bytes_used=30, num_kv_disks_off=1,
+            kv_disk=KVDiskCounts(written=6, restored=5, evicted=4, refused=3, damaged=2, late=1),
         )  # fmt: skip
         page, block = plane.engine.info.arena_page_bytes, plane.engine.info.kv_host_block_bytes
         assert (await admin.get("/cache")).json()["totals"] == {
@@ -357,6 +359,10 @@ class TestEngine:
             "prefixes": {
                 "bytes_used": 3 * block, "bytes_capacity": 9 * block, "written": 8, "restored": 7, "evicted": 2,
                 "refused": 1, "restore_seconds": 0.5,
+                "disk": {
+                    "bytes_used": 30, "bytes_capacity": 90, "written": 6, "restored": 5, "evicted": 4, "refused": 3,
+                    "damaged": 2, "late": 1, "off": 1,
+                },
             },
             "pins": {"pinned": 3, "held": 1, "coming": 1},
             "queue_waits": 6,

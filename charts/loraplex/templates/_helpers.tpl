@@ -115,7 +115,7 @@ securityContext:
 {{- define "loraplex.engineSettings" -}}
 ["model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
 "batch_invariant", "speculation", "threads", "engine_spare", "kv_cache_memory", "kv_cache_dtype",
-"kv_host_memory", "state_cache",
+"kv_host_memory", "kv_disk", "state_cache",
 "adapter_memory", "adapter_cpu_memory", "max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_waiting",
 "max_adapter_rank", "data_dir", "artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls", "drain_timeout", "log_level"]
 {{- end }}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loraplex.app.base_model.source import kept_dir
+from loraplex.app.setting_types import kv_disk
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.engine.config import EngineConfig
@@ -33,8 +34,20 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "adapter_image_cache": IMAGE_CACHE_BYTES,
             "num_sharing": max(1, settings.replicas),
             "turn_ends": base_turn_ends(model_dir),
+            **_disk(settings),
         }
     )
+
+
+def _disk(settings: Settings) -> dict[str, Any]:
+    if not settings.kv_disk:
+        return {}
+    disk = kv_disk(settings.kv_disk)
+    return {
+        "kv_disk_dir": str(Path(disk.directory).resolve()),
+        "kv_disk_bytes": disk.num_bytes,
+        "kv_disk_key_file": None if disk.key_file is None else str(Path(disk.key_file).resolve()),
+    }
 
 
 def shared_values(settings: Settings, kind: type) -> dict[str, Any]:

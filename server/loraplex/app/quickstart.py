@@ -29,9 +29,8 @@ from rich.table import Table
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.app.base_model.source import default_served_name, ensure_model
-from loraplex.app.settings import make_data_dir
 from loraplex.app.start_watch import await_ready
-from loraplex.app.storage.data_dir_lock import is_data_dir_locked
+from loraplex.app.storage.data_dir_lock import is_data_dir_locked, make_data_dir
 from loraplex.app.transfer_bar import transfer_bar
 from loraplex.control.types import SCOPES
 

@@ -8,8 +8,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "dtype", "max_model_len", "max_num_seqs", "kv_cache_memory", "adapter_memory", "max_adapter_rank", "log_level",
     ),
     "Model": (
-        "quantise", "kv_cache_dtype", "kv_host_memory", "state_cache", "batch_invariant", "speculation", "kernels",
-        "attention", "threads", "tokenizer", "tool_format", "reasoning_format", "default_max_tokens",
+        "quantise", "kv_cache_dtype", "kv_host_memory", "kv_disk", "state_cache", "batch_invariant", "speculation",
+        "kernels", "attention", "threads", "tokenizer", "tool_format", "reasoning_format", "default_max_tokens",
         "max_num_batched_tokens", "max_step_ms", "max_waiting",
     ),
     "Adapters": (
@@ -32,7 +32,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 ENGINE_SETTINGS = (
     "model", "served_model_name", "device", "dtype", "quantise", "max_model_len", "kernels", "attention",
     "batch_invariant", "speculation", "threads", "engine_spare", "kv_cache_memory", "kv_cache_dtype",
-    "kv_host_memory", "state_cache",
+    "kv_host_memory", "kv_disk", "state_cache",
     "adapter_memory", "adapter_cpu_memory", "max_num_seqs", "max_num_batched_tokens", "max_step_ms", "max_waiting",
     "max_adapter_rank", "data_dir", "artifact_url", "artifact_cache_size", "engine_token_file", "engine_tls",
     "drain_timeout", "log_level",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
@@ -157,6 +157,39 @@ def _count(name: str, value: str) -> int | None:
     if not (value.isascii() and value.isdecimal() and int(value) <= 1 << 53):
         raise ValueError(f"{name} must be a whole number up to 2^53 (0: no limit)")
     return int(value) or None
+
+
+@dataclass(frozen=True, slots=True)
+class KVDisk:
+    """Where prefixes are kept on a disk, the most bytes of an engine there, and the file of the secret that encrypts
+    them."""
+
+    directory: str
+    num_bytes: int = 16 << 30
+    key_file: str | None = None
+
+
+def checked_kv_disk(value: str) -> str:
+    if value:
+        kv_disk(value)
+    return value
+
+
+def kv_disk(value: str) -> KVDisk:
+    """Read `DIR[,bytes=N][,key-file=PATH]`. Raises ValueError."""
+    directory, *options = (part.strip() for part in value.split(","))
+    if not directory or "=" in directory:
+        raise ValueError("must begin with a directory, such as /var/cache/loraplex,bytes=50GiB")
+    found = KVDisk(directory)
+    for option in options:
+        name, _, text = option.partition("=")
+        if name == "bytes" and isinstance(num_bytes := parse_size(text), int) and num_bytes:
+            found = replace(found, num_bytes=num_bytes)
+        elif name == "key-file" and text:
+            found = replace(found, key_file=text)
+        else:
+            raise ValueError(f"'{option}' is not bytes=SIZE or key-file=PATH")
+    return found
 
 
 def checked_sources(value: list[str] | str) -> list[str] | str:

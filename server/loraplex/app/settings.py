@@ -28,6 +28,7 @@ from loraplex.app.setting_types import (
     Port,
     checked_engine_port,
     checked_hosts,
+    checked_kv_disk,
     checked_server_limits,
     checked_sources,
     comma_list,
@@ -142,6 +143,10 @@ class Settings(BaseSettings):
     max_waiting: int = Field(1024, ge=1, le=1 << 20, description="Requests that may wait; more get 503")
     kv_cache_memory: Bytes = Field(0, ge=0, description="Bytes for the KV cache, for example 2GiB")
     kv_host_memory: Bytes = Field(0, ge=0, description="Host bytes for prefixes that the KV cache lost")
+    kv_disk: Annotated[str, AfterValidator(checked_kv_disk)] = Field(
+        "",
+        description="DIR[,bytes=N][,key-file=PATH]: disk for prefixes behind --kv-host-memory (default: none)",
+    )
     state_cache: Bytes = Field(
         0,
         ge=0,
@@ -408,16 +413,6 @@ def _shown(value: object) -> str:
     if isinstance(value, str):
         return f"'{value[:80]}'"
     return json.dumps(value, default=str, ensure_ascii=False)[:80]
-
-
-def make_data_dir(path: Path) -> None:
-    """Make a folder for the server's user alone. Raises SettingsInvalid."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingsInvalid(
-            f"the data directory {path} cannot be used ({error.strerror}); choose another with --data-dir."
-        ) from error
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor, set_threads
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.kv_cache import available_memory
+from loraplex.engine.execution.kv_disk import open_disk
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.grammar.matchers import GrammarMatchers
@@ -50,6 +51,7 @@ from loraplex.engine.grammar.tokenizer import load_grammar_tokenizer
 from loraplex.engine.grammar.vocabulary import GrammarVocabulary
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import block_bytes
+from loraplex.engine.kv.disk_tier import DiskTier
 from loraplex.engine.kv.layers import blocks_for
 from loraplex.engine.kv.states import state_bytes, window_bytes
 from loraplex.engine.model.base import Model
@@ -75,7 +77,7 @@ TENANT_HISTORY_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A core that is ready for its step thread. `close` ends its worker and loader threads."""
+    """A core that is ready for its step thread. `close` ends its worker, loader and disk threads."""
 
     core: EngineCore
     info: EngineInfo
@@ -83,11 +85,14 @@ class BuiltEngine:
     runner: ModelRunner
     transport: ThreadedTransport
     grammars: GrammarMatchers
+    disk: DiskTier | None
 
     def close(self) -> None:
         self.grammars.close()
         self.transport.close()
         self.runner.close()
+        if self.disk is not None:
+            self.disk.close()
 
 
 def build_engine(
@@ -179,15 +184,12 @@ def _build(
     # Before the minutes that compilation may take: it may be refused.
     host = _host_slab(config, device.kernels.device, loaded)
     compile_kernels(
-        device.kernels,
-        loaded.model.dtype,
-        device.executor,
-        on_stage,
+        device.kernels, loaded.model.dtype, device.executor, on_stage,
         codes=opened.plan.linears.have_codes,
         kv_codes=opened.plan.kv_dtype is torch.int8,
         recurrent=any(kind.state_bytes for kind in loaded.model.shape.caches),
         experts=opened.plan.spec is not None and bool(opened.plan.spec.mixtures),
-    )
+    )  # fmt: skip
     on_stage("preparing the memory and the first step")
     transport, heartbeat = _transport(config, opened, loaded, host, wake), StepHeartbeat()
     eos_ids = frozenset(opened.ends.ids)
@@ -205,6 +207,7 @@ def _build(
     )
     on_stage("measuring how long steps take")
     speculation, no_speculation, bound = _timed(config, lookahead, device, parts)
+    disk = open_disk(config, opened.plan, loaded.library, opened.base.fingerprint, parts.host_blocks, wake)
     core = EngineCore(
         SchedulerConfig(
             num_blocks=parts.kv_size.num_blocks,
@@ -215,7 +218,7 @@ def _build(
             max_scored_tokens=parts.max_scored,
             lookahead=lookahead,
             windows=parts.kv_size.needs.windows,
-            num_host_blocks=parts.num_host_blocks,
+            num_host_blocks=0 if parts.host_blocks is None else parts.host_blocks.num_slots,
             most_restored_blocks=parts.most_restored_blocks,
             num_states=parts.kv_size.num_states,
             num_windows=parts.kv_size.num_windows,
@@ -237,6 +240,7 @@ def _build(
         speculation=speculation,
         bound=bound,
         lead=_copy_lead(device, parts, bound),
+        disk=disk,
     )
     info = replace(
         _info(config, opened, device, parts, host, others),
@@ -244,7 +248,7 @@ def _build(
         speculation_reason=no_speculation,
         max_step_ms=0.0 if bound is None else 1000 * bound.max_s,
     )
-    return BuiltEngine(core, info, heartbeat, parts.runner, transport, grammars)
+    return BuiltEngine(core, info, heartbeat, parts.runner, transport, grammars, disk)
 
 
 def _grammars(plan: ModelPlan, eos_ids: frozenset[int], wake: Callable[[], None]) -> GrammarMatchers:

@@ -42,6 +42,13 @@ class EngineConfig:
     """Memory for blocks of keys and values, and for states. 0: chosen from the machine."""
     kv_host_memory: int = 0
     """Host memory for blocks that `kv_cache_memory` has no room for any more. 0: none."""
+    kv_disk_dir: str | None = None
+    """A folder for blocks behind those in host memory, which outlive the engine; each engine that shares it takes a
+    folder in it. None: none."""
+    kv_disk_bytes: int = 0
+    """Most bytes there."""
+    kv_disk_key_file: str | None = None
+    """The file of the secret by which these blocks are encrypted. None: they are not."""
     state_cache: int = 0
     """The part of `kv_cache_memory` for states. 0: chosen from the model."""
     adapter_memory: int = 0

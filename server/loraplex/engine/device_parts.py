@@ -90,7 +90,7 @@ class LoadedModel:
 class DeviceParts:
     """Everything on one device, ready to run steps. `max_step_tokens` and `max_scored`: tokens of a step, and positions
     of prompts that it scores. `workspace`: bytes that the largest step takes; None where that was not measured.
-    `num_host_blocks`: blocks in host memory; `most_restored_blocks`: as of `SchedulerConfig`."""
+    `host_blocks`: those in host memory; `most_restored_blocks`: as of `SchedulerConfig`."""
 
     loaded: LoadedModel
     kv: KVCache
@@ -100,7 +100,7 @@ class DeviceParts:
     max_step_tokens: int
     max_scored: int
     workspace: int | None
-    num_host_blocks: int
+    host_blocks: HostBlocks | None
     most_restored_blocks: int
 
 
@@ -194,10 +194,9 @@ def build_device(
         steps.warm_up(runner)
     else:
         steps.run_largest(runner)
-    num_host_blocks = 0 if host_blocks is None else host_blocks.num_slots
     most_restored = max(1, _MOST_RESTORED // block_bytes(model.shape.caches, loaded.plan.kv_dtype))
     return DeviceParts(
-        loaded, kv, size, steps, runner, max_step_tokens, max_scored, workspace, num_host_blocks, most_restored
+        loaded, kv, size, steps, runner, max_step_tokens, max_scored, workspace, host_blocks, most_restored
     )  # fmt: skip
 
 

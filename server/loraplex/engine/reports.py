@@ -144,6 +144,20 @@ class KVHostCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class KVDiskCounts:
+    """Blocks of prefixes that were written to the disk and restored from there, that were evicted there, that were not
+    written (a full queue or disk, an error, an erased owner), and whose file was damaged; and requests that did not
+    get theirs in time."""
+
+    written: int = 0
+    restored: int = 0
+    evicted: int = 0
+    refused: int = 0
+    damaged: int = 0
+    late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertStats:
     """Steps of a mixture of experts by what its routers chose, as the mean over its layers; empty for other models.
     Steps are counted as `EngineStats.steps_by_tokens` counts them, and the numbers of all steps are summed."""
@@ -176,6 +190,12 @@ class EngineStats(CacheUsage):
     """Blocks in host memory, and those of them that hold a prefix."""
     num_kv_host_blocks_used: int = 0
     kv_host: KVHostCounts = KVHostCounts()
+    kv_disk_bytes: int = 0
+    """Bytes on the disk for prefixes, and those of them that are used."""
+    kv_disk_bytes_used: int = 0
+    num_kv_disks_off: int = 0
+    """Engines whose disk is left alone for a while."""
+    kv_disk: KVDiskCounts = KVDiskCounts()
     num_preemptions: int = 0
     num_out_of_memory: int = 0
     """Steps that did not fit into the device's memory."""

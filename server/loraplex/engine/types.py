@@ -22,8 +22,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 AdapterState = Literal["hot", "warm", "cold"]
 MEASURE_STEPS = 8
 """Parts in which the sites of an adapter are measured, each in a step of its own."""
-MEASURE_PRIORITY = 1001
-"""Above what any client can ask for."""
+MEASURE_PRIORITY = 1001  # above what any client can ask for
 Namespace = tuple[str, str | None]
 """Tenant and adapter digest (None: the base model): requests of one namespace may share KV."""
 BlockKey = tuple[Namespace, bytes]
@@ -186,9 +185,8 @@ class EngineError:
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds, from arrival in the engine: to the first step, to the first and the last token that this engine samples,
-    and to the end. `num_preemptions` says how often the sequence lost its blocks meanwhile. `arrived` is the arrival by
-    the engine's clock, CLOCK_MONOTONIC, which all processes of a machine share; None of a sequence that was not taken
-    in. `adapter_s`: from arrival until the adapter could be used; None of a sequence that did not wait for one."""
+    and to the end. `num_preemptions`: how often it lost its blocks. `arrived`: by the engine's clock, CLOCK_MONOTONIC,
+    which all processes of a machine share; None if it was not taken in. `adapter_s`: to its adapter; None: no wait."""
 
     queue_s: float
     first_token_s: float | None
@@ -314,7 +312,6 @@ class Sequence:
 
     @property
     def num_held(self) -> int:
-        """Blocks that it holds."""
         return len(self.block_ids) - self.num_given_back
 
     @property
@@ -414,11 +411,14 @@ class MeasuredPart:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A whole block between the KV pool and a slot in host memory (`loraplex.engine.kv.host_tier`)."""
+    """A whole block between the KV pool and a slot in host memory (`loraplex.engine.kv.host_tier`). `key`: of one that
+    goes on to the disk, or comes from there: as `payload`, and then the slot is -1 (`loraplex.engine.kv.disk_tier`)."""
 
     block: int
     slot: int
     to_host: bool
+    key: BlockKey | None = None
+    payload: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +437,7 @@ class StepPlan:
 
     @property
     def is_of_slices(self) -> bool:
-        """Whether its slices alone take its time: it measures nothing, and brings nothing from host memory."""
+        """Whether its slices alone take its time: it measures nothing, and brings no block from behind the pool."""
         return self.measure is None and all(one.to_host for one in self.copies)
 
     @property

@@ -22,6 +22,7 @@ from loraplex.engine.reports import (
     EngineInfo,
     EngineStats,
     ExpertStats,
+    KVDiskCounts,
     KVHostCounts,
     SpeculationCounts,
     TenantStats,
@@ -202,6 +203,10 @@ def test_the_engine_tells_the_rest(own: DataPlane) -> None:
         num_kv_host_blocks=8,
         num_kv_host_blocks_used=3,
         kv_host=KVHostCounts(written=6, restored=5, evicted=3, refused=1, restore_s=0.75),
+        kv_disk_bytes=80,
+        kv_disk_bytes_used=30,
+        kv_disk=KVDiskCounts(written=16, restored=15, evicted=13, refused=11, damaged=2, late=4),
+        num_kv_disks_off=1,
     )
     own.engine.entries = [
         CacheEntry(pirate, "hot", load_seconds={"read": 0.1, "copy": 0.02}),
@@ -224,6 +229,10 @@ def test_the_engine_tells_the_rest(own: DataPlane) -> None:
     for event, count in (("written", 6), ("restored", 5), ("evicted", 3), ("refused", 1)):
         assert value(samples, "loraplex_kv_host_blocks_total", event=event) == count
     assert value(samples, "loraplex_kv_host_restore_seconds_total") == 0.75
+    assert [value(samples, "loraplex_kv_disk_bytes", kind=k) for k in ("used", "capacity")] == [30, 80]
+    for event, count in (("written", 16), ("restored", 15), ("evicted", 13), ("refused", 11), ("damaged", 2)):
+        assert value(samples, "loraplex_kv_disk_blocks_total", event=event) == count
+    assert (value(samples, "loraplex_kv_disk_late_total"), value(samples, "loraplex_kv_disk_off")) == (4, 1)
     drafts = "loraplex_speculation_tokens_total"
     assert value(samples, drafts, outcome="drafted", source="own") == 9
     assert value(samples, drafts, outcome="drafted", source="history") == 4

@@ -14,6 +14,7 @@ from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.engine.fake_runner import FakeRunner, reference
 from support.engine.fake_transport import FakeTransport, make_cache
+from support.fake_block_disk import BlockDisk
 from support.simulator.core_integrity import check_core, is_named
 
 VOCAB_SIZE = 997
@@ -30,6 +31,7 @@ class CoreEngine:
         num_slots: int = 4,
         host_pages: int = 64,
         bound: StepBound | None = None,
+        disk: BlockDisk | None = None,
         **config: Any,
     ) -> None:
         self.now = 0.0
@@ -56,6 +58,7 @@ class CoreEngine:
             eos_ids=frozenset({EOS}),
             clock=lambda: self.now,
             bound=bound,
+            disk=None if disk is None else disk.open(self.runner.host, lambda: self.now),
         )
         self.events: list[TokenEvent] = []
 

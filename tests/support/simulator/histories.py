@@ -33,6 +33,7 @@ import random
 from collections import deque
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.scheduling.speculation import Speculation
@@ -41,6 +42,7 @@ from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, MeasureRequest, SamplingParams, StepPlan
 from support.engine.fake_runner import FakeRunner, Fault
 from support.engine.fake_transport import Fate
+from support.fake_block_disk import BlockDisk
 from support.simulator.core_integrity import check_core, is_named
 from support.simulator.drafters import FREE, DrafterKind, PlantedDrafter
 from support.simulator.fairness import Shares
@@ -60,7 +62,7 @@ FAIR_EVERY = 8
 class History:
     """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`). With
     `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state; with `host` there are blocks in
-    host memory."""
+    host memory, with `disk` behind that too."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class History:
         drafts: DrafterKind | None = None,
         states: bool = False,
         host: bool = False,
+        disk: bool = False,
     ) -> None:
         self.seed = seed
         self.now = 100.0
@@ -87,8 +90,9 @@ class History:
             places = self._guessing.randint(1, world.config.max_num_seqs + 1)
             num_states = places + self._guessing.randint(1, 3 * places)
             world.config = replace(world.config, num_states=num_states, num_windows=places)
-        if host:
+        if host or disk:
             world.put_blocks_on_host()
+        self.block_disk = BlockDisk(random.Random(f"{seed}/disk")) if disk else None
         self.disk = Disk([*world.sizes], world.storing)
         self._num_slots, self._host_pages = world.rng.randint(2, 4), world.rng.randint(2, 10)
         if world.p_tier and world.storing.random() < 0.5:
@@ -140,6 +144,7 @@ class History:
             speculation=None if self.drafter is None else Speculation(self.drafter, FREE),
             bound=world.bound(),
             lead=world.lead(),
+            disk=self.block_disk and self.block_disk.open(self.runner.host, lambda: self.now),
         )
 
     def _fault(self, plan: StepPlan) -> Fault:
@@ -202,6 +207,8 @@ class History:
         total.prefix_hits += stats.prefix_cache_hits
         total.out_of_memory += stats.num_out_of_memory
         total.restored += self.runner.host.num_restored
+        total.from_disk += stats.kv_disk.restored
+        total.late_reads += stats.kv_disk.late
         total.loads += self.transport.num_loads
         total.overlapped += self.transport.num_usable
         total.from_copies += self.transport.num_from_copies
@@ -394,8 +401,8 @@ class History:
 
     def _step(self) -> None:
         self.now += 0.005 + 0.05 * self.world.rng.random()
-        for _ in range(self.transport.settle()):
-            self._happened("a load or a copy ends")
+        for _ in range(self.transport.settle() + (0 if self.block_disk is None else self.block_disk.turn())):
+            self._happened("a load, a copy or a read ends")
         started = self.now
         self.num_steps += 1
         shares = self.shares
@@ -425,20 +432,13 @@ class History:
         self.now = max(self.now, min(times))
 
 
-def play(
-    seed: int,
-    *,
-    fair: bool | None = None,
-    drafts: DrafterKind | None = None,
-    states: bool = False,
-    host: bool = False,
-) -> Summary:
-    """One history. Raises Violation."""
+def play(seed: int, **kind: Any) -> Summary:
+    """One history; `kind` as of `History`. Raises Violation."""
     log = logging.getLogger("loraplex")
     level = log.level
     log.setLevel(logging.CRITICAL)  # steps fail by the thousand here, each with a traceback
     try:
-        return History(seed, fair=fair, drafts=drafts, states=states, host=host).play()
+        return History(seed, **kind).play()
     finally:
         log.setLevel(level)
 

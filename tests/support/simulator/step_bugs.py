@@ -14,6 +14,7 @@ from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.core.in_flight import InFlightSteps
 from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.timers import SequenceTimers
+from loraplex.engine.core.waits import Waits
 from loraplex.engine.execution.step_results import RowResult, StepResult
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.scheduling.step_budget import StepBudget
@@ -221,7 +222,7 @@ def matcher_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def matcher_waited_for_without_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EngineCore, "_take_matchers", lambda self, now: None)
+    patch.setattr(Waits, "take_ended", lambda self: [])
 
 
 def slow_load_waited_for(patch: pytest.MonkeyPatch) -> None:
@@ -240,7 +241,7 @@ def slow_load_noticed_on_arrival_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def matcher_kept_behind_its_request(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(EngineCore, "_close_grammar", lambda self, request_id: None)
+    patch.setattr(Waits, "close_request", lambda self, request_id: None)
 
 
 def end_of_a_grammar_missed(patch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ class Summary:
     preemptions: int = 0
     prefix_hits: int = 0
     restored: int = 0
+    from_disk: int = 0
+    late_reads: int = 0
     loads: int = 0
     overlapped: int = 0
     out_of_memory: int = 0
@@ -46,7 +48,8 @@ class Summary:
         return (
             f"{self.histories} histories, {self.events} events, {self.steps} steps, {self.requests} requests "
             f"({endings}), {self.tokens} tokens, {self.preemptions} preemptions, {self.prefix_hits} tokens found in "
-            f"the prefix cache, {self.restored} blocks restored from host memory, {self.loads} loads, "
+            f"the prefix cache, {self.restored} blocks restored from host memory, "
+            f"{self.from_disk} from a disk, {self.late_reads} requests that went on without it, {self.loads} loads, "
             f"{self.overlapped} copies that a step could read before they were done, {self.out_of_memory} steps out of "
             f"memory, {self.poisoned} rows with KV that is not finite, "
             f"{self.cut_prompts} prompts aborted while they were scored, "

@@ -22,6 +22,7 @@ from loraplex.admin.schemas.engine import (
     EngineMemory,
     ExpertLayer,
     Experts,
+    PrefixDisk,
     PrefixTier,
 )
 from loraplex.control.catalog.all_versions import list_all_versions
@@ -102,6 +103,12 @@ def _totals(stats: EngineStats, info: EngineInfo) -> CacheTotals:
             evicted=counts.evicted,
             refused=counts.refused,
             restore_seconds=counts.restore_s,
+            disk=PrefixDisk(
+                bytes_used=stats.kv_disk_bytes_used,
+                bytes_capacity=stats.kv_disk_bytes,
+                off=stats.num_kv_disks_off,
+                **dataclasses.asdict(stats.kv_disk),
+            ),
         ),
         pins=CachePins(pinned=stats.num_pins, held=stats.num_pins_held, coming=stats.num_pins_coming),
         queue_waits=stats.num_adapter_waits,

@@ -50,6 +50,22 @@ class CacheTier(ResponseBody):
     evictions: dict[str, int]
 
 
+class PrefixDisk(ResponseBody):
+    """Disk for prefixes behind host memory, in blocks of 16 tokens: `written` there, `restored` from there, `evicted`
+    for others, `refused` (too many that wait, a full or failing disk, an erased owner), `damaged` when read. `late`
+    requests went on without theirs. `off` engines leave their disk alone for now."""
+
+    bytes_used: int
+    bytes_capacity: int
+    written: int
+    restored: int
+    evicted: int
+    refused: int
+    damaged: int
+    late: int
+    off: int
+
+
 class PrefixTier(ResponseBody):
     """Host memory for prefixes that the KV cache lost, in blocks of 16 tokens: `written` there, `restored` from there,
     `evicted` for others, `refused` since their version was deleted. Requests waited `restore_seconds` for theirs."""
@@ -61,6 +77,7 @@ class PrefixTier(ResponseBody):
     evicted: int
     refused: int
     restore_seconds: float
+    disk: PrefixDisk
 
 
 class CachePins(ResponseBody):

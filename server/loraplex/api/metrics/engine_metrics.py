@@ -162,6 +162,7 @@ def own_families(snapshot: EngineSnapshot, labels: LabelSets, grown: Grown) -> I
     if info is not None:
         yield _cache_bytes(stats, info)
         yield from _kv_host(stats, info, grown)
+        yield from _kv_disk(stats, grown)
         yield _capacity(info)
     yield GaugeMetricFamily(
         "loraplex_engine_waiting_for_grammar",
@@ -328,6 +329,27 @@ def _kv_host(stats: EngineStats, info: EngineInfo, grown: Grown) -> Iterable[Met
     name = "loraplex_kv_host_restore_seconds"
     yield CounterMetricFamily(
         name, "Time that requests waited for prefixes in host memory.", value=grown(name, counts.restore_s)
+    )
+
+
+def _kv_disk(stats: EngineStats, grown: Grown) -> Iterable[Metric]:
+    disk = GaugeMetricFamily("loraplex_kv_disk_bytes", "Disk for prefixes, used and in all.", labels=["kind"])
+    disk.add_metric(["used"], stats.kv_disk_bytes_used)
+    disk.add_metric(["capacity"], stats.kv_disk_bytes)
+    yield disk
+    name, counts = "loraplex_kv_disk_blocks", stats.kv_disk
+    blocks = CounterMetricFamily(
+        name, "Blocks of prefixes: written, restored, evicted, refused, damaged.", labels=["event"]
+    )
+    for event in ("written", "restored", "evicted", "refused", "damaged"):
+        blocks.add_metric([event], grown(f"{name} {event}", getattr(counts, event)))
+    yield blocks
+    name = "loraplex_kv_disk_late"
+    yield CounterMetricFamily(
+        name, "Requests that went on without what the disk has of them.", value=grown(name, counts.late)
+    )
+    yield GaugeMetricFamily(
+        "loraplex_kv_disk_off", "Engines that leave their disk alone for now.", value=stats.num_kv_disks_off
     )
 
 

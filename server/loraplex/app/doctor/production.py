@@ -27,7 +27,7 @@ SKEW_WARN_S, SKEW_FAIL_S = 2.0, 60.0
 
 def check_memory(settings: Settings, machine: Machine, device: EngineDevice) -> Finding:
     """The pools beside the memory that they are in: on a GPU the KV cache and the adapters are in the device's own."""
-    in_host = {"adapter_cpu_memory": settings.adapter_cpu_memory}
+    in_host = {"adapter_cpu_memory": settings.adapter_cpu_memory, "kv_host_memory": settings.kv_host_memory}
     on_device = {"kv_cache_memory": settings.kv_cache_memory, "adapter_memory": settings.adapter_memory}
     if device.kind == "cpu":
         in_host |= on_device

@@ -19,9 +19,10 @@ from loraplex.app.engines.logs import engine_rules
 from loraplex.app.engines.port import load_engine_token
 from loraplex.app.engines.tls import engine_tls
 from loraplex.app.logs import configure_logging, log_everything
-from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
+from loraplex.app.settings import Settings, SettingsInvalid
 from loraplex.app.stop_signals import StopSignals
 from loraplex.app.storage.artifacts import artifact_store
+from loraplex.app.storage.data_dir_lock import make_data_dir
 from loraplex.serving.dialling.hello import MAX_NAME, NAME
 from loraplex.serving.dialling.relay import Door, Relay
 from loraplex.serving.supervision.engine_supervisor import ENGINE_COMMAND

@@ -6,7 +6,17 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
-from loraplex.app.settings import SettingsInvalid, make_data_dir
+from loraplex.app.settings import SettingsInvalid
+
+
+def make_data_dir(path: Path) -> None:
+    """Make a folder for the server's user alone. Raises SettingsInvalid."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsInvalid(
+            f"the data directory {path} cannot be used ({error.strerror}); choose another with --data-dir."
+        ) from error
 
 
 def lock_data_dir(data_dir: Path) -> IO[str]:

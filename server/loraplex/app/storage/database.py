@@ -10,7 +10,8 @@ from alembic.util import CommandError
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from loraplex.app.settings import Settings, SettingsInvalid, make_data_dir
+from loraplex.app.settings import Settings, SettingsInvalid
+from loraplex.app.storage.data_dir_lock import make_data_dir
 from loraplex.app.storage.disk import full_data_dir
 from loraplex.migrations.run import examine_schema, missing_migrations, upgrade
 

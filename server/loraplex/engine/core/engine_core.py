@@ -24,7 +24,9 @@ from loraplex.engine.core.in_flight import InFlightSteps, Runner
 from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.stats import engine_stats
 from loraplex.engine.core.timers import SequenceTimers
+from loraplex.engine.core.waits import Waits
 from loraplex.engine.heartbeat import StepHeartbeat
+from loraplex.engine.kv.disk_tier import DiskTier
 from loraplex.engine.reports import EngineStats
 from loraplex.engine.scheduling.background import MAX_BACKGROUND
 from loraplex.engine.scheduling.scheduler import Scheduler
@@ -38,6 +40,7 @@ from loraplex.engine.types import (
     EngineError,
     EngineRequest,
     MeasureRequest,
+    Namespace,
     Sequence,
     SequenceState,
     TokenEvent,
@@ -58,8 +61,8 @@ class EngineCore:
     marked at every step. `grammars` builds matchers: a request waits for its own outside of the queue, and holds nobody
     else back. Without it, requests with a grammar are refused. `speculation` drafts tokens, where there is no
     lookahead. `bound` limits the time of steps. With a `lead`, first steps may begin before their adapter's copy is
-    done. A request that cannot be served raises nothing: `add_request` leaves
-    its refusal for the next `step` to return.
+    done. `disk` has blocks behind host memory. A request that cannot be served raises nothing: `add_request` leaves its
+    refusal for the next `step` to return.
     """
 
     def __init__(
@@ -75,15 +78,17 @@ class EngineCore:
         speculation: Speculation | None = None,
         bound: StepBound | None = None,
         lead: CopyLead | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         self._config = config
         self._grammars = grammars
         self._cache = cache
         self._clock = clock
         assert speculation is None or config.lookahead == 0, "a draft behind a token that is not known"
-        self._scheduler = Scheduler(config, cache, speculation, bound, lead)
+        self._scheduler = Scheduler(config, cache, speculation, bound, lead, disk)
+        self._waits = Waits(grammars, disk, self._scheduler.blocks, bound, config.max_num_batched_tokens)
         self._tracker = RequestTracker(
-            self._scheduler, cache, eos_ids=eos_ids, clock=clock, on_end=self._close_grammar
+            self._scheduler, cache, eos_ids=eos_ids, clock=clock, on_end=self._waits.close_request
         )
         self._step_budget = StepBudget(config.max_num_batched_tokens)
         self._in_flight = InFlightSteps(
@@ -109,7 +114,7 @@ class EngineCore:
         now = self._clock()
         self._cache.poll()
         self._end_lost()
-        self._take_matchers(now)
+        self._end_waits(now)
         self._expire(now)
         moving = self._step_budget.pause_s(now) <= 0 and self._move(now)
         events = self._tracker.take_events()
@@ -128,11 +133,9 @@ class EngineCore:
             in_flight.collect()
         return moving
 
-    def _take_matchers(self, now: float) -> None:
-        """Release the requests whose matchers were built, and end those whose grammars cannot be."""
-        if self._grammars is None:
-            return
-        for request_id, error in self._grammars.take_built():
+    def _end_waits(self, now: float) -> None:
+        """Release the requests that wait for nothing any more, and end those whose grammars cannot be built."""
+        for request_id, error in self._waits.take_ended():
             seq = self._tracker.live[request_id]
             if error is None:
                 self._release(seq, now)
@@ -152,10 +155,6 @@ class EngineCore:
             if self._tracker.end_if_complete(seq, ends_grammar=ends_grammar):
                 return
         self._scheduler.release(seq, now)
-
-    def _close_grammar(self, request_id: str) -> None:
-        if self._grammars is not None:
-            self._grammars.close_request(request_id)
 
     def _cache_is_still(self) -> bool:
         """No load and no copy has ended since the last call. If one has, another pass may succeed where the last did
@@ -222,13 +221,11 @@ class EngineCore:
         if request.adapter is not None and request.max_load is not None:
             self._max_loads.add(now + request.max_load, seq)
         self._tracker.open(seq)
-        is_built = True
-        if request.grammar is not None and self._grammars is not None:
-            is_built = self._grammars.open(request.request_id, request.tenant_id, request.grammar)
-        if not is_built and request.adapter is not None and not request.background:
+        waits = self._waits.begin(seq)
+        if waits and request.adapter is not None and not request.background:
             self._scheduler.adapters.expected.expect(request.adapter, now)
-        self._scheduler.add_sequence(seq, hold=bool(request.generated) or not is_built)
-        if request.generated and is_built:
+        self._scheduler.add_sequence(seq, hold=bool(request.generated) or waits)
+        if request.generated and not waits:
             self._release(seq, now)
 
     def abort(self, request_id: str) -> None:
@@ -363,7 +360,7 @@ class EngineCore:
             times.append(timeout)
         if (wait := scheduler.batch_lines.wait_s(now)) is not None:
             times.append(wait)
-        if self._grammars is not None and (timeout := self._grammars.next_timeout_s()) is not None:
+        if (timeout := self._waits.next_timeout_s()) is not None:
             times.append(timeout)
         return max(0.0, min(times)) if times else None
 
@@ -371,6 +368,7 @@ class EngineCore:
         """Gauges of this moment and counters since the start."""
         return replace(
             engine_stats(self._scheduler, self._cache, self._tracker.live.values()),
+            num_waiting_for_grammar=self._waits.num_for_grammars(self._scheduler.held),
             num_steps=self._in_flight.num_steps,
             steps_by_tokens=self._in_flight.step_tokens.steps,
             num_step_tokens=self._in_flight.step_tokens.total,
@@ -424,6 +422,10 @@ class EngineCore:
 
     def forget_tenant(self, tenant_id: str) -> None:
         self._scheduler.blocks.erase_tenant(tenant_id)
+
+    def prefix_owners(self) -> set[Namespace]:
+        """Whose prefixes are kept behind the pool, in host memory and on the disk."""
+        return self._scheduler.blocks.owners()
 
     def set_elsewhere(self, digests: Collection[str]) -> None:
         self._cache.set_elsewhere(digests)

@@ -10,7 +10,15 @@ from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache
 from loraplex.engine.execution.step_results import RowResult
-from loraplex.engine.reports import STEP_TOKENS, EngineStats, KVHostCounts, SpeculationCounts, TenantStats
+from loraplex.engine.kv.disk_tier import DiskTier
+from loraplex.engine.reports import (
+    STEP_TOKENS,
+    EngineStats,
+    KVDiskCounts,
+    KVHostCounts,
+    SpeculationCounts,
+    TenantStats,
+)
 from loraplex.engine.scheduling.scheduler import Scheduler
 from loraplex.engine.types import Sequence, SequenceState, StepPlan
 
@@ -37,14 +45,13 @@ class StepTokens:
 def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collection[Sequence]) -> EngineStats:
     """The counters of scheduler and cache. `live` are all requests that have not ended."""
     usage = cache.usage()
-    lines, host = scheduler.batch_lines, scheduler.blocks.host
+    lines, host, disk = scheduler.batch_lines, scheduler.blocks.host, scheduler.blocks.disk
     ordinary = () if lines.is_on else scheduler.running.keys()
     running = Counter(seq.request.tenant_id for seq in ordinary)
     return EngineStats(
         **{field.name: getattr(usage, field.name) for field in fields(usage)},
         num_running=len(ordinary),
         num_waiting=scheduler.num_waiting,
-        num_waiting_for_grammar=len(scheduler.held),
         num_kv_blocks=scheduler.blocks.num_blocks,
         num_kv_blocks_used=scheduler.blocks.num_used - scheduler.background.num_blocks - lines.num_blocks,
         num_states_used=scheduler.blocks.num_states_used,
@@ -52,6 +59,10 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         num_kv_host_blocks=0 if host is None else host.num_slots,
         num_kv_host_blocks_used=0 if host is None else len(host),
         kv_host=KVHostCounts() if host is None else KVHostCounts(**asdict(host.counts)),
+        kv_disk_bytes=0 if disk is None else disk.store.counts.capacity,
+        kv_disk_bytes_used=0 if disk is None else disk.store.counts.num_bytes,
+        num_kv_disks_off=0 if disk is None else int(disk.is_off),
+        kv_disk=KVDiskCounts() if disk is None else _disk_counts(disk),
         num_preemptions=scheduler.num_preemptions,
         prefix_cache_queries=scheduler.prefix_use.queries,
         prefix_cache_hits=scheduler.prefix_use.hits,
@@ -67,6 +78,18 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
             for tenant, requests, counter in (() if lines.is_on else scheduler.queue.tenants())
         },
         speculation=_speculation_counts(scheduler),
+    )
+
+
+def _disk_counts(disk: DiskTier) -> KVDiskCounts:
+    counts = disk.store.counts
+    return KVDiskCounts(
+        written=counts.written,
+        restored=disk.num_restored,
+        evicted=counts.evicted,
+        refused=disk.num_not_asked + sum(counts.refused.values()),
+        damaged=counts.damaged,
+        late=disk.num_late,
     )
 
 

@@ -102,7 +102,7 @@ class ModelRunner:
         raise fault
 
     def _submit(self, plan: StepPlan) -> StepHandle:
-        if plan.copies:
+        if plan.copies or (self._host_blocks is not None and self._host_blocks.has_on_way):
             self._executor.submit(partial(self._copy, plan.copies))
         riders: list[Rider] = []
         if plan.measure is not None and self._probe is not None:
@@ -168,7 +168,7 @@ class ModelRunner:
             assert self._host_blocks is not None, "no memory for the copies of a plan"
             self._host_blocks.copy(copies)
         except Exception as error:
-            self._lost = DeviceLost(f"blocks could not be copied to or from host memory: {error}")
+            self._lost = DeviceLost(f"blocks could not be copied between the tiers: {error}")
 
     def _run(self, work: Callable[[], Arrival]) -> Arrival:
         try:

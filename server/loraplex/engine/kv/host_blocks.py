@@ -4,36 +4,83 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 
 from loraplex.engine.kv.cache import KVCache
-from loraplex.engine.types import BlockCopy
+from loraplex.engine.types import BlockCopy, BlockKey
 from loraplex.kernels.host_memory import untouched_zeros
 
 
 class HostBlocks:
     """`num_slots` blocks beside those of a KV cache, with its dtype and layout; pinned where the cache is on a GPU.
-    `mark`: called at every copy, the heartbeat's."""
+    `mark`: called at every copy, the heartbeat's. `keep`, where it is set: gets the bytes of each block that goes on to
+    the disk; they are its own."""
 
     def __init__(self, kv: KVCache, num_slots: int, mark: Callable[[], None]) -> None:
         self.num_slots = num_slots
+        self.keep: Callable[[BlockKey, memoryview], None] | None = None
         self._mark = mark
         self._device_pools = kv.pools
+        self._is_pinned = kv.tensor.device.type == "cuda"
         self._pools: list[torch.Tensor] = []
         for pool in kv.pools:
             shape = (pool.shape[0], num_slots, pool.shape[2])
-            if pool.device.type == "cpu":
-                self._pools.append(untouched_zeros(shape, pool.dtype))
-            else:
+            if self._is_pinned:
                 self._pools.append(torch.empty(shape, dtype=pool.dtype, pin_memory=True))
+            else:
+                self._pools.append(untouched_zeros(shape, pool.dtype))
+        self._on_way: dict[int, BlockKey] = {}
+        """The blocks that a GPU still copies, and that go on to the disk, by their slots."""
+
+    @property
+    def has_on_way(self) -> bool:
+        """Whether `copy` is to be called again, if only to hand blocks on."""
+        return bool(self._on_way)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Copy whole blocks, in this order. On a GPU on the stream of the steps."""
+        self._hand_on()
         for one in copies:
             self._mark()
+            if one.payload is not None:
+                self._fill(one.block, one.payload)
+                continue
+            if one.to_host and one.slot in self._on_way:
+                self._hand_on()
             for device, host in zip(self._device_pools, self._pools, strict=True):
                 on_device, on_host = device[:, one.block], host[:, one.slot]
                 if one.to_host:
                     on_host.copy_(on_device, non_blocking=True)
                 else:
                     on_device.copy_(on_host, non_blocking=True)
+            if one.to_host and one.key is not None:
+                self._on_way[one.slot] = one.key
+                if not self._is_pinned:
+                    self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Give away the bytes of the blocks that go to the disk. On a GPU wait for their copies first."""
+        if not self._on_way:
+            return
+        if self._is_pinned:
+            torch.cuda.current_stream().synchronize()
+        for slot, key in self._on_way.items():
+            if self.keep is not None:
+                parts = [pool[:, slot].reshape(-1).view(torch.uint8) for pool in self._pools]
+                self.keep(key, torch.cat(parts).numpy().data)
+        self._on_way.clear()
+
+    def _fill(self, block: int, payload: bytes) -> None:
+        """Copy a block of the disk to the pool."""
+        begin = 0
+        for pool in self._device_pools:
+            on_device = pool[:, block].view(torch.uint8)
+            source = np.frombuffer(payload, np.uint8, on_device.numel(), begin).reshape(on_device.shape)
+            if self._is_pinned:
+                staged = torch.empty(on_device.shape, dtype=torch.uint8, pin_memory=True)
+                staged.numpy()[:] = source
+                on_device.copy_(staged, non_blocking=True)
+            else:
+                on_device.numpy()[:] = source
+            begin += on_device.numel()

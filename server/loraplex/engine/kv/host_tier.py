@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
-from loraplex.engine.types import BlockKey
+from loraplex.engine.types import BlockKey, Namespace
 
 _MOST_OF_POOL = 2
 """A tenant takes at most one part in this number of the pool."""
@@ -92,6 +92,10 @@ class HostTier:
 
     def keys_of_tenant(self, tenant_id: str) -> list[BlockKey]:
         return [*self._of_tenant.get(tenant_id, ())]
+
+    def owners(self) -> set[Namespace]:
+        """Tenants and versions (None: the base) of all blocks."""
+        return {key[0] for key in self._slots}
 
     def disown(self, keys: Iterable[BlockKey]) -> None:
         """Nothing is found under these keys any more."""

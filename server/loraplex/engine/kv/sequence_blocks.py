@@ -18,11 +18,12 @@ from itertools import compress
 
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.disk_tier import DiskTier
 from loraplex.engine.kv.host_tier import HostTier
 from loraplex.engine.kv.layers import BlockNeeds, blocks_for, blocks_unseen
 from loraplex.engine.kv.sequence_states import SequenceStates
 from loraplex.engine.kv.states import Places
-from loraplex.engine.types import BlockCopy, BlockKey, ScheduledSequence, Sequence
+from loraplex.engine.types import BlockCopy, BlockKey, Namespace, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
 GIVEN_BACK = -1
@@ -40,7 +41,7 @@ def holds_blocks(seq: Sequence) -> bool:
 class SequenceBlocks(BlockManager):
     """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states.
     `num_host_blocks`: in host memory, where forgotten blocks are found, of a model whose layers are one group that
-    keeps all positions; `most_restored` of them at most come back in a step."""
+    keeps all positions; `most_restored` of them at most come back in a step. `disk`: behind host memory."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class SequenceBlocks(BlockManager):
         num_windows: int = 0,
         num_host_blocks: int = 0,
         most_restored: int = 1,
+        disk: DiskTier | None = None,
     ) -> None:
         super().__init__(num_blocks)
         self.needs = needs
@@ -57,6 +59,7 @@ class SequenceBlocks(BlockManager):
         """Those of windows."""
         self.states = SequenceStates(num_states, num_windows) if num_windows else None
         self.host = HostTier(num_host_blocks) if num_host_blocks else None
+        self.disk = disk
         self.copies: list[BlockCopy] = []
         """Those of the next step."""
         self.restoring: dict[Sequence, float | None] = {}
@@ -64,6 +67,7 @@ class SequenceBlocks(BlockManager):
         when their waiting was counted, None before the first step."""
         self._most_restored = most_restored
         self._num_restored = 0  # by the copies of the next step
+        self._num_kept = 0  # by them: blocks that were found and go to the disk
         self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
         self._num_groups = len(needs.windows)
         self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
@@ -173,6 +177,7 @@ class SequenceBlocks(BlockManager):
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
         if self.host is not None and seq.measured is None and not seq.request.is_shadow:
             self.restoring[seq] = None
+            self._keep_found(seq, found)
         if self.states is None or seq.measured is not None:
             return
         seq.window_slot = self.places.take()
@@ -199,25 +204,59 @@ class SequenceBlocks(BlockManager):
                 self.share(found, is_spare=is_spare)
                 brought += found
                 continue
-            if key not in self.host or not self.num_free:
+            payload = None
+            if self.disk is not None and key not in self.host:
+                payload = self.disk.payload(key)
+            if (payload is None and key not in self.host) or not self.num_free:
                 break
             if self._num_restored >= self._most_restored:
                 self._brought(seq, brought)
                 self.restoring[seq] = now
                 return False
             taken = self.allocate(1)
-            slot = self.host.read(key)
+            slot = -1 if payload is not None else self.host.read(key)
             if slot is None:  # written over by what the block held
                 self.release(taken)
                 break
-            self.copies.append(BlockCopy(taken[0], slot, to_host=False))
+            self.copies.append(BlockCopy(taken[0], slot, False, None if payload is None else key, payload))
             self.register(taken[0], key, is_spare=is_spare)
             self._num_restored += 1
-            counts.restored += 1
+            if payload is None:
+                counts.restored += 1
+            elif self.disk is not None:
+                self.disk.num_restored += 1
             brought += taken
         self._brought(seq, brought)
         self.restoring.pop(seq, None)
+        if self.disk is not None:
+            self.disk.close_request(seq.request_id)
         return True
+
+    def on_disk(self, seq: Sequence) -> list[BlockKey]:
+        """The blocks of a new sequence's prefix that neither the pool nor host memory has, as far as they lie on the
+        disk without a gap."""
+        if self.disk is None or self.host is None or seq.measured is not None or seq.request.is_shadow:
+            return []
+        found: list[BlockKey] = []
+        for key in prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]:
+            if key in self._block_of or key in self.host:
+                continue
+            if key not in self.disk:
+                break
+            found.append(key)
+        return found
+
+    def _keep_found(self, seq: Sequence, found: list[int]) -> None:
+        """Blocks that a second request finds go to the disk at once, since a process that is killed loses the others;
+        no more of them in a step than come back in one."""
+        if self.disk is None or seq.request.batch:
+            return
+        for block, key in zip(found, seq.block_keys, strict=False):
+            if self._num_kept >= self._most_restored:
+                return
+            if key[0][1] not in self._erased and self.disk.reserve(key):
+                self._num_kept += 1
+                self._to_host(block, key, is_for_disk=True)
 
     def _brought(self, seq: Sequence, block_ids: list[int]) -> None:
         seq.block_ids += tuple(block_ids)
@@ -238,32 +277,48 @@ class SequenceBlocks(BlockManager):
         if key[0][1] in self._erased:
             self.host.counts.refused += 1
             return
+        self._to_host(block, key, is_for_disk=self.disk is not None and self.disk.reserve(key))
+
+    def _to_host(self, block: int, key: BlockKey, *, is_for_disk: bool) -> None:
+        """Copy a block to host memory, unless it is there, and on to the disk from there."""
+        assert self.host is not None, "nothing is in host memory"
         slot = self.host.write(key)
+        if slot is None and is_for_disk:
+            slot = self.host.read(key)
         if slot is not None:
-            self.copies.append(BlockCopy(block, slot, to_host=True))
+            self.copies.append(BlockCopy(block, slot, to_host=True, key=key if is_for_disk else None))
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies for the step that is submitted next."""
-        taken, self.copies, self._num_restored = tuple(self.copies), [], 0
+        taken, self.copies, self._num_restored, self._num_kept = tuple(self.copies), [], 0, 0
         return taken
 
     def erase(self, digest: str, *, is_used: bool) -> None:
-        """A version was deleted: where there is host memory, no block of it is found any more. `is_used`: requests
-        still run on it: their blocks are not copied to host memory."""
+        """A version was deleted: where there is host memory, no block of it is found any more, on a disk neither.
+        `is_used`: requests still run on it: their blocks are not copied to host memory."""
         if self.host is None:
             return
         self.host.erase(digest)
+        if self.disk is not None:
+            self.disk.erase_version(digest)
         self.disown(self.keys_of(digest))
         if is_used:
             self._erased.add(digest)
 
     def erase_tenant(self, tenant_id: str) -> None:
-        """No block of a tenant is found any more, on the base or an adapter, on the device or in host memory."""
+        """No block of a tenant is found any more, on the base or an adapter, in the pool or a tier behind it."""
         self.disown(self.keys_of_tenant(tenant_id))
         if self.states is not None:
             self.states.disown(self.states.keys_of_tenant(tenant_id))
         if self.host is not None:
             self.host.disown(self.host.keys_of_tenant(tenant_id))
+        if self.disk is not None:
+            self.disk.erase_tenant(tenant_id)
+
+    def owners(self) -> set[Namespace]:
+        """Tenants and versions (None: the base) of the blocks behind the pool."""
+        found = set() if self.host is None else self.host.owners()
+        return found if self.disk is None else found | self.disk.store.owners()
 
     def begin_again(self, seq: Sequence, start: int) -> None:
         """The positions of a running sequence from `start` on are computed again, and those before too where a state
@@ -328,6 +383,8 @@ class SequenceBlocks(BlockManager):
         )
         if self.host is not None:
             self.host.disown(seq.block_keys)
+        if self.disk is not None:
+            self.disk.remove(seq.block_keys)
         if self.states is not None:
             self.states.disown(seq.block_keys)
             self.states.drop(seq, keeps=False)

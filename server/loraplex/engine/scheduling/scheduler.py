@@ -14,6 +14,7 @@ from typing import Any
 
 from loraplex.adapters.cache.adapter_cache import AdapterCache, Lease
 from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.kv.disk_tier import DiskTier
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling import step_draft
 from loraplex.engine.scheduling.adapter_scheduling import AdapterScheduler
@@ -54,9 +55,10 @@ class Scheduler:
         speculation: Speculation | None = None,
         bound: StepBound | None = None,
         lead: CopyLead | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         """`bound`: of the steps' times; None: a step is bounded by its positions alone. `lead`: None: no step begins
-        before the copies of its adapters are done."""
+        before the copies of its adapters are done. `disk`: of blocks behind host memory."""
         self._cache = cache
         self.speculation = speculation
         self._bound = bound
@@ -68,7 +70,7 @@ class Scheduler:
         self._max_scored = config.max_scored_tokens
         self.blocks = SequenceBlocks(
             config.num_blocks, config.block_needs, config.num_states, config.num_windows,
-            config.num_host_blocks, config.most_restored_blocks,
+            config.num_host_blocks, config.most_restored_blocks, disk,
         )  # fmt: skip
         cache.watch_residency(self.blocks.set_resident)
         self.queue = FairQueue()

@@ -26,7 +26,7 @@ COUNTERS = (
     "generation_tokens", "prefix_cache_queries", "prefix_cache_hits", "num_adapter_waits", "adapter_wait_s",
     "adapter_loads", "adapter_copies", "adapter_load_failures", "adapter_load_seconds", "device_evictions",
     "host_evictions", "cap_evictions", "evictions", "warmed", "speculation", "experts",
-    "kv_host",
+    "kv_host", "kv_disk",
 )  # fmt: skip
 """Fields of `EngineStats` that count since an engine process began."""
 _MOST_AWAY = 64
