@@ -12,7 +12,7 @@ import pytest
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.control.types import VersionInfo
-from loraplex.lifecycle.catalog_watch import INTERVAL_S, CatalogWatch
+from loraplex.lifecycle.catalog_watch import ERASE_S, INTERVAL_S, CatalogWatch
 from loraplex.serving.errors import ServingError
 from support.control.plane import use_database
 from support.engine.fake_engine import FakeEngineClient
@@ -120,6 +120,18 @@ async def test_what_an_engine_brings_that_was_deleted_while_it_was_away_leaves(
     await until(lambda: "kept elsewhere" in other.drops)  # a round has seen the deletion
     other.states[ref.digest] = "warm"
     await until(lambda: ref.digest in other.drops)
+
+
+async def test_prefixes_of_deleted_owners_are_erased_where_an_engine_was_away(
+    planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient, clock: Clock
+) -> None:
+    """Also those of tenants that no server of this process has seen; what is of others stays."""
+    planes[0].make_tenant("leaves")
+    kept = planes[0].services.catalog.get_version("acme", "support", "v1").digest
+    assert (await http.delete("/tenants/leaves")).status_code == 200
+    other.owners = {("leaves", None), ("acme", None), ("acme", kept), ("acme", "f" * 64)}
+    clock.seconds += ERASE_S
+    await until(lambda: other.owners == {("acme", None), ("acme", kept)})
 
 
 async def test_a_refused_pin_is_tried_again_later(

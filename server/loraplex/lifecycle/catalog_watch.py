@@ -21,6 +21,8 @@ from loraplex.serving.engines.engines import Engines
 from loraplex.serving.errors import EngineUnavailable, ServingError
 
 INTERVAL_S = 1.0
+ERASE_S = 60.0
+"""How often prefixes of deleted owners are looked for: an engine that was away has missed the deletion."""
 RETRY_S = 60.0
 """Time until a pin that the engine refused is tried again."""
 log = structlog.get_logger("loraplex")
@@ -32,7 +34,8 @@ class CatalogWatch:
     round costs one small query.
 
     The server that takes a change tells its engine by itself, shortly before or after the database. Therefore
-    a pin is changed here only when two rounds agree on it."""
+    a pin is changed here only when two rounds agree on it. Every minute the prefixes of owners that were deleted are
+    erased, which engines keep behind their KV caches, some of them on a disk across restarts."""
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class CatalogWatch:
     ) -> None:
         self._database = database
         self._catalog = catalog
+        self._tenants = tenants
         self._terms = TermsSender(database, tenants)
         self._clock = clock
         self._seen: int | None = None
@@ -51,6 +55,7 @@ class CatalogWatch:
         self._missing: set[str] = set()  # digests to pin, by the round before
         self._surplus: set[str] = set()  # digests to unpin, by the round before
         self._refused: dict[str, float] = {}  # when the engine refused to pin them
+        self._erased_at: float | None = None
 
     async def run(self, engine: Engines, *, interval_s: float = INTERVAL_S) -> None:
         """Until it is cancelled. While the database or the engine does not answer, the engine stays as it is."""
@@ -64,6 +69,8 @@ class CatalogWatch:
     async def _round(self, engine: Engines) -> None:
         if not engine.healthy:
             return
+        if self._erased_at is None or self._clock() - self._erased_at >= ERASE_S:
+            await self._erase(engine)
         last = await self._database.run(last_row, self._database)
         is_due = any(self._clock() - at >= RETRY_S for at in self._refused.values())
         resident = engine.resident.keys()
@@ -79,6 +86,17 @@ class CatalogWatch:
         await self._pin(engine, wanted)
         await self._unpin(engine, wanted)
         self._seen = last
+
+    async def _erase(self, engine: Engines) -> None:
+        owners = await engine.prefix_owners()
+        digests = {digest for _, digest in owners if digest is not None}
+        for digest in digests - await self._database.run(find_living, self._database, digests):
+            await engine.drop(digest)
+        for tenant_id in await self._database.run(
+            self._tenants.deleted, {tenant_id for tenant_id, _ in owners}
+        ):
+            await engine.forget_tenant(tenant_id)
+        self._erased_at = self._clock()
 
     async def _pin(self, engine: Engines, wanted: Mapping[str, AdapterRef]) -> None:
         missing, now = wanted.keys() - engine.pins.keys(), self._clock()

@@ -33,6 +33,7 @@ from loraplex.engine.types import (
     EngineRequest,
     ErrorCode,
     FinishReason,
+    Namespace,
     Timing,
     TokenEvent,
     Usage,
@@ -203,6 +204,7 @@ class FakeEngineClient(FakeClusterView):
         self.pins: dict[str, AdapterRef] = {}
         self.drops: list[str] = []
         self.forgotten_tenants: list[str] = []
+        self.owners: set[Namespace] = set()
         self.prefetches: list[str] = []
         self.warmed: list[AdapterRef] = []
         self.warming = False
@@ -351,11 +353,16 @@ class FakeEngineClient(FakeClusterView):
 
     async def drop(self, digest: str) -> None:
         self.drops.append(digest)
+        self.owners = {owner for owner in self.owners if owner[1] != digest}
         self.states.pop(digest, None)
         self.pins.pop(digest, None)
 
     async def forget_tenant(self, tenant_id: str) -> None:
         self.forgotten_tenants.append(tenant_id)
+        self.owners = {owner for owner in self.owners if owner[0] != tenant_id}
+
+    async def prefix_owners(self) -> set[Namespace]:
+        return set(self.owners)
 
     async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
         if not self.healthy:

@@ -108,6 +108,15 @@ class Tenants:
                     found[tenant_id] = TenantTerms(weight, Limits(**limits).memory)
         return found
 
+    def deleted(self, tenant_ids: Iterable[str]) -> set[str]:
+        """Those of these tenants that were deleted."""
+        wanted, found = sorted(set(tenant_ids)), set[str]()
+        with self._database.read() as session:
+            for start in range(0, len(wanted), MAX_IDS):
+                chosen = DeletedTenant.id.in_(wanted[start : start + MAX_IDS])
+                found.update(session.scalars(select(DeletedTenant.id).where(chosen)))
+        return found
+
     def update(
         self,
         tenant_id: str,

@@ -16,7 +16,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc.framing import UNDECODABLE, ProtocolError
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.engine.types import AdapterState, EngineRequest, MeasureRequest, TokenEvent
+from loraplex.engine.types import AdapterState, EngineRequest, MeasureRequest, Namespace, TokenEvent
 
 if TYPE_CHECKING:  # a client needs no core
     from loraplex.engine.core.engine_core import EngineCore
@@ -44,6 +44,12 @@ class ExpertRows(CallAnswer, frozen=True, tag=True):
     """The rows that went to each expert since the engine began, by layer."""
 
     rows: dict[int, tuple[int, ...]]
+
+
+class PrefixOwners(CallAnswer, frozen=True, tag=True):
+    """Whose prefixes are kept behind the KV cache: tenants and digests (None: the base)."""
+
+    owners: tuple[Namespace, ...]
 
 
 class Served(CallAnswer, frozen=True, tag=True):
@@ -221,6 +227,13 @@ class GetCache(Call[Cache], frozen=True, tag=True):
         return Cache(self.call, tuple(core.cache_entries(self.digests)))
 
 
+class GetPrefixOwners(Call[PrefixOwners], frozen=True, tag=True):
+    """Sent every minute or so, since an engine that was away has missed what was erased meanwhile."""
+
+    def run(self, core: EngineCore) -> PrefixOwners:
+        return PrefixOwners(self.call, tuple(core.prefix_owners()))
+
+
 class GetExpertRows(Call[ExpertRows], frozen=True, tag=True):
     def run(self, core: EngineCore) -> ExpertRows:
         return ExpertRows(self.call, core.expert_rows())
@@ -244,6 +257,7 @@ Command = (
     | GetStats
     | GetCache
     | GetExpertRows
+    | GetPrefixOwners
 )
 
 
@@ -310,6 +324,7 @@ Event = (
     | Stats
     | Cache
     | ExpertRows
+    | PrefixOwners
     | Served
     | Done
     | Heartbeat

@@ -15,7 +15,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.kv.prefix_keys import first_key
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
-from loraplex.engine.types import AdapterState, EngineError, EngineRequest, TokenEvent
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Namespace, TokenEvent
 from loraplex.serving.engines.failover import Failover, Group, most_tokens
 from loraplex.serving.engines.fairness import EXCHANGE_S, ServiceExchange
 from loraplex.serving.engines.merged import (
@@ -139,10 +139,9 @@ class Engines:
         return [replica for replica in self._replicas.values() if replica.state == "ready"]
 
     def _unavailable(self) -> EngineUnavailable:
-        reason = self.unhealthy_reason or "the engine is not ready"
         if self._closing:
             return EngineDraining("the server is shutting down")
-        error = EngineUnavailable(reason)
+        error = EngineUnavailable(self.unhealthy_reason or "the engine is not ready")
         if self._replicas:
             error.retry_after_s = min(replica.session.retry_after_s for replica in self._replicas.values())
         return error
@@ -184,9 +183,8 @@ class Engines:
     @property
     def num_live(self) -> int:
         """Requests that have not ended, without those in the background."""
-        return self._failover.num_waiting + sum(
-            replica.session.num_live for replica in self._replicas.values()
-        )
+        live = (replica.session.num_live for replica in self._replicas.values())
+        return self._failover.num_waiting + sum(live)
 
     async def start(self) -> None:
         """Return when the engines can take requests. Raises EngineStartError with one clear line."""
@@ -357,6 +355,9 @@ class Engines:
         """The rows that went to each expert, by layer, since the engines began; empty of a model without routers."""
         return merge_expert_rows(await self._ask_all(lambda replica: replica.session.expert_rows()))
 
+    async def prefix_owners(self) -> set[Namespace]:
+        return set().union(*(await self._ask_all(lambda each: each.session.prefix_owners())).values())
+
     async def pin(self, ref: AdapterRef) -> None:
         """Keep this version on a device; it comes back after a restart. Raises ServingError where the engines refuse.
         Returns when one has noted it, which may be before it is loaded."""
@@ -416,9 +417,8 @@ class Engines:
         return any(replica.session.warming for replica in self._replicas.values())
 
     async def wait_pins(self, refs: Sequence[AdapterRef]) -> list[CacheEntry]:
-        """Return when no pinned version is on its way to a device, or after some seconds. Those of `refs`, which were
-        pinned, that are not there: another one waits for them, they failed, or their pin was taken away meanwhile.
-        Raises EngineUnavailable."""
+        """Return when no pinned version is on its way to a device, or after some seconds: those of `refs` that are not
+        there, since another one waits for them, they failed, or were unpinned meanwhile. Raises EngineUnavailable."""
         by_replica = {
             replica: [ref for ref in refs if ref.digest in replica.session.pins]
             for replica in self._healthy()
@@ -429,10 +429,10 @@ class Engines:
         return [entry for entries in found for entry in entries]
 
     async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
-        """Measure the outputs of this version's sites for the fixed probes, computed before all other requests of the
-        tenant that wait. It is loaded as for any request, within the tenant's limits of memory that the engine knows;
-        where that fails, the outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes
-        sense to try again, EngineLost where the engine died meanwhile, MeasureFailed with the engine's code else."""
+        """Measure the outputs of this version's sites for the fixed probes, before all else of the tenant that waits.
+        It is loaded as for any request, within the limits of memory that the engine knows; where that fails, the
+        outputs say so. Raises ServingError: EngineUnavailable and EngineOverloaded where it makes sense to try again,
+        EngineLost where the engine died meanwhile, MeasureFailed with the engine's code else."""
         replica = self._home(ref.digest, self._ready())
         if replica is None:
             raise self._unavailable()

@@ -17,7 +17,7 @@ from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
-from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, TokenEvent
+from loraplex.engine.types import AdapterState, EngineError, EngineRequest, ErrorCode, Namespace, TokenEvent
 from loraplex.serving.demand import Demand
 from loraplex.serving.engines.calls import AnswerT, Calls
 from loraplex.serving.engines.measuring import measure_request, read_outputs
@@ -353,6 +353,9 @@ class EngineSession(ABC):
 
     async def expert_rows(self) -> dict[int, tuple[int, ...]]:
         return (await self.call(wire.GetExpertRows)).rows
+
+    async def prefix_owners(self) -> set[Namespace]:
+        return {*(await self.call(wire.GetPrefixOwners)).owners}
 
     async def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
         """Have the engine count what others served these tenants; returns what it served since the last time. In units
