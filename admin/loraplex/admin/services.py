@@ -21,6 +21,7 @@ from loraplex.control.catalog.series import AllSeries
 from loraplex.control.catalog.staged import StagedBytes
 from loraplex.control.db.database import Database
 from loraplex.control.history.history import History
+from loraplex.control.recent_requests import RecentRequests
 from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
@@ -114,6 +115,7 @@ class AdminServices:
     audit: AuditLog
     engine: Engines
     checks: VersionChecks
+    recent: RecentRequests = field(default_factory=RecentRequests)
     sources: AllowedSources = field(default_factory=AllowedSources)
     surplus: SurplusRemoval | None = None
     durability: Durability | None = None

@@ -95,7 +95,13 @@ def create_data_app(
     app.state.services = services
     app.state.document = Document(app, extra_document)
     return DataEdge(
-        app, services.drain, services.metrics, services.access_log, services.tracing, services.history
+        app,
+        services.drain,
+        services.metrics,
+        services.access_log,
+        services.tracing,
+        services.history,
+        services.recent,
     )
 
 

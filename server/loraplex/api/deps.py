@@ -17,6 +17,7 @@ from loraplex.control.db.database import Database
 from loraplex.control.db.outage import DatabaseHealth
 from loraplex.control.history.history import History
 from loraplex.control.limits.service import RequestLimits
+from loraplex.control.recent_requests import RecentRequests
 from loraplex.control.types import (
     Principal,
     ResolvedModel,
@@ -124,3 +125,4 @@ class ApiServices:
     running_arms: RunningArms = field(default_factory=RunningArms)
     shadows: ShadowSamples | None = None
     history: History = field(default_factory=History)
+    recent: RecentRequests = field(default_factory=RecentRequests)

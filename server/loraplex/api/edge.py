@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -16,7 +17,10 @@ from loraplex.api.drain import Drain
 from loraplex.api.errors import ApiError, from_exception
 from loraplex.api.metrics import Metrics, adapter_label
 from loraplex.api.openai.parsing import invalid_for
+from loraplex.api.outcome import RequestOutcome
 from loraplex.control.history.history import History
+from loraplex.control.recent_requests import EndedRequest, RecentRequests
+from loraplex.control.usage.records import BASE
 from loraplex.http.boundary import ErrorAnswer, ErrorBoundary
 from loraplex.http.context import RequestContext
 from loraplex.http.edge import AccessLog, Edge
@@ -27,6 +31,10 @@ if TYPE_CHECKING:  # it imports OpenTelemetry
     from loraplex.api.tracing.spans import RequestTracing
 
 PROBES = frozenset({"/livez", "/readyz", "/startupz", "/health"})
+ADMIN = "/admin/"
+"""Below it are the tenants' admin routes."""
+MAX_SHOWN = 80
+"""Characters of a route or a model that a client named."""
 
 
 class DataEdge(Edge):
@@ -42,12 +50,14 @@ class DataEdge(Edge):
         access_log: AccessLog | None = None,
         tracing: RequestTracing | None = None,
         history: History | None = None,
+        recent: RecentRequests | None = None,
     ) -> None:
         super().__init__(app, PROBES, access_log)
         self._drain = drain
         self._metrics = metrics
         self._tracing = tracing
         self._history = history
+        self._recent = recent
 
     def began(self, scope: Scope, context: RequestContext) -> None:
         assert isinstance(context, DataContext)
@@ -100,6 +110,42 @@ class DataEdge(Edge):
                 status=context.status,
                 outcome=context.outcome,
             )
+        if self._recent is not None and _is_kept(scope["path"], context):
+            self._recent.note(_ended(scope["path"], context))
+
+
+def _is_kept(path: str, context: DataContext) -> bool:
+    """Whether it is a request to the data plane with a key, or with a secret that is none."""
+    return (context.principal is not None or context.status == 401) and not path.startswith(ADMIN)
+
+
+def _ended(path: str, context: DataContext) -> EndedRequest:
+    found, adapter, principal = context.generated or RequestOutcome(""), context.adapter, context.principal
+    timings = [one.timing for one in found.sequences if one.timing is not None]
+    loads = [timing.adapter_s for timing in timings if timing.adapter_s is not None]
+    first, asked = found.first_token_at, None if context.resolved else context.model
+    known = BASE if adapter is None else adapter.name
+    return EndedRequest(
+        label=context.label,
+        id=context.internal_id,
+        at=time.time(),
+        tenant_id=context.tenant_id,
+        key_id=(principal and principal.key_id) or "",
+        route=printable(path, MAX_SHOWN),
+        model=asked and printable(asked, MAX_SHOWN),
+        adapter=known if context.resolved else None,
+        version=0 if adapter is None else adapter.version,
+        status=context.status,
+        code=context.outcome,
+        total_s=time.monotonic() - context.started,
+        queue_s=found.queue_s if timings else None,
+        load_s=max(loads, default=None),
+        first_token_s=None if first is None else first - context.started,
+        prompt_tokens=found.usage.prompt_tokens,
+        cached_tokens=found.usage.cached_tokens,
+        completion_tokens=found.usage.completion_tokens,
+        trace_id=context.trace_id,
+    )
 
 
 class DataErrors(ErrorBoundary):

@@ -59,6 +59,7 @@ from loraplex.control.limits.budget_store import BudgetStore
 from loraplex.control.limits.budgets import Budgets
 from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.service import RequestLimits
+from loraplex.control.recent_requests import RecentRequests
 from loraplex.control.types import Principal, VersionInfo
 from loraplex.http.routing import exact
 from loraplex.lifecycle.agreement_checks import AgreementChecks, Score
@@ -127,6 +128,7 @@ class Shared:
     grammars: GrammarChecker
     shadows: Shadows
     files: Files
+    recent: RecentRequests
     tracing: Tracing | None
 
 
@@ -208,6 +210,7 @@ def _shared(installation: Installation, engine: Engines) -> Shared:
         ),
         shadows=Shadows(engine, text, drain, store, run, metrics.shadows),
         files=Files(installation.database),
+        recent=RecentRequests(),
         tracing=tracing,
     )
 
@@ -261,6 +264,7 @@ def _admin_services(installation: Installation, shared: Shared, score: Score) ->
         series=AllSeries(installation.database, installation.catalog.check_name),
         artifacts=installation.artifacts,
         audit=AuditLog(installation.database),
+        recent=shared.recent,
         engine=engine,
         history=shared.history,
         sources=AllowedSources(settings.adapter_sources),
@@ -325,6 +329,7 @@ def _data_services(installation: Installation, shared: Shared, admin_services: A
         history=shared.history,
         drain=shared.drain,
         shadows=shared.shadows,
+        recent=shared.recent,
         served_model_name=installation.served_name,
         max_model_len=engine.info.max_model_len,
         default_max_tokens=settings.default_max_tokens,

@@ -11,7 +11,8 @@ _LONGEST = 64
 
 def printable(text: str, length: int = 128) -> str:
     """`text`, cut to `length` characters, with a question mark for each one that cannot be printed."""
-    return "".join(c if c.isprintable() else "?" for c in text[:length])
+    cut = text[:length]
+    return cut if cut.isprintable() else "".join(c if c.isprintable() else "?" for c in cut)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

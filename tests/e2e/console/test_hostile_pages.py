@@ -15,6 +15,7 @@ from playwright.sync_api import Route, expect
 from loraplex.control.release_types import ReleasePlan, ReleaseTarget, ShadowPlan
 from support.adapters.drafts import make_adapter
 from support.console.browser import PATIENCE_MS, Screen
+from support.control.requests import ended_request
 from support.http.admin_plane import ADMIN_TOKEN, ARCH
 from support.http.whole_server import WholeServer, whole_server
 
@@ -127,12 +128,16 @@ OPERATOR_PLACES = (
     ("now", "adapter-tile"),
     ("all-tenants", "tenant-row"),
     ("tenants", "key-row"),
+    ("requests", "request-row"),
     ("audit", "audit-row"),
 )
 
 
 def test_what_the_server_tells_operators_is_text(server: WholeServer, screen: Screen) -> None:
     server.plane.services.keys.create("acme", name="ci", models=["support"])
+    server.plane.services.tenants.update("acme", {"display_name": "Acme"})
+    server.apps.shared.recent.note(ended_request(trace_id="0" * 32, code="gone"))
+    server.apps.shared.recent.note(ended_request(1, adapter=None, model="none", status=404))
     screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "playground")
     screen.page.route("**/admin/v1/**", poison)
     for place, shown in OPERATOR_PLACES:

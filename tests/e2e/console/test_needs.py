@@ -105,7 +105,7 @@ def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> Non
     screen.go("now").go("needs")
     rows = screen["need-row"]
     expect(rows).to_have_count(5)
-    said = {(row.get_by_role("link").inner_text(), row.inner_text()) for row in rows.all()}
+    said = {(row.get_by_role("link").first.inner_text(), row.inner_text()) for row in rows.all()}
     kinds = {
         "being restarted": "",
         "6 of 12 requests failed": "acme/billing",
@@ -115,7 +115,7 @@ def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> Non
     }
     for words, where in kinds.items():
         assert any(words in text and link.endswith(where) for link, text in said), (words, said)
-    rows.filter(has_text="requests failed").get_by_role("link").click()
+    rows.filter(has_text="requests failed").get_by_role("link").first.click()
     expect(screen.page.get_by_role("heading", level=1)).to_contain_text("Release of acme/billing")
     server.plane.engine.unhealthy_reason = None
 

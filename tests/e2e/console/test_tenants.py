@@ -318,6 +318,7 @@ LACKED = {
         "adapters/support/release": "This key lacks the scope adapters:write",
         "playground": "This key lacks the scope inference",
         "batches": "This key lacks the scope inference",
+        "requests": "This key lacks the scope usage:read",
         "now": "This page needs the admin token",
         "audit": "This page needs the admin token",
     },

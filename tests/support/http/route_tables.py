@@ -81,6 +81,7 @@ TENANT_ROUTES = {
     "GET /admin/v1/tenants/{tenant}": USAGE,
     "GET /admin/v1/tenants/{tenant}/usage": USAGE,
     "GET /admin/v1/tenants/{tenant}/history": USAGE,
+    "GET /admin/v1/tenants/{tenant}/requests": USAGE,
 }
 PROBES = dict.fromkeys(("GET /livez", "GET /readyz", "GET /startupz", "GET /health"), OPEN)
 CONSOLE_FILES = "GET /console/{file}"
@@ -138,6 +139,7 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/audit/verify": OPERATOR,
     "GET /admin/v1/usage": OPERATOR,
     "GET /admin/v1/history": OPERATOR,
+    "GET /admin/v1/requests": OPERATOR,
     "GET /admin/v1/engine": OPERATOR,
     "GET /admin/v1/engine/experts": OPERATOR,
     "GET /admin/v1/adapters": OPERATOR,

@@ -1,4 +1,4 @@
-"""/usage and /history, and a tenant's own."""
+"""/usage, /history and /requests, and a tenant's own."""
 
 from __future__ import annotations
 
@@ -20,14 +20,22 @@ from loraplex.admin.schemas.usage import (
     HistoryServer,
     HistorySlice,
     OwnHistoryQuery,
+    OwnRequestQuery,
     OwnUsageQuery,
+    RequestPage,
+    RequestQuery,
+    RequestRow,
+    RequestSeconds,
+    RequestTokens,
     UsagePage,
     UsageQuery,
     UsageSum,
 )
 from loraplex.admin.services import AdminServices
+from loraplex.control import rules
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.history.history import ReportRow
+from loraplex.control.recent_requests import EndedRequest
 from loraplex.control.types import Page
 from loraplex.control.usage import report
 from loraplex.control.usage.columns import COUNTS
@@ -35,6 +43,8 @@ from loraplex.control.usage.csv_text import csv_text
 
 CSV = "text/csv"
 DEFAULT_PERIOD = timedelta(days=30)
+MAX_DIGITS = 18
+"""Digits of a request's number in a cursor."""
 _ALSO_CSV: Responses = {
     200: {
         "content": {CSV: {"schema": {"type": "string"}}},
@@ -76,6 +86,75 @@ async def get_tenant_usage(
     """Sum up what a tenant used; as CSV where Accept asks for text/csv."""
     page = await _sums(services, caller, query, tenant)
     return _as_csv(page, query) if _wants_csv(request) else _as_json(page, response)
+
+
+@router.get("/requests")
+async def list_requests(
+    query: Annotated[RequestQuery, Query()], _: Operator, services: Services
+) -> RequestPage:
+    """List the last requests to this server that failed, were refused or were slow, the newest first."""
+    return _recent(services, query, query.tenant)
+
+
+@tenant_router.get("/tenants/{tenant}/requests")
+async def list_tenant_requests(
+    tenant: TenantId, query: Annotated[OwnRequestQuery, Query()], _: UsageReader, services: Services
+) -> RequestPage:
+    """List a tenant's last requests to this server that failed, were refused or were slow, the newest first."""
+    await services.database.run(services.tenants.get, tenant)  # an unknown one is a 404
+    return _recent(services, query, tenant)
+
+
+def _recent(services: AdminServices, query: OwnRequestQuery, tenant: str | None) -> RequestPage:
+    found = services.recent.find(
+        tenant=tenant,
+        adapter=query.adapter,
+        status=query.status,
+        kind=query.kind,
+        request_id=query.id,
+        before=_number(query.cursor),
+    )
+    page = rules.make_page(
+        found, query.limit, lambda entry: str(entry[0]), lambda entry: _show_request(entry[1])
+    )
+    return RequestPage(data=list(page.items), next_cursor=page.next_cursor)
+
+
+def _show_request(request: EndedRequest) -> RequestRow:
+    return RequestRow(
+        request_id=request.label,
+        id=request.id,
+        time=datetime.fromtimestamp(request.at, UTC),
+        kind=request.kind,
+        tenant=request.tenant_id or None,
+        key=request.key_id or None,
+        route=request.route,
+        model=request.model,
+        adapter=request.adapter,
+        version=f"v{request.version}" if request.version else None,
+        status=request.status,
+        code=request.code,
+        seconds=RequestSeconds(
+            queue=request.queue_s,
+            load=request.load_s,
+            first_token=request.first_token_s,
+            total=request.total_s,
+        ),
+        tokens=RequestTokens(
+            prompt=request.prompt_tokens, cached=request.cached_tokens, completion=request.completion_tokens
+        ),
+        trace_id=request.trace_id,
+    )
+
+
+def _number(cursor: str | None) -> int | None:
+    """The number of the last request of the page before. Raises InvalidCursor."""
+    after = rules.read_cursor(cursor)
+    if after is None:
+        return None
+    if not (after.isascii() and after.isdigit() and len(after) <= MAX_DIGITS):
+        raise rules.InvalidCursor("The cursor is not one that this list gave.", param="cursor")
+    return int(after)
 
 
 async def _sums(

@@ -1,4 +1,4 @@
-"""Usage: sums of what was served, and the last hour of the server's requests."""
+"""Usage: sums of what was served, the last hour of the server's requests, and single ones."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from loraplex.admin.schemas.fields import (
     Timestamp,
 )
 from loraplex.control.history.history import Sort, Span
+from loraplex.control.recent_requests import Kind
 from loraplex.control.rules import MAX_PAGE
 from loraplex.control.usage.columns import GROUPS, Bucket, Group
 
@@ -136,3 +137,61 @@ class History(ResponseBody):
     adapters: list[HistoryRow]
     other_adapters: HistoryFigures
     exact: bool
+
+
+class OwnRequestQuery(PageQuery):
+    """`adapter`: a name, or one with its version as in `support@v3`; `(base)` for the base model. `status`: of HTTP.
+    `id`: what `x-request-id` said, or an answer's `id`."""
+
+    adapter: Annotated[Annotated[PlainText, Field(min_length=1, max_length=80)] | None, OmittedNull()] = None
+    status: Annotated[Annotated[int, Field(ge=100, le=599)] | None, OmittedNull()] = None
+    kind: Annotated[Kind | None, OmittedNull()] = None
+    id: Annotated[Annotated[PlainText, Field(min_length=1, max_length=160)] | None, OmittedNull()] = None
+
+
+class RequestQuery(OwnRequestQuery):
+    tenant: Annotated[Annotated[PlainText, Field(min_length=1, max_length=63)] | None, OmittedNull()] = None
+
+
+class RequestSeconds(ResponseBody):
+    """Times from the arrival of a request; null where it did not come so far. `queue`: the longest time in the engine's
+    queue of its sequences; `load`: the part of it that one waited for its adapter, null where none did."""
+
+    queue: float | None
+    load: float | None
+    first_token: float | None
+    total: float
+
+
+class RequestTokens(ResponseBody):
+    prompt: int
+    cached: int
+    completion: int
+
+
+class RequestRow(ResponseBody):
+    """A request that ended, without any text of its prompt or answer. `kind`: `failed` by the server; `refused` by a
+    status from 400 to 499, or given up by its client; `slow`. `tenant` and `key` are null where the secret was none.
+    `model` was asked for, where it was not found; `adapter` is `(base)` for the base model. `status` is null where no
+    answer began; `code` says why it ended early."""
+
+    request_id: str
+    id: str
+    time: Timestamp
+    kind: Kind
+    tenant: str | None
+    key: str | None
+    route: str
+    model: str | None
+    adapter: str | None
+    version: str | None
+    status: int | None
+    code: str | None
+    seconds: RequestSeconds
+    tokens: RequestTokens
+    trace_id: str | None
+
+
+class RequestPage(ResponseBody):
+    data: list[RequestRow]
+    next_cursor: str | None

@@ -207,6 +207,8 @@ def _sample_routes(services: ApiServices, capacity: TenantCapacity) -> list[Data
         services.metrics,
         services.access_log,
         services.tracing,
+        services.history,
+        services.recent,
     )
     samples = Samples(inner, services.drain, capacity.share)
 

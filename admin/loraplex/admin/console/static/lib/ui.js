@@ -175,11 +175,11 @@ export function NumberInput({ value, onNumber, label, min, max, step = 1, disabl
 
 /**
  * A text to filter by, which holds with Enter or when the field is left. Until then it stays as it is typed.
- * @param {{ value: string, onText: (text: string) => void, placeholder: string, testid: string }} props
+ * @param {{ value: string, onText: (text: string) => void, placeholder: string, testid: string, most?: number }} props
  */
-export function FilterInput({ value, onText, placeholder, testid }) {
+export function FilterInput({ value, onText, placeholder, testid, most = 64 }) {
   const [typed, setTyped] = useState(/** @type {string | null} */ (null));
-  return html`<input data-testid=${testid} placeholder=${placeholder} value=${typed ?? value} maxlength="64" spellcheck=${false}
+  return html`<input data-testid=${testid} placeholder=${placeholder} value=${typed ?? value} maxlength=${most} spellcheck=${false}
     autocomplete="off" onInput=${(/** @type {any} */ event) => setTyped(event.target.value)}
     onChange=${(/** @type {any} */ event) => (setTyped(null), onText(event.target.value.trim()))} />`;
 }

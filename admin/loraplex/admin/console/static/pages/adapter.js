@@ -8,6 +8,7 @@ import { Badge, bytes, Empty, ErrorBox, Loaded, Page, seconds, Section, Table, T
 import { Released, adapterHref } from "./adapters.js";
 import { Pooled } from "./classes.js";
 import { Report } from "./report.js";
+import { requestsHref } from "./requests.js";
 
 const EVERY_MS = 5000;
 const MAX_VERSIONS = 500;
@@ -83,6 +84,7 @@ function Links({ tenant, name }) {
   const write = mayCall("adapters:write");
   return html`<a class="button" data-testid="nav-release" href="${here}/release">Release</a>
     ${write && html`<a class="button" href="${here}/upload">Upload a version</a>`}
+    ${mayCall("usage:read") && html`<a class="button" data-testid="nav-adapter-requests" href=${requestsHref({ tenant, adapter: name })}>Requests</a>`}
     <a class="button" href=${"#/" + path`tenants/${tenant}/playground/${name}`}>Playground</a>`;
 }
 

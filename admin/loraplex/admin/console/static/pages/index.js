@@ -26,6 +26,7 @@ export const pages = [
   { at: "playground", load: () => import("./playground.js") },
   { at: "tenants/:tenant/batches", nav: "Batches", testid: "nav-batches", who: "key", scope: "inference", load: () => import("./batches.js") },
   { at: "all-batches", nav: "Batches", testid: "nav-batches", who: "operator", under: "batches", load: () => import("./batches.js") },
+  { at: "requests", nav: "Requests", testid: "nav-requests", scope: "usage:read", load: () => import("./requests.js") },
   { at: "audit", nav: "Audit", testid: "nav-audit", who: "operator", load: () => import("./audit.js") },
 ];
 

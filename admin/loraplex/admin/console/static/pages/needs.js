@@ -4,6 +4,7 @@ import { html } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
 import { adapterHref } from "./adapters.js";
+import { requestsHref } from "./requests.js";
 
 const EVERY_MS = 30_000;
 const DAY_MS = 86_400_000;
@@ -59,7 +60,7 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
     {
       title: "Adapters that fail", act: "Look at the release. If its newest version is the cause, pause it or roll it back.",
       more: String(new URLSearchParams(/** @type {any} */ (FAILING))), count: failing.totals.adapters,
-      needs: failing.data.map((/** @type {any} */ row) => ofAdapter(row, `${ui.num(row.errors)} of ${ui.num(row.requests)} requests failed in the last hour.`, "/release")),
+      needs: failing.data.map((/** @type {any} */ row) => ofAdapter(row, ofErrors(row), "/release")),
     },
     {
       title: "Damaged versions", act: "Upload the version again, or delete it.", more: "state=corrupt", count: corrupt.totals.adapters,
@@ -115,7 +116,11 @@ function versionsIn(row, state) {
   return [...(row.state === state ? [row.version] : []), ...named].join(" and ");
 }
 
-/** @param {any} row Of GET /adapters. @param {string} why @param {string} [page] @returns {Need} */
+/** @param {any} row Of GET /adapters. */
+const ofErrors = (row) => html`${ui.num(row.errors)} of ${ui.num(row.requests)} requests failed in the last hour.
+  ${" "}<a href=${requestsHref({ tenant: row.tenant, adapter: row.name, kind: "failed" })}>Which ones</a>`;
+
+/** @param {any} row Of GET /adapters. @param {any} why @param {string} [page] @returns {Need} */
 const ofAdapter = (row, why, page = "") => ({ what: `${row.tenant}/${row.name}`, href: adapterHref(row.tenant, row.name) + page, why });
 
 /** @param {any} row Of GET /audit; its target is `tenants/TENANT/adapters/NAME/release`. @returns {Need} */
