@@ -7,6 +7,9 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+from pydantic import ValidationError
+
 from loraplex.app import engine_settings
 from loraplex.app.settings import Settings
 from loraplex.engine.config import EngineConfig
@@ -37,6 +40,20 @@ def test_shared_names_are_copied_and_others_are_translated(tmp_path: Path) -> No
     assert (config.num_threads, config.lookahead, config.model_name) == (3, -1, "served")
     assert config.model_path == str(tmp_path / "model")
     assert config.turn_ends == ()
+
+
+def test_a_disk_for_prefixes_has_a_size_and_perhaps_a_key(tmp_path: Path) -> None:
+    def disk(text: str) -> tuple[str | None, int, str | None]:
+        settings = Settings(model="x", data_dir=tmp_path, kv_disk=text)
+        config = engine_settings.engine_config(settings, tmp_path / "model", "served")
+        return config.kv_disk_dir, config.kv_disk_bytes, config.kv_disk_key_file
+
+    assert disk("") == (None, 0, None)
+    assert disk("/var/kv") == ("/var/kv", 16 << 30, None)
+    assert disk("/var/kv, key-file=/run/key, bytes=1GiB") == ("/var/kv", 1 << 30, "/run/key")
+    for wrong in (",bytes=1", "bytes=1GiB", "/var/kv,bytes=0", "/var/kv,size=3", "/var/kv,key-file="):
+        with pytest.raises(ValidationError, match=r"begin with a directory|is not bytes=SIZE"):
+            disk(wrong)
 
 
 def test_an_engine_is_told_what_the_chat_template_writes_behind_an_answer(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ IMAGE_CACHE_BYTES = 2 << 30
 def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
     """The configuration of an engine on this machine. Fields that both have by the same name are copied; the others are
     named here."""
+    disk = kv_disk(settings.kv_disk) if settings.kv_disk else None
     return EngineConfig(
         **shared_values(settings, EngineConfig)
         | {
@@ -34,20 +35,11 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "adapter_image_cache": IMAGE_CACHE_BYTES,
             "num_sharing": max(1, settings.replicas),
             "turn_ends": base_turn_ends(model_dir),
-            **_disk(settings),
+            "kv_disk_dir": disk and str(Path(disk.directory).resolve()),
+            "kv_disk_bytes": 0 if disk is None else disk.num_bytes,
+            "kv_disk_key_file": disk and disk.key_file and str(Path(disk.key_file).resolve()),
         }
     )
-
-
-def _disk(settings: Settings) -> dict[str, Any]:
-    if not settings.kv_disk:
-        return {}
-    disk = kv_disk(settings.kv_disk)
-    return {
-        "kv_disk_dir": str(Path(disk.directory).resolve()),
-        "kv_disk_bytes": disk.num_bytes,
-        "kv_disk_key_file": None if disk.key_file is None else str(Path(disk.key_file).resolve()),
-    }
 
 
 def shared_values(settings: Settings, kind: type) -> dict[str, Any]:
