@@ -73,6 +73,7 @@ def steps(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
         "POST /batches/{batch}/cancel": ("/batches/BATCH/cancel", {}),
         "DELETE /tenants/{tenant}": ("/tenants/acme", {}),
         "POST /cluster/replicas/{replica}/drain": ("/cluster/replicas/replica-1/drain", {}),
+        "DELETE /cluster/replicas/{replica}/drain": ("/cluster/replicas/replica-1/drain", {}),
     }
 
 

@@ -99,6 +99,10 @@ async def test_a_drained_engine(plane: AdminPlane, admin: httpx.AsyncClient) -> 
     assert (answer.status_code, answer.json()["state"]) == (200, "draining")
     states = [row["state"] for row in (await admin.get("/cluster")).json()["replicas"]]
     assert states == ["ready", "draining"]
+    undone = await admin.delete("/cluster/replicas/replica-2/drain")
+    assert (undone.status_code, undone.json()["state"]) == (200, "ready")
+    again = await admin.delete("/cluster/replicas/replica-2/drain")  # nothing is left to undo
+    assert (again.status_code, again.json()["state"]) == (200, "ready")
 
 
 @pytest.mark.parametrize("name", ["replica-1", "replica-2"])
@@ -115,8 +119,9 @@ async def test_the_last_one_that_takes_requests_is_not_drained(
 
 
 async def test_an_unknown_engine(admin: httpx.AsyncClient) -> None:
-    answer = await admin.post("/cluster/replicas/replica-9/drain")
-    assert "replica-9" in assert_problem(answer, 404, "replica_not_found")["detail"]
+    for method in ("POST", "DELETE"):
+        answer = await admin.request(method, "/cluster/replicas/replica-9/drain")
+        assert "replica-9" in assert_problem(answer, 404, "replica_not_found")["detail"]
 
 
 async def test_the_cache_names_the_engines(plane: AdminPlane, admin: httpx.AsyncClient) -> None:

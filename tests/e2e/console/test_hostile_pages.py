@@ -31,7 +31,7 @@ HOSTILE = (
     "</pre><iframe srcdoc='<script>parent.hurt=1</script>'>",
     "${window.hurt=1}{{window.hurt=1}}",
 )
-KEPT = ("created_at", "since", "time", "next_cursor", "id", "tenant", "kind", "scopes")
+KEPT = ("created_at", "since", "start", "time", "next_cursor", "id", "tenant", "kind", "scopes")
 """Fields whose values the console computes with: times, and who signed in."""
 MARKUP = "main img, main script, main iframe, main [onload], main [onerror], main a[href^='javascript']"
 
@@ -125,7 +125,7 @@ def test_what_an_address_names_is_text(server: WholeServer, screen: Screen, rest
 
 
 OPERATOR_PLACES = (
-    ("now", "adapter-tile"),
+    ("now", "now-adapter-row"),
     ("all-tenants", "tenant-row"),
     ("tenants", "key-row"),
     ("requests", "request-row"),
@@ -138,6 +138,10 @@ def test_what_the_server_tells_operators_is_text(server: WholeServer, screen: Sc
     server.plane.services.tenants.update("acme", {"display_name": "Acme"})
     server.apps.shared.recent.note(ended_request(trace_id="0" * 32, code="gone"))
     server.apps.shared.recent.note(ended_request(1, adapter=None, model="none", status=404))
+    history = server.apps.shared.history
+    history.count("acme", ("support", 1), failed=True)
+    ended = history.clock() + 10
+    history.clock = lambda: ended
     screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "playground")
     screen.page.route("**/admin/v1/**", poison)
     for place, shown in OPERATOR_PLACES:
@@ -153,7 +157,8 @@ def test_what_the_server_tells_operators_is_text(server: WholeServer, screen: Sc
             screen["key-change"].first.click()
             expect(screen["key-name"]).to_have_value(re.compile("hurt=1"))
             screen["tenant-delete"].click()
-            expect(screen["erased"]).to_contain_text("1 key")
+            keys = len(server.plane.services.keys.list("acme").items)
+            expect(screen["erased"]).to_contain_text(f"{keys} key")
             screen["tenant-delete-no"].click()
         assert is_harmless(screen)
     screen["audit-verify"].click()

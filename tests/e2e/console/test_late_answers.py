@@ -181,11 +181,11 @@ def test_a_refusal_of_the_last_key_does_not_end_the_next_session(server: WholeSe
 def test_what_is_typed_into_a_filter_is_not_the_next_pages(server: WholeServer, screen: Screen) -> None:
     """A browser tells the text of a field that has the focus when the field is removed, with the page that is left."""
     screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
-    screen["cache-adapter"].press_sequentially("abc")
+    screen["now-adapter"].press_sequentially("abc")
     screen.go("audit")
     screen["audit-row"].first.wait_for()
     assert screen.page.url.endswith("#/audit")
     screen["audit-action"].press_sequentially("abc")
     screen.page.go_back()
-    screen["adapter-tile"].first.wait_for()
+    screen["now-server"].wait_for()
     assert screen.page.url.endswith("#/now")

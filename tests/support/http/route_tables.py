@@ -146,6 +146,7 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/cache": OPERATOR,
     "GET /admin/v1/cluster": OPERATOR,
     "POST /admin/v1/cluster/replicas/{replica}/drain": OPERATOR,
+    "DELETE /admin/v1/cluster/replicas/{replica}/drain": OPERATOR,
     "GET /admin/v1/batches": OPERATOR,
     "POST /admin/v1/batches/{batch}/cancel": OPERATOR,
     "GET /metrics": OPEN,

@@ -61,6 +61,7 @@ class FakeClusterView:
     async def replica_stats(self) -> dict[str, EngineStats]:
         return self.replica_figures
 
-    def drain(self, name: str) -> None:
+    def drain(self, name: str, draining: bool = True) -> None:
         assert self.replicas is not None
-        self.replicas[name] = replace(self.replicas[name], state="draining", reason="it is drained")
+        state, reason = ("draining", "it is drained") if draining else ("ready", None)
+        self.replicas[name] = replace(self.replicas[name], state=state, reason=reason)

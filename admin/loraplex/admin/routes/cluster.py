@@ -43,7 +43,8 @@ async def drain_replica(
 ) -> ReplicaRow:
     """Give an engine nothing new: it finishes what it has, and its adapters move to the others.
 
-    It stays so until it joins again or the server is started again. The last engine that takes requests is not drained.
+    It stays so until this is undone, it joins again or the server is started again. The last engine that takes
+    requests is not drained.
     """
     _check_drain(services.engine, replica)
     target = f"cluster/replicas/{replica}/drain"
@@ -51,21 +52,40 @@ async def drain_replica(
     await services.database.run(note)
     _check_drain(services.engine, replica)  # it may have left meanwhile
     services.engine.drain(replica)
-    return next(_replica(report) for report in services.engine.reports() if report.id == replica)
+    return _replica(_found(services.engine, replica))
 
 
-def _check_drain(view: Engines, name: str) -> ReplicaReport:
-    """The engine of this name. Raises Problem where there is none, or no other one takes requests."""
-    reports = {report.id: report for report in view.reports()}
-    if name not in reports:
-        raise Problem(
-            "replica_not_found", f"There is no engine {shown(name)}; GET /admin/v1/cluster lists them."
-        )
-    if not any(report.state == "ready" for report in reports.values() if report.id != name):
+@router.delete("/replicas/{replica}/drain")
+async def undo_drain(
+    replica: Annotated[str, Path()],
+    by: Annotated[Operator, Audited("replica.undrain")],
+    services: Services,
+) -> ReplicaRow:
+    """Give a drained engine requests again."""
+    _found(services.engine, replica)
+    target = f"cluster/replicas/{replica}/drain"
+    note = partial(services.audit.note_change, by, "replica.undrain", target, after={"draining": False})
+    await services.database.run(note)
+    _found(services.engine, replica)  # it may have left meanwhile
+    services.engine.drain(replica, False)
+    return _replica(_found(services.engine, replica))
+
+
+def _found(view: Engines, name: str) -> ReplicaReport:
+    """The engine of this name. Raises Problem where there is none."""
+    for report in view.reports():
+        if report.id == name:
+            return report
+    raise Problem("replica_not_found", f"There is no engine {shown(name)}; GET /admin/v1/cluster lists them.")
+
+
+def _check_drain(view: Engines, name: str) -> None:
+    """Raises Problem where there is no engine of this name, or no other one takes requests."""
+    _found(view, name)
+    if not any(report.state == "ready" for report in view.reports() if report.id != name):
         raise Problem(
             "conflict", f"No engine but {shown(name)} takes requests; drain it when another one does."
         )
-    return reports[name]
 
 
 def _replica(report: ReplicaReport) -> ReplicaRow:

@@ -91,9 +91,9 @@ class Engines:
         if replica is not None:
             self._past_restarts[name] = replica.session.num_restarts
 
-    def drain(self, name: str) -> None:
-        """Give an engine nothing new from here on. Raises KeyError where there is none of this name."""
-        self._replicas[name].is_draining = True
+    def drain(self, name: str, draining: bool = True) -> None:
+        """Give an engine nothing new from here on, or requests again. Raises KeyError where this name has none."""
+        self._replicas[name].is_draining = draining
 
     @property
     def num_failed_over(self) -> int:
