@@ -40,7 +40,13 @@ class TestTenants:
             "file_days",
         }
         assert set(limits.values()) == {None}
-        assert shown == {"id": "acme", "display_name": "Acme ✓", "weight": 2.0, "budget": None}
+        assert shown == {
+            "id": "acme",
+            "display_name": "Acme ✓",
+            "weight": 2.0,
+            "budget": None,
+            "suspended_at": None,
+        }
         assert_problem(await admin.post("/tenants", json=body), 409, "conflict")
         changed = await admin.patch("/tenants/acme", json={"limits": {"max_concurrency": 3}})
         assert changed.json()["limits"]["requests_per_minute"] == 60
@@ -54,6 +60,40 @@ class TestTenants:
         assert (await admin.delete("/tenants/acme")).status_code == 200
         for method in ("GET", "DELETE"):
             assert_problem(await admin.request(method, "/tenants/acme"), 404, "tenant_not_found")
+
+    async def test_a_suspended_tenants_keys_wait_for_its_return(
+        self, admin: httpx.AsyncClient, plane: AdminPlane
+    ) -> None:
+        """In force at once, however often it is said; a revoked key is told no more than before."""
+        for tenant in ("acme", "rival"):
+            plane.make_tenant(tenant)
+        secrets = {tenant: plane.make_key(tenant) for tenant in ("acme", "rival")}
+        revoked = plane.make_key("acme")
+        plane.services.keys.revoke("acme", revoked.split("_")[1])
+
+        async def status(secret: str) -> tuple[int, str | None]:
+            tenant = "rival" if secret == secrets["rival"] else "acme"
+            async with admin_client(plane.tenant_app, secret) as client:
+                answer = await client.get(f"http://admin/tenants/{tenant}/adapters")
+                return answer.status_code, answer.json().get("code")
+
+        assert await status(secrets["acme"]) == (200, None)
+        since = [
+            (await admin.patch("/tenants/acme", json={"suspended": True})).json()["suspended_at"]
+            for _ in range(2)
+        ]
+        assert RFC3339.fullmatch(since[0])
+        assert since[0] == since[1]
+        assert await status(secrets["acme"]) == (403, "tenant_suspended")
+        assert await status(plane.make_key("acme")) == (403, "tenant_suspended")
+        assert await status(revoked) == (401, "invalid_api_key")
+        assert await status(secrets["rival"]) == (200, None)
+        (row, *_) = (await admin.get("/audit?action=tenant.update")).json()["data"]
+        assert row["after"]["suspended"] is True
+        assert (await admin.patch("/tenants/acme", json={"weight": 3})).json()["suspended_at"] == since[0]
+        assert (await admin.patch("/tenants/acme", json={"suspended": False})).json()["suspended_at"] is None
+        assert await status(secrets["acme"]) == (200, None)
+        assert_problem(await admin.patch("/tenants/acme", json={"suspended": 1}), 400, "invalid_value")
 
     async def test_pages_have_everything_once(self, admin: httpx.AsyncClient, plane: AdminPlane) -> None:
         names = [f"t{n:02d}" for n in range(7)]

@@ -128,7 +128,11 @@ def secrets(server: WholeServer) -> dict[str, dict[str, str]]:
     _, deleted = make(every, "deleted")
     tenants.delete("deleted")
     good = make(every)[1]
+    tenants.create("suspended")
+    suspended = make(every, "suspended")[1]
+    tenants.update("suspended", {"suspended": True})
     made |= {
+        "of a suspended tenant": bearer(suspended),
         "none": {},
         "empty header": {"authorization": ""},
         "empty": {"authorization": "Bearer"},
@@ -240,6 +244,16 @@ def test_keys_that_are_some(server: WholeServer, secrets: Any, port: str, route:
             assert answer.status_code == 200 or code_of(answer) != "insufficient_scope"
         else:
             assert (answer.status_code, code_of(answer)) == (403, "insufficient_scope"), (kind, answer.text)
+
+
+@pytest.mark.parametrize(("port", "route"), TABLE)
+def test_keys_of_a_suspended_tenant(server: WholeServer, secrets: Any, port: str, route: str) -> None:
+    answer = ask(server, port, route, secrets["of a suspended tenant"], tenant="suspended")
+    if PORTS[port][route] == OPEN:
+        assert answer.status_code == 200
+    else:
+        assert answer.status_code == 403
+        assert "tenant is suspended" in answer.text
 
 
 @pytest.mark.parametrize(("port", "route"), TABLE)

@@ -50,6 +50,7 @@ ANSWERS: dict[str, tuple[int, str]] = dict.fromkeys(
     "invalid_cursor": (400, "The cursor is not valid"),
     "invalid_api_key": (401, "The token or key is not valid"),
     "insufficient_scope": (403, "The key may not do this"),
+    "tenant_suspended": (403, "The key's tenant is suspended"),
     "source_not_allowed": (403, "The source may not be read"),
     "not_found": (404, "There is nothing here"),
     "tenant_not_found": (404, "There is no such tenant"),

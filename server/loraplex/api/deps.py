@@ -41,7 +41,7 @@ class Authenticator(Protocol):
     """Callers by their keys."""
 
     async def authenticate(self, secret: str) -> Principal:
-        """Raises InvalidKey, DatabaseUnavailable, DatabaseBusy."""
+        """Raises InvalidKey, TenantSuspended, DatabaseUnavailable, DatabaseBusy."""
         ...
 
 

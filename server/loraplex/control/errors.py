@@ -42,6 +42,15 @@ class InvalidKey(ControlError):
     code = "invalid_api_key"
 
 
+class TenantSuspended(ControlError):
+    """The key is valid, and its tenant is suspended."""
+
+    code = "tenant_suspended"
+
+    def __init__(self) -> None:
+        super().__init__("This key's tenant is suspended. The server's operator can resume it.")
+
+
 class SecretUnusable(ControlError):
     """A secret of this installation is empty or damaged; it does not start."""
 

@@ -229,14 +229,15 @@ class BudgetState:
 
 @dataclass(frozen=True, slots=True)
 class TenantInfo:
-    """`budget` None: the tenant has none."""
+    """`budget` None: the tenant has none. `suspended_at` None: its keys are valid."""
 
     id: str
     display_name: str | None
     weight: float
     limits: Limits
     created_at: datetime
-    budget: BudgetState | None = None
+    suspended_at: datetime | None
+    budget: BudgetState | None
 
 
 KeyState = Literal["valid", "expired", "revoked"]

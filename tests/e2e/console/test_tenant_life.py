@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import datetime
+import json
 from collections.abc import Iterator
 from datetime import UTC, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from playwright.sync_api import Browser, expect
@@ -19,7 +21,8 @@ from loraplex.control.db.tables import Usage
 from support.console.axe import check_axe, need_axe
 from support.console.browser import PATIENCE_MS, Screen
 from support.control.usage import ended
-from support.http.admin_plane import ADMIN_TOKEN
+from support.engine.fake_engine import Reply
+from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
 from support.http.whole_server import WholeServer, bearer, whole_server
 
 pytestmark = pytest.mark.slow
@@ -82,6 +85,46 @@ def test_a_tenant_is_made_gets_a_key_and_is_deleted(server: WholeServer, admin: 
     assert server.http.get(f"{server.data_url}/v1/models", headers=bearer(secret)).status_code == 401
     admin["nav-tenants"].click()
     expect(heading).to_have_text("Tenant acme")
+
+
+def test_a_suspended_tenant_is_refused_until_it_is_resumed(server: WholeServer, admin: Screen) -> None:
+    """What runs goes on to its end."""
+    server.plane.make_tenant("paused")
+    secret = server.plane.make_key("paused", "inference")
+    asked: dict[str, Any] = {"model": SERVED_NAME, "prompt": "hello", "stream": True}
+
+    def ask() -> httpx.Response:
+        return server.http.post(f"{server.data_url}/v1/completions", headers=bearer(secret), json=asked)
+
+    admin.go("tenants/paused")
+    server.plane.engine.script(Reply(text="whole", hold=True, hold_after=2))
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream(
+            "POST", f"{server.data_url}/v1/completions", headers=bearer(secret), json=asked
+        ) as running,
+    ):
+        assert running.status_code == 200
+        admin["tenant-suspend"].click()
+        admin["tenant-suspend-yes"].click()
+        expect(admin["suspended"]).to_contain_text("tenant_suspended")
+        refused = ask()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "tenant_suspended")
+
+        async def release() -> None:
+            server.plane.engine.release()
+
+        server.call(release)
+        told = "".join(running.iter_text())
+    texts = [json.loads(line[6:])["choices"] for line in told.splitlines() if line.startswith("data: {")]
+    assert "".join(choice["text"] for choices in texts for choice in choices) == "whole"
+    admin.go("all-tenants")
+    expect(admin["tenant-row"].filter(has_text="paused")).to_contain_text("suspended")
+    admin.go("tenants/paused")
+    admin["tenant-resume"].click()
+    expect(admin["tenant-suspend"]).to_be_visible()
+    assert ask().status_code == 200
+    server.plane.services.tenants.delete("paused")
 
 
 def test_a_keys_rights_are_set_and_changed(server: WholeServer, admin: Screen) -> None:

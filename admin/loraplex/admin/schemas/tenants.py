@@ -22,15 +22,17 @@ class TenantCreate(RequestBody):
 
 
 class TenantChange(RequestBody):
-    """Only the given fields change. In `limits` too only the given ones do, and null removes a limit."""
+    """Only the given fields change. In `limits` too only the given ones do, and null removes a limit. While a tenant is
+    `suspended`, its keys are refused; requests that run go on to their end."""
 
     display_name: Label | None = None
     weight: Weight | None = None
     limits: Limits | None = None
+    suspended: bool | None = None
 
 
 class Tenant(ResponseBody):
-    """`budget` is null where `limits` has none."""
+    """`budget` is null where `limits` has none, `suspended_at` where the tenant is not suspended."""
 
     id: str
     display_name: str | None
@@ -38,6 +40,7 @@ class Tenant(ResponseBody):
     limits: Limits
     budget: BudgetState | None
     created_at: Timestamp
+    suspended_at: Timestamp | None
 
 
 class TenantPage(ResponseBody):

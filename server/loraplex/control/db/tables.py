@@ -66,6 +66,8 @@ class Tenant(Base):
     weight: Mapped[float] = mapped_column(Double)
     limits: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    suspended_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    """Since then its keys are refused; null: they are not."""
 
 
 class ApiKey(Base):

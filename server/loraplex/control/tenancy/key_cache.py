@@ -13,7 +13,7 @@ from loraplex.control.db.clock import DatabaseNow
 from loraplex.control.db.database import Database
 from loraplex.control.db.read_through import DEFAULT_STALENESS_S, ReadThrough
 from loraplex.control.db.tables import ApiKey, Tenant
-from loraplex.control.errors import InvalidKey, SecretUnusable
+from loraplex.control.errors import InvalidKey, SecretUnusable, TenantSuspended
 from loraplex.control.tenancy.keys import key_subject
 from loraplex.control.tenancy.secrets import hash_secret, key_id_of, same
 from loraplex.control.tenancy.tenants import tenant_subject
@@ -25,12 +25,13 @@ _NO_HASH = "0" * 64
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The principal of a secret, and until when by our monotonic clock."""
+    """The principal of a secret, until when by our monotonic clock, and whether its tenant is suspended."""
 
     key_id: str
     tenant_id: str
     principal: Principal
     ends_at: float | None
+    is_suspended: bool
 
 
 class KeyCache:
@@ -69,8 +70,8 @@ class KeyCache:
         )
 
     async def authenticate(self, secret: str) -> Principal:
-        """Raises InvalidKey, in the same words for every reason; DatabaseUnavailable and DatabaseBusy for a key that
-        is not remembered while the database does not answer."""
+        """Raises InvalidKey, in the same words for every reason; TenantSuspended for a valid key; DatabaseUnavailable
+        and DatabaseBusy for a key that is not remembered while the database does not answer."""
         try:
             hashed = hash_secret(self._pepper, secret)
         except UnicodeEncodeError:
@@ -82,6 +83,8 @@ class KeyCache:
         known = None if key_id is None else await self._known.get(hashed, self._look_up, key_id, hashed)
         if known is None or (known.ends_at is not None and known.ends_at <= self._clock()):
             raise _invalid_key()
+        if known.is_suspended:
+            raise TenantSuspended
         self._on_use(known.key_id)
         return known.principal
 
@@ -101,7 +104,8 @@ class KeyCache:
         if key.revoked_at is not None or (left_s is not None and left_s <= 0):
             return None
         principal = principal_of(key, tenant)
-        return _Known(key.id, key.tenant_id, principal, None if left_s is None else asked_at + left_s)
+        ends_at = None if left_s is None else asked_at + left_s
+        return _Known(key.id, key.tenant_id, principal, ends_at, tenant.suspended_at is not None)
 
 
 class KeysById:
@@ -112,7 +116,7 @@ class KeysById:
         self._database = database
 
     async def authenticate(self, secret: str) -> Principal:
-        """Raises InvalidKey where the key has ended; DatabaseUnavailable, DatabaseBusy."""
+        """Raises InvalidKey where the key has ended; TenantSuspended, DatabaseUnavailable, DatabaseBusy."""
         return await self._database.look_up(self._look_up, secret)
 
     def _look_up(self, key_id: str) -> Principal:
@@ -124,6 +128,8 @@ class KeysById:
         key, tenant, now = found
         if key.expires_at is not None and key.expires_at <= now:
             raise _invalid_key()
+        if tenant.suspended_at is not None:
+            raise TenantSuspended
         return principal_of(key, tenant)
 
 

@@ -125,7 +125,7 @@ class Tenants:
         reservable: int | None = None,
         by: Actor = LOCAL,
     ) -> TenantInfo:
-        """Set `display_name`, `weight` or `limits`; a given `limits` replaces only the limits that it names.
+        """Set `display_name`, `weight`, `limits` or `suspended`; a given `limits` replaces only those that it names.
         `reservable` are the bytes that the reservations of all tenants may have together; None is not known."""
         with self._database.write() as session:
             row = require_tenant(session, tenant_id)
@@ -137,6 +137,10 @@ class Tenants:
             if "limits" in changes:
                 row.limits = rules.limits_as_dict(rules.change_limits(row.limits, changes["limits"]))
                 _check_reservation(session, row, changes["limits"], reservable)
+            if changes.get("suspended") is not None:
+                since = row.suspended_at or database_now(session)
+                row.suspended_at = since if changes["suspended"] else None
+                note_change(session, tenant_subject(tenant_id))
             session.flush()
             target = tenant_target(tenant_id)
             record(
@@ -208,7 +212,7 @@ def tenant_target(tenant_id: str) -> str:
 
 
 def tenant_subject(tenant_id: str) -> str:
-    """The name that `note_change` has for the end of a tenant."""
+    """The name that `note_change` has for the end of a tenant, or of what its keys may do."""
     return f"tenant:{tenant_id}"
 
 
@@ -216,7 +220,15 @@ def tenant_infos(session: Session, rows: Sequence[Tenant]) -> list[TenantInfo]:
     limits = {row.id: rules.read_limits(row.limits) for row in rows}
     budgets = budget_states(session, "tenant", limits)
     return [
-        TenantInfo(row.id, row.display_name, row.weight, limits[row.id], row.created_at, budgets.get(row.id))
+        TenantInfo(
+            row.id,
+            row.display_name,
+            row.weight,
+            limits[row.id],
+            row.created_at,
+            row.suspended_at,
+            budgets.get(row.id),
+        )
         for row in rows
     ]
 
@@ -240,7 +252,12 @@ def _check_reservation(
 
 def _shown(row: Tenant) -> dict[str, Any]:
     """The tenant as the audit log shows it."""
-    return {"display_name": FreeText(row.display_name), "weight": row.weight, "limits": row.limits}
+    return {
+        "display_name": FreeText(row.display_name),
+        "weight": row.weight,
+        "limits": row.limits,
+        "suspended": row.suspended_at is not None,
+    }
 
 
 def _digests_of(session: Session, tenant_id: str) -> dict[str, int]:

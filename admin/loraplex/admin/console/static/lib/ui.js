@@ -133,6 +133,7 @@ export function ErrorBox({ error, retry }) {
 /** @param {any} error */
 function titleOf(error) {
   if (error.code === "offline") return "The server is away.";
+  if (error.code === "tenant_suspended") return "This key's tenant is suspended.";
   if (error.code === "insufficient_scope") return "This key may not see or do this.";
   if (error.code === "database_unavailable") return "The database is away.";
   if (error.code === "engine_restarting") return "The engine is starting.";

@@ -29,6 +29,8 @@ export default function AllTenants() {
 
 const COLUMNS = [
   { title: "Tenant", cell: (/** @type {any} */ row) => html`<a href=${"#/" + path`tenants/${row.id}`}>${row.id}</a>` },
+  { title: "State", cell: (/** @type {any} */ row) => html`<${ui.Badge} kind=${row.suspended_at ? "bad" : "good"}>${
+    row.suspended_at ? "suspended" : "active"}<//>` },
   { title: "Name", cell: (/** @type {any} */ row) => html`<span>${row.display_name ?? "–"}</span>` },
   { title: "Weight", number: true, cell: (/** @type {any} */ row) => ui.figure(row.weight) },
   { title: "Limits", cell: (/** @type {any} */ row) => html`<${LimitLines} of=${row} />` },

@@ -6,6 +6,7 @@ import { usePoll } from "../lib/poll.js";
 import { caller, isOperator, mayCall } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
 import { Keys } from "./keys.js";
+import { Suspend, Suspended } from "./suspension.js";
 import { TenantEditor } from "./tenant_editor.js";
 import { Removal } from "./tenant_removal.js";
 import { Usage } from "./usage.js";
@@ -23,7 +24,9 @@ export default function Tenant({ tenant: id }) {
       ? html`<${ui.ErrorBox} error=${poll.error} /><p>Choose another tenant above.</p>`
       : html`<${Limits} poll=${poll} />
           <${Usage} id=${id} />
-          ${isOperator.value ? html`<${Keys} id=${id} /><${Removal} id=${id} />` : html`<${OwnKey} />`}`}
+          ${isOperator.value ? html`<${Keys} id=${id} />
+              ${poll.data && !poll.data.tenant.suspended_at && html`<${Suspend} tenant=${poll.data.tenant} onSaved=${poll.reload} />`}
+              <${Removal} id=${id} />` : html`<${OwnKey} />`}`}
   <//>`;
 }
 
@@ -53,6 +56,7 @@ async function readLimits(id, signal) {
 function Limits({ poll }) {
   return html`<${ui.Section} title="Limits">
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ { tenant: found, used }) => html`
+      ${isOperator.value && found.suspended_at && html`<${Suspended} tenant=${found} onSaved=${poll.reload} />`}
       <${ui.Tiles}>
         <${ui.Tile} name="Name" value=${found.display_name ?? found.id} testid="tenant-name" />
         <${ui.Tile} name="Weight" value=${ui.num(found.weight)} note="of the engine while others wait" />
