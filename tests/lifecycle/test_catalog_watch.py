@@ -9,9 +9,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import structlog
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.control.types import VersionInfo
+from loraplex.engine.kv.prefix_keys import MAX_OWNERS
+from loraplex.engine.types import Namespace
 from loraplex.lifecycle.catalog_watch import ERASE_S, INTERVAL_S, CatalogWatch
 from loraplex.serving.errors import ServingError
 from support.control.plane import use_database
@@ -60,6 +63,7 @@ async def other(planes: tuple[AdminPlane, AdminPlane], clock: Clock) -> AsyncIte
     plane = planes[1]
     watch = CatalogWatch(plane.database, plane.services.catalog, plane.services.tenants, clock=clock)
     task = asyncio.create_task(watch.run(plane.engine, interval_s=0.005))
+    await until(lambda: plane.engine.owners_asked == [None])
     yield plane.engine
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
@@ -132,6 +136,74 @@ async def test_prefixes_of_deleted_owners_are_erased_where_an_engine_was_away(
     other.owners = {("leaves", None), ("acme", None), ("acme", kept), ("acme", "f" * 64)}
     clock.seconds += ERASE_S
     await until(lambda: other.owners == {("acme", None), ("acme", kept)})
+
+
+async def test_owners_are_looked_up_in_parts_that_an_answer_holds(
+    planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient, clock: Clock
+) -> None:
+    planes[0].make_tenant("zoe")
+    assert (await http.delete("/tenants/zoe")).status_code == 200
+    many = {(f"{number:05}".ljust(64, "x"), None) for number in range(2 * MAX_OWNERS)}
+    other.owners = {*many, ("zoe", None)}
+    for part in range(2, 5):
+        assert ("zoe", None) in other.owners
+        clock.seconds += ERASE_S
+        await until(lambda part=part: len(other.owners_asked) == part)
+    await until(lambda: other.owners == many)
+    clock.seconds += ERASE_S
+    await until(lambda: len(other.owners_asked) == 5)
+    assert other.owners_asked[1:] == [None, sorted(many)[MAX_OWNERS - 1], max(many), None]
+
+
+async def test_what_cannot_be_erased_keeps_no_pin_waiting_and_is_tried_once_a_minute(
+    http: httpx.AsyncClient, other: FakeEngineClient, clock: Clock
+) -> None:
+    asked = 0
+
+    async def refuse(after: Namespace | None) -> set[Namespace]:
+        nonlocal asked
+        asked += 1
+        raise ServingError("no answer")
+
+    other.prefix_owners = refuse  # type: ignore[method-assign]
+    with structlog.testing.capture_logs() as lines:
+        clock.seconds += ERASE_S
+        await until(lambda: asked == 1)
+        assert (await http.put(f"{VERSION}/pin")).status_code == 200
+        await until(lambda: bool(other.pins))
+        assert asked == 1
+        clock.seconds += ERASE_S
+        await until(lambda: asked == 2)
+    told = [line for line in lines if line["event"] == "prefixes_not_erased"]
+    assert [line["log_level"] for line in told] == ["warning"] * asked
+    assert all("deleted owners may stay" in line["reason"] and "no answer" in line["reason"] for line in told)
+
+
+async def test_a_version_that_is_uploaded_again_meanwhile_is_not_dropped(
+    planes: tuple[AdminPlane, AdminPlane], http: httpx.AsyncClient, other: FakeEngineClient, clock: Clock
+) -> None:
+    seeds = {seed: f"adapter-{seed}" for seed in (11, 12)}
+    digests = {}
+    for seed, name in seeds.items():
+        planes[0].make_adapter(name, seed=seed)
+        digests[planes[0].services.catalog.get_version("acme", name, "v1").digest] = seed
+        assert (await http.delete(f"/tenants/acme/adapters/{name}")).status_code == 204
+    dropped: list[str] = []
+
+    async def upload_the_other(digest: str) -> None:
+        if not dropped:
+            (seed,) = {*digests.values()} - {digests[digest]}
+            planes[0].make_adapter("again", seed=seed)
+        dropped.append(digest)
+        other.owners = {owner for owner in other.owners if owner[1] != digest}
+
+    other.owners = {("acme", digest) for digest in digests}
+    other.drop = upload_the_other  # type: ignore[method-assign]
+    for number in (2, 3, 4):  # the round before has ended then
+        clock.seconds += ERASE_S
+        await until(lambda number=number: len(other.owners_asked) == number)
+    assert len(dropped) == 1
+    assert planes[0].services.catalog.get_version("acme", "again", "v1").digest not in dropped
 
 
 async def test_a_refused_pin_is_tried_again_later(

@@ -13,6 +13,7 @@ from loraplex.engine.config import EngineConfig
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
+from loraplex.engine.kv.prefix_keys import MAX_OWNERS, next_owners
 from loraplex.serving.errors import EngineUnavailable, ServingError
 from support.cluster.inprocess import InProcessEngineClient
 from support.engine.fake_core import build_fake_engine
@@ -42,6 +43,7 @@ def test_every_answer_is_an_event() -> None:
         {"type": "SetElsewhere", "digests": "abc"},
         {"type": "ExchangeService", "call": 1, "elsewhere": {"acme": "much"}},
         {"type": "GetStats", "call": None},
+        {"type": "GetPrefixOwners", "call": 1, "after": "acme"},
         {"type": "Done", "call": 1},
     ],
     ids=str,
@@ -49,6 +51,16 @@ def test_every_answer_is_an_event() -> None:
 def test_a_command_with_bad_arguments_is_refused(message: dict[str, Any]) -> None:
     with pytest.raises(framing.ProtocolError, match=r"^not a command: "):
         wire.decode_command(msgspec.msgpack.encode(message))
+
+
+def test_a_part_of_the_owners_of_prefixes_fits_a_frame_many_times() -> None:
+    owners = {(f"{number:06}".ljust(64, "x"), "f" * 64) for number in range(2 * MAX_OWNERS)}
+    part = next_owners(owners)
+    assert len(part) == MAX_OWNERS
+    frame = framing.encode_frame(wire.PrefixOwners(1, tuple(part)))
+    assert len(frame) < framing.MAX_FRAME_BYTES / 10
+    rest = next_owners(owners, part[-1])
+    assert (owners, next_owners(owners, rest[-1])) == ({*part, *rest}, [])
 
 
 class Double(wire.Call[wire.Stats], frozen=True):

@@ -24,6 +24,7 @@ from typing import Any
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.kv.prefix_keys import next_owners
 from loraplex.engine.logprobs import Logprobs, Scores
 from loraplex.engine.reports import EngineInfo, EngineStats, MemoryUse
 from loraplex.engine.tenant_terms import TenantTerms
@@ -205,6 +206,7 @@ class FakeEngineClient(FakeClusterView):
         self.drops: list[str] = []
         self.forgotten_tenants: list[str] = []
         self.owners: set[Namespace] = set()
+        self.owners_asked: list[Namespace | None] = []
         self.prefetches: list[str] = []
         self.warmed: list[AdapterRef] = []
         self.warming = False
@@ -361,8 +363,9 @@ class FakeEngineClient(FakeClusterView):
         self.forgotten_tenants.append(tenant_id)
         self.owners = {owner for owner in self.owners if owner[0] != tenant_id}
 
-    async def prefix_owners(self) -> set[Namespace]:
-        return set(self.owners)
+    async def prefix_owners(self, after: Namespace | None) -> set[Namespace]:
+        self.owners_asked.append(after)
+        return {*next_owners(self.owners, after)}
 
     async def measure_sites(self, ref: AdapterRef) -> SiteOutputs:
         if not self.healthy:

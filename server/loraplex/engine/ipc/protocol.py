@@ -14,6 +14,7 @@ import msgspec
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.ipc.framing import UNDECODABLE, ProtocolError
+from loraplex.engine.kv.prefix_keys import next_owners
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import AdapterState, EngineRequest, MeasureRequest, Namespace, TokenEvent
@@ -47,7 +48,8 @@ class ExpertRows(CallAnswer, frozen=True, tag=True):
 
 
 class PrefixOwners(CallAnswer, frozen=True, tag=True):
-    """Whose prefixes are kept behind the KV cache: tenants and digests (None: the base)."""
+    """A part of those whose prefixes are kept behind the KV cache, by `next_owners`: tenants and digests (None: the
+    base)."""
 
     owners: tuple[Namespace, ...]
 
@@ -228,10 +230,13 @@ class GetCache(Call[Cache], frozen=True, tag=True):
 
 
 class GetPrefixOwners(Call[PrefixOwners], frozen=True, tag=True):
-    """Sent every minute or so, since an engine that was away has missed what was erased meanwhile."""
+    """Sent every minute or so, since an engine that was away has missed what was erased meanwhile. `after`: the last
+    owner of the part before."""
+
+    after: Namespace | None = None
 
     def run(self, core: EngineCore) -> PrefixOwners:
-        return PrefixOwners(self.call, tuple(core.prefix_owners()))
+        return PrefixOwners(self.call, tuple(next_owners(core.prefix_owners(), self.after)))
 
 
 class GetExpertRows(Call[ExpertRows], frozen=True, tag=True):

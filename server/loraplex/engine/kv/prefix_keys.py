@@ -15,17 +15,32 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as Row
+from heapq import nsmallest
 
 from loraplex.engine.pooling import OF_EVERY_TOKEN
 from loraplex.engine.types import BlockKey, EngineRequest, Namespace, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
+
+MAX_OWNERS = 10_000
+"""Owners of prefixes in one answer: some 2 MiB, far below the limit of a frame."""
 
 
 def namespace(request: EngineRequest) -> Namespace:
     """The key of requests that may share KV with this one: the same tenant, on the same adapter version (None: on
     base)."""
     return request.tenant_id, None if request.adapter is None else request.adapter.digest
+
+
+def next_owners(owners: Iterable[Namespace], after: Namespace | None = None) -> list[Namespace]:
+    """The first of these owners, `MAX_OWNERS` at most, in one order for all engines; of those behind `after`."""
+    least = None if after is None else _place(after)
+    return nsmallest(MAX_OWNERS, (one for one in owners if least is None or _place(one) > least), key=_place)
+
+
+def _place(owner: Namespace) -> tuple[str, str]:
+    return owner[0], owner[1] or ""
 
 
 def root_link(space: Namespace) -> bytes:

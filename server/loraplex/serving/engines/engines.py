@@ -355,8 +355,8 @@ class Engines:
         """The rows that went to each expert, by layer, since the engines began; empty of a model without routers."""
         return merge_expert_rows(await self._ask_all(lambda replica: replica.session.expert_rows()))
 
-    async def prefix_owners(self) -> set[Namespace]:
-        return set().union(*(await self._ask_all(lambda each: each.session.prefix_owners())).values())
+    async def prefix_owners(self, after: Namespace | None) -> set[Namespace]:
+        return set().union(*(await self._ask_all(lambda each: each.session.prefix_owners(after))).values())
 
     async def pin(self, ref: AdapterRef) -> None:
         """Keep this version on a device; it comes back after a restart. Raises ServingError where the engines refuse.

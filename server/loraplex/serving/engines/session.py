@@ -354,8 +354,8 @@ class EngineSession(ABC):
     async def expert_rows(self) -> dict[int, tuple[int, ...]]:
         return (await self.call(wire.GetExpertRows)).rows
 
-    async def prefix_owners(self) -> set[Namespace]:
-        return {*(await self.call(wire.GetPrefixOwners)).owners}
+    async def prefix_owners(self, after: Namespace | None) -> set[Namespace]:
+        return {*(await self.call(wire.GetPrefixOwners, after)).owners}
 
     async def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
         """Have the engine count what others served these tenants; returns what it served since the last time. In units
