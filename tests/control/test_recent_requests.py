@@ -24,7 +24,7 @@ def failed(number: int, tenant: str = "acme", status: int = 500) -> EndedRequest
 
 
 def labels(recent: RecentRequests, **wanted: Any) -> list[str]:
-    return [found.label for _, found in recent.find(**wanted)]
+    return [found.label for found in recent.find(**wanted)]
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,36 @@ def test_many_tenants_have_equal_parts() -> None:
     assert [len(labels(recent, tenant=f"t{one}")) for one in range(8)] == [KEPT // 8] * 8
 
 
+def test_a_tenant_more_than_there_are_places_is_kept() -> None:
+    """It takes the place of the oldest request of all."""
+    recent = RecentRequests()
+    for number in range(KEPT):
+        recent.note(failed(number, f"t{number}"))
+    recent.note(failed(KEPT, "late"))
+    assert labels(recent, tenant="late") == [f"req-{KEPT}"]
+    assert labels(recent, tenant="t0") == []
+    assert len(labels(recent)) == KEPT
+
+
+def test_a_deleted_tenant_is_forgotten_and_leaves_its_room() -> None:
+    recent = RecentRequests()
+    for number in range(KEPT):
+        recent.note(failed(number, "gone" if number % 2 else "acme"))
+    recent.note(request(KEPT, tenant_id="gone"))
+    recent.forget("gone")
+    recent.forget("nobody")
+    assert labels(recent, tenant="gone") == []
+    assert len(labels(recent)) == KEPT // 2
+    for number in range(KEPT, 2 * KEPT):
+        recent.note(failed(number, "acme"))
+    assert len(labels(recent)) == KEPT
+
+
 def test_the_slowest_of_each_minute_stay() -> None:
     recent = RecentRequests()
     for number in range(200):
         recent.note(request(number, first_token_s=number % 100 / 100))
-    assert sorted(found.first_token_s or 0 for _, found in recent.find(kind="slow")) == sorted(
+    assert sorted(found.first_token_s or 0 for found in recent.find(kind="slow")) == sorted(
         [0.99, 0.98, 0.97, 0.96] * 2
     )
     recent.note(request(300, first_token_s=0.01, tenant_id="quick"))
@@ -121,8 +146,8 @@ def test_filters() -> None:
     for asked in ("req-1", f"{1:032x}", f"chatcmpl-{1:032x}"):
         assert labels(recent, request_id=asked) == ["req-1"]
     assert labels(recent, request_id="req") == []
-    number = recent.find()[1][0]
-    assert labels(recent, before=number) == ["req-2", "req-1"]
+    place = recent.find()[1].place
+    assert labels(recent, before=place) == ["req-2", "req-1"]
 
 
 def test_memory_is_bounded() -> None:

@@ -58,6 +58,11 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
     """OpenTelemetry's, where the request is recorded."""
 
     @property
+    def place(self) -> tuple[int, str]:
+        """Its place in the order of the list: microseconds since 1970, and its id."""
+        return round(self.at * 1e6), self.id
+
+    @property
     def kind(self) -> Kind:
         """`failed`: by the server. `refused`: by what its caller sent, may do, or has left, or given up by the
         caller."""
@@ -68,26 +73,32 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
 
 class _SharedRing:
     """The newest requests. Where it is full, a tenant with more than an equal part replaces its own oldest, and another
-    one that of the tenant with the most."""
+    one that of the tenant with the most; of several such, of the one without a new one for longest."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._num_kept = 0
-        self._by_tenant: dict[str, deque[tuple[int, EndedRequest]]] = {}
+        self._by_tenant: dict[str, deque[EndedRequest]] = {}  # those with the newest last
 
-    def __iter__(self) -> Iterator[tuple[int, EndedRequest]]:
+    def __iter__(self) -> Iterator[EndedRequest]:
         for kept in self._by_tenant.values():
             yield from kept
 
-    def append(self, number: int, request: EndedRequest) -> None:
-        own = self._by_tenant.setdefault(request.tenant_id, deque())
-        own.append((number, request))
+    def forget(self, tenant: str) -> None:
+        """Drop a tenant's requests."""
+        self._num_kept -= len(self._by_tenant.pop(tenant, ()))
+
+    def append(self, request: EndedRequest) -> None:
+        own = self._by_tenant.pop(request.tenant_id, None) or deque()
+        own.append(request)
+        self._by_tenant[request.tenant_id] = own
         if self._num_kept < self._capacity:
             self._num_kept += 1
             return
         most = request.tenant_id
-        if len(own) * len(self._by_tenant) <= self._capacity:
-            most = max(self._by_tenant, key=lambda tenant: len(self._by_tenant[tenant]))
+        if len(own) == 1 or len(own) * len(self._by_tenant) <= self._capacity:
+            longest = max(map(len, self._by_tenant.values()))
+            most = next(tenant for tenant, kept in self._by_tenant.items() if len(kept) == longest)
         self._by_tenant[most].popleft()
         if not self._by_tenant[most]:
             del self._by_tenant[most]
@@ -99,23 +110,28 @@ class RecentRequests:
 
     def __init__(self) -> None:
         self._rings = {kind: _SharedRing(KEPT) for kind in get_args(Kind)}
-        self._num_noted = 0
         self._minute = 0
-        self._slowest: list[tuple[float, int, EndedRequest]] = []  # of this minute, a heap
+        self._slowest: list[tuple[float, tuple[int, str], EndedRequest]] = []  # of this minute, a heap
 
     def note(self, request: EndedRequest) -> None:
         """A request has ended."""
-        self._num_noted += 1
         kind = request.kind
         if kind != "slow":
-            self._rings[kind].append(self._num_noted, request)
+            self._rings[kind].append(request)
         elif request.first_token_s is not None:
-            self._note_answered(self._num_noted, request, request.first_token_s)
+            self._note_answered(request, request.first_token_s)
 
-    def _note_answered(self, number: int, request: EndedRequest, waited_s: float) -> None:
+    def forget(self, tenant: str) -> None:
+        """Drop the requests of a tenant that was deleted."""
+        for ring in self._rings.values():
+            ring.forget(tenant)
+        self._slowest = [entry for entry in self._slowest if entry[2].tenant_id != tenant]
+        heapq.heapify(self._slowest)
+
+    def _note_answered(self, request: EndedRequest, waited_s: float) -> None:
         if (minute := int(request.at // 60)) != self._minute:
-            for _, before, slow in sorted(self._slowest, key=lambda entry: entry[1]):
-                self._rings["slow"].append(before, slow)
+            for _, _, slow in sorted(self._slowest, key=lambda entry: entry[1]):
+                self._rings["slow"].append(slow)
             self._slowest.clear()
             self._minute = minute
         slowest, is_full = self._slowest, len(self._slowest) == SLOWEST
@@ -129,7 +145,7 @@ class RecentRequests:
             heapq.heapify(slowest)
         elif is_full:
             heapq.heappop(slowest)
-        heapq.heappush(slowest, (waited_s, number, request))
+        heapq.heappush(slowest, (waited_s, request.place, request))
 
     def find(
         self,
@@ -139,17 +155,16 @@ class RecentRequests:
         status: int | None = None,
         kind: Kind | None = None,
         request_id: str | None = None,
-        before: int | None = None,
-    ) -> list[tuple[int, EndedRequest]]:
-        """Those that fit, the newest first, each with its number, which grows with time; only with smaller numbers than
-        `before`. `adapter` is a name, or a name with a version as in `support@v3`; `request_id` is either of the two
-        ids, or an answer's."""
+        before: tuple[int, str] | None = None,
+    ) -> list[EndedRequest]:
+        """Those that fit, the newest first; only those whose place is before `before`. `adapter` is a name, or a name
+        with a version as in `support@v3`; `request_id` is either of the two ids, or an answer's."""
         name, _, version = (adapter or "").partition("@v")
         own_id = None if request_id is None else request_id.rpartition("-")[2]
 
-        def fits(number: int, request: EndedRequest) -> bool:
+        def fits(request: EndedRequest) -> bool:
             return (
-                (before is None or number < before)
+                (before is None or request.place < before)
                 and (tenant is None or request.tenant_id == tenant)
                 and (adapter is None or request.adapter == name)
                 and (not version or str(request.version) == version)
@@ -157,7 +172,7 @@ class RecentRequests:
                 and (request_id is None or request_id == request.label or own_id == request.id)
             )
 
-        found = [entry for one in get_args(Kind) if kind in (None, one) for entry in self._rings[one]]
+        found = [request for one in get_args(Kind) if kind in (None, one) for request in self._rings[one]]
         if kind in (None, "slow"):
-            found += [(number, request) for _, number, request in self._slowest]
-        return sorted((entry for entry in found if fits(*entry)), reverse=True, key=lambda entry: entry[0])
+            found += [request for _, _, request in self._slowest]
+        return sorted(filter(fits, found), reverse=True, key=lambda request: request.place)

@@ -387,6 +387,12 @@ class TenantRemoval(Removal):
     """Deleted versions."""
     num_bytes: int
     """The size of the artifacts of `digests`."""
+    num_files: int
+    """Deleted files: uploads, and what batches wrote."""
+    num_file_bytes: int
+    """The size of the deleted files."""
+    num_batches: int
+    """Deleted batches. Those that were not complete end without another file."""
     num_texts: int
     """Free texts that were erased from the audit log."""
     num_shared_artifacts: int

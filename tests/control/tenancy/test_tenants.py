@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from loraplex.control.batches.files import Files
+from loraplex.control.batches.work import BatchWork, Result
 from loraplex.control.catalog.series import AllSeries, SeriesRules
 from loraplex.control.db.tables import Usage, UsageDay
 from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import Limits
+from support.control.batches import make_batch, request_line
 from support.control.plane import ControlPlane, digests
 from support.control.usage import AT, by_id, ended, rows_of
 
@@ -164,6 +167,31 @@ def test_a_deletion_says_what_went_and_what_stays(plane: ControlPlane) -> None:
     # Two names of keys, and the tenant's. Two uploads, two keys, a revocation, a change, a series, and the deletion.
     assert (told.num_texts, told.num_audit_rows) == (3, 8)
     assert told.usage_since is None
+
+
+def test_a_deletion_counts_files_and_batches(plane: ControlPlane) -> None:
+    """Uploads and what batches wrote, by their bytes; batches that are not complete too."""
+    for tenant in ("acme", "rival"):
+        make_batch(plane.database, [request_line(0), request_line(1)], tenant)
+    worker = BatchWork(plane.database, "one")
+    while work := worker.take({}, 3):
+        worker.write(work, [Result(line.number, False, b"answer\n") for line in work.lines])
+        worker.release(work, done=True)
+    worker.settle()
+    make_batch(plane.database, [request_line(0)])
+
+    def sizes_of(tenant: str) -> list[int]:
+        listed = Files(plane.database).list(tenant, limit=100, after=None, purpose=None, newest_first=True)
+        return [file.bytes for file in listed.items]
+
+    sizes = sizes_of("acme")
+    would = plane.tenants.would_delete("acme")
+    told = plane.tenants.delete("acme")
+    assert replace(would, unpinned=told.unpinned) == told
+    assert (told.num_files, told.num_file_bytes, told.num_batches) == (3, sum(sizes), 2)
+    assert len(sizes) == 3
+    assert sizes_of("acme") == []
+    assert len(sizes_of("rival")) == 2
 
 
 def test_what_an_engine_laid_out_goes_with_the_upload(plane: ControlPlane) -> None:

@@ -89,11 +89,12 @@ async def get_erasure(_: Operator, tenant: TenantId, services: Services) -> Eras
 async def delete_tenant(
     tenant: TenantId, by: Annotated[Operator, Audited("tenant.delete")], services: Services
 ) -> TenantDeleted:
-    """Delete a tenant with its keys, adapters and texts; what runs finishes.
+    """Delete a tenant with its keys, adapters, files, batches and texts; requests that run finish.
 
     The answer says what is erased and what is kept.
     """
     removal = await services.database.run(partial(services.tenants.delete, by=by), tenant)
+    services.recent.forget(tenant)
     await evict_removed(services, removal)
     with contextlib.suppress(EngineUnavailable):  # what is away comes back without its prefixes
         await services.engine.forget_tenant(tenant)
@@ -118,6 +119,9 @@ def _erasure(removal: TenantRemoval) -> Erasure:
             series=removal.num_series,
             artifacts=len(removal.digests),
             artifact_bytes=removal.num_bytes,
+            files=removal.num_files,
+            file_bytes=removal.num_file_bytes,
+            batches=removal.num_batches,
             audit_texts=removal.num_texts,
         ),
         kept=Kept(

@@ -112,10 +112,10 @@ def _recent(services: AdminServices, query: OwnRequestQuery, tenant: str | None)
         status=query.status,
         kind=query.kind,
         request_id=query.id,
-        before=_number(query.cursor),
+        before=_place(query.cursor),
     )
     page = rules.make_page(
-        found, query.limit, lambda entry: str(entry[0]), lambda entry: _show_request(entry[1])
+        found, query.limit, lambda request: ":".join(map(str, request.place)), _show_request
     )
     return RequestPage(data=list(page.items), next_cursor=page.next_cursor)
 
@@ -147,14 +147,15 @@ def _show_request(request: EndedRequest) -> RequestRow:
     )
 
 
-def _number(cursor: str | None) -> int | None:
-    """The number of the last request of the page before. Raises InvalidCursor."""
+def _place(cursor: str | None) -> tuple[int, str] | None:
+    """The place of the last request of the page before. Raises InvalidCursor."""
     after = rules.read_cursor(cursor)
     if after is None:
         return None
-    if not (after.isascii() and after.isdigit() and len(after) <= MAX_DIGITS):
+    time, _, own_id = after.partition(":")
+    if not (after.isascii() and time.isdigit() and len(time) <= MAX_DIGITS and own_id.isalnum()):
         raise rules.InvalidCursor("The cursor is not one that this list gave.", param="cursor")
-    return int(after)
+    return int(time), own_id
 
 
 async def _sums(

@@ -50,6 +50,7 @@ class TenantPage(ResponseBody):
 
 class Erased(ResponseBody):
     """The data that is deleted with a tenant. `series` are names with rules for pushes; `artifact_bytes` are freed;
+    `files` were uploaded or written by batches, and have `file_bytes`; `batches` that were not complete end with them.
     `audit_texts` are names that people had given."""
 
     keys: int
@@ -58,6 +59,9 @@ class Erased(ResponseBody):
     series: int
     artifacts: int
     artifact_bytes: int
+    files: int
+    file_bytes: int
+    batches: int
     audit_texts: int
 
 

@@ -96,6 +96,9 @@ def delete(admin: AdminClient, out: Output, tenant: TenantArgument, yes: YesOpti
         f"erased: {erased['keys']} keys, {erased['adapters']} adapters ({erased['versions']} versions, "
         f"{size(erased['artifact_bytes'])} freed), {erased['audit_texts']} texts in the audit log"
     )
+    if erased["files"] or erased["batches"]:
+        told_files = f"{erased['files']} files ({size(erased['file_bytes'])})"
+        out.line(f"erased: {told_files} and {erased['batches']} batches, complete or not")
     if kept["usage_since"] is not None:
         out.line(f"kept: its usage since {kept['usage_since']}, to be billed")
     out.line(f"kept: {kept['audit_rows']} audit rows, without texts")

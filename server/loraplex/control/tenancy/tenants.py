@@ -13,6 +13,7 @@ from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, FreeText, record
+from loraplex.control.db.batch_tables import Batch, StoredFile
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database, note_change
 from loraplex.control.db.tables import (
@@ -166,8 +167,8 @@ class Tenants:
             )
 
     def delete(self, tenant_id: str, *, by: Actor = LOCAL) -> TenantRemoval:
-        """The tenant with its keys, adapters and versions, and its free texts in the audit log. Bytes that others have
-        too stay, and so do the audit rows; the id is not given again."""
+        """The tenant with its keys, adapters, versions, files and batches, and its free texts in the audit log.
+        Artifacts that others have too stay, and so do the audit rows; the id is not given again."""
         with self._artifacts.lock:
             with self._database.write() as session:
                 row = require_tenant(session, tenant_id)
@@ -292,11 +293,15 @@ def _count_all(session: Session, tenant_id: str, digests: Collection[str]) -> di
     names = select(func.count(AdapterVersion.name.distinct())).where(
         AdapterVersion.tenant_id == tenant_id, LIVING
     )
+    file_bytes = select(func.sum(StoredFile.bytes)).where(StoredFile.tenant_id == tenant_id)
     return {
         "num_keys": count(ApiKey, ApiKey.tenant_id == tenant_id),
         "num_series": count(Series, Series.tenant_id == tenant_id),
         "num_adapters": session.scalar(names) or 0,
         "num_versions": count(AdapterVersion, AdapterVersion.tenant_id == tenant_id, LIVING),
+        "num_files": count(StoredFile, StoredFile.tenant_id == tenant_id),
+        "num_file_bytes": session.scalar(file_bytes) or 0,
+        "num_batches": count(Batch, Batch.tenant_id == tenant_id),
         "num_shared_artifacts": len(_shared_of(session, tenant_id, digests)),
         "num_audit_rows": count(AuditRow, AuditRow.tenant_id == tenant_id) + 1,
     }

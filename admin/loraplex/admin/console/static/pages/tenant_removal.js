@@ -70,6 +70,8 @@ function Counts({ erased, kept }) {
       <li>${counted(erased.keys, "key")}: requests with them are refused at once, those that run end as usual</li>
       <li>${counted(erased.adapters, "adapter")} with ${counted(erased.versions, "version")}, ${ui.bytes(erased.artifact_bytes)} on disk</li>
       <li>the rules of ${ui.num(erased.series)} series</li>
+      <li>${counted(erased.files, "file")} of batches, ${ui.bytes(erased.file_bytes)}, inputs and results</li>
+      <li>${plural(erased.batches, "batch", "batches")}: those that are not complete end without results</li>
       <li>${counted(erased.audit_texts, "text")} in the audit log</li>
     </ul>
     <p>Kept:</p>
@@ -81,4 +83,7 @@ function Counts({ erased, kept }) {
 }
 
 /** @param {number} count @param {string} one */
-const counted = (count, one) => `${ui.num(count)} ${one}${count === 1 ? "" : "s"}`;
+const counted = (count, one) => plural(count, one, `${one}s`);
+
+/** @param {number} count @param {string} one @param {string} many */
+const plural = (count, one, many) => `${ui.num(count)} ${count === 1 ? one : many}`;
