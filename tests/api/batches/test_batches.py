@@ -6,6 +6,8 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import openai
@@ -13,10 +15,11 @@ import pytest
 from sqlalchemy import update
 
 from loraplex.adapters.pooled import Head
-from loraplex.api.batches.lines import Lines
+from loraplex.api.batches.lines import MOST_TAKES, Lines
 from loraplex.control.batches.work import BatchWork
-from loraplex.control.db.tables import ApiKey
-from loraplex.lifecycle.batches.runner import BatchRunner
+from loraplex.control.db.database import utc_now
+from loraplex.control.db.tables import ApiKey, Tenant
+from loraplex.lifecycle.batches.runner import BatchRunner, Later
 from support.engine.fake_engine import Reply
 from support.http.data_plane import BASE, DataPlane, Refused
 from support.waiting import eventually
@@ -203,6 +206,30 @@ def test_what_is_refused_for_now_is_answered_later(plane: DataPlane, running: No
     done = finished(plane, create(plane, chat("a") + chat("b") + chat("c")))
     assert set(lines(plane, done.output_file_id)) == {"a", "b", "c"}
     assert len(plane.engine.requests) == 3, "none was computed twice"
+
+
+def test_lines_of_a_suspended_tenant_wait_for_its_return(plane: DataPlane) -> None:
+    """Those that a server had taken, too, however often."""
+
+    def suspend(since: datetime | None) -> None:
+        with plane.services.database.write() as session:
+            session.execute(update(Tenant).where(Tenant.id == "acme").values(suspended_at=since))
+
+    worker, made = BatchWork(plane.services.database, "one"), create(plane, chat("a"))
+    work = worker.take({}, 3)
+    assert work is not None
+    assert work.batch_id == made.id
+    worn, (line,) = replace(work, takes=MOST_TAKES), work.lines
+    suspend(utc_now())
+    try:
+        with pytest.raises(Later):
+            plane.server.call(lambda: Lines(plane.services).answer(worn, line))
+    finally:
+        suspend(None)
+    answer = plane.server.call(lambda: Lines(plane.services).answer(worn, line))
+    worker.write(work, [answer])
+    worker.release(work, done=True)
+    assert not answer.failed
 
 
 def test_a_key_that_ended_answers_no_more_lines(plane: DataPlane, running: None) -> None:

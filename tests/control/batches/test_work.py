@@ -86,6 +86,24 @@ def test_what_is_refused_for_now_is_taken_again_later(plane: ControlPlane) -> No
     assert taken(two).takes == 2
 
 
+def test_a_suspended_tenants_parts_wait_for_its_return(plane: ControlPlane) -> None:
+    """Or for the end of their batch's time; nobody else's wait."""
+    batch_of(plane, 3)
+    batch_of(plane, 3, "rival")
+    one, _ = workers(plane)
+    plane.tenants.update("acme", {"suspended": True})
+    assert taken(one).tenant_id == "rival"
+    assert one.take({}, 3) is None
+    assert one.settle() == []
+    plane.tenants.update("acme", {"suspended": False})
+    work = taken(one)
+    assert (work.tenant_id, len(work.lines), work.takes) == ("acme", 3, 1)
+    one.release(work, done=False)
+    plane.tenants.update("acme", {"suspended": True})
+    expire(plane)
+    assert taken(one).expired
+
+
 def test_the_tenant_with_the_fewest_parts_is_next(plane: ControlPlane) -> None:
     batch_of(plane, 400)
     batch_of(plane, 10, "rival")

@@ -20,6 +20,7 @@ from loraplex.api.generation.tenant_capacity import TenantCapacity
 from loraplex.api.in_process import Exchange
 from loraplex.control.batches.lines import RequestLine, is_stream, read_line, value_of
 from loraplex.control.batches.work import Line, Result, Work
+from loraplex.control.errors import TenantSuspended
 from loraplex.control.tenancy.key_cache import KeysById
 from loraplex.http.text import printable
 from loraplex.lifecycle.batches.runner import MAX_LINES, Later
@@ -95,7 +96,8 @@ class Lines:
             await self._routes[work.endpoint](scope, exchange.receive, exchange.send)
         except Exception as error:
             failure = from_exception(error)
-            if failure.status in _RETRIED and work.takes < MOST_TAKES:
+            is_for_now = failure.status in _RETRIED and work.takes < MOST_TAKES
+            if is_for_now or isinstance(error, TenantSuspended):
                 raise Later(failure.retry_after_s or 1.0) from error
             context.outcome = failure.code
             context.count_in(self._history, failure.status, timed=False)

@@ -19,6 +19,7 @@ from loraplex.control.batches.files import kept_for, new_id
 from loraplex.control.db.batch_tables import Batch, BatchPart, BatchResult, FilePart, StoredFile
 from loraplex.control.db.clock import database_now
 from loraplex.control.db.database import Database
+from loraplex.control.db.tables import Tenant
 
 INPUT_GONE = "The input file was deleted before the batch was complete."
 
@@ -89,12 +90,15 @@ class BatchWork:
             return self._work(session, part, now)
 
     def _open(self, now: datetime) -> Select[BatchPart]:
-        """Parts that nobody holds. A lease that ends long after any could is of a clock that was wrong."""
+        """Parts that nobody holds. A lease that ends long after any could is of a clock that was wrong. Those of a
+        suspended tenant wait for its return, or for the end of their batch's time."""
         is_free = (BatchPart.until <= now) | (
             BatchPart.until > now + timedelta(seconds=10 * self.ttl_s + 600)
         )
+        may_run = Tenant.suspended_at.is_(None) | (Batch.expires_at <= now)
         joined = select(BatchPart).join(Batch, Batch.id == BatchPart.batch_id)
-        return joined.where(Batch.status == "in_progress", ~BatchPart.done, is_free)
+        joined = joined.join(Tenant, Tenant.id == Batch.tenant_id)
+        return joined.where(Batch.status == "in_progress", ~BatchPart.done, is_free, may_run)
 
     def _work(self, session: Session, part: BatchPart, now: datetime) -> Work | None:
         batch = session.get_one(Batch, part.batch_id)

@@ -37,7 +37,8 @@ export function Suspend(props) {
     <button type="button" data-testid="tenant-suspend" onClick=${() => dialog.current?.showModal()}>Suspend…</button>
     <dialog ref=${dialog} aria-labelledby=${title}>
       <h2 id=${title}>Suspend the tenant ${props.tenant.id}?</h2>
-      <p>Requests and uploads with its keys get 403 <code>tenant_suspended</code> until you resume it. Those that run end as usual.</p>
+      <p>Requests and uploads with its keys get 403 <code>tenant_suspended</code> until you resume it. Those that run end as usual.
+        Lines of its batches wait, and go on when you resume it; those of a batch whose time ends by then do not run any more.</p>
       <div class="actions">
         <button type="button" class="danger" data-testid="tenant-suspend-yes" onClick=${() => (dialog.current?.close(), change(true))}>Suspend</button>
         <button type="button" onClick=${() => dialog.current?.close()}>Keep it running</button>
