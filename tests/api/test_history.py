@@ -95,6 +95,38 @@ def test_refusals(plane: DataPlane, counted: Callable[[], Report]) -> None:
     assert report.other_adapters.limited == 1
 
 
+def test_a_caller_who_never_was_known_is_in_the_sums(plane: DataPlane, counted: Callable[[], Report]) -> None:
+    """Where the server failed; a wrong key, and a probe that says no, are nothing."""
+    before = {found.label for found in plane.services.recent.find()}
+    plane.authenticator.broken = True
+    assert ask(plane).status_code == 500
+    plane.authenticator.broken = False
+    assert plane.http.get(f"{plane.url}/v1/models").status_code == 401
+    report = counted()
+    assert (report.total.requests, report.total.errors, report.tenants) == (1, 1, [])
+    noted = [found for found in plane.services.recent.find() if found.label not in before]
+    assert [(found.status, found.tenant_id, found.kind) for found in noted] == [
+        (401, "", "refused"),
+        (500, "", "failed"),
+    ]
+
+
+def test_a_refused_sample_is_counted_once(plane: DataPlane, counted: Callable[[], Report]) -> None:
+    """It is answered by a request within the one that submits it."""
+    before = {found.id for found in plane.services.recent.find()}
+    plane.limiter.refuse_admission_with = [Refused("rate_limit_exceeded")]
+    asked = {
+        "base_model": BASE,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    answer = plane.http.post(f"{plane.url}/api/v1/asample", json=asked, headers={"x-api-key": "tml-lpx_acme"})
+    assert answer.status_code == 429, answer.text
+    report = counted()
+    assert (report.total.requests, report.total.limited) == (1, 1)
+    assert len([found for found in plane.services.recent.find() if found.id not in before]) == 1
+
+
 def test_a_client_that_goes_is_no_failure(plane: DataPlane, counted: Callable[[], Report]) -> None:
     plane.engine.script(Reply(text="abcdefgh", hold=True, hold_after=3))
     body = {"model": "pirate", "prompt": "x", "stream": True}

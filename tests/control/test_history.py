@@ -229,6 +229,33 @@ def test_of_many_the_largest_and_the_worst_are_exact(history: History, clocks: C
         )
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_one_tenants_versions_leave_others_their_rows(history: History, clocks: Clocks, failed: bool) -> None:
+    """A tenant that comes after hundreds of another one's, each larger, has its rows in every span."""
+    for version in range(2 * (OPEN_ADAPTERS + OPEN_FAILING)):
+        for _ in range(3):
+            history.count("loud", ("support", version + 1), failed=failed)
+    for number in range(20):
+        history.count("quiet", (f"a{number}", 1), failed=failed)
+    clocks.pass_time(60)
+    for span in ("5m", "1h"):
+        report = history.past(span).report(tenant="quiet")
+        assert not report.exact
+        assert len(report.adapters) == 20
+        assert report.total.requests == 20
+        assert len(history.past(span).report(limit=1000).adapters) == MAX_ADAPTERS
+
+
+def test_a_request_of_nobody_is_in_the_sums_alone(history: History, clocks: Clocks) -> None:
+    history.count("", None, failed=True)
+    history.count("acme", None)
+    clocks.pass_time(SLICE_S)
+    report = history.past("5m").report()
+    assert (report.total.requests, report.total.errors) == (2, 1)
+    assert rows(report) == {("acme",): 1}
+    assert (report.other_tenants.errors, report.exact) == (1, True)
+
+
 def names(slice_number: int, count: int, length: int) -> list[str]:
     """Other names in each slice."""
     return [f"{slice_number:05}-{number:05}-".ljust(length, "x") for number in range(count)]

@@ -53,6 +53,8 @@ class DataContext(RequestContext):
     appends: tuple[int, ...] = ()
     generated: RequestOutcome | None = None
     """How it ended, where the engine was asked."""
+    is_counted: bool = False
+    """Its refusal is that of a request within it, which is in the history and in the list of requests."""
 
     @property
     def tenant_id(self) -> str:
@@ -60,11 +62,11 @@ class DataContext(RequestContext):
 
     def count_in(self, history: History, status: int | None, *, timed: bool = True) -> None:
         """Count the request, which has ended. `status` is None where its client went before the answer began. Of one
-        whose adapter was never known, only a refusal by a limit and a failure count. Its times count where it is
-        `timed`."""
+        whose adapter was never known, only a refusal by a limit and a failure count; of one whose caller was never
+        known, a failure. Its times count where it is `timed`."""
         failed = (status or 0) >= 500 or self.outcome in _ERRORS
         limited = status == 429
-        if not self.tenant_id or not (self.resolved or failed or limited):
+        if not (failed or (self.tenant_id and (self.resolved or limited))):
             return
         adapter, outcome = self.adapter, self.generated
         named = (BASE, 0) if adapter is None else (adapter.name, adapter.version)

@@ -18,6 +18,7 @@ from loraplex.api.errors import ApiError, from_exception
 from loraplex.api.metrics import Metrics, adapter_label
 from loraplex.api.openai.parsing import invalid_for
 from loraplex.api.outcome import RequestOutcome
+from loraplex.control.errors import TenantSuspended
 from loraplex.control.history.history import History
 from loraplex.control.recent_requests import EndedRequest, RecentRequests
 from loraplex.control.usage.records import BASE
@@ -95,7 +96,8 @@ class DataEdge(Edge):
             self._metrics.responded(context.status)
         if context.principal is not None and context.status is not None and context.resolved:
             self._metrics.request_answered(context.tenant_id, context.adapter, context.status)
-        if self._history is not None:
+        is_counted = scope["path"] in PROBES or context.is_counted
+        if self._history is not None and not is_counted:
             context.count_in(self._history, context.status)
         if context.trace is not None:
             context.trace.end(
@@ -110,13 +112,15 @@ class DataEdge(Edge):
                 status=context.status,
                 outcome=context.outcome,
             )
-        if self._recent is not None and _is_kept(scope["path"], context):
+        if self._recent is not None and not is_counted and _is_kept(scope["path"], context):
             self._recent.note(_ended(scope["path"], context))
 
 
 def _is_kept(path: str, context: DataContext) -> bool:
-    """Whether it is a request to the data plane with a key, or with a secret that is none."""
-    return (context.principal is not None or context.status == 401) and not path.startswith(ADMIN)
+    """Whether it is a request to the data plane with a key, or with a secret that is none, or one that was refused or
+    failed before its caller was known."""
+    is_told = context.status == 401 or (context.status or 0) >= 500 or context.outcome == TenantSuspended.code
+    return (context.principal is not None or is_told) and not path.startswith(ADMIN)
 
 
 def _ended(path: str, context: DataContext) -> EndedRequest:

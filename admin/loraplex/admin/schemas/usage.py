@@ -125,8 +125,8 @@ class HistoryServer(ResponseBody):
 
 class History(ResponseBody):
     """`slices` are in order, the oldest first, and have ended. `other_tenants` and `other_adapters` are what no row has
-    of the total. `exact` is false where a slice had more tenants or adapters than it keeps, so that a row may be too
-    small."""
+    of the total. `exact` is false where a slice had more tenants or adapters, of all tenants, than it keeps, so that
+    a row may be too small; so may `slices` and `total` of one tenant or adapter, sums of the rows that were kept."""
 
     server: HistoryServer
     slice_seconds: int

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from loraplex.api.anthropic.headers import KEY_HEADER
 from loraplex.api.auth import authenticate
 from loraplex.api.codec import dumps, loads
+from loraplex.api.context import context_of
 from loraplex.api.deps import ApiServices
 from loraplex.api.documents import KEY_IN_EITHER_HEADER
 from loraplex.api.edge import DataEdge, DataErrors
@@ -120,6 +121,7 @@ class SampleEndpoint:
             sample = await self._samples.submit(_alone(plain), principal, body)
             if sample.done.is_set() and sample.status != 200:
                 sample.leave()
+                context_of(scope).is_counted = True
                 answer = Response(bytes(sample.body), sample.status or 503, dict(sample.headers))
             else:
                 number = parse_json(body).get("num_samples", 1)

@@ -84,10 +84,12 @@ class History:
         gap_s: float | None = None,
     ) -> None:
         """Count a request that has ended. `adapter` is its name and the number of its version; None where the request
-        ended before that was known. For the rest see `Figures`."""
+        ended before that was known. One without a `tenant` is in the sums alone. For the rest see `Figures`."""
         self._turn(self.clock())
         opened = self._open
-        rows = [opened.total, opened.tenants.row((tenant, "", 0), failing=failed)]
+        rows: list[array[int] | None] = [opened.total]
+        if tenant:
+            rows.append(opened.tenants.row((tenant, "", 0), failing=failed))
         if adapter is not None:
             rows.append(opened.adapters.row((tenant, *adapter), failing=failed))
         first = None if first_token_s is None else first_token_place(first_token_s)
@@ -166,7 +168,8 @@ class Report:
     adapters: Sequence[ReportRow]
     other_adapters: Figures
     exact: bool
-    """Whether no slice left a tenant or an adapter out that these figures may need."""
+    """Whether no slice left a tenant or an adapter out. Where one did, rows, and the figures of one tenant or adapter,
+    may be too small."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ that are open take less than 16 MB.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 
 import msgspec
 
@@ -21,11 +21,12 @@ Key = tuple[str, str, int]
 MAX_TENANTS = 64
 MAX_ADAPTERS = 512
 """Rows of a closed slice. A quarter of them are for those with the most errors and refusals, the rest for those with
-the most requests."""
+the most requests. Where there are more, each tenant has an equal part of them before the largest have what is left."""
 OPEN_TENANTS = 128
 OPEN_ADAPTERS = 768
 OPEN_FAILING = 128
-"""Rows of a slice that is still open: the first ones to come, and more for those whose first request failed."""
+"""Rows of a slice that is still open: the first ones to come, and more for those whose first request failed. Where it
+is full, a tenant with less than an equal part takes the place of the smallest row of the tenant with the most."""
 _MOST = 2**32 - 1
 _keys: msgspec.msgpack.Decoder[list[Key]] = msgspec.msgpack.Decoder(list[Key])
 
@@ -60,6 +61,7 @@ class OpenRows:
     def __init__(self, room: int) -> None:
         self._room = room
         self._rows: dict[Key, array[int]] = {}
+        self._of_tenant: Counter[str] = Counter()
         self._cut = False
 
     def row(self, key: Key, *, failing: bool) -> array[int] | None:
@@ -68,9 +70,27 @@ class OpenRows:
         if found is None:
             if len(self._rows) >= self._room + (OPEN_FAILING if failing else 0):
                 self._cut = True
-                return None
+                if not self._make_room(key[0]):
+                    return None
             found = self._rows[key] = zeros()
+            self._of_tenant[key[0]] += 1
         return found
+
+    def _make_room(self, tenant: str) -> bool:
+        """Drop a row of the tenant with the most, if this one has less than an equal part and is still below it with
+        one more."""
+        wanted = self._of_tenant[tenant] + 1
+        (loser, most), *_ = self._of_tenant.most_common(1)
+        if most <= wanted or wanted * len(self._of_tenant) > self._room:
+            return False
+        rows = self._rows
+        smallest = min(
+            (key for key in rows if key[0] == loser),
+            key=lambda key: (_trouble(rows[key]), rows[key][REQUESTS]),
+        )
+        del rows[smallest]
+        self._of_tenant[loser] -= 1
+        return True
 
     def take(self, others: OpenRows) -> None:
         """Add all rows of a slice within this one."""
@@ -110,15 +130,28 @@ class OpenSlice:
 
 
 def _largest(rows: Mapping[Key, array[int]], most: int) -> Mapping[Key, array[int]]:
-    """Rows with the most errors and refusals, up to a quarter of `most`, and then those with the most requests."""
+    """Rows with the most errors and refusals, up to a quarter of `most`, and then those with the most requests; of each
+    an equal part of every tenant first."""
     if len(rows) <= most:
         return rows
-
-    def trouble(key: Key) -> tuple[int, int]:
-        return rows[key][ERRORS], rows[key][LIMITED]
-
-    failing = nlargest(most // 4, (key for key in rows if any(trouble(key))), key=trouble)
+    in_trouble = [key for key, row in rows.items() if any(_trouble(row))]
+    failing = _shared(sorted(in_trouble, key=lambda key: _trouble(rows[key]), reverse=True), most // 4)
     chosen = set(failing)
-    others = (key for key in rows if key not in chosen)
-    largest = nlargest(most - len(failing), others, key=lambda key: rows[key][REQUESTS])
-    return {key: rows[key] for key in (*failing, *largest)}
+    others = [key for key in rows if key not in chosen]
+    by_requests = sorted(others, key=lambda key: rows[key][REQUESTS], reverse=True)
+    return {key: rows[key] for key in (*failing, *_shared(by_requests, most - len(failing)))}
+
+
+def _trouble(row: Sequence[int]) -> tuple[int, int]:
+    return row[ERRORS], row[LIMITED]
+
+
+def _shared(keys: Sequence[Key], most: int) -> list[Key]:
+    """The first `most` of these keys: an equal part of each tenant before more of any."""
+    part = max(1, most // max(1, len({key[0] for key in keys})))
+    taken: Counter[str] = Counter()
+    within, beyond = [], []
+    for key in keys:
+        taken[key[0]] += 1
+        (within if taken[key[0]] <= part else beyond).append(key)
+    return [*within, *beyond][:most]

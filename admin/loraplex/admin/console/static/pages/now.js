@@ -114,9 +114,9 @@ function Figures({ server, slice_seconds: length, slices, total, tenants, other_
   return html`
     <p class="note" data-testid="now-server">Requests that ended at the server${node}, which has counted since <${ui.Time} at=${server.since} />.
       ${several && " This page was answered by more than one server, or by one that was started anew: each counts its own requests."}
-      ${!exact && " More tenants or adapters were asked than are kept: a row may be too small, the sums are not."}</p>
+      ${!exact && " More tenants or adapters were asked than are kept: a row may be too small, and so may all figures of one tenant or adapter."}</p>
     ${total.requests === 0
-      ? html`<${ui.Empty}>No request ended in this time.<//>`
+      ? html`<${ui.Empty}>${exact ? "No request ended in this time." : "Of this time no request of it was kept; some may have ended."}<//>`
       : html`<${ui.Section} title="Adapters">
           <${Rows} caption="Adapters" testid="now-adapter-row" rows=${adapters} others=${other_adapters} title="Adapter" />
         <//>
