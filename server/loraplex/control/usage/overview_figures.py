@@ -7,7 +7,7 @@ from datetime import datetime
 from statistics import median_low
 from typing import Any
 
-from sqlalchemy import BigInteger, Select, case, cast, func, literal, select, tuple_
+from sqlalchemy import BigInteger, ColumnElement, Select, case, cast, func, literal, select, tuple_
 from sqlalchemy.orm import Session
 
 from loraplex.control.db.tables import Usage, UtcDateTime
@@ -19,8 +19,7 @@ Key = tuple[str, str]
 
 def sums(tenant: str | None, since: datetime) -> Select[*tuple[Any, ...]]:
     """Sums of the requests of each name since then."""
-    # Grouped by a column, SQLite reads the whole ledger in the order of the index by tenant, a page for each row.
-    owner = Usage.tenant_id.concat("")
+    owner = _owner()
     query = select(
         owner.label("tenant_id"),
         Usage.adapter.label("name"),
@@ -37,14 +36,15 @@ def sums(tenant: str | None, since: datetime) -> Select[*tuple[Any, ...]]:
 def all_medians(session: Session, tenant: str | None, since: datetime) -> dict[Key, float]:
     """The median time to the first token of each name. Of an even number of requests it is the lower one of the two in
     the middle."""
+    owner = _owner()
     ranked = select(
-        Usage.tenant_id,
+        owner.label("tenant_id"),
         Usage.adapter,
         Usage.first_token_s,
         func.row_number()
-        .over(partition_by=(Usage.tenant_id, Usage.adapter), order_by=Usage.first_token_s)
+        .over(partition_by=(owner, Usage.adapter), order_by=Usage.first_token_s)
         .label("place"),
-        func.count().over(partition_by=(Usage.tenant_id, Usage.adapter)).label("count"),
+        func.count().over(partition_by=(owner, Usage.adapter)).label("count"),
     ).where(Usage.at >= literal(since, UtcDateTime()), Usage.first_token_s.is_not(None))
     if tenant is not None:
         ranked = ranked.where(Usage.tenant_id == tenant)
@@ -52,6 +52,12 @@ def all_medians(session: Session, tenant: str | None, since: datetime) -> dict[K
     middle = rows.c.place * 2 - rows.c.count
     query = select(rows.c.tenant_id, rows.c.adapter, rows.c.first_token_s).where(middle >= 0, middle <= 1)
     return {(tenant, name): value for tenant, name, value in session.execute(query)}
+
+
+def _owner() -> ColumnElement[str]:
+    """The tenant of a row. By the column itself SQLite reads the whole ledger in the order of the index by tenant, a
+    page for each row."""
+    return Usage.tenant_id.concat("")
 
 
 def medians_of(session: Session, names: set[Key], since: datetime) -> dict[Key, float]:
