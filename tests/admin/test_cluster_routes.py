@@ -103,6 +103,8 @@ async def test_a_drained_engine(plane: AdminPlane, admin: httpx.AsyncClient) -> 
     assert (undone.status_code, undone.json()["state"]) == (200, "ready")
     again = await admin.delete("/cluster/replicas/replica-2/drain")  # nothing is left to undo
     assert (again.status_code, again.json()["state"]) == (200, "ready")
+    audited = (await admin.get("/audit?action=replica.undrain")).json()["data"]
+    assert len(audited) == 1, "what changes nothing is not recorded"
 
 
 @pytest.mark.parametrize("name", ["replica-1", "replica-2"])

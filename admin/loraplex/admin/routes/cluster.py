@@ -62,7 +62,9 @@ async def undo_drain(
     services: Services,
 ) -> ReplicaRow:
     """Give a drained engine requests again."""
-    _found(services.engine, replica)
+    found = _found(services.engine, replica)
+    if found.state == "ready":  # nothing is to be undone
+        return _replica(found)
     target = f"cluster/replicas/{replica}/drain"
     note = partial(services.audit.note_change, by, "replica.undrain", target, after={"draining": False})
     await services.database.run(note)
