@@ -163,6 +163,29 @@ def test_a_keys_rights_are_set_and_changed(server: WholeServer, admin: Screen) -
     assert (changed["models"], changed["expires_at"], changed["name"]) == (None, made["expires_at"], "narrow")
 
 
+def test_what_another_operator_took_from_a_key_stays_away(server: WholeServer, admin: Screen) -> None:
+    """A form that was open meanwhile adds and takes what was touched in it; one that was not touched sends nothing."""
+    keys = server.plane.services.keys
+    made, _ = keys.create(
+        "acme", name="shared", scopes=["inference", "adapters:write"], models=["billing", "support"]
+    )
+    row = admin["key-row"].filter(has_text="shared")
+    row.get_by_test_id("key-change").click()
+    keys.update("acme", made.id, {"scopes": ["inference"], "models": ["support"]})
+    admin["scope-usage:read"].check()
+    admin["key-models"].fill("billing, support, legal")
+    admin["key-save"].click()
+    expect(row).to_contain_text("inference, usage:read")
+    expect(row).to_contain_text("legal, support")
+    (now,) = [one for one in of_api(server, "tenants/acme/keys")["data"] if one["id"] == made.id]
+    assert (now["scopes"], now["models"]) == (["inference", "usage:read"], ["legal", "support"])
+    audited = len(of_api(server, "audit?action=key.update")["data"])
+    row.get_by_test_id("key-change").click()
+    admin["key-save"].click()
+    expect(admin["key-create"]).to_be_visible()
+    assert len(of_api(server, "audit?action=key.update")["data"]) == audited
+
+
 def test_usage_is_saved_by_day_adapter_and_key(server: WholeServer, admin: Screen, tmp_path: Path) -> None:
     """All pages of it, as one table."""
     now = datetime.datetime.now(UTC)

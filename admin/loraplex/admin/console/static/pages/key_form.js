@@ -22,25 +22,40 @@ const fieldsOf = (row) => textsOf({
   expires_at: localTime(row?.expires_at),
 });
 
-/** What was touched: all else keeps what it has. @param {Record<string, string>} before @param {Record<string, string>} after */
-function changesOf(before, after) {
-  const models = after.models.split(/[\s,]+/).filter(Boolean);
+/** @param {string} text @returns {string[]} */
+const modelsIn = (text) => text.split(/[\s,]+/).filter(Boolean);
+
+/** A list with what the form added to its own one, and without what it took away. @param {string[]} now @param {string[]} before @param {string[]} after */
+function merged(now, before, after) {
+  const kept = now.filter((one) => after.includes(one) || !before.includes(one));
+  return [...kept, ...after.filter((one) => !before.includes(one) && !kept.includes(one))];
+}
+
+/**
+ * What was touched, on top of what the key has by now: all else keeps what it has, and what others took from it stays away.
+ * @param {any} now The key; null: a new one. @param {Record<string, string>} before @param {Record<string, string>} after
+ */
+function changesOf(now, before, after) {
+  const [had, has] = [modelsIn(before.models), modelsIn(after.models)];
+  const models = has.length ? merged(now?.models ?? [], had, has) : null;
   return {
     ...(after.name !== before.name && { name: after.name.trim() || null }),
-    ...(after.models !== before.models && { models: models.length ? models : null }),
+    ...(String(has) !== String(had) && { models }),
     ...(after.expires_at !== before.expires_at && { expires_at: after.expires_at ? new Date(after.expires_at).toISOString() : null }),
     ...limitChanges(KEY_LIMITS, before, after),
   };
 }
 
 /**
- * @param {{ row: any, onSend: (body: any) => Promise<boolean>, onClose?: () => void }} props `row`: the key that changes; null makes one.
- *   `onSend` tells whether the server took it: then the form of a new key is empty again.
+ * @param {{ row: any, onSend: (bodyOf: (now: any) => any) => Promise<boolean>, onClose?: () => void }} props `row`: the key that changes;
+ *   null makes one. `onSend` gets the body for a key as it is by then, and tells whether the server took it: then the form of a new key is
+ *   empty again.
  */
 export function KeyForm({ row, onSend, onClose }) {
   const [before] = useState(fieldsOf(row)); // the page reads the keys again and again
   const [after, setAfter] = useState(before);
-  const [scopes, setScopes] = useState(/** @type {string[]} */ (row?.scopes ?? ["inference"]));
+  const [had] = useState(/** @type {string[]} */ (row?.scopes ?? ["inference"]));
+  const [scopes, setScopes] = useState(had);
   const [busy, setBusy] = useState(false);
   const first = useRef(/** @type {HTMLInputElement | null} */ (null));
   useEffect(() => {
@@ -51,8 +66,11 @@ export function KeyForm({ row, onSend, onClose }) {
   async function onSubmit(event) {
     event.preventDefault();
     setBusy(true);
-    const sameScopes = row && SCOPES.every((one) => scopes.includes(one) === row.scopes.includes(one));
-    const isTaken = await onSend({ ...changesOf(before, after), ...(!sameScopes && { scopes }) });
+    const isSame = row && SCOPES.every((one) => scopes.includes(one) === had.includes(one));
+    const isTaken = await onSend((now) => ({
+      ...changesOf(now, before, after),
+      ...(!isSame && { scopes: now ? merged(now.scopes, had, scopes) : scopes }),
+    }));
     setBusy(false);
     if (isTaken && !row) setAfter(before);
   }

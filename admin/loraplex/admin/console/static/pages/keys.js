@@ -38,11 +38,13 @@ export function Keys({ id }) {
     return refusal === null;
   }
 
-  /** @param {any} body */
-  const create = (body) => run(async () => setMade((await api.send("POST", path`tenants/${id}/keys`, body)).body));
-  /** @param {any} body */
-  const change = (body) => run(async () => {
-    await api.send("PATCH", path`tenants/${id}/keys/${changed.id}`, body);
+  /** @param {(now: any) => any} bodyOf */
+  const create = (bodyOf) => run(async () => setMade((await api.send("POST", path`tenants/${id}/keys`, bodyOf(null))).body));
+  /** @param {(now: any) => any} bodyOf */
+  const change = (bodyOf) => run(async () => {
+    const keys = await api.list(path`tenants/${id}/keys`, {});
+    const body = bodyOf(keys.find((/** @type {any} */ one) => one.id === changed.id) ?? changed);
+    if (Object.keys(body).length) await api.send("PATCH", path`tenants/${id}/keys/${changed.id}`, body);
     setChanged(null);
   });
   /** @param {string} key */
