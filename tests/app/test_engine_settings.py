@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from loraplex.app import engine_settings
+from loraplex.app.engines.process import number_in
 from loraplex.app.settings import Settings
 from loraplex.engine.config import EngineConfig
 from support.models.byte_tokenizer import write_byte_tokenizer
@@ -54,6 +55,11 @@ def test_a_disk_for_prefixes_has_a_size_and_perhaps_a_key(tmp_path: Path) -> Non
     for wrong in (",bytes=1", "bytes=1GiB", "/var/kv,bytes=0", "/var/kv,size=3", "/var/kv,key-file="):
         with pytest.raises(ValidationError, match=r"begin with a directory|is not bytes=SIZE"):
             disk(wrong)
+
+
+def test_the_number_in_a_replicas_name_is_its_folders() -> None:
+    named = {"gpu3": 3, "engine-1": 1, "host.7": 7, "machine": 0, "x-70": 6, "ray1-k3p9x71": 0, "ray1-a1": 0}
+    assert {name: number_in(name) for name in named} == named
 
 
 def test_an_engine_is_told_what_the_chat_template_writes_behind_an_answer(tmp_path: Path) -> None:

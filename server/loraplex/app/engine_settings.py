@@ -17,9 +17,9 @@ IMAGE_CACHE_BYTES = 2 << 30
 """Disk for laid-out copies of adapters, which load faster."""
 
 
-def engine_config(settings: Settings, model_dir: Path, served_name: str) -> EngineConfig:
+def engine_config(settings: Settings, model_dir: Path, served_name: str, number: int = 0) -> EngineConfig:
     """The configuration of an engine on this machine. Fields that both have by the same name are copied; the others are
-    named here."""
+    named here. `number`: its own among the engines of this machine."""
     disk = kv_disk(settings.kv_disk) if settings.kv_disk else None
     return EngineConfig(
         **shared_values(settings, EngineConfig)
@@ -36,6 +36,7 @@ def engine_config(settings: Settings, model_dir: Path, served_name: str) -> Engi
             "num_sharing": max(1, settings.replicas),
             "turn_ends": base_turn_ends(model_dir),
             "kv_disk_dir": disk and str(Path(disk.directory).resolve()),
+            "kv_disk_number": number,
             "kv_disk_bytes": 0 if disk is None else disk.num_bytes,
             "kv_disk_key_file": disk and disk.key_file and str(Path(disk.key_file).resolve()),
         }

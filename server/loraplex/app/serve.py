@@ -179,11 +179,11 @@ async def _serve_on(
 def local_replicas(installation: Installation, damage: DamageReports, demand: Demand) -> list[Replica]:
     """The engines that start with the server, on this machine."""
     settings = installation.settings
-    config = engine_config(settings, installation.model_dir, installation.served_name)
     replicas = []
     for number in range(settings.replicas):
         name = f"replica-{number + 1}"
         rules = engine_rules(name if settings.replicas > 1 else None, keep_spare=settings.engine_spare)
+        config = engine_config(settings, installation.model_dir, installation.served_name, number)
         session = LocalEngine(config, rules, on_damaged=damage.put, demand=demand)
         replicas.append(Replica(name, session, platform.node()))
     return replicas

@@ -43,7 +43,7 @@ from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor, set_threads
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.kv_cache import available_memory
-from loraplex.engine.execution.kv_disk import open_disk
+from loraplex.engine.execution.kv_disk import check_disk, open_disk
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.grammar.matchers import GrammarMatchers
@@ -136,6 +136,7 @@ def build_engine(
         return _build(config, opened, Device(kernels, executor, memory, recorder), wake, on_stage, wrap_model)
 
     try:
+        check_disk(config)  # before what takes long: it may be refused
         on_stage("reading the model")
         base = load_base_spec(
             Path(config.model_path),
@@ -220,6 +221,7 @@ def _build(
             windows=parts.kv_size.needs.windows,
             num_host_blocks=0 if parts.host_blocks is None else parts.host_blocks.num_slots,
             most_restored_blocks=parts.most_restored_blocks,
+            lacks_disk=config.kv_disk_dir is not None and disk is None,
             num_states=parts.kv_size.num_states,
             num_windows=parts.kv_size.num_windows,
         ),

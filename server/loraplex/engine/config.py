@@ -45,6 +45,8 @@ class EngineConfig:
     kv_disk_dir: str | None = None
     """A folder for blocks behind those in host memory, which outlive the engine; each engine that shares it takes a
     folder in it. None: none."""
+    kv_disk_number: int = 0
+    """The folder in it that this engine takes if no other has it."""
     kv_disk_bytes: int = 0
     """Most bytes there."""
     kv_disk_key_file: str | None = None
@@ -142,6 +144,8 @@ class SchedulerConfig:
     """Blocks in host memory (`loraplex.engine.kv.host_tier`)."""
     most_restored_blocks: int = 1
     """Those that come back from there in a step, at most."""
+    lacks_disk: bool = False
+    """Whether there should be a disk behind them, which could not be used."""
     num_windows: int = 0
     """Windows behind states, one for each running sequence; 0: no layer keeps a state."""
 

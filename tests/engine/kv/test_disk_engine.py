@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import pytest
 import torch
 
 import support
+from loraplex.engine.build import build_engine
+from loraplex.engine.config import EngineConfig
 from loraplex.engine.execution.kv_cache import KVHostRefused
 from loraplex.engine.kv.cache import block_bytes
-from loraplex.engine.kv.disk_files import DiskStoreError
+from loraplex.engine.kv.disk_files import DiskFiles, DiskStoreError
 from loraplex.engine.kv.layers import CacheKind
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.disk_child import make_engine, prompts
@@ -188,6 +191,56 @@ def test_a_short_secret_is_refused(base: Path, tmp_path: Path) -> None:
             base, tmp_path, kernels="numba", kv_host_memory=1 << 20, kv_disk_dir=str(tmp_path / "disk"),
             kv_disk_bytes=1 << 20, kv_disk_key_file=str(tmp_path / "key"),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["mark", "lock"])
+def test_an_engine_serves_without_a_disk_that_fails(
+    make_asked: MakeAsked, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    folder = tmp_path / "disk" / "0"
+    folder.mkdir(parents=True)
+    if fault == "mark":
+        (folder / "mark").touch()  # by a power loss
+    else:
+        (folder / "lock").mkdir()
+    engine = make_asked()
+    assert len(engine.alone("one", question(None)).tokens) == 4
+    assert engine.engine.core.stats().num_kv_disks_off == 1
+    told = [
+        line.message for line in caplog.records if line.levelname == "WARNING" and "--kv-disk" in line.message
+    ]
+    assert len(told) == 1
+    assert f"{folder} cannot be used" in told[0]
+    assert "until its next start the engine keeps no prefixes on a disk" in told[0]
+
+
+def test_a_wrong_disk_is_told_before_the_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "key").write_bytes(b"0123456789abcdef")
+    DiskFiles(tmp_path / "disk" / "0", None).close()
+    config = EngineConfig(
+        model_path=str(tmp_path / "none"), artifact_dir=str(tmp_path / "artifacts"), device="cpu",
+        kv_host_memory=1 << 20, kv_disk_dir=str(tmp_path / "file"), kv_disk_bytes=1 << 20,
+    )  # fmt: skip
+    with pytest.raises(DiskStoreError, match="it is no directory"):
+        build_engine(config, lambda: None)
+    sealed = replace(config, kv_disk_dir=str(tmp_path / "disk"), kv_disk_key_file=str(tmp_path / "key"))
+    with pytest.raises(DiskStoreError, match="its files are not encrypted"):
+        build_engine(sealed, lambda: None)
+
+
+def test_an_engine_takes_its_own_folder_or_one_that_is_free(make_asked: MakeAsked, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    make_asked(kv_disk_number=2)
+    assert {path.name for path in disk.iterdir()} == {"2"}
+    make_asked(disk=None)
+    other = DiskFiles(disk / "2", None)
+    ask_twice(make_asked(kv_disk_number=2), question(None))
+    other.close()
+    assert {path.name for path in disk.iterdir()} == {"0", "2"}
+    again = make_asked()
+    again.alone("again", question(None))
+    assert restored(again) == 8
 
 
 def killed(base: Path, tmp_path: Path, seed: int, rng: random.Random) -> list[list[Any]]:

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from loraplex.engine.kv.disk_files import DiskStoreError, DiskStoreHeld
+from loraplex.engine.kv.disk_files import DiskStoreError, DiskStoreHeld, DiskStoreUnusable
 from loraplex.engine.types import BlockKey
 from support.faults.disk_blocks import ON_DISK, Open, content, files, key, stores, write
 from support.faults.small_disk import SmallDisk, small_disk
@@ -219,7 +219,7 @@ def test_a_disk_that_became_read_only(
     for mode in ("ro", "rw"):
         subprocess.run(["mount", "-o", f"remount,{mode}", str(disk.root)], check=True)
         if mode == "ro":
-            with pytest.raises(DiskStoreError, match=r"kv cannot be used .Read-only file system.; give a"):
+            with pytest.raises(DiskStoreUnusable, match=r"kv cannot be used .Read-only file system.; give a"):
                 reopen(disk.root / "kv")
     assert write(reopen(disk.root / "kv", blocks=4), keys[7])
 
@@ -261,6 +261,33 @@ def test_two_engines_do_not_share_a_directory(reopen: Open, tmp_path: Path) -> N
     store.sweep()
     with stores(tmp_path / "kv") as other:
         assert other().read(one) == content(one)
+
+
+def test_what_a_power_loss_leaves_of_a_mark_is_no_wrong_secret(
+    reopen: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync = [], os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(descriptor)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    reopen()
+    assert len(synced) == 2  # the file, and the folder that names it
+    reopen().close()
+    assert len(synced) == 2
+    mark = tmp_path / "kv" / "mark"
+    whole = mark.read_bytes()
+    for left in (b"", whole[:20], whole[:-1], whole[:-32], bytes(len(whole))):
+        mark.write_bytes(left)
+        for secret in (None, b"of the operator"):
+            with pytest.raises(DiskStoreUnusable, match=r"damaged, as by a power loss.*empty this one"):
+                reopen(secret=secret)
+    mark.write_bytes(whole)
+    with pytest.raises(DiskStoreError, match="not encrypted") as refused:
+        reopen(secret=b"of the operator")
+    assert not isinstance(refused.value, DiskStoreUnusable)
 
 
 def test_no_link_is_followed(reopen: Open, tmp_path: Path) -> None:

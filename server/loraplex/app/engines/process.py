@@ -56,7 +56,7 @@ def make_relay(settings: Settings, join: str, replica: str, command: Sequence[st
     model_dir = served_model(settings, lambda line: log.info("preparing", step=line))
     served_name = settings.served_model_name or default_served_name(settings.model)
     return Relay(
-        engine_config(settings, model_dir, served_name),
+        engine_config(settings, model_dir, served_name, number_in(name)),
         Door(host, port, lambda: load_engine_token(settings), partial(read_probe, store), tls),
         replica=name,
         node=socket.gethostname(),
@@ -72,6 +72,12 @@ def parse_address(join: str) -> tuple[str, int]:
             f"--join: HOST:PORT is expected, of the server's --engine-port (got '{join[:80]}')."
         )
     return match[1] or match[2], int(match[3])
+
+
+def number_in(replica: str) -> int:
+    """The number from 0 to 63 at the end of a replica's name, as of gpu1 and engine-1; 0 without one."""
+    found = re.search(r"(?:^[A-Za-z]*|[-._])(\d{1,2})$", replica)
+    return int(found[1]) % 64 if found else 0
 
 
 def check_name(replica: str) -> str:

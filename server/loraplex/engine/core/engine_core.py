@@ -367,7 +367,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Gauges of this moment and counters since the start."""
         return replace(
-            engine_stats(self._scheduler, self._cache, self._tracker.live.values()),
+            engine_stats(self._scheduler, self._cache, self._tracker.live.values(), self._config.lacks_disk),
             num_waiting_for_grammar=self._waits.num_for_grammars(self._scheduler.held),
             num_steps=self._in_flight.num_steps,
             steps_by_tokens=self._in_flight.step_tokens.steps,

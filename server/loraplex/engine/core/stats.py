@@ -42,8 +42,11 @@ class StepTokens:
         self._steps[bisect_left(STEP_TOKENS, num_tokens)] += 1
 
 
-def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collection[Sequence]) -> EngineStats:
-    """The counters of scheduler and cache. `live` are all requests that have not ended."""
+def engine_stats(
+    scheduler: Scheduler, cache: AdapterCache[Any], live: Collection[Sequence], lacks_disk: bool
+) -> EngineStats:
+    """The counters of scheduler and cache. `live` are all requests that have not ended. `lacks_disk`: there should be a
+    disk for prefixes."""
     usage = cache.usage()
     lines, host, disk = scheduler.batch_lines, scheduler.blocks.host, scheduler.blocks.disk
     ordinary = () if lines.is_on else scheduler.running.keys()
@@ -61,7 +64,7 @@ def engine_stats(scheduler: Scheduler, cache: AdapterCache[Any], live: Collectio
         kv_host=KVHostCounts() if host is None else KVHostCounts(**asdict(host.counts)),
         kv_disk_bytes=0 if disk is None else disk.store.counts.capacity,
         kv_disk_bytes_used=0 if disk is None else disk.store.counts.num_bytes,
-        num_kv_disks_off=0 if disk is None else int(disk.is_off),
+        num_kv_disks_off=int(lacks_disk if disk is None else disk.is_off),
         kv_disk=KVDiskCounts() if disk is None else _disk_counts(disk),
         num_preemptions=scheduler.num_preemptions,
         prefix_cache_queries=scheduler.prefix_use.queries,

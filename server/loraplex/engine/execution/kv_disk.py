@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from loraplex.engine.config import EngineConfig
 from loraplex.engine.execution.kv_cache import KVHostRefused
 from loraplex.engine.kv.cache import block_bytes
-from loraplex.engine.kv.disk_files import DiskStoreError, DiskStoreHeld
+from loraplex.engine.kv.disk_files import DiskFiles, DiskStoreError, DiskStoreHeld, DiskStoreUnusable
 from loraplex.engine.kv.disk_store import DiskStore
 from loraplex.engine.kv.disk_tier import DiskTier
 from loraplex.engine.kv.host_blocks import HostBlocks
@@ -17,6 +19,19 @@ from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.numerics import numerical_build
 
 _LEAST_SECRET = 16
+_MOST_FOLDERS = 64
+_log = logging.getLogger(__name__)
+
+
+def check_disk(config: EngineConfig) -> None:
+    """Raises KVHostRefused and DiskStoreError as `open_disk` does, before all that takes long."""
+    if config.kv_disk_dir is None:
+        return
+    if not config.kv_host_memory:
+        raise KVHostRefused("--kv-disk keeps what passes through host memory: set --kv-host-memory too")
+    secret = _secret(config)
+    with suppress(DiskStoreUnusable):  # a warning of `open_disk`
+        DiskFiles(Path(config.kv_disk_dir) / str(config.kv_disk_number), secret).close()
 
 
 def open_disk(
@@ -28,13 +43,11 @@ def open_disk(
     wake: Callable[[], None],
 ) -> DiskTier | None:
     """The tier behind `host_blocks` in `kv_disk_dir`, for a planned model whose base has this fingerprint; None where
-    there is no such folder. `library` and `wake` as of `numerical_build` and `DiskTier`. Of the folders that engines of
-    one machine share it takes the first that none has. Raises KVHostRefused without host memory, DiskStoreError for a
-    folder or a secret that cannot be used."""
-    if config.kv_disk_dir is None:
+    there is no such folder, and, with a warning, where the disk fails. `library` and `wake` as of `numerical_build` and
+    `DiskTier`. It takes the folder `kv_disk_number`, or else the first that no other engine has. Raises DiskStoreError
+    for a secret or a directory that is another."""
+    if config.kv_disk_dir is None or host_blocks is None:
         return None
-    if host_blocks is None:
-        raise KVHostRefused("--kv-disk keeps what passes through host memory: set --kv-host-memory too")
     one = block_bytes(plan.shape.caches, plan.kv_dtype)
     # Another build finds none of them: neither their bits nor their layout need be the same.
     build = "\n".join(
@@ -44,23 +57,37 @@ def open_disk(
             numerical_build(plan, library),
         )
     )
-    secret = None if config.kv_disk_key_file is None else _read_secret(Path(config.kv_disk_key_file))
-    for number in range(config.num_sharing):
-        try:
-            store = DiskStore(
-                Path(config.kv_disk_dir) / str(number),
-                max_bytes=config.kv_disk_bytes,
-                block_bytes=one,
-                build=hashlib.sha256(build.encode()).digest(),
-                secret=secret,
-            )
-            break
-        except DiskStoreHeld:
-            if number == config.num_sharing - 1:
-                raise
+    try:
+        store = _open(config, one, hashlib.sha256(build.encode()).digest())
+    except DiskStoreUnusable as error:
+        _log.warning("%s; until its next start the engine keeps no prefixes on a disk", error.message)
+        return None
     disk = DiskTier(store, one, wake)
     host_blocks.keep = disk.put
     return disk
+
+
+def _open(config: EngineConfig, block: int, build: bytes) -> DiskStore:
+    assert config.kv_disk_dir is not None
+    secret = _secret(config)
+    held: DiskStoreHeld | None = None
+    for number in dict.fromkeys((config.kv_disk_number, *range(_MOST_FOLDERS))):
+        try:
+            return DiskStore(
+                Path(config.kv_disk_dir) / str(number),
+                max_bytes=config.kv_disk_bytes,
+                block_bytes=block,
+                build=build,
+                secret=secret,
+            )
+        except DiskStoreHeld as error:
+            held = error
+    assert held is not None
+    raise held
+
+
+def _secret(config: EngineConfig) -> bytes | None:
+    return None if config.kv_disk_key_file is None else _read_secret(Path(config.kv_disk_key_file))
 
 
 def _read_secret(path: Path) -> bytes:

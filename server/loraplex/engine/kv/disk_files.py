@@ -13,7 +13,7 @@ encrypted by AES-256-GCM under a random nonce of 96 bits, and the head is authen
 but not what was forged by a user who may write to DIR.
 
 A file is written under another name, and renamed when it is whole: a process that is killed leaves all of it or
-nothing. Nothing is synchronised (fsync), because what a power loss leaves of a file fails its check.
+nothing. Only the mark is synchronised (fsync): what a power loss leaves of another file fails its check.
 """
 
 from __future__ import annotations
@@ -68,7 +68,11 @@ class DiskStoreError(LoraplexError):
     code = "kv_disk_refused"
 
 
-class DiskStoreHeld(DiskStoreError):
+class DiskStoreUnusable(DiskStoreError):
+    """The disk fails, a crash has left damage, or others have the directory: an engine serves without it."""
+
+
+class DiskStoreHeld(DiskStoreUnusable):
     """Another engine has the directory."""
 
 
@@ -105,7 +109,8 @@ class DiskFiles:
             if isinstance(error, OSError):
                 is_none = isinstance(error, FileExistsError | NotADirectoryError)
                 reason = "it is no directory" if is_none else error.strerror
-                raise DiskStoreError(
+                kind = DiskStoreError if is_none else DiskStoreUnusable
+                raise kind(
                     f"--kv-disk: {directory} cannot be used ({reason}); give a directory that the server may write to"
                 ) from error
             raise
@@ -237,9 +242,16 @@ class DiskFiles:
             os.close(place)
 
     def _write(
-        self, place: int, file_name: str, parts: Sequence[bytes | memoryview], time_ns: int | None = None
+        self,
+        place: int,
+        file_name: str,
+        parts: Sequence[bytes | memoryview],
+        time_ns: int | None = None,
+        *,
+        sync: bool = False,
     ) -> None:
-        """Write a file in the folder `place`, under another name until it is whole."""
+        """Write a file in the folder `place`, under another name until it is whole. With `sync` it outlives a power
+        loss."""
         self._remove_unfinished()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -248,7 +260,11 @@ class DiskFiles:
                     write_all(file, part)
                 if time_ns is not None:
                     os.utime(file.fileno(), ns=(time_ns, time_ns))
+                if sync:
+                    os.fsync(file.fileno())
             os.rename(_UNFINISHED, file_name, src_dir_fd=self._root, dst_dir_fd=place)
+            if sync:
+                os.fsync(place)
         except OSError:
             self._remove_unfinished()
             raise
@@ -314,29 +330,34 @@ class DiskFiles:
             ) from error
 
     def _salt(self, directory: Path, secret: bytes | None) -> bytes:
-        """The salt of the directory, which its first user makes. Raises DiskStoreError if that had another secret."""
+        """The salt of the directory, which its first user makes. Raises DiskStoreError if that had another secret, and
+        DiskStoreUnusable for a damaged mark."""
         try:
             file = os.open(_MARK_NAME, _FILE, dir_fd=self._root)
         except FileNotFoundError:
             salt = os.urandom(32)
             mark = _MARK.pack(_MARK_MAGIC, _FORMAT, secret is not None, salt)
-            self._write(self._root, _MARK_NAME, (mark, _derive(secret, salt)(mark)))
+            self._write(self._root, _MARK_NAME, (mark, _derive(secret, salt)(mark)), sync=True)
             return salt
         try:
             mark, check = os.read(file, _MARK.size), os.read(file, _CHECK_BYTES + 1)
         finally:
             os.close(file)
-        fault = f"the file {_MARK_NAME} is damaged"
-        if len(mark) == _MARK.size:
-            magic, number, had_secret, salt = _MARK.unpack(mark)
+        fault = ""
+        if len(mark) == _MARK.size and len(check) == _CHECK_BYTES and mark.startswith(_MARK_MAGIC):
+            _, number, had_secret, salt = _MARK.unpack(mark)
             if hmac.compare_digest(check, _derive(secret, salt)(mark)):
-                if (magic, number) == (_MARK_MAGIC, _FORMAT):
+                if number == _FORMAT:
                     return bytes(salt)
-                fault = "another version of the server has made it"
             elif had_secret != (secret is not None):
                 fault = "its files are encrypted" if had_secret else "its files are not encrypted"
             elif had_secret:
                 fault = "its files are encrypted with another key"
+        if not fault:
+            raise DiskStoreUnusable(
+                f"--kv-disk: {directory} cannot be used: its file {_MARK_NAME} is damaged, as by a power loss, or of "
+                "another version of the server; give another directory, or empty this one: it holds nothing but copies"
+            )
         raise DiskStoreError(
             f"--kv-disk: {directory} cannot be used with this key-file, or without one: {fault}; give the key-file of "
             "before, or another directory, or empty this one: it holds nothing but copies"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from loraplex.adapters.store.files import has_no_room
-from loraplex.engine.kv.disk_files import DiskFiles, DiskStoreError, Folder, OwnerFiles
+from loraplex.engine.kv.disk_files import DiskFiles, DiskStoreError, DiskStoreUnusable, Folder, OwnerFiles
 from loraplex.engine.types import BlockKey, Namespace
 
 _log = logging.getLogger(__name__)
@@ -79,8 +79,8 @@ class DiskStore:
     500 owners took 2.0 s of processor time (bench.disk_store).
 
     One thread calls `write` and `sweep`, one `read`, and any the rest: that is of the index and touches no file.
-    Raises DiskStoreError where the directory cannot be used, another engine has it, its secret is another, or
-    `max_bytes` hold no block."""
+    Raises DiskStoreError where its secret is another, it is no directory, or `max_bytes` hold no block;
+    DiskStoreUnusable where the disk fails or another engine has it."""
 
     def __init__(
         self, directory: Path, *, max_bytes: int, block_bytes: int, build: bytes, secret: bytes | None
@@ -110,7 +110,7 @@ class DiskStore:
             self._scan()
         except OSError as error:
             self._files.close()
-            raise DiskStoreError(
+            raise DiskStoreUnusable(
                 f"--kv-disk: {directory} cannot be read ({error.strerror}); give another directory, or empty this one"
             ) from error
         except DiskStoreError:
