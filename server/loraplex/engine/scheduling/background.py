@@ -45,8 +45,8 @@ _Schedule = Callable[[StepDraft, Sequence], None]
 
 class BackgroundSequences:
     """The waiting background sequences, and those that have `begun` and hold blocks. Both are in the order of
-    arrival. `held` are lines that wait for their grammars. `turns` are those of the lines' tenants, wherever the lines
-    are."""
+    arrival. `held` wait for their grammars, or for blocks from the disk. `turns` are those of the lines' tenants,
+    wherever the lines are."""
 
     def __init__(self, blocks: SequenceBlocks, cache: AdapterCache[Any], turns: BackgroundTurns) -> None:
         self._blocks = blocks
