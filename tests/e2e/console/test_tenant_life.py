@@ -69,7 +69,14 @@ def test_a_tenant_is_made_gets_a_key_and_is_deleted(server: WholeServer, admin: 
     server.plane.make_adapter("support", "globex", seed=2)
     server.plane.services.series.put("globex", "steps", SeriesRules(1, 1))
     admin["tenant-delete"].click()
-    for counted in ("1 key:", "1 adapter with 2 versions", "the rules of 1 series", "2 texts"):
+    for counted in (
+        "1 key:",
+        "1 adapter with 2 versions",
+        "the rules of 1 series",
+        "2 texts",
+        "0 files",
+        "0 batches",
+    ):
         expect(admin["erased"]).to_contain_text(counted)
     expect(admin["kept"]).to_contain_text("no usage")
     admin["tenant-delete-typed"].fill("acme")
