@@ -16,11 +16,11 @@ from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.kv_cache import (
-    KVHostRefused,
     KVMemoryTooSmall,
     KVSize,
     WatchedKVCache,
     available_memory,
+    check_kv_host,
     free_host_memory,
     size_kv_cache,
 )
@@ -216,11 +216,7 @@ def _host_blocks(
     whose prefixes are more than the blocks of one group."""
     if not config.kv_host_memory:
         return None
-    if kv.num_groups > 1 or kv.states.numel() or any(window is not None for window in kv.windows):
-        raise KVHostRefused(
-            "--kv-host-memory serves models whose layers all keep all positions; this one has layers with a sliding "
-            "window or with states: leave it out"
-        )
+    check_kv_host(kv.num_groups, kv.windows, has_states=kv.states.numel() > 0)
     num_slots = config.kv_host_memory // block_bytes(loaded.model.shape.caches, loaded.plan.kv_dtype)
     if not num_slots:
         raise KVMemoryTooSmall(

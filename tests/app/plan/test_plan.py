@@ -66,7 +66,9 @@ def test_an_engine_allocates_what_was_planned(
         "--kv-cache-dtype",
         kv_cache_dtype,
     )
-    found = plan(*arguments, "--context", "256", "--max-num-seqs", "4", "--dtype", "float32")
+    arguments += ("--context", "256", "--max-num-seqs", "4", "--dtype", "float32")
+    without = plan(*arguments)
+    found = plan(*arguments, "--kv-host-memory", "64MiB")
     settings = found["settings"]
     engine = build_engine(
         EngineConfig(
@@ -81,16 +83,19 @@ def test_an_engine_allocates_what_was_planned(
             max_num_seqs=settings["max_num_seqs"],
             max_adapter_rank=settings["max_adapter_rank"],
             kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
+            kv_host_memory=settings["kv_host_memory"],
         ),
         wake=lambda: None,
     )
     info = engine.info
+    assert engine.core.stats().num_kv_host_blocks == found["kv_host_blocks"] > 0
     engine.close()
     assert (info.arena_pages, info.arena_page_bytes) == (found["arena_pages"], found["page"])
     assert (info.num_kv_blocks, info.kv_bytes) == (found["kv_blocks"], found["kv"])
     assert info.kv_cache_dtype == {"auto": "float32", "int8": "int8"}[kv_cache_dtype]
     assert info.max_model_len == found["max_model_len"]
     assert found["resident"] >= 5
+    assert found["kv"] + found["free"] + (64 << 20) == without["kv"] + without["free"]
 
 
 def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) -> None:
@@ -116,6 +121,8 @@ def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) ->
     assert f"; 4 sequences use no more of the {mib(kept) >> 20}.0 MiB that are set" in small
     wrong = run_here("plan", "--model", str(model), *asked, "--state-cache", "much")
     assert "--state-cache 'much'" in wrong.stderr
+    refused = run_here("plan", "--model", str(model), *asked, "--kv-host-memory", "64MiB")
+    assert "--kv-host-memory serves models whose layers all keep all positions" in refused.stderr
     asked += ["--state-cache", "16MiB"]
     found = plan("--model", str(model), *asked, "--dtype", "float32")
     engine = build_engine(

@@ -52,6 +52,9 @@ def plan(
     quantise: Annotated[str, typer.Option(help="As of serve: none or int8")] = "none",
     kv_cache_dtype: Annotated[str, typer.Option(help="As of serve: auto or int8")] = "auto",
     state_cache: Annotated[str, typer.Option(metavar="<bytes>", help="As of serve (empty: chosen)")] = "",
+    kv_host_memory: Annotated[
+        str, typer.Option(metavar="<bytes>", help="As of serve: host memory for prefixes, of each engine")
+    ] = "",
     replicas: Annotated[
         int, typer.Option(min=1, max=64, help="Engines, each with a copy of the base; on a CPU they share it")
     ] = 1,
@@ -81,6 +84,7 @@ def plan(
             "context": context,
             "max_num_seqs": max_num_seqs or 0,
             "state_cache": _bytes("state-cache", state_cache),
+            "kv_host_memory": _bytes("kv-host-memory", kv_host_memory),
         }
         shared = {"max_model_len": max_model_len, "kv_cache_dtype": kv_cache_dtype}
         chosen = {"dtype": dtype, "quantise": quantise}

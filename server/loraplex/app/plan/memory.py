@@ -12,7 +12,7 @@ from loraplex.app.plan.devices import MIB, PlannedDevice
 from loraplex.app.plan.expert_forms import ExpertPlan, obstacle_to_experts, plan_experts, whole_adapter
 from loraplex.engine.devices import choose_lookahead
 from loraplex.engine.execution.device_memory import headroom
-from loraplex.engine.execution.kv_cache import KVSize, size_kv_cache
+from loraplex.engine.execution.kv_cache import KVMemoryTooSmall, KVSize, check_kv_host, size_kv_cache
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import BlockNeeds, block_needs
 from loraplex.engine.kv.states import slot_bytes, state_bytes, window_bytes
@@ -49,7 +49,8 @@ class PlanDoesNotFit(LoraplexError):
 class Wanted:
     """The memory that the operator asks for: `adapters` of the server, on the device or in host memory. `sites` empty:
     every linear of a layer. `experts`: the form in which they are on routed experts too, of `EXPERT_FORMS`;
-    "none": they are not. Sizes in tokens; 0: chosen. `kv_cache_dtype`: the setting of this name."""
+    "none": they are not. Sizes in tokens; 0: chosen. `kv_cache_dtype`, `state_cache` and `kv_host_memory`: the settings
+    of these names."""
 
     adapters: int
     rank: int
@@ -60,6 +61,7 @@ class Wanted:
     max_num_seqs: int = 0
     kv_cache_dtype: str = "auto"
     state_cache: int = 0
+    kv_host_memory: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class MemoryPlan:
     kv_setting: int
     """The setting. Sequences may use less of it."""
     kv_blocks: int
+    kv_host_blocks: int
+    """Blocks of prefixes in host memory."""
     block: int
     states: int
     """Those of running sequences, and those that prefixes are found by."""
@@ -116,7 +120,7 @@ def divide_memory(
     model: ModelOutline, device: PlannedDevice, wanted: Wanted, host_free: int | None
 ) -> MemoryPlan:
     """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
-    and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
+    and what a start raises: KVMemoryTooSmall, KVHostRefused, SequenceTooLong, AdapterMemoryTooSmall."""
     target = torch.device(device.kind)
     block, slot = block_bytes(model.shape.caches, model.kv_dtype), slot_bytes(model.shape.caches)
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))
@@ -127,16 +131,20 @@ def divide_memory(
     tokens = most_tokens(0, device.kind, row_bytes(model.site_groups, model.dtype.itemsize), device.memory)
     recorded = most_recorded_rows(-1, device.capability, model.shape.num_layers, model.num_weights)
     activations = _activations(model, tokens, min(recorded, tokens), wanted.max_num_seqs)
-    free = device.memory - reserve - weights
+    # A CPU has one memory for both.
+    prefixes = wanted.kv_host_memory if device.kind == "cpu" else 0
+    free = device.memory - reserve - weights - prefixes
     if free <= activations:
         raise PlanDoesNotFit(
             f"the weights take {_gib(weights)}, and {device.name} has {_gib(device.memory)}, of them "
-            f"{_gib(reserve + activations)} for the rest of a server: a device of at least "
-            f"{_gib(weights + reserve + activations + adapter + block + slot)} is needed."
+            f"{_gib(reserve + activations + prefixes)} for the rest of a server: a device of at least "
+            f"{_gib(weights + reserve + activations + prefixes + adapter + block + slot)} is needed."
         )
     most_ahead = tokens * (1 + choose_lookahead(-1, target))
     needs = block_needs(model.shape.caches, most_ahead)
     needed = needs.of(max(wanted.context, wanted.max_model_len)) * block + slot
+    if host_free is not None:
+        host_free = max(0, host_free - prefixes)
     on_device, host = _share(device, wanted, layout, adapter, free - activations, needed, host_free)
     wanted_pages = max(on_device * adapter, layout.smallest_full_bytes) // layout.page_bytes
     budget = _whole_mib(wanted_pages * page_cost(layout), layout.page_bytes)
@@ -175,6 +183,7 @@ def divide_memory(
         kv=size.num_bytes,
         kv_setting=kv_budget,
         kv_blocks=size.num_blocks,
+        kv_host_blocks=_host_blocks(wanted.kv_host_memory, block, size),
         block=block,
         states=size.num_states,
         state=state_bytes(model.shape.caches),
@@ -193,6 +202,7 @@ def divide_memory(
 def _asked(wanted: Wanted) -> dict[str, str | int]:
     """The settings that are as the operator asked."""
     asked: dict[str, str | int] = {"state_cache": wanted.state_cache, "max_model_len": wanted.max_model_len}
+    asked["kv_host_memory"] = wanted.kv_host_memory
     if wanted.kv_cache_dtype != "auto":
         asked["kv_cache_dtype"] = wanted.kv_cache_dtype
     return {name: value for name, value in asked.items() if value}
@@ -267,6 +277,19 @@ def _kv_size(
     chosen = min(sized(0).num_bytes, kv_free - activations)
     budget = chosen // MIB * MIB
     return sized(budget), budget
+
+
+def _host_blocks(num_bytes: int, block: int, size: KVSize) -> int:
+    """Blocks in this much host memory; a start refuses what this refuses."""
+    if not num_bytes:
+        return 0
+    windows = size.needs.windows
+    check_kv_host(len(windows), windows, has_states=size.num_states > 0)
+    if num_bytes < block:
+        raise KVMemoryTooSmall(
+            f"--kv-host-memory of {num_bytes} bytes holds no block of {block} bytes; raise it"
+        )
+    return num_bytes // block
 
 
 def _sites(model: ModelOutline, layout: ArenaLayout, wanted: Wanted) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ def print_plan(
         states += f", {plan.states - plan.windows} of them for prefixes; "
         states += f"{plan.windows} windows, {_size(plan.window)} each"
     tables = f"; {_size(plan.arena_tables)} of tables of those on experts" if plan.arena_tables else ""
+    prefixes = wanted.kv_host_memory, f"{plan.kv_host_blocks} blocks of 16 tokens more"
     rows = [
         ("weights", plan.weights, ""),
         ("adapters", plan.arena, f"{plan.arena_pages} pages of {_size(plan.page)}{tables}"),
@@ -41,6 +42,7 @@ def print_plan(
             plan.kv,
             f"{plan.kv_blocks} blocks of 16 tokens{of_groups}, {_size(plan.block)} each{states}{_bound(plan)}",
         ),
+        *([("prefixes in host memory", *prefixes)] if prefixes[0] and device.kind == "cpu" else []),
         ("activations, logits", plan.activations, "estimated"),
         (reserve, plan.reserve, "an allowance"),
         ("free", plan.free, ""),
@@ -55,6 +57,10 @@ def print_plan(
     if plan.host:
         must = f", which {device.name}'s host must have free" if device.kind == "cuda" else ""
         out.line(f"  host memory for copies of both: {_size(plan.host)} ({plan.in_host} adapters){must}")
+    if prefixes[0] and device.kind == "cuda":
+        out.line(
+            f"prefixes in host memory: {_size(prefixes[0])}, {prefixes[1]}; {device.name}'s host must have it free"
+        )
     if plan.experts is not None:
         _print_experts(out, plan.experts, wanted.rank)
     out.line(f"longest sequence: {plan.max_model_len} tokens\nsequences at once, each of")

@@ -41,6 +41,16 @@ class KVHostRefused(LoraplexError):
     code = "kv_host_refused"
 
 
+def check_kv_host(num_groups: int, windows: Sequence[int | None], *, has_states: bool) -> None:
+    """Raise KVHostRefused for a model whose prefixes are more than the blocks of one group that keeps all positions.
+    `windows`: of its groups or layers, None for all positions."""
+    if num_groups > 1 or has_states or any(window is not None for window in windows):
+        raise KVHostRefused(
+            "--kv-host-memory serves models whose layers all keep all positions; this one has layers with a sliding "
+            "window or with states: leave it out"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KVSize:
     """The sizes of cache and scheduler."""
