@@ -89,7 +89,7 @@ class BlockDisk:
 
     def turn(self) -> int:
         """Let the threads do a little, or nothing. Returns the blocks that were read."""
-        if self._rng.random() < 0.02:
+        if self._rng.random() < (0.2 if self._hangs else 0.005):
             self._hangs = not self._hangs
         if self._hangs:
             return 0

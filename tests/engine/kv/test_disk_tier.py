@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.core.waits import Waits
 from loraplex.engine.kv import disk_tier
-from loraplex.engine.kv.disk_tier import MOST_WAIT_S, REST_S, DiskTier
-from loraplex.engine.types import BlockKey, EngineRequest
+from loraplex.engine.kv.disk_tier import KEPT_S, MOST_WAIT_S, REST_S, DiskTier
+from loraplex.engine.types import BlockKey, EngineRequest, Sequence
 from support.engine.core_engine import CoreEngine, adapter, expected
 from support.fake_block_disk import BlockDisk, FakeBlockStore
+from support.fake_host_memory import BLOCK_BYTES
 
 LONG = tuple(range(1, 162))
 """A prompt of ten blocks and a token."""
@@ -175,11 +179,107 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_that(
     assert engine.core.stats().num_kv_disks_off == 0
 
 
+def test_blocks_that_made_room_meanwhile_are_no_fault_of_the_disk(disk: Disk) -> None:
+    tier = tier_on(disk, lambda: 0.0)
+    for number in range(4):
+        own = [(("acme", str(number)), key[1]) for key in stored(disk, keys(4))]
+        stored(disk, own)
+        assert tier.ask(str(number), own, 1.0)
+        disk.store.remove(own)
+    disk.settle()
+    assert tier.take_ended() == ["0", "1", "2", "3"]
+    assert not tier.is_off
+
+
+def test_a_slow_read_is_forgotten_after_a_while(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    tier = tier_on(disk, lambda: now[0])
+    many, read = stored(disk, keys(8)), disk.store.read
+
+    def stalled(key: BlockKey) -> bytes | None:
+        now[0] += 5.0
+        return read(key)
+
+    monkeypatch.setattr(disk.store, "read", stalled)
+    assert tier.ask("stalled", many, 3.0)
+    tier.read_one()
+    assert tier.take_ended() == ["stalled"]
+    assert not tier.ask("next", many, 3.0)
+    now[0] += REST_S
+    assert tier.ask("later", many, 3.0)
+
+
+def test_a_queue_is_no_slow_disk(disk: Disk) -> None:
+    now = [0.0]
+    tier = tier_on(disk, lambda: now[0])
+    many = stored(disk, keys(100))
+    assert tier.ask("long", many, 3.0)
+    assert tier.ask("short", [*many[:4]], 0.3)
+    for _ in range(3):
+        now[0] += 0.15
+        tier.read_one()
+    assert tier.take_ended() == ["short"]
+    assert (tier.num_late, tier.is_off) == (1, False)
+
+
+def test_a_tenant_leaves_others_room_to_be_read(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "READ_BYTES", 40 * BLOCK_BYTES)
+    now = [0.0]
+    tier = tier_on(disk, lambda: now[0])
+    assert tier.ask("all", stored(disk, keys(60)), 3.0)
+    disk.settle()
+    assert (tier.take_ended(), len(tier._arrived)) == (["all"], 20)
+    assert not tier.ask("more", [(("acme", "e"), key[1]) for key in keys(9)], 3.0)
+    other = [(("other", "d"), key[1]) for key in keys(20)]
+    assert tier.ask("other", stored(disk, other), 3.0)
+    now[0] += MOST_WAIT_S + KEPT_S  # they cannot begin: what was read for them goes
+    for _ in range(2):
+        tier.take_ended()
+    assert not any((tier._arrived, tier._asked, tier._num_wanted))
+
+
+def test_a_line_of_a_batch_does_not_wait_for_the_disk(disk: Disk) -> None:
+    engine = restarted(disk)
+    line = engine.add("line", prompt_ids=LONG, background=True, batch=True)
+    assert disk.tier.next_timeout_s() is None
+    engine.run()
+    assert engine.tokens("line") == expected(line, 5)
+
+
+def test_a_grammar_that_fails_while_the_prefix_arrives(disk: Disk) -> None:
+    """Both are told in one step."""
+    engine = engine_on(disk)
+    tier = tier_on(disk, lambda: 0.0)
+    many = stored(disk, keys(4))
+
+    class Failing:
+        """A grammar that fails at once."""
+
+        def open(self, *_: str) -> bool:
+            return False
+
+        def take_built(self) -> list[tuple[str, str | None]]:
+            return [("both", "no grammar")]
+
+        def next_timeout_s(self) -> None: ...
+
+        def close_request(self, _: str) -> None: ...
+
+    blocks = engine.core._scheduler.blocks
+    waits = Waits(Failing(), tier, blocks, None, 64)  # type: ignore[arg-type]
+    request = replace(engine.add("both", prompt_ids=LONG), grammar="{}")
+    seq = Sequence(request, 0.0, 1, list(LONG))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "on_disk", lambda _: many)
+        assert waits.begin(seq)
+    disk.settle()
+    assert waits.take_ended() == [("both", "no grammar")]
+    assert waits.take_ended() == []
+
+
 def test_nobody_waits_longer_than_computing_takes(disk: Disk) -> None:
-    tier = disk.open(engine_on(Disk()).runner.host, lambda: 0.0)
-    many = keys(20)
-    for key in many:
-        disk.store.write(key, memoryview(bytes(2048)))
+    tier = tier_on(disk, lambda: 0.0)
+    many = stored(disk, keys(20))
     tier._read_s = 0.02
     assert not tier.ask("long", many, 0.3)
     assert tier.ask("short", many[:10], 0.3)
@@ -225,7 +325,14 @@ def test_a_disk_that_brings_nothing_is_left_alone(disk: Disk, caplog: pytest.Log
     long = engine.add("long", prompt_ids=LONG)
     run(engine, disk)
     assert (cached(engine, long), engine.tokens("long")) == (0, expected(long, 5))
-    assert disk.store.counts.damaged == 10
+    assert disk.store.counts.damaged == 1  # no block behind a gap is read
+    assert engine.core.stats().num_kv_disks_off == 0
+    for digest in "de":
+        others = [((("acme", digest)), key[1]) for key in keys(4)]
+        for key in others:
+            disk.store.write(key, memoryview(bytes(BLOCK_BYTES)))
+        assert disk.tier.ask(digest, others, 1.0)
+        disk.settle()
     assert engine.core.stats().num_kv_disks_off == 1
     assert "the last 3 blocks could not be read" in caplog.text
 
@@ -290,6 +397,16 @@ def test_the_threads_write_what_waits_and_read_it() -> None:
     assert [tier.payload(key) for key in keys(8)] == [key[1] for key in keys(8)]
     assert woken
     tier.close()
+
+
+def tier_on(disk: Disk, clock: Callable[[], float]) -> DiskTier:
+    return disk.open(engine_on(Disk()).runner.host, clock)
+
+
+def stored(disk: Disk, given: list[BlockKey]) -> list[BlockKey]:
+    for key in given:
+        disk.store.write(key, memoryview(bytes(BLOCK_BYTES)))
+    return given
 
 
 def keys(count: int) -> list[BlockKey]:

@@ -91,7 +91,7 @@ class History:
             num_states = places + self._guessing.randint(1, 3 * places)
             world.config = replace(world.config, num_states=num_states, num_windows=places)
         if host or disk:
-            world.put_blocks_on_host()
+            world.put_blocks_on_host(disk=disk)
         self.block_disk = BlockDisk(random.Random(f"{seed}/disk")) if disk else None
         self.disk = Disk([*world.sizes], world.storing)
         self._num_slots, self._host_pages = world.rng.randint(2, 4), world.rng.randint(2, 10)
@@ -251,7 +251,7 @@ class History:
 
     def _disturb_tiers(self) -> None:
         world, draw, disk = self.world, self.world.storing, self.disk
-        match draw.randrange(12):
+        match draw.randrange(0 if self.block_disk is None else 6, 12):
             case 0 | 1 | 2 | 3 | 4 | 5 | 6:
                 what = disk.damage_copy()
                 self.total.damaged_copies += bool(what)

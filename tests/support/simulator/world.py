@@ -61,8 +61,11 @@ class World:
             return None
         return CopyLead(drawn_bound(self.overlapping), self.config.max_num_batched_tokens)
 
-    def put_blocks_on_host(self) -> None:
-        """Give it blocks in host memory, and prompts with longer beginnings in common. No layer sees a window."""
+    def put_blocks_on_host(self, *, disk: bool) -> None:
+        """Give it blocks in host memory, and prompts with longer beginnings in common. No layer sees a window. With a
+        `disk` behind that tiers are disturbed often."""
+        if disk and not self.fair:
+            self.p_tier = 0.1
         rng = random.Random(f"{self.seed}/host")
         self.has_windows = False
         self.config = replace(

@@ -68,7 +68,9 @@ class Waits:
             ended += [("disk", request_id, None) for request_id in self._disk.take_ended()]
         found: list[tuple[str, str | None]] = []
         for what, request_id, error in ended:
-            waits = self._of.get(request_id, set())
+            waits = self._of.get(request_id)
+            if waits is None:  # its grammar has failed, in this very call
+                continue
             waits.discard(what)
             if error is not None or not waits:
                 self._of.pop(request_id, None)

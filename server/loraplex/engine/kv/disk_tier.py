@@ -5,9 +5,9 @@ read is there before its request is scheduled: the request is held like one whos
 blocks are copied to the pool by plans, as those in host memory are. The step thread touches the index alone
 (`BlockStore.__contains__`), never the disk.
 
-A disk may hang, fail or lie. A held request goes on without its blocks at a time that it was given when it came. Then
-the disk is left alone for a while, and so it is after reads that brought nothing, and after refused writes. The blocks
-that wait to be written have a bound in bytes; a block beyond it is not written.
+A disk may hang, fail or lie. A held request goes on without its blocks at a time that it was given when it came. If
+nothing was read then for a while, the disk is left alone, and so it is after reads that brought nothing, and after
+refused writes. The blocks that wait to be written have a bound in bytes; a block beyond it is not written.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
-from typing import Protocol
 
-from loraplex.engine.kv.disk_store import DiskCounts
+from loraplex.engine.kv.block_store import BlockStore
 from loraplex.engine.types import BlockKey
 
 _log = logging.getLogger(__name__)
@@ -29,7 +28,9 @@ _log = logging.getLogger(__name__)
 LEAST_BLOCKS = 4
 """A request whose prefix the disk has fewer blocks of, beyond those in memory, does not wait for them."""
 READ_BYTES = 512 << 20
-"""Bytes that are read, or on their way, for all requests that have not taken them yet."""
+"""Bytes that are read, or on their way, for all requests that have not taken them yet; half of it for one tenant."""
+KEPT_S = 30.0
+"""Time for which what was read waits for a request that cannot begin yet; it computes its prefix then."""
 WRITE_BYTES = 128 << 20
 """Bytes that wait to be written."""
 LEAST_WAIT_S, MOST_WAIT_S = 0.1, 3.0
@@ -44,44 +45,8 @@ _DRAIN_S = 5.0
 """Time for what waits to be written when the engine ends."""
 _RATE = 0.2
 """The weight of the last read in the mean time of a read."""
-
-
-class BlockStore(Protocol):
-    """Blocks on a disk, with an index in memory. The calls that say so are made by other threads than the core's."""
-
-    counts: DiskCounts
-
-    def __contains__(self, key: BlockKey) -> bool:
-        """Look into the index alone."""
-        ...
-
-    def write(self, key: BlockKey, payload: memoryview) -> bool:
-        """The writer's thread: keep a block whole, or not at all. False: refused, and counted."""
-        ...
-
-    def read(self, key: BlockKey) -> bytes | None:
-        """The reader's thread: None where the block is missing, damaged or another one; it is removed then."""
-        ...
-
-    def remove(self, keys: Iterable[BlockKey]) -> None:
-        """Find none of these any more, at once; `sweep` removes the files."""
-        ...
-
-    def erase_version(self, tenant_id: str | None, digest: str) -> None:
-        """Also none of an adapter version, of one tenant or of all."""
-        ...
-
-    def erase_tenant(self, tenant_id: str) -> None: ...
-
-    def sweep(self) -> None:
-        """The writer's thread: remove the files of what was erased."""
-        ...
-
-    def owners(self) -> set[tuple[str, str | None]]:
-        """The tenants and versions (None: the base) of its blocks."""
-        ...
-
-    def close(self) -> None: ...
+_FIRST_SPEED = 200e6
+"""Bytes a second that a disk is taken to read before it has shown its own speed, or not for a while."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,12 +99,14 @@ class DiskTier:
         self._changed = threading.Condition()
         # Under the condition's lock.
         self._wanted: dict[BlockKey, list[_Asked]] = {}
+        self._num_wanted: Counter[str] = Counter()  # by tenant
         self._queue: OrderedDict[str, deque[BlockKey]] = OrderedDict()  # to be read, by tenant, in turns
         self._arrived: dict[BlockKey, bytes] = {}
         self._writes: OrderedDict[BlockKey, _Write] = OrderedDict()
         self._to_write: deque[BlockKey] = deque()
         self._full = 0  # writes that were not asked for, since too many wait
-        self._read_s = 0.0  # the mean time of a read
+        self._read_s = block_bytes / _FIRST_SPEED  # the mean time of a read
+        self._moved_at = clock()  # the end of the last read, or the beginning of the queue
         self._reading_since: float | None = None
         self._writing_since: float | None = None
         self._failed = {"read": 0, "write": 0}  # in a row
@@ -160,47 +127,71 @@ class DiskTier:
     def __contains__(self, key: BlockKey) -> bool:
         return key in self.store
 
+    @property
+    def most_asked(self) -> int:
+        """Blocks that one tenant's requests may have asked for at a time."""
+        return READ_BYTES // self._block_bytes // 2
+
     def ask(self, request_id: str, keys: Row[BlockKey], most_s: float) -> bool:
-        """Read these blocks for a request, as many of the first as there is room for. Returns whether it is to be held:
-        not if they are few, if the reader has more to do than it can in `most_s`, or if the disk is being left
-        alone."""
-        now, most_s = self._clock(), min(max(most_s, LEAST_WAIT_S), MOST_WAIT_S)
+        """Read these blocks of one tenant for a request, as many of the first as there is room for. `most_s`: what
+        computing all of them takes. Returns whether it is to be held: not if they are few, if the reader has more to do
+        than it can meanwhile, or if the disk is being left alone."""
+        now, tenant_id, num_asked = self._clock(), keys[0][0][0], len(keys)
         with self._changed:
             room = READ_BYTES // self._block_bytes - len(self._wanted)
+            room = max(0, min(room, self.most_asked - self._num_wanted[tenant_id]))
             new = [key for key in keys if key not in self._wanted]
             if len(new) > room:
-                keys = keys[: keys.index(new[max(0, room)])]
+                keys, new = keys[: keys.index(new[room])], new[:room]
             if len(keys) < self._least_blocks or self._is_resting("read", now):
                 return False
-            if (min(room, len(new)) + sum(map(len, self._queue.values()))) * self._read_s > most_s:
+            most_s = min(max(most_s * len(keys) / num_asked, LEAST_WAIT_S), MOST_WAIT_S)
+            if self._expected_s(tenant_id, len(new), now) > most_s:
                 return False
+            if not self._queue:
+                self._moved_at = now
             missing = {key for key in keys if key not in self._arrived}
             asked = self._asked[request_id] = _Asked(now + most_s, tuple(keys), missing, bool(missing))
             for key in keys:
                 if key not in self._wanted:
-                    self._queue.setdefault(key[0][0], deque()).append(key)
-                self._wanted.setdefault(key, []).append(asked)
+                    self._queue.setdefault(tenant_id, deque()).append(key)
+                    self._wanted[key] = []
+                    self._num_wanted[tenant_id] += 1
+                self._wanted[key].append(asked)
             self._changed.notify_all()
         return asked.is_held
+
+    def _expected_s(self, tenant_id: str, num_new: int, now: float) -> float:
+        """Seconds until so many blocks more of a tenant are read: tenants take turns."""
+        if now - self._moved_at >= REST_S:  # what was measured then says nothing now
+            self._read_s = self._block_bytes / _FIRST_SPEED
+        own = num_new + len(self._queue.get(tenant_id, ()))
+        num_tenants = len(self._queue) + (tenant_id not in self._queue)
+        return min(num_new + sum(map(len, self._queue.values())), own * num_tenants) * self._read_s
 
     def take_ended(self) -> list[str]:
         """The requests that are to be held no longer, since the last call."""
         now = self._clock()
         if not (self._has_news or self._asked):
             return []
-        ended: list[str] = []
+        ended, forgotten = list[str](), list[str]()
         with self._changed:
             self._has_news = False
             for request_id, asked in self._asked.items():
                 is_late = asked.is_held and bool(asked.missing) and asked.until <= now
                 if is_late:
                     self.num_late += 1
-                    self._rest("read", now, "blocks were not read in time")
+                    if now - self._moved_at >= LEAST_WAIT_S:
+                        self._rest("read", now, "blocks were not read in time")
                     self._drop(asked, asked.missing)
                     asked.missing.clear()
                 if asked.is_held and not asked.missing:
                     asked.is_held = False
                     ended.append(request_id)
+                elif asked.until + KEPT_S <= now:
+                    forgotten.append(request_id)
+        for request_id in forgotten:
+            self.close_request(request_id)
         return ended
 
     def next_timeout_s(self) -> float | None:
@@ -226,10 +217,25 @@ class DiskTier:
             if asked in users:
                 users.remove(asked)
                 if not users:
-                    del self._wanted[key]
-                    self._arrived.pop(key, None)
+                    self._forget(key)
+
+    def _forget(self, key: BlockKey) -> list[_Asked]:
+        """A block is wanted no more. Returns the requests that wanted it."""
+        self._num_wanted[key[0][0]] -= 1
+        if not self._num_wanted[key[0][0]]:
+            del self._num_wanted[key[0][0]]
+        self._arrived.pop(key, None)
+        return self._wanted.pop(key)
 
     # Writing.
+
+    def takes_more(self) -> bool:
+        """Whether there is room for a block that is to be written. That there is none is counted."""
+        with self._changed:
+            has_room = len(self._writes) * self._block_bytes < WRITE_BYTES
+            takes_more = has_room and not self._is_resting("write", self._clock())
+            self._full += not takes_more
+            return takes_more
 
     def reserve(self, key: BlockKey) -> bool:
         """Whether the runner is to hand on this block: `put` must follow. False where it is on the disk, or will be,
@@ -281,9 +287,8 @@ class DiskTier:
     def _void(self, is_gone: Callable[[BlockKey], bool]) -> None:
         with self._changed:
             for key in [key for key in self._wanted if is_gone(key)]:
-                for asked in self._wanted.pop(key):
+                for asked in self._forget(key):
                     asked.missing.discard(key)
-                self._arrived.pop(key, None)
             for key, write in self._writes.items():
                 if is_gone(key):
                     write.is_void, write.payload = True, None
@@ -309,8 +314,10 @@ class DiskTier:
         the end of the process."""
         until = time.monotonic() + _DRAIN_S
         with self._changed:
+            waits = {*self._to_write}
             for key in [key for key, write in self._writes.items() if write.payload is None]:
-                del self._writes[key]
+                if key not in waits:
+                    del self._writes[key]
             while self._threads and self._writes and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._closed = True
@@ -330,8 +337,7 @@ class DiskTier:
         if now >= self._rests_until[what]:
             told = "--kv-disk: %s; it is left alone for %g s: prefixes are computed, or not kept"
             _log.warning(told, why, REST_S)
-        self._rests_until[what] = now + REST_S
-        self._failed[what], self._read_s = 0, 0.0
+        self._rests_until[what], self._failed[what] = now + REST_S, 0
 
     def _tried(self, what: str, *, did: bool) -> None:
         self._failed[what] = 0 if did else self._failed[what] + 1
@@ -356,6 +362,7 @@ class DiskTier:
             if key is None:
                 return False
             began = self._reading_since = self._clock()
+        was_here = key in self.store  # it may have made room for another since it was asked for
         try:
             payload = self.store.read(key)
         except Exception:
@@ -364,14 +371,19 @@ class DiskTier:
         if payload is not None and len(payload) != self._block_bytes:
             payload = None
         with self._changed:
-            seconds, self._reading_since = self._clock() - began, None
-            self._read_s = seconds if not self._read_s else (1 - _RATE) * self._read_s + _RATE * seconds
+            self._reading_since, self._moved_at = None, self._clock()
+            self._read_s = (1 - _RATE) * self._read_s + _RATE * (self._moved_at - began)
             users = self._wanted.get(key)
             if users is None:
                 return True  # nobody waits for it any more, or its owner was erased meanwhile
-            self._tried("read", did=payload is not None)
+            if payload is not None or was_here:
+                self._tried("read", did=payload is not None)
             if payload is None:
-                del self._wanted[key]
+                users = self._forget(key)
+                for asked in users:  # no block behind a gap is of use
+                    behind = asked.keys[asked.keys.index(key) :]
+                    self._drop(asked, behind)
+                    asked.missing.difference_update(behind)
             else:
                 self._arrived[key] = payload
             for asked in users:
@@ -408,7 +420,7 @@ class DiskTier:
         with self._changed:
             to_sweep, self._to_sweep = self._to_sweep, False
             key = self._to_write.popleft() if self._to_write else None
-            write = None if key is None else self._writes[key]
+            write = None if key is None else self._writes.get(key)
             payload = None if write is None else write.payload
             self._writing_since = self._clock()
         did = None
@@ -425,7 +437,7 @@ class DiskTier:
             if did is not None:
                 self._tried("write", did=did)
             if key is not None and write is not None:
-                del self._writes[key]
+                self._writes.pop(key, None)
                 if did and write.is_void:
                     self.store.remove((key,))  # it was erased while it was being written
                     self._to_sweep = True

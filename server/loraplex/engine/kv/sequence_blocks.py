@@ -67,6 +67,9 @@ class SequenceBlocks(BlockManager):
         when their waiting was counted, None before the first step."""
         self._most_restored = most_restored
         self._num_restored = 0  # by the copies of the next step
+        self._kept: set[int] = (
+            set()
+        )  # blocks that are on the disk, or on their way: their names are costly to look up
         self._num_kept = 0  # by them: blocks that were found and go to the disk
         self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
         self._num_groups = len(needs.windows)
@@ -177,7 +180,6 @@ class SequenceBlocks(BlockManager):
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
         if self.host is not None and seq.measured is None and not seq.request.is_shadow:
             self.restoring[seq] = None
-            self._keep_found(seq, found)
         if self.states is None or seq.measured is not None:
             return
         seq.window_slot = self.places.take()
@@ -199,6 +201,7 @@ class SequenceBlocks(BlockManager):
         else:
             for key in reversed(keys):  # what this run displaces on the device goes to the slots of others
                 self.host.read(key)
+            self._keep_found(seq)
         for key in keys:
             if found := self.lookup((key,)):
                 self.share(found, is_spare=is_spare)
@@ -235,8 +238,9 @@ class SequenceBlocks(BlockManager):
     def on_disk(self, seq: Sequence) -> list[BlockKey]:
         """The blocks of a new sequence's prefix that neither the pool nor host memory has, as far as they lie on the
         disk without a gap."""
-        if self.disk is None or self.host is None or seq.measured is not None or seq.request.is_shadow:
-            return []
+        request = seq.request
+        if self.disk is None or self.host is None or seq.measured is not None or request.background:
+            return []  # what runs in the background may begin much later
         found: list[BlockKey] = []
         for key in prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]:
             if key in self._block_of or key in self.host:
@@ -244,16 +248,21 @@ class SequenceBlocks(BlockManager):
             if key not in self.disk:
                 break
             found.append(key)
+            if len(found) == self.disk.most_asked:
+                break
         return found
 
-    def _keep_found(self, seq: Sequence, found: list[int]) -> None:
+    def _keep_found(self, seq: Sequence) -> None:
         """Blocks that a second request finds go to the disk at once, since a process that is killed loses the others;
         no more of them in a step than come back in one."""
         if self.disk is None or seq.request.batch:
             return
-        for block, key in zip(found, seq.block_keys, strict=False):
-            if self._num_kept >= self._most_restored:
+        for block, key in zip(seq.block_ids, seq.block_keys, strict=False):
+            if block in self._kept:
+                continue
+            if self._num_kept >= self._most_restored or not self.disk.takes_more():
                 return
+            self._kept.add(block)
             if key[0][1] not in self._erased and self.disk.reserve(key):
                 self._num_kept += 1
                 self._to_host(block, key, is_for_disk=True)
@@ -287,6 +296,10 @@ class SequenceBlocks(BlockManager):
             slot = self.host.read(key)
         if slot is not None:
             self.copies.append(BlockCopy(block, slot, to_host=True, key=key if is_for_disk else None))
+
+    def _drop_key(self, block: int) -> None:
+        super()._drop_key(block)
+        self._kept.discard(block)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies for the step that is submitted next."""
