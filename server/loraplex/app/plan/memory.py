@@ -131,8 +131,7 @@ def divide_memory(
     tokens = most_tokens(0, device.kind, row_bytes(model.site_groups, model.dtype.itemsize), device.memory)
     recorded = most_recorded_rows(-1, device.capability, model.shape.num_layers, model.num_weights)
     activations = _activations(model, tokens, min(recorded, tokens), wanted.max_num_seqs)
-    # A CPU has one memory for both.
-    prefixes = wanted.kv_host_memory if device.kind == "cpu" else 0
+    prefixes = wanted.kv_host_memory if device.kind == "cpu" else 0  # a CPU has one memory for both
     free = device.memory - reserve - weights - prefixes
     if free <= activations:
         raise PlanDoesNotFit(
