@@ -162,7 +162,7 @@ class DiskTier:
         return asked.is_held
 
     def _expected_s(self, tenant_id: str, num_new: int, now: float) -> float:
-        """Seconds until so many blocks more of a tenant are read: tenants take turns."""
+        """Seconds until num_new blocks more of a tenant are read: tenants take turns."""
         if now - self._moved_at >= REST_S:  # what was measured then says nothing now
             self._read_s = self._block_bytes / _FIRST_SPEED
         own = num_new + len(self._queue.get(tenant_id, ()))
