@@ -150,7 +150,7 @@ def _shared(keys: Sequence[Key], most: int) -> list[Key]:
     """The first `most` of these keys: an equal part of each tenant before more of any."""
     part = max(1, most // max(1, len({key[0] for key in keys})))
     taken: Counter[str] = Counter()
-    within, beyond = [], []
+    within, beyond = list[Key](), list[Key]()
     for key in keys:
         taken[key[0]] += 1
         (within if taken[key[0]] <= part else beyond).append(key)
