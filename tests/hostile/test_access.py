@@ -375,7 +375,7 @@ def test_a_revoked_key_stops_at_once(server: WholeServer, secrets: Any) -> None:
 
 def test_the_tenants_are_all_still_there(server: WholeServer, secrets: Any) -> None:
     answer = server.http.get(f"{server.admin_url}/admin/v1/tenants", headers=secrets["admin token"])
-    assert [row["id"] for row in answer.json()["data"]] == ["acme", "rival"]
+    assert [row["id"] for row in answer.json()["data"]] == ["acme", "rival", "suspended"]
     adapters = server.http.get(
         f"{server.data_url}/admin/v1/tenants/acme/adapters", headers=secrets["adapters:read"]
     )

@@ -300,7 +300,7 @@ def _count_all(session: Session, tenant_id: str, digests: Collection[str]) -> di
         "num_adapters": session.scalar(names) or 0,
         "num_versions": count(AdapterVersion, AdapterVersion.tenant_id == tenant_id, LIVING),
         "num_files": count(StoredFile, StoredFile.tenant_id == tenant_id),
-        "num_file_bytes": session.scalar(file_bytes) or 0,
+        "num_file_bytes": int(session.scalar(file_bytes) or 0),  # PostgreSQL sums up to a Decimal
         "num_batches": count(Batch, Batch.tenant_id == tenant_id),
         "num_shared_artifacts": len(_shared_of(session, tenant_id, digests)),
         "num_audit_rows": count(AuditRow, AuditRow.tenant_id == tenant_id) + 1,
