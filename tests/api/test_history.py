@@ -1,4 +1,4 @@
-"""What requests to the data plane add to the history of the last hour."""
+"""Requests to the data plane are counted in the history of the last hour."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_failures_of_the_server(plane: DataPlane, counted: Callable[[], Report])
 
 
 def test_refusals(plane: DataPlane, counted: Callable[[], Report]) -> None:
-    """By a limit before the adapter is known, and after it; a wrong request is nothing."""
+    """A refusal by a limit counts before the adapter is known and after it; a wrong request does not count."""
     plane.limiter.refuse_admission_with = [Refused("rate_limit_exceeded")]
     assert ask(plane).status_code == 429
     plane.limiter.refuse_with = [Refused("rate_limit_exceeded")]
@@ -112,7 +112,7 @@ def test_a_caller_who_never_was_known_is_in_the_sums(plane: DataPlane, counted: 
 
 
 def test_a_refused_sample_is_counted_once(plane: DataPlane, counted: Callable[[], Report]) -> None:
-    """It is answered by a request within the one that submits it."""
+    """A request within the one that submits the sample answers it."""
     before = {found.id for found in plane.services.recent.find()}
     plane.limiter.refuse_admission_with = [Refused("rate_limit_exceeded")]
     asked = {

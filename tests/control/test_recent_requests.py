@@ -69,7 +69,7 @@ def test_many_tenants_have_equal_parts() -> None:
 
 
 def test_a_tenant_more_than_there_are_places_is_kept() -> None:
-    """It takes the place of the oldest request of all."""
+    """The new tenant's request replaces the oldest of all."""
     recent = RecentRequests()
     for number in range(KEPT):
         recent.note(failed(number, f"t{number}"))

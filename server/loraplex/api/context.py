@@ -54,7 +54,7 @@ class DataContext(RequestContext):
     generated: RequestOutcome | None = None
     """How it ended, where the engine was asked."""
     is_counted: bool = False
-    """Its refusal is that of a request within it, which is in the history and in the list of requests."""
+    """True where a request within it was refused: that one is in the history and in the list of requests."""
 
     @property
     def tenant_id(self) -> str:

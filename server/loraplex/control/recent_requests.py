@@ -59,7 +59,7 @@ class EndedRequest(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def place(self) -> tuple[int, str]:
-        """Its place in the order of the list: microseconds since 1970, and its id."""
+        """The key that the list is sorted by: microseconds since 1970, and the id of the request."""
         return round(self.at * 1e6), self.id
 
     @property
