@@ -74,7 +74,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
 # `server` comes before the browser: it needs an event loop in this thread.
 @pytest.fixture
 def admin(server: WholeServer, screen: Screen) -> Screen:
-    return screen.with_clock().sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "tenants")
+    screen.with_clock().sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "tenants")
+    screen.page.wait_for_load_state("networkidle")  # no part of the page comes above what is clicked
+    return screen
 
 
 def test_limits_are_changed_and_others_changes_stay(server: WholeServer, admin: Screen) -> None:
