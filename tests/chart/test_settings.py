@@ -27,6 +27,7 @@ TEXTS = {
     "artifact_url": "file:///srv/adapters",
     "otlp_endpoint": "https://collector.example.com:4318",
     "webhook_url": "https://hooks.example.com/loraplex",
+    "kv_disk": "/srv/loraplex/prefixes,bytes=2GiB,key-file=/run/secrets/prefixes",
 }
 
 

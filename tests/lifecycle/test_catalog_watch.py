@@ -20,6 +20,7 @@ from loraplex.serving.errors import ServingError
 from support.control.plane import use_database
 from support.engine.fake_engine import FakeEngineClient
 from support.http.admin_plane import AdminPlane, admin_client
+from support.http.quiet import all_levels
 from support.servers.postgres import need_programs, postgres_server
 
 VERSION = "/tenants/acme/adapters/support/versions/v1"
@@ -166,7 +167,7 @@ async def test_what_cannot_be_erased_keeps_no_pin_waiting_and_is_tried_once_a_mi
         raise ServingError("no answer")
 
     other.prefix_owners = refuse  # type: ignore[method-assign]
-    with structlog.testing.capture_logs() as lines:
+    with all_levels(), structlog.testing.capture_logs() as lines:
         clock.seconds += ERASE_S
         await until(lambda: asked == 1)
         assert (await http.put(f"{VERSION}/pin")).status_code == 200

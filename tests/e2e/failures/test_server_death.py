@@ -216,7 +216,7 @@ def test_the_lines_of_a_killed_server_are_answered_by_the_next(served: tuple[Liv
         assert 10 < counts() < count, "it was killed in the middle"
         assert client.batches.retrieve(made.id).status == "in_progress"
         end_leases(server)
-        server.wait(lambda: client.batches.retrieve(made.id).status == "completed")
+        server.wait(lambda: client.batches.retrieve(made.id).status == "completed", 180)
         done = client.batches.retrieve(made.id)
         assert (counts(), done.error_file_id) == (count, None)
         written = client.files.content(done.output_file_id or "").text.splitlines()
