@@ -6,6 +6,7 @@ import functools
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -43,12 +44,12 @@ def test_a_seed_is_one_history() -> None:
     assert play(11) == play(11)
 
 
-def play_on(seeds: range) -> tuple[Summary, list[str]]:
+def play_on(seeds: range, **kind: Any) -> tuple[Summary, list[str]]:
     """What the histories consisted of, and the violations of those that broke a promise."""
     total, violations = Summary(), []
     for seed in seeds:
         try:
-            total.add(play(seed))
+            total.add(play(seed, **kind))
         except Violation as violation:
             violations.append(str(violation))
     return total, violations
@@ -56,13 +57,14 @@ def play_on(seeds: range) -> tuple[Summary, list[str]]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_ten_thousand_histories() -> None:
+@pytest.mark.parametrize("kind", [{}, {"disk": True}], ids=["on the device", "with host memory and a disk"])
+def test_ten_thousand_histories(kind: dict[str, Any]) -> None:
     chunks = [range(start, start + CHUNK) for start in range(0, SOAK_SEEDS, CHUNK)]
     total, violations = Summary(), []
     with ProcessPoolExecutor(
         max_workers=min(2, os.cpu_count() or 1), mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        for summary, found in pool.map(play_on, chunks):
+        for summary, found in pool.map(functools.partial(play_on, **kind), chunks):
             total.add(summary)
             violations += found
     print(total)
