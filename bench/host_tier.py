@@ -9,8 +9,9 @@
 with 40 tokens that no other has. The device's pool holds 20 of the prompts. Scheduler, blocks and index are the
 engine's, and no model computes: the figures are counts. `times`: the model on one thread; the time is the process's
 own, of the processor. `gaps`: between the tokens of a neighbour that decodes, while such a request comes each ten
-steps and finds its prompt on the device, or in host memory; wall time. `restart`: the first token of such a prompt in an engine that has just started, on a disk that
-an engine before it has left, and cold; processor time of all threads, and wall time, which says more about a disk.
+steps and finds its prompt on the device, or in host memory; wall time. `restart`: the first token of such a prompt in
+an engine that has just started, on a disk that an engine before it has left, and cold; processor time of all threads,
+and wall time, which says more about a disk.
 """
 
 from __future__ import annotations
