@@ -206,7 +206,9 @@ async def test_a_database_that_is_away_meanwhile_loses_no_measurement_for_good(
     await until(lambda: asked == 1)
     monkeypatch.setattr(plane.validation, "unmeasured", unmeasured)
     assert (await push(plane, tmp_path, "cccc")).status_code == 201
-    await until(lambda: all(_version(plane, name).report["base_error"]["kl"] == 0.25 for name in ("bbb", "cccc")))
+    await until(
+        lambda: all(_version(plane, name).report["base_error"]["kl"] == 0.25 for name in ("bbb", "cccc"))
+    )
 
 
 async def test_a_reason_takes_the_place_of_figures(plane: AdminPlane, tmp_path: Path) -> None:
