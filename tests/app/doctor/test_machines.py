@@ -114,6 +114,41 @@ def test_a_gpu_server_that_runs_on_postgres_and_redis(
     assert said(capsys, machine, GPU_TORCH, tmp_path, **options) == (0, expected("server"))
 
 
+def test_a_disk_for_prefixes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Each engine takes its bytes there; those that are there already count as room."""
+
+    def line(taken: int = 0, replicas: int = 1, **facts: object) -> str:
+        machine = replace(GOOD, prefixes=disk("prefixes", **facts), prefix_bytes=taken)
+        options = {"kv_disk": "/srv/data/prefixes,bytes=80GiB", "kv_host_memory": GIB, "replicas": replicas}
+        code, text = said(capsys, machine, CPU_TORCH, tmp_path, **options)
+        assert code == (1 if "obstacle" in facts else 0)
+        (found,) = (line for line in text.split("\n") if "prefix disk: " in line)
+        return found
+
+    assert line() == "ok    prefix disk: /srv/data/prefixes, 200.0 GiB free on ext4, a sync takes 2 ms"
+    assert line(replicas=2).startswith("ok    ")
+    assert line(replicas=3).startswith("warn  prefix disk: /srv/data/prefixes, 200.0 GiB free on ext4")
+    assert line(free=30 * GIB, taken=60 * GIB).startswith("ok    ")
+    assert "60.0 GiB of prefixes are there" in line(free=10 * GIB, taken=60 * GIB)
+    assert line(file_system="tmpfs").startswith("warn  ")
+    assert "/srv/data/prefixes cannot be written" in line(obstacle="/srv/data/prefixes cannot be written")
+
+
+def test_what_prefixes_take_is_counted_and_their_key_is_a_secret(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o644)
+    folder = tmp_path / "prefixes"
+    (folder / "0").mkdir(parents=True)
+    (folder / "0" / "block").write_bytes(bytes(1 << 20))
+    machine = read_machine(Settings(data_dir=tmp_path / "data", kv_disk=f"{folder},key-file={key}"))
+    assert machine.prefixes is not None
+    assert machine.prefixes.path == folder
+    assert 1 << 20 <= machine.prefix_bytes < 1 << 21
+    assert (key, 0o644) in [(secret.path, secret.mode) for secret in machine.secrets]
+    assert read_machine(Settings(data_dir=tmp_path / "data")).prefixes is None
+
+
 @pytest.mark.parametrize("device", ["auto", "cpu"])
 def test_pools_count_where_the_device_that_is_found_has_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, device: str

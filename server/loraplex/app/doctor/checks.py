@@ -86,6 +86,11 @@ def checks_of(
         ("data port", lambda: _port(machine.data_port, machine)),
         ("admin port", lambda: _port(machine.admin_port, machine)),
     ]
+    if machine.prefixes is not None:
+        prefixes = machine.prefixes
+        checks.append(
+            ("prefix disk", lambda: production.check_prefix_disk(settings, prefixes, machine.prefix_bytes))
+        )
     if machine.engine_port is not None:
         port = machine.engine_port
         checks.append(("engine port", lambda: _port(port, machine)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -15,6 +16,7 @@ from typing import Literal
 
 from loraplex.app.cluster.choice import ray_version
 from loraplex.app.engines.port import engine_token_path
+from loraplex.app.setting_types import kv_disk
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
 from loraplex.app.storage.data_dir_lock import is_data_dir_locked
@@ -57,7 +59,8 @@ class Machine:
     """Memory in bytes, of this machine and of its control group. `open_files` None: no limit. `huge_pages` is the
     kernel's setting of transparent huge pages, "" where it has none. `clock_synchronised` None: unknown. `store` are
     the folders between which an upload is renamed. `is_held`: a server runs on the data directory. `engine_port`
-    None: none is wanted. `shared_memory`: what is free of /dev/shm. `ray`: the version of Ray that is installed."""
+    None: none is wanted. `shared_memory`: what is free of /dev/shm. `ray`: the version of Ray that is installed.
+    `prefixes`: the folder of --kv-disk, None without one; `prefix_bytes` are there already."""
 
     python: str
     memory_total: int
@@ -74,6 +77,8 @@ class Machine:
     engine_port: Port | None = None
     shared_memory: int = 0
     ray: str | None = None
+    prefixes: Disk | None = None
+    prefix_bytes: int = 0
 
 
 def read_machine(settings: Settings) -> Machine:
@@ -81,6 +86,7 @@ def read_machine(settings: Settings) -> Machine:
     total, available = _memory()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     store = artifact_dir(settings)
+    prefixes = Path(kv_disk(settings.kv_disk).directory) if settings.kv_disk else None
     return Machine(
         python=f"{platform.python_version()} on {platform.machine()}, {os.cpu_count()} cores",
         memory_total=total,
@@ -97,7 +103,19 @@ def read_machine(settings: Settings) -> Machine:
         engine_port=_port(*settings.engine_address) if settings.engine_address[1] else None,
         shared_memory=_shared_memory(),
         ray=ray_version(),
+        prefixes=prefixes and read_disk(prefixes),
+        prefix_bytes=0 if prefixes is None else _bytes_below(prefixes),
     )
+
+
+def _bytes_below(folder: Path) -> int:
+    """What the files below a folder take on the disk; those that go meanwhile count or do not."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_blocks * 512
+    return total
 
 
 def _port(host: str, port: int) -> Port:
@@ -152,7 +170,10 @@ def _shared_memory() -> int:
 
 def _secrets(settings: Settings) -> list[SecretFile]:
     found = []
-    for path in (*(settings.data_dir / name for name in _SECRETS), engine_token_path(settings)):
+    paths = [*(settings.data_dir / name for name in _SECRETS), engine_token_path(settings)]
+    if settings.kv_disk and (key_file := kv_disk(settings.kv_disk).key_file):
+        paths.append(Path(key_file))
+    for path in paths:
         try:
             status = path.lstat()
         except OSError:

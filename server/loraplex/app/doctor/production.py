@@ -12,6 +12,7 @@ from loraplex.app.cluster.cost import OBJECT_STORE_BYTES, ray_bytes
 from loraplex.app.doctor.findings import Finding, fail, ok, warn
 from loraplex.app.doctor.machine import EngineDevice, Machine
 from loraplex.app.ports.connections import RESERVED_FILES
+from loraplex.app.setting_types import kv_disk
 from loraplex.app.settings import Settings
 from loraplex.app.storage.disk import GIB, Disk, data_room
 from loraplex.engine.config import DEFAULT_SEQUENCES
@@ -130,6 +131,21 @@ def check_store(settings: Settings, store: tuple[Disk, ...], base: BaseSpec | No
     if kept.file_system in _VOLATILE:
         return warn(found, "mount a volume here: adapters are lost with the machine or container")
     return ok(found)
+
+
+def check_prefix_disk(settings: Settings, disk: Disk, taken: int) -> Finding:
+    """Each engine of this machine has a folder of its own there. `taken`: bytes that prefixes have there already."""
+    wanted = max(1, settings.replicas) * kv_disk(settings.kv_disk).num_bytes
+    if disk.obstacle:
+        return fail(disk.obstacle, "choose another with --kv-disk, or give it to the server's user")
+    if disk.free < wanted - taken:
+        return warn(
+            f"{disk.room}; {_gib(taken)} of prefixes are there",
+            f"make room, or lower bytes= of --kv-disk: {_gib(wanted)} are wanted; without them prefixes are not kept",
+        )
+    if disk.file_system in _VOLATILE:
+        return warn(disk.room, "mount a disk here: prefixes are lost with the machine or container")
+    return ok(disk.room)
 
 
 def check_open_files(settings: Settings, machine: Machine, device: EngineDevice) -> Finding:
