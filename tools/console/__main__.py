@@ -93,13 +93,14 @@ def take_real(page: Page, seeded: Seeded) -> None:
     go(page, "tenants/acme/playground/support@v1", "[data-testid=play-prompt]")
     page.get_by_test_id("play-add").click()
     page.get_by_test_id("play-model").nth(2).fill("support@v2")
-    page.get_by_label("Most tokens").fill("40")
+    page.get_by_test_id("play-system").fill("You are the mate of a ship. Answer in one sentence.")
+    page.get_by_label("Most tokens").fill("24")
     page.get_by_label("Temperature").fill("0")
-    page.get_by_test_id("play-prompt").fill("What do you think of the sea?")
-    for _ in range(2):  # the first of a kind loads its adapters
+    page.get_by_test_id("play-ask-logprobs").check()
+    for prompt in ("What do you think of the sea?", "And of the harbour?"):
+        page.get_by_test_id("play-prompt").fill(prompt)
         page.get_by_test_id("play-send").click()
-        page.get_by_test_id("play-stop").and_(page.locator(":enabled")).wait_for()
-        page.locator("[data-testid=play-send]:enabled").wait_for()
+        page.locator("[data-testid=play-again]:enabled").wait_for()
     take(page, "playground")
 
 

@@ -88,7 +88,7 @@ def test_stop_ends_the_stream_and_frees_what_it_held(server: WholeServer, screen
     server.settle()
     assert len(plane.engine.aborted) == 1
     screen["play-model"].fill("nobody-has-this")
-    screen["play-send"].click()
+    screen["play-again"].click()
     assert "model_not_found" in screen.text("error")
 
 

@@ -13,8 +13,11 @@ const placeOf = (from) => from.replace(/^#\/?/, "").split("?")[0];
 /** The parts of the path. */
 export const place = computed(() => placeOf(hash.value));
 
+/** What stands after `?`, as it stands there. */
+export const rest = computed(() => hash.value.split("?")[1] ?? "");
+
 /** What the page filters by: its values by their names. */
-export const query = computed(() => Object.fromEntries(new URLSearchParams(hash.value.split("?")[1] ?? "")));
+export const query = computed(() => Object.fromEntries(new URLSearchParams(rest.value)));
 
 /** To another address, at once: the browser tells of it later. @param {string} address After `#/`. */
 export function show(address) {

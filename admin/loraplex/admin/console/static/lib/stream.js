@@ -1,7 +1,9 @@
 /** Reads a streamed answer of the data port: server-sent events, each with a JSON document, until `[DONE]`. */
 
 /**
- * @typedef {{text: string, usage: any, finish: string | null, error: any}} Piece
+ * @typedef {{ token: string, logprob: number, top_logprobs: { token: string, logprob: number }[] }} Token
+ * @typedef {{ index: number, id?: string, function?: { name?: string, arguments?: string } }} CallPiece
+ * @typedef {{ text: string, calls: CallPiece[], tokens: Token[], usage: any, finish: string | null, error: any }} Piece
  */
 
 /**
@@ -32,17 +34,18 @@ export async function* events(body) {
 }
 
 /**
- * What one document of a chat or a completion adds.
+ * What one document of a chat adds.
  * @param {any} document
  * @returns {Piece}
  */
 export function piece(document) {
-  const choice = (document.choices || [])[0];
-  const text = choice ? (choice.delta ? choice.delta.content : choice.text) : "";
+  const choice = document.choices?.[0];
   return {
-    text: text || "",
+    text: choice?.delta?.content || "",
+    calls: choice?.delta?.tool_calls || [],
+    tokens: choice?.logprobs?.content || [],
     usage: document.usage || null,
-    finish: (choice && choice.finish_reason) || null,
+    finish: choice?.finish_reason || null,
     error: document.error || null,
   };
 }

@@ -1,242 +1,138 @@
-/** Playground: the base and versions of an adapter side by side, with one seed. Only on the data port. */
-import { api, path, urlOf } from "../lib/api.js";
+/** Playground: the base and versions of an adapter in conversations side by side, with one seed. Only on the data port. */
+import { api } from "../lib/api.js";
+import { again, answer, bodyOf, hasResults, next, NOTHING, typedJson } from "../lib/conversation.js";
 import { canAsk, Elsewhere } from "../lib/elsewhere.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
-import { place } from "../lib/place.js";
+import { place, rest } from "../lib/place.js";
+import { MAX_COLUMNS, readLink } from "../lib/play_link.js";
 import { usePoll } from "../lib/poll.js";
 import { caller } from "../lib/store.js";
-import { ErrorBox, Field, NumberInput, Page, Section } from "../lib/ui.js";
-import { events, piece } from "../lib/stream.js";
-import { Classes } from "./classes.js";
+import { Field, Page } from "../lib/ui.js";
+import { Code } from "./play_code.js";
+import { Column } from "./play_column.js";
+import { Settings } from "./play_settings.js";
+import { Share } from "./play_share.js";
 
-const MAX_COLUMNS = 4;
-const MODELS_LISTED = 200;
 const WHY = "Prompts go to the data port, so the playground is";
 
-/**
- * @typedef {{ prompt: string, system: string, seed: number, temperature: number, maxTokens: number }} Ask
- * @typedef {{ text: string, status: string, error: any, adapter: string, state: string, firstMs: number | null, usage: any,
- *   classes: any }} Answer `classes`: what `Classes` shows, of a version that classifies.
- */
-
-/** @type {Answer} */
-const NOTHING = { text: "", status: "", error: null, adapter: "", state: "", firstMs: null, usage: null, classes: null };
+/** @typedef {import("../lib/conversation.js").Ask} Ask */
+/** @typedef {import("../lib/conversation.js").Column} ColumnState */
+/** @typedef {import("../lib/conversation.js").Told} Told */
 
 /** @param {{ tenant?: string, adapter?: string }} props `adapter`: compared with the base; without it, the base alone. */
 export default function Playground({ tenant = "", adapter = "" }) {
   const title = tenant ? `Playground of ${tenant}` : "Playground";
+  if (!canAsk()) return html`<${Elsewhere} title=${title} why=${WHY} at=${tenant && `#/${place.value}`} />`;
+  return html`<${Page} title=${title}><${Bench} key=${rest.value} tenant=${tenant} adapter=${adapter} link=${rest.value} /><//>`;
+}
+
+/** @param {{ tenant: string, adapter: string, link: string }} props `link`: what the address fills in. */
+function Bench({ tenant, adapter, link }) {
   const base = caller.value?.base.name ?? "";
-  const [models, setModels] = useState(adapter ? [base, adapter] : [base]);
-  const [answers, setAnswers] = useState(models.map(() => NOTHING));
-  const [ask, setAsk] = useState(
-    /** @type {Ask} */ ({ prompt: "", system: "", seed: 7, temperature: 0.7, maxTokens: 128 }),
-  );
+  const [linked] = useState(() => readLink(link));
+  const [ask, setAsk] = useState(linked.ask);
+  const first = linked.models.length ? linked.models : adapter ? [base, adapter] : [base];
+  const [columns, setColumns] = useState(/** @type {ColumnState[]} */ (first.map((model) => ({ model, turns: [], results: [] }))));
   const [isRunning, setRunning] = useState(false);
   const stop = useRef(/** @type {AbortController | null} */ (null));
-  const known = usePoll((signal) => (canAsk() ? api.get("/v1/models", {}, { signal }) : Promise.resolve(null)), []);
+  const models = usePoll((signal) => api.get("/v1/models", {}, { signal }), []);
   useEffect(() => () => stop.current?.abort(), []);
-  if (!canAsk()) return html`<${Elsewhere} title=${title} why=${WHY} at=${tenant && `#/${place.value}`} />`;
 
-  /** @param {number} place @param {Partial<Answer>} changed */
-  const change = (place, changed) =>
-    setAnswers((before) => before.map((one, at) => (at === place ? { ...one, ...changed } : one)));
+  /** @param {number} at @param {(column: ColumnState) => Partial<ColumnState>} change */
+  const changeColumn = (at, change) =>
+    setColumns((before) => before.map((one, place) => (place === at ? { ...one, ...change(one) } : one)));
 
-  /** @param {Event} event */
-  async function onSend(event) {
-    event.preventDefault();
+  /** @param {(column: ColumnState) => Told | null} tell What each column is told; null leaves it as it is. */
+  async function run(tell) {
     const control = new AbortController();
     stop.current = control;
-    setAnswers(models.map(() => ({ ...NOTHING, status: "waiting" })));
+    const all = columns.map((column) => {
+      const told = tell(column);
+      if (!told) return null;
+      const { before, text, results } = told;
+      return { before, turn: { text, results, body: bodyOf(column.model, ask, told), answer: NOTHING } };
+    });
+    all.forEach((one, at) => one && changeColumn(at, () => ({ turns: [...one.before, one.turn] })));
     setRunning(true);
-    await Promise.all(models.map((model, place) => answer(model, ask, control.signal, (changed) => change(place, changed))));
+    await Promise.all(
+      all.map((one, at) => one && answer(one.turn, control.signal, (changed) => changeColumn(at, (column) => withAnswer(column, changed)))),
+    );
     setRunning(false);
   }
 
-  /** @param {string[]} next */
-  function choose(next) {
-    setModels(next);
-    setAnswers(next.map((model, place) => (model === models[place] ? answers[place] : NOTHING)));
+  /** @param {Event} event */
+  function onSend(event) {
+    event.preventDefault();
+    run((column) => next(column, ask.prompt));
+    setAsk({ ...ask, prompt: "" });
   }
 
-  return html`<${Page} title=${title}>
-    <form class="ask" onSubmit=${onSend}>
-      <${Prompt} ask=${ask} onChange=${setAsk} />
-      <p class="actions">
-        <button class="primary" data-testid="play-send" disabled=${isRunning || !ask.prompt}>Send</button>
-        <button type="button" data-testid="play-stop" disabled=${!isRunning} onClick=${() => stop.current?.abort()}>Stop</button>
-        <button type="button" data-testid="play-add" disabled=${isRunning || models.length >= MAX_COLUMNS}
-          onClick=${() => choose([...models, base])}>Add a column</button>
-      </p>
-    </form>
-    <datalist id="models">
-      ${(known.data?.data ?? []).slice(0, MODELS_LISTED).map((/** @type {any} */ one) => html`<option value=${one.id} />`)}
-    </datalist>
+  const isReadable = !typedJson(ask.schema).problem && !typedJson(ask.tools).problem;
+  const isTold = Boolean(ask.prompt) || columns.some(hasResults);
+  const isNew = columns.every((column) => !column.turns.length);
+  return html`
+    ${link && isNew && html`<${FromLink} problems=${linked.problems} />`}
     <div class="columns">
-      ${models.map(
-        (model, place) => html`<${Column}
-          key=${place}
-          model=${model}
-          answer=${answers[place] ?? NOTHING}
+      ${columns.map(
+        (column, at) => html`<${Column}
+          key=${at}
+          number=${at + 1}
+          tenant=${tenant}
+          column=${column}
+          models=${models}
           isRunning=${isRunning}
-          onModel=${(/** @type {string} */ value) => choose(models.map((one, at) => (at === place ? value : one)))}
-          onRemove=${models.length > 1 ? () => choose(models.filter((_, at) => at !== place)) : null}
+          onChange=${(/** @type {Partial<ColumnState>} */ changed) => changeColumn(at, () => changed)}
+          onRemove=${columns.length > 1 ? () => setColumns(columns.filter((_, other) => other !== at)) : null}
         />`,
       )}
     </div>
-    <${Code} model=${models[models.length - 1]} ask=${ask} classifies=${Boolean(answers[models.length - 1]?.classes)} />
+    <form class="ask" onSubmit=${onSend}>
+      <${Prompt} value=${ask.prompt} isFirst=${isNew} onText=${(/** @type {string} */ prompt) => setAsk({ ...ask, prompt })} />
+      <p class="actions">
+        <button class="primary" data-testid="play-send" disabled=${isRunning || !isReadable || !isTold}>Send</button>
+        <button type="button" data-testid="play-stop" disabled=${!isRunning} onClick=${() => stop.current?.abort()}>Stop</button>
+        <button type="button" data-testid="play-again" disabled=${isRunning || !isReadable || isNew} onClick=${() => run(again)}>Ask again</button>
+        <button type="button" data-testid="play-clear" disabled=${isRunning || isNew}
+          onClick=${() => setColumns(columns.map(({ model }) => ({ model, turns: [], results: [] })))}>New conversation</button>
+        <button type="button" data-testid="play-add" disabled=${isRunning || columns.length >= MAX_COLUMNS}
+          onClick=${() => setColumns([...columns, { ...columns[columns.length - 1], model: base }])}>Add a column</button>
+      </p>
+      <${Settings} ask=${ask} onChange=${setAsk} />
+    </form>
+    <${Share} tenant=${tenant} ask=${{ ...ask, prompt: ask.prompt || (columns[0].turns.at(-1)?.text ?? "") }}
+      models=${columns.map(({ model }) => model)} />
+    <${Code} column=${columns[columns.length - 1]} ask=${ask} />`;
+}
+
+/** The column with its last answer changed. @param {ColumnState} column @param {any} changed @returns {Partial<ColumnState>} */
+function withAnswer({ turns, results }, changed) {
+  const last = turns[turns.length - 1];
+  const answered = { ...last.answer, ...changed };
+  // Results were used once an answer is there: those of a turn that failed are sent with the next one.
+  const isUsed = answered.text || answered.calls.length;
+  return { turns: [...turns.slice(0, -1), { ...last, answer: answered }], results: isUsed ? [] : results };
+}
+
+/** @param {{ value: string, isFirst: boolean, onText: (text: string) => void }} props */
+function Prompt({ value, isFirst, onText }) {
+  /** @param {any} event */
+  function onKeyDown(event) {
+    if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+    event.preventDefault();
+    event.target.form.requestSubmit();
+  }
+  return html`<${Field} label=${isFirst ? "Prompt" : "Next turn"} hint="Ctrl+Enter sends it.">
+    <textarea data-testid="play-prompt" rows="3" value=${value} onKeyDown=${onKeyDown}
+      onInput=${(/** @type {any} */ event) => onText(event.target.value)}></textarea>
   <//>`;
 }
 
-/**
- * One answer into `change`, whatever becomes of it: streamed, or the classes of a version that writes no text.
- * @param {string} model
- * @param {Ask} ask
- * @param {AbortSignal} signal
- * @param {(changed: Partial<Answer>) => void} change
- */
-async function answer(model, ask, signal, change) {
-  try {
-    const { head } = await api.get(path`/v1/models/${model}`, {}, { signal });
-    await (head ? classify(model, head, ask, signal, change) : stream(model, ask, signal, change));
-  } catch (error) {
-    change(signal.aborted ? { status: "stopped" } : { status: "failed", error });
-  }
-}
-
-/**
- * Throws ApiError.
- * @param {string} model @param {import("./classes.js").Head} head @param {Ask} ask @param {AbortSignal} signal
- * @param {(changed: Partial<Answer>) => void} change
- */
-async function classify(model, head, ask, signal, change) {
-  const got = await api.request("POST", "/v1/classify", { json: { model, input: ask.prompt }, signal });
-  const { data, usage } = await got.json();
-  const text = { model, prompt: ask.prompt, return_token_strs: true };
-  const names = data[0].tokens ? (await api.send("POST", "/tokenize", text, { signal })).body.token_strs : [];
-  change({ ...servedBy(got), status: "classified", usage, classes: { head, item: data[0], tokens: names } });
-}
-
-/** @param {Response} got */
-const servedBy = (got) => ({
-  adapter: got.headers.get("x-loraplex-adapter") ?? "base",
-  state: got.headers.get("x-loraplex-adapter-state") ?? "",
-});
-
-/**
- * Throws ApiError.
- * @param {string} model @param {Ask} ask @param {AbortSignal} signal @param {(changed: Partial<Answer>) => void} change
- */
-async function stream(model, ask, signal, change) {
-  const began = performance.now();
-  let text = "";
-  const json = { ...bodyOf(model, ask), stream: true, stream_options: { include_usage: true } };
-  const got = await api.request("POST", "/v1/chat/completions", { json, signal });
-  change({ ...servedBy(got), status: "streaming" });
-  for await (const document of events(/** @type {ReadableStream<Uint8Array>} */ (got.body))) {
-    const found = piece(document);
-    if (found.error) throw found.error;
-    if (found.text && !text) change({ firstMs: performance.now() - began });
-    text += found.text;
-    if (found.text) change({ text });
-    if (found.usage) change({ usage: found.usage });
-    if (found.finish) change({ status: found.finish });
-  }
-}
-
-/** The body of the request, without what streams it. @param {string} model @param {Ask} ask */
-function bodyOf(model, ask) {
-  const system = ask.system ? [{ role: "system", content: ask.system }] : [];
-  return {
-    model,
-    messages: [...system, { role: "user", content: ask.prompt }],
-    seed: ask.seed,
-    temperature: ask.temperature,
-    max_tokens: ask.maxTokens,
-  };
-}
-
-/** @param {{ ask: Ask, onChange: (ask: Ask) => void }} props */
-function Prompt({ ask, onChange }) {
-  /** @param {keyof Ask} field */
-  const set = (field) => (/** @type {any} */ event) => onChange({ ...ask, [field]: event.target.value });
-  /** @param {keyof Ask} field */
-  const setNumber = (field) => (/** @type {number} */ value) => onChange({ ...ask, [field]: value });
-  return html`<${Field} label="Prompt">
-      <textarea data-testid="play-prompt" rows="3" value=${ask.prompt} onInput=${set("prompt")}></textarea>
-    <//>
-    <div class="form">
-      <${Field} label="System prompt"><input value=${ask.system} onInput=${set("system")} /><//>
-      <${Field} label="Seed"><${NumberInput} value=${ask.seed} onNumber=${setNumber("seed")} /><//>
-      <${Field} label="Temperature">
-        <${NumberInput} min=${0} max=${2} step=${0.1} value=${ask.temperature} onNumber=${setNumber("temperature")} />
-      <//>
-      <${Field} label="Most tokens"><${NumberInput} min=${1} value=${ask.maxTokens} onNumber=${setNumber("maxTokens")} /><//>
-    </div>`;
-}
-
-/**
- * @param {{ model: string, answer: Answer, isRunning: boolean, onModel: (model: string) => void,
- *   onRemove: (() => void) | null }} props
- */
-function Column({ model, answer: shown, isRunning, onModel, onRemove }) {
-  return html`<section class="card column">
-    <p class="head">
-      <input data-testid="play-model" list="models" aria-label="Model" value=${model} disabled=${isRunning} spellcheck=${false}
-        autocomplete="off" onInput=${(/** @type {any} */ event) => onModel(event.target.value)} />
-      ${onRemove
-        ? html`<button type="button" disabled=${isRunning} aria-label="Remove ${model}" onClick=${onRemove}>×</button>`
-        : null}
-    </p>
-    <div class="answer" data-testid="play-answer" aria-live="polite" aria-busy=${shown.status === "streaming"}>
-      ${shown.classes ? html`<${Classes} ...${shown.classes} />` : shown.text}</div>
-    ${shown.error ? html`<${ErrorBox} error=${shown.error} />` : null}
-    <p class="note" data-testid="play-status">${facts(shown).join(" · ")}</p>
-  </section>`;
-}
-
-/** @param {Answer} shown */
-function facts(shown) {
-  return [
-    shown.status,
-    shown.adapter,
-    shown.state,
-    shown.firstMs === null ? "" : `first token after ${Math.round(shown.firstMs)} ms`,
-    shown.usage ? `${shown.usage.prompt_tokens} + ${shown.usage.completion_tokens} tokens` : "",
-  ].filter(Boolean);
-}
-
-/** The same request for a terminal and for Python. @param {{ model: string, ask: Ask, classifies: boolean }} props */
-function Code({ model, ask, classifies }) {
-  const prompt = ask.prompt || "…";
-  const body = classifies ? { model, input: prompt } : bodyOf(model, { ...ask, prompt });
-  const root = urlOf("/v1").href;
-  const curl = [
-    `curl ${root}/${classifies ? "classify" : "chat/completions"} \\`,
-    "  -H 'Authorization: Bearer '\"$LORAPLEX_API_KEY\" \\",
-    "  -H 'Content-Type: application/json' \\",
-    `  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`,
-  ].join("\n");
-  return html`<${Section} title="The same request elsewhere" note="The request of the last column, to ${model}. LORAPLEX_API_KEY holds your key.">
-    <h3>curl</h3>
-    <pre data-testid="play-curl" tabindex="0">${curl}</pre>
-    ${"messages" in body && html`<h3>openai for Python</h3>
-      <pre data-testid="play-openai" tabindex="0">${pythonOf(root, body)}</pre>`}
-  <//>`;
-}
-
-/** @param {string} root @param {Record<string, any>} body */
-function pythonOf(root, { messages, ...rest }) {
-  const fields = Object.entries(rest).map(([name, value]) => `    ${name}=${JSON.stringify(value)},`);
-  return [
-    "import os",
-    "",
-    "from openai import OpenAI",
-    "",
-    `client = OpenAI(base_url=${JSON.stringify(root)}, api_key=os.environ["LORAPLEX_API_KEY"])`,
-    "answer = client.chat.completions.create(",
-    ...fields,
-    `    messages=${JSON.stringify(messages)},`,
-    ")",
-    "print(answer.choices[0].message.content)",
-  ].join("\n");
+/** @param {{ problems: string[] }} props */
+function FromLink({ problems }) {
+  return html`<div class="card" role="note" data-testid="play-linked">
+    <p>A link filled this page in. Nothing was sent: read it before you send it.</p>
+    ${problems.length > 0 &&
+    html`<p>Some of the link was not used:</p>
+      <ul>${problems.map((problem) => html`<li data-testid="play-problem">${problem}</li>`)}</ul>`}
+  </div>`;
 }

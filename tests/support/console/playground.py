@@ -1,0 +1,37 @@
+"""The playground of a `Screen` over a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from playwright.sync_api import Locator, expect
+
+from loraplex.engine.types import EngineRequest
+from support.console.browser import Screen
+from support.http.whole_server import WholeServer
+
+SHIP = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+
+
+def column(screen: Screen, number: int) -> Locator:
+    return screen.page.get_by_role("region", name=f"Column {number}")
+
+
+def send(screen: Screen, prompt: str = "") -> None:
+    """Sends a turn, and waits until all columns are done."""
+    if prompt:
+        screen["play-prompt"].fill(prompt)
+    screen["play-send"].click()
+    expect(screen["play-stop"]).to_be_disabled()
+
+
+def printed(screen: Screen) -> Any:
+    """The body that the page prints for curl."""
+    return json.loads(screen.text("play-curl").split("-d '")[1][:-1].replace("'\\''", "'"))
+
+
+def last_of(server: WholeServer, version: int | None) -> EngineRequest:
+    """The last request to the base, or to a version."""
+    found = [one for one in server.plane.engine.requests if (one.adapter and one.adapter.version) == version]
+    return found[-1]
