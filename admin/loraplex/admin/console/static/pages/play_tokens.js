@@ -19,6 +19,9 @@ const written = (token) => JSON.stringify(token);
 /** @param {{ token: string, logprob: number }} one */
 const said = ({ token, logprob }) => `${written(token)}, log probability ${figure(logprob)}, ${percent(Math.exp(logprob))}`;
 
+/** @param {number} count */
+const counted = (count) => (count === 1 ? "1 token" : `${num(count)} tokens`);
+
 /** A list in which the arrow keys go from token to token. @param {{ tokens: Token[] }} props */
 export function Tokens({ tokens }) {
   const [at, setAt] = useState(/** @type {number | null} */ (null));
@@ -43,7 +46,7 @@ export function Tokens({ tokens }) {
           onFocus=${() => setAt(place)}>${one.token}</span>`,
       )}</div>
     ${tokens.length > SHOWN && html`<div class="answer">${tokens.slice(SHOWN).map((one) => one.token).join("")}</div>`}
-    <p class="note" data-testid="play-logprobs">Mean log probability ${figure(sum / tokens.length)} of ${num(tokens.length)} tokens, the least
+    <p class="note" data-testid="play-logprobs">Mean log probability ${figure(sum / tokens.length)} of ${counted(tokens.length)}, the least
       likely is ${said(least)}. Lines are under tokens below
       ${LEVELS.map((level, place) => html` <span class=${`token p${place + 1}`}>${percent(level)}</span>`)}.
       ${at === null && " Choose a token to see what else was likely."}</p>
