@@ -199,3 +199,27 @@ export const Pager = ({ first, next, onFirst, onNext, what }) =>
     <button type="button" disabled=${first} onClick=${onFirst}>First</button>
     <button type="button" disabled=${!next} onClick=${onNext} data-testid="next-page">Next</button>
   </nav>`;
+
+/** Words of this server, and what each means. */
+const MEANINGS = {
+  evidence: "How strongly the answers say that the new version is worse. It begins at 1; at its threshold the release goes back by itself.",
+  hold: "The guard has no verdict yet: too few requests came, or one measure by itself looks bad. A step does not end while it holds.",
+  pin: "An order to bring a version to the device and to keep it there, across restarts too.",
+  place: "Room for one sequence in the batch that the engine computes. A request with several answers takes one for each.",
+  reserve: "Device memory that stays with this tenant's most recently used adapters, whatever other tenants load.",
+  step: "A part of a schedule: a share of the traffic for some time. It ends when the time is over and the guard, if there is one, says pass.",
+  sticky: "Whether a caller stays with one version: each user, each key, or none. Without it each request draws its version anew.",
+  tier: "The memory that has an adapter: the device is the fastest, then the host, then the disk. A request brings its adapter to the device.",
+};
+
+/** Words of the page, each of which a click, a touch or a key explains. @param {{ of: (keyof typeof MEANINGS)[] }} props */
+export function Words({ of }) {
+  const [open, setOpen] = useState(/** @type {keyof typeof MEANINGS | null} */ (null));
+  const id = useId();
+  return html`<div class="words">
+    <p class="note">What means
+      ${of.map((word) => html` <button type="button" class="link" key=${word} data-testid="word" aria-expanded=${open === word} aria-controls=${id}
+        onClick=${() => setOpen(open === word ? null : word)}>${word}</button>`)}?</p>
+    <p id=${id} role="status" data-testid="meaning">${open && MEANINGS[open]}</p>
+  </div>`;
+}

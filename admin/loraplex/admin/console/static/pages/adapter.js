@@ -4,7 +4,7 @@ import { download } from "../lib/download.js";
 import { html, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import { isOperator, mayCall } from "../lib/store.js";
-import { Badge, bytes, Empty, ErrorBox, Loaded, Page, seconds, Section, Table, Time } from "../lib/ui.js";
+import { Badge, bytes, Empty, ErrorBox, Loaded, Page, seconds, Section, Table, Time, Words } from "../lib/ui.js";
 import { Released, adapterHref } from "./adapters.js";
 import { Pooled } from "./classes.js";
 import { Report } from "./report.js";
@@ -109,6 +109,7 @@ function Versions({ tenant, name, versions, cache, run, onReport }) {
     { title: "", cell: (/** @type {any} */ row) => html`<${Actions} tenant=${tenant} name=${name} version=${row} run=${run} />` },
   ];
   return html`<${Section} title="Versions" note=${cache ? "" : "Where a version is in memory: only operators see it."}>
+    <${Words} of=${cache ? ["tier", "pin"] : ["pin"]} />
     <${Table} caption="Versions" columns=${columns} rows=${versions} keyOf=${(/** @type {any} */ row) => row.version}
       testid="version-row" empty="No versions." />
   <//>`;

@@ -59,6 +59,7 @@ export default function AllAdapters() {
       onDone=${(/** @type {any[]} */ changed) => (pick(changed, false), poll.reload())} />
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
       <${Totals} totals=${page.totals} />
+      <${ui.Words} of=${["tier", "pin"]} />
       ${page.data.length > 0 && html`<label class="check"><input type="checkbox" data-testid="pick-all"
         checked=${page.data.every((/** @type {any} */ row) => picked.has(keyOf(row)))}
         onChange=${(/** @type {any} */ event) => pick(page.data, event.target.checked)} /> All ${ui.num(page.data.length)} of this page</label>`}

@@ -60,7 +60,8 @@ function Moment({ engine }) {
       <${ui.Tile} name="Adapters in use" value=${ui.num(stats?.running_adapters.length)} note=${`${ui.num(stats?.waiting_adapters.length)} waited for`} />
       <${ui.Tile} name="Engine restarts" value=${ui.num(engine.restarts)} note=${info.device} />
       <${ui.Tile} name="Preemptions" value=${ui.num(stats?.num_preemptions)} note="since the engine began" />
-    <//>`;
+    <//>
+    <${ui.Words} of=${["place"]} />`;
 }
 
 /** Choices in the address: the value and its words; the first is meant where the address has none. @type {Record<string, [string, string][]>} */

@@ -3,7 +3,7 @@ import { api, path } from "../lib/api.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import { mayCall } from "../lib/store.js";
-import { Empty, ErrorBox, Loaded, Loading, Page, percent, Section, Table, Time } from "../lib/ui.js";
+import { Empty, ErrorBox, Loaded, Loading, Page, percent, Section, Table, Time, Words } from "../lib/ui.js";
 import { bodyOf, draftOf, isUnchanged, isWatched, numberOf } from "../lib/release_plan.js";
 import { AllAdapters } from "./adapter.js";
 import { adapterHref, Released, RunBadge } from "./adapters.js";
@@ -82,6 +82,7 @@ export default function Release({ tenant, name, candidate = "" }) {
           onKeep=${() => (setBased(inForce), setError(null))} />`}
         ${error && !(isStale && error.status === 412) && html`<${ErrorBox} error=${error} />`}
         <p role="status" class="note" data-testid="release-note">${note}</p>
+        <${Words} of=${["hold", "evidence", "sticky", "step"]} />
         <${Now} tenant=${tenant} name=${name} release=${inForce.body} isBusy=${isBusy} isFirst=${found.history.length < 2}
           act=${(/** @type {string} */ rest, /** @type {any} */ body) => change(rest ? "POST" : "PUT", rest, body, inForce.etag)} />
         ${draft && based

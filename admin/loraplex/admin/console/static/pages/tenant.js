@@ -64,6 +64,7 @@ function Limits({ poll }) {
       <//>
       ${isOperator.value && html`<${TenantEditor} key=${found.id} tenant=${found} onSaved=${poll.reload} />`}
       <${Budget} budget=${found.budget} />
+      <${ui.Words} of=${["reserve"]} />
       ${setLimits(found.limits).map(([name, limit]) => html`<${Limit} key=${name} name=${name} limit=${limit} used=${used[name]} />`)}
       ${Object.values(found.limits).every((value) => value === null) && html`<${ui.Empty}>No limit is set.<//>`}`}<//>
   <//>`;
