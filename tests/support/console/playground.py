@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Any
 
@@ -29,6 +30,13 @@ def send(screen: Screen, prompt: str = "") -> None:
 def printed(screen: Screen) -> Any:
     """The body that the page prints for curl."""
     return json.loads(screen.text("play-curl").split("-d '")[1][:-1].replace("'\\''", "'"))
+
+
+def in_python(screen: Screen) -> Any:
+    """The body that the program for Python sends."""
+    calls = [one for one in ast.walk(ast.parse(screen.text("play-openai"))) if isinstance(one, ast.Call)]
+    (create,) = (one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr == "create")
+    return {str(one.arg): ast.literal_eval(one.value) for one in create.keywords}
 
 
 def last_of(server: WholeServer, version: int | None) -> EngineRequest:

@@ -3,7 +3,6 @@ probabilities and versions of a list."""
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from playwright.sync_api import expect
 
 from support.console.axe import check_axe, need_axe
 from support.console.browser import PATIENCE_MS, Screen
-from support.console.playground import SHIP, column, last_of, printed, send
+from support.console.playground import SHIP, column, in_python, last_of, printed, send
 from support.engine.fake_engine import Reply
 from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
 from support.http.whole_server import WholeServer, bearer, whole_server
@@ -71,9 +70,7 @@ def test_a_second_turn_has_the_first_one_of_its_own_column_before_it(
     # What is printed is the last request, in both languages; once a turn is typed, the next one.
     body = printed(play)
     assert [one["role"] for one in body["messages"]] == ["system", "user", "assistant", "user"]
-    calls = [one for one in ast.walk(ast.parse(play.text("play-openai"))) if isinstance(one, ast.Call)]
-    (create,) = (one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr == "create")
-    assert {str(one.arg): ast.literal_eval(one.value) for one in create.keywords} == body
+    assert in_python(play) == body
     play["play-prompt"].fill("And then?")
     assert printed(play)["messages"][-2:] == [
         {"role": "assistant", "content": "It's <b>me</b>"},
@@ -156,6 +153,7 @@ def test_a_call_is_shown_and_its_result_is_the_next_turn(server: WholeServer, pl
         expect(column(play, number).get_by_test_id("play-status")).to_contain_text("tool_calls")
     body = printed(play)
     assert (body["tool_choice"], body["parallel_tool_calls"]) == ("required", False)
+    assert in_python(play) == body
     expect(play["play-send"]).to_be_disabled()
     play["play-tool-choice"].select_option("auto")
     column(play, 2).get_by_label("Result of get_weather").fill('{"sky": "<b>fog</b>"}')
