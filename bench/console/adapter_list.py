@@ -1,6 +1,6 @@
 """The list of all adapters on SQLite, by order of its rows: seconds of the thread and of the wall for a first page.
 
-    PYTHONPATH=tests python -m bench.adapter_list [--adapters 10000] [--requests 300000] [--rounds 5]
+    PYTHONPATH=tests python -m bench.console.adapter_list [--adapters 10000] [--requests 300000] [--rounds 5]
 
 40 tenants share the adapters, which have a version and a release each; the requests ended in the last day.
 """

@@ -1,6 +1,6 @@
 """The console's first view: bytes on the wire, and the time until it can be used, in a real Chromium.
 
-    PYTHONPATH=tests .venv/bin/python -m bench.console_view [--views 9]
+    PYTHONPATH=tests .venv/bin/python -m bench.console.first_view [--views 9]
 
 Each view has an empty cache. `page`: from the navigation until the sign-in is shown. `now`: from the sign-in until the
 batch by tenant is shown. Real apps and ports over a scripted engine, on loopback; the median and the longest.
