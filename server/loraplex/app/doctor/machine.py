@@ -109,7 +109,7 @@ def read_machine(settings: Settings) -> Machine:
 
 
 def _bytes_below(folder: Path) -> int:
-    """What the files below a folder take on the disk; those that go meanwhile count or do not."""
+    """Bytes that the files below a folder take on the disk; those that go meanwhile count or do not."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
