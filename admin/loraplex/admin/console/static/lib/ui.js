@@ -217,9 +217,9 @@ export function Words({ of }) {
   const [open, setOpen] = useState(/** @type {keyof typeof MEANINGS | null} */ (null));
   const id = useId();
   return html`<div class="words">
-    <p class="note">What means
+    <p class="note">Explained:
       ${of.map((word) => html` <button type="button" class="link" key=${word} data-testid="word" aria-expanded=${open === word} aria-controls=${id}
-        onClick=${() => setOpen(open === word ? null : word)}>${word}</button>`)}?</p>
+        onClick=${() => setOpen(open === word ? null : word)}>${word}</button>`)}</p>
     <p id=${id} role="status" data-testid="meaning">${open && MEANINGS[open]}</p>
   </div>`;
 }
