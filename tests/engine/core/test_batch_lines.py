@@ -14,6 +14,7 @@ from loraplex.engine.scheduling.line_share import LINES_ALONE, REST_S
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest
 from support.engine.core_engine import adapter, expected
+from support.engine.fake_runner import reference_scores
 from support.engine.fake_transport import Fate
 from tests.engine.core.test_background import Watched
 
@@ -254,3 +255,31 @@ def test_a_batch_that_is_no_background_is_refused() -> None:
     engine.add("odd", batch=True)
     engine.run()
     assert engine.error("odd") == "internal_error"
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_what_a_step_in_flight_scores_is_not_scored_again(first: int) -> None:
+    """A line gives up its blocks in a plan while the step before it is in flight; those that are free then would be
+    enough for it in the same plan."""
+    engine = Watched(
+        num_blocks=10,
+        max_num_seqs=4,
+        lookahead=1,
+        max_scored_tokens=3,
+        max_model_len=64,
+        max_num_batched_tokens=16,
+    )
+    request = line(engine, "line", prompt_ids=tuple(range(1, 19)), max_tokens=2, prompt_logprobs=1)
+    for _ in range(first):
+        engine.step(0.01)
+    for number in range(3):
+        prompt = tuple(range(50 * number, 50 * number + 14))
+        engine.add(f"real-{number}", prompt_ids=prompt, max_tokens=20, ignore_eos=True, tenant_id="real")
+    engine.run()
+    told = [event.scores for event in engine.events if event.request_id == "line" and event.scores]
+    prompts = [scores.prompt for scores in told if scores.prompt is not None]
+    tokens = tuple(engine.tokens("line"))
+    wanted = reference_scores(None, request.prompt_ids, tokens, request.sampling).prompt
+    assert wanted is not None
+    assert b"".join(each.values for each in prompts) == wanted.values
+    assert b"".join(each.ids for each in prompts) == wanted.ids

@@ -56,6 +56,7 @@ class BackgroundSequences:
         self._waiting: dict[Sequence, None] = {}
         self.begun: dict[Sequence, None] = {}
         self.held: set[Sequence] = set()
+        self._stopped: set[Sequence] = set()  # by the plan that is made
         self._num_live = {False: 0, True: 0}  # of shadows, of lines
 
     def num_live(self, *, batch: bool) -> int:
@@ -129,7 +130,8 @@ class BackgroundSequences:
 
     def make_room(self, running: Iterable[Sequence], queued: Iterable[Sequence]) -> None:
         """Give up blocks and places, the latest sequence's first, until as many are free as the other sequences
-        may take in this step: those that run, and all that are queued."""
+        may take in this step: those that run, and all that are queued. Each plan begins with it."""
+        self._stopped.clear()
         if not self.begun:
             return
         wanted = [*map(self._blocks.wanted, queued)]
@@ -161,21 +163,19 @@ class BackgroundSequences:
 
     def _plan_lines(self, draft: StepDraft, places: int, schedule: _Schedule) -> None:
         """A line that waits for blocks is not passed by others that wait: smaller ones would starve it."""
-        lines = [(seq, seq in self.begun) for seq in self._here if seq.request.batch]
-        lines.sort(key=lambda line: self.turns.of(line[0].request.tenant_id))
+        lines = [seq for seq in self._here if seq.request.batch]
+        lines.sort(key=lambda line: self.turns.of(line.request.tenant_id))
         is_blocked = False
-        for seq, had_begun in lines:
+        for seq in lines:
             most = self.line_share.of_line(draft, seq)
             if most == 0 or len(draft.scheduled) >= places:
                 return
-            if had_begun:
-                if seq not in self.begun:
-                    continue  # stopped in this step
-            elif is_blocked or seq.num_pending or not self._has_adapter(seq):
-                continue
-            elif not self._takes_place(draft, seq):
-                is_blocked = True
-                continue
+            if seq not in self.begun:
+                if is_blocked or self._is_in_flight(seq) or not self._has_adapter(seq):
+                    continue
+                if not self._takes_place(draft, seq):
+                    is_blocked = True
+                    continue
             with draft.within(most):
                 self._schedule(draft, seq, schedule)
 
@@ -231,8 +231,8 @@ class BackgroundSequences:
 
     def _may_begin(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may hold blocks beside those that have begun."""
-        if seq.num_pending or not self._has_adapter(seq) or self._blocks.lacks_place():
-            return False  # its tokens in flight are collected before it resumes
+        if self._is_in_flight(seq) or not self._has_adapter(seq) or self._blocks.lacks_place():
+            return False
         if not self.begun:
             return True
         return sum(map(self._most_blocks, (*self.begun, seq))) <= self._blocks.num_blocks // BLOCKS_SHARE
@@ -251,7 +251,13 @@ class BackgroundSequences:
         seq.num_computed = 0
         seq.epoch += 1
         del self.begun[seq]
+        self._stopped.add(seq)
         self._waiting = {seq: None, **self._waiting}
+
+    def _is_in_flight(self, seq: Sequence) -> bool:
+        """Whether a step in flight may bring tokens, scores or hidden states of a waiting sequence. They are collected
+        before it resumes, so that nothing is computed and told twice."""
+        return seq.num_pending > 0 or seq in self._stopped
 
     def _has_adapter(self, seq: Sequence) -> bool:
         ref = seq.request.adapter
