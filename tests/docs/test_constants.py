@@ -46,7 +46,7 @@ from loraplex.http import body, context
 from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.numba_runtime import cache as numba_cache
 from loraplex.lifecycle import tenant_terms
-from loraplex.lifecycle.release_guard import repeats, window
+from loraplex.lifecycle.release_guard import course, repeats, window
 from loraplex.lifecycle.releases import deliveries, rounds, webhook
 from loraplex.serving.dialling import hello, members, tcp
 from loraplex.serving.dialling.relay import DialPolicy
@@ -57,8 +57,7 @@ from loraplex.serving.supervision.engine_supervisor import Supervision
 from loraplex.serving.templates import renderer
 from support import markdown
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-DAY = 86400
+KIB, MIB, GIB, DAY = 1 << 10, 1 << 20, 1 << 30, 86400
 
 
 def default(made: Any, name: str) -> Any:
@@ -130,6 +129,7 @@ CLAIMS: list[tuple[str, str, tuple[Any, ...]]] = [
     ("releases.md", "or every {:g} s while no request", (rounds.IDLE_LOOK_S,)),
     ("releases.md", "A round looks at {} releases of one tenant", (rounds.MAX_LOOKS,)),
     ("releases.md", "A window counts {:,} units", (window.MAX_KEYS,)),
+    ("releases.md", "At most {} points are kept", (course.MAX_POINTS,)),
     ("releases.md", "once {} users gave five requests", (repeats.MAX_USERS,)),
     ("releases.md", "Any answer with 2xx within {:g} s takes the event", (webhook.TIMEOUT_S,)),
     ("releases.md", "sent again, after {:g} s at first", (deliveries.FIRST_PAUSE_S,)),

@@ -5,25 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy.orm import Session
-
 from loraplex.control.catalog.release_reading import require_release
 from loraplex.control.catalog.shadow_store import ShadowStore, began_of
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.release_types import ReleaseInfo, ShadowInfo
 from loraplex.control.usage.arms import ArmSummary, compare_arms
+from loraplex.lifecycle.release_guard.course import Course
 from loraplex.lifecycle.release_guard.guard import Guard, GuardStateInvalid
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseComparison:
-    """The arms of `release` since `since`. `guard` and `shadow` are None where there is none."""
+    """The arms of `release` since `since`, and the course of its evidence over all its steps. `guard` and `shadow` are
+    None where there is none."""
 
     release: ReleaseInfo
     since: datetime
     arms: tuple[ArmSummary, ...]
     guard: Guard | None
+    course: Course
     shadow: ShadowInfo | None
 
 
@@ -32,11 +33,13 @@ def compare_release(database: Database, tenant_id: str, name: str) -> ReleaseCom
     ReleaseNotFound."""
     with database.read(report=True) as session:
         release = require_release(session, tenant_id, name)
-        guard = _guard_of(session, release)
+        run = None if release.run is None else session.get(ReleaseRun, (tenant_id, name))
+        guard = _guard_of(run)
+        course = Course.from_json(None if run is None else run.course)
         since = release.created_at if guard is None else datetime.fromtimestamp(guard.since, UTC)
         arms = compare_arms(session, tenant_id, name, _versions(release), since)
     shadow = ShadowStore(database).read(tenant_id, name, began_of(release))
-    return ReleaseComparison(release, since, tuple(arms), guard, shadow)
+    return ReleaseComparison(release, since, tuple(arms), guard, course, shadow)
 
 
 def _versions(release: ReleaseInfo) -> list[int]:
@@ -47,9 +50,8 @@ def _versions(release: ReleaseInfo) -> list[int]:
     )
 
 
-def _guard_of(session: Session, release: ReleaseInfo) -> Guard | None:
+def _guard_of(run: ReleaseRun | None) -> Guard | None:
     """The guard of the release's run, which an ended one keeps."""
-    run = None if release.run is None else session.get(ReleaseRun, (release.tenant_id, release.name))
     if run is None or run.guard_state is None:
         return None
     try:

@@ -12,6 +12,7 @@ from sqlalchemy import insert
 
 from loraplex.control.db.release_tables import ReleaseRun, ShadowCount
 from loraplex.control.db.tables import Usage
+from loraplex.lifecycle.release_guard.course import Course, Point
 from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import Guard
 from loraplex.lifecycle.release_guard.rules import parse_rules
@@ -64,9 +65,12 @@ async def test_arms_are_side_by_side(plane: AdminPlane, admin: httpx.AsyncClient
     assert first["error_rate"]["value"] == 0
     assert first["error_rate"]["low"] == pytest.approx(0)
     assert first["error_rate"]["high"] == pytest.approx(0.161, abs=0.001)
-    assert first["ttft"] == {"p50": 0.5, "p95": 0.5}
-    assert first["itl"] == {"p50": 0.1, "p95": 0.1}
+    bounds = {"p50_interval": {"low": 0.5, "high": 0.5}, "p95_interval": {"low": 0.5, "high": None}}
+    assert first["ttft"] == {"p50": 0.5, "p95": 0.5} | bounds
+    assert first["itl"]["p50"] == first["itl"]["p95"] == 0.1
     assert first["length_share"] == 0.05
+    assert first["length_share_interval"]["low"] == pytest.approx(0.009, abs=0.001)
+    assert first["output_length"] == first["output_length"] | {"p50": 11, "p95": 11}
     assert (second["requests"], second["errors"], second["error_rate"]["value"]) == (4, 3, 0.75)
     assert second["ttft"]["p50"] == 0.25
 
@@ -74,8 +78,8 @@ async def test_arms_are_side_by_side(plane: AdminPlane, admin: httpx.AsyncClient
 async def test_a_version_without_requests_has_no_numbers(admin: httpx.AsyncClient) -> None:
     (arm,) = (await admin.get(f"{PATH}/comparison")).json()["arms"]
     assert (arm["version"], arm["requests"]) == ("v1", 0)
-    names = ("error_rate", "ttft", "itl", "output_tokens", "length_share")
-    assert [arm[name] for name in names] == [None] * 5
+    names = ("error_rate", "ttft", "itl", "output_tokens", "output_length", "length_share")
+    assert [arm[name] for name in (*names, "length_share_interval")] == [None] * 7
 
 
 async def test_the_guards_readings_stay_after_its_breach(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
@@ -84,6 +88,9 @@ async def test_the_guards_readings_stay_after_its_breach(plane: AdminPlane, admi
     guard = Guard(parse_rules({}), Arms(1, 2, 3.0, 1.0), since=since)
     found = (await admin.get(f"{PATH}/comparison")).json()
     assert found["guard"] is None  # nothing was looked at
+    keep(plane, guard)
+    shown = (await admin.get(f"{PATH}/comparison")).json()["guard"]
+    assert shown["needs"] == max(metric["needs"] for metric in shown["metrics"]) > 0
     for number in range(60):
         both = [outcome(version=1, key=f"a{number}-{index}", started_at=since + number) for index in range(3)]
         both.append(outcome(version=2, key=f"b{number}", started_at=since + number, status="internal_error"))
@@ -97,6 +104,7 @@ async def test_the_guards_readings_stay_after_its_breach(plane: AdminPlane, admi
     shown = found["guard"]
     assert (shown["verdict"], shown["breach"]) == ("breach", "error_rate")
     assert shown["evidence"] >= shown["threshold"]
+    assert shown["needs"] == 0
     assert datetime.fromisoformat(shown["since"]).timestamp() == pytest.approx(since, abs=0.001)
     errors = shown["metrics"][0]
     assert (errors["name"], errors["control"], errors["candidate"]) == ("error_rate", 0, 1)
@@ -105,6 +113,35 @@ async def test_the_guards_readings_stay_after_its_breach(plane: AdminPlane, admi
     after = (await admin.get(f"{PATH}/comparison")).json()
     assert (after["run"]["status"], after["guard"]) == ("rolled_back", shown)
     assert [(arm["version"], arm["weight"]) for arm in after["arms"]] == [("v1", 100), ("v2", 0)]
+
+
+async def test_the_evidence_over_time_is_shown_by_guard(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    begun = (await admin.put(PATH, json={"targets": TARGETS, "guard": {}})).json()
+    assert (await admin.get(f"{PATH}/comparison")).json()["course"] == []
+    since = datetime.fromisoformat(begun["run"]["since"]).timestamp()
+    course = Course()
+    course.add(0, since, Point(since + 1, 1.0, 200.0, 3, 80))
+    course.add(0, since, Point(since + 2, 250.0, 200.0, 9, 0))
+    course.add(1, since + 9, Point(since + 10, 1e-300, 1e9, 0, 0))
+    with plane.database.write() as session:
+        run = session.get(ReleaseRun, ("acme", "support"))
+        assert run is not None
+        run.course = course.to_json()
+    first, second = (await admin.get(f"{PATH}/comparison")).json()["course"]
+    assert (first["step"], first["since"]) == (0, begun["run"]["since"])
+    numbers = [{key: value for key, value in point.items() if key != "time"} for point in first["points"]]
+    assert numbers == [
+        {"evidence": 1, "threshold": 200, "part": 0.005, "requests": 3, "needs": 80},
+        {"evidence": 250, "threshold": 200, "part": 1.25, "requests": 9, "needs": 0},
+    ]
+    assert second["points"][0]["part"] == pytest.approx(0)
+    times = [datetime.fromisoformat(point["time"]).timestamp() for point in first["points"]]
+    assert times == pytest.approx([since + 1, since + 2], abs=0.001)
+    # A run that has ended keeps its line; the next release has none of it.
+    await admin.post(f"{PATH}/rollback")
+    assert (await admin.get(f"{PATH}/comparison")).json()["course"] == [first, second]
+    await admin.put(PATH, json={"targets": TARGETS})
+    assert (await admin.get(f"{PATH}/comparison")).json()["course"] == []
 
 
 async def test_answers_that_do_not_end_are_named(plane: AdminPlane, admin: httpx.AsyncClient) -> None:

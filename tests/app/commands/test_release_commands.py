@@ -18,6 +18,7 @@ from loraplex.app.output import Output, fields_table
 from loraplex.control.catalog import release_runs
 from loraplex.control.db.release_tables import ShadowCount
 from loraplex.control.db.tables import Usage
+from loraplex.lifecycle.release_guard.course import Course, Point
 from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import Guard
 from loraplex.lifecycle.release_guard.rules import parse_rules
@@ -202,6 +203,12 @@ def test_the_versions_are_shown_side_by_side(shell: Shell) -> None:
     assert re.search(r"; needs [0-9]+ users more, or --sticky none$", " ".join(told))
     guard.observe([outcome(version=v, key=f"{v}/{n}") for v in (1, 2) for n in range(20, 70)], [], 4.0)
     keep(shell, guard)
+    course = Course()
+    for evidence in (1, 5, 20):
+        course.add(0, 0.0, Point(float(evidence), float(evidence), 200.0, 3, 0))
+    with shell.plane.database.write() as session:
+        (run,) = release_runs.running(session)
+        run.course = course.to_json()
     with shell.plane.database.write() as session:
         fields = {"adapter": "support", "first_token_s": 0.5, "total_s": 2.5, "completion_tokens": 21}
         rows = [ended(version=1, **fields), ended(version=1, **fields | {"status": "internal_error"})]
@@ -222,6 +229,7 @@ def test_the_versions_are_shown_side_by_side(shell: Shell) -> None:
     ):
         assert any(line[: len(words)] == words for line in shown), words
     assert any(line[:3] == ["guard", "says", "pass,"] for line in shown)
+    assert ["evidence", "so", "far", "0.5%", ">", "2.5%", ">", "10%", "of", "its", "threshold"] in shown
 
 
 def test_what_the_shadow_found_is_shown(shell: Shell) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -13,11 +14,13 @@ import pytest
 from playwright.sync_api import Route, expect
 
 from loraplex.control.release_types import ReleasePlan, ReleaseTarget, ShadowPlan
+from loraplex.lifecycle.release_guard.rules import Rules
 from support.adapters.drafts import make_adapter
 from support.console.browser import PATIENCE_MS, Screen
 from support.control.requests import ended_request
 from support.http.admin_plane import ADMIN_TOKEN, ARCH
 from support.http.whole_server import WholeServer, whole_server
+from support.releases.watched import Watched
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=PATIENCE_MS)
@@ -105,6 +108,27 @@ def test_what_the_server_says_of_a_release_is_text(hostile: Screen) -> None:
     expect(hostile["shadow-ends"]).to_contain_text("window.hurt=1")
     hostile["release-save"].click()
     expect(hostile["error"]).to_contain_text("window.hurt=1")
+    assert is_harmless(hostile)
+
+
+def test_what_the_server_says_of_a_guard_is_text(server: WholeServer, hostile: Screen) -> None:
+    """Verdict, evidence over time, roles, reasons: all that the drawings and their words are made of."""
+    plane: Any = SimpleNamespace(releases=server.plane.services.releases, database=server.plane.database)
+    for seed in (1, 2):
+        server.plane.make_adapter("pirate", seed=seed)
+    watched = Watched(plane)
+    watched.put(ReleasePlan(guard=Rules().document()), v1=50, v2=50, sticky="user")
+    decider = watched.server()
+    while not watched.changes:
+        watched.ended(1, 8)
+        watched.ended(2, 8, status="internal_error")
+        watched.round(decider)
+    hostile.go("adapters/pirate/release")
+    hostile["course"].wait_for()
+    hostile.page.get_by_text("The same in numbers").click()
+    assert "hurt=1" in (hostile["course"].get_attribute("aria-label") or "")
+    for shown in ("guard-evidence", "run-words", "arm", "release-row"):
+        assert "hurt=1" in hostile.text(shown), shown
     assert is_harmless(hostile)
 
 

@@ -12,6 +12,7 @@ from loraplex.control.release_types import ReleaseInfo, ShadowInfo
 from loraplex.control.usage.arms import ArmSummary, Quantiles
 from loraplex.lifecycle.release_comparison import ReleaseComparison
 from loraplex.lifecycle.release_guard.comparison import Reading
+from loraplex.lifecycle.release_guard.course import Leg
 from loraplex.lifecycle.release_guard.guard import Guard
 
 Arm = Literal["control", "candidate"]
@@ -26,6 +27,7 @@ def show_comparison(found: ReleaseComparison) -> shown.ReleaseComparison:
         run=show_run(release.run),
         arms=[_arm(release, arm) for arm in found.arms],
         guard=None if found.guard is None else _guard(found.guard),
+        course=[_leg(leg) for leg in found.course.legs],
         shadow=None if found.shadow is None else _shadow(found.shadow),
     )
 
@@ -46,12 +48,21 @@ def _arm(release: ReleaseInfo, arm: ArmSummary) -> shown.ComparedArm:
         ttft=_quantiles(arm.first_token_s),
         itl=_quantiles(arm.inter_token_s),
         output_tokens=arm.output_tokens,
+        output_length=_quantiles(arm.output_length),
         length_share=arm.length_share,
+        length_share_interval=None if arm.length_interval is None else shown.Bounds.of(arm.length_interval),
     )
 
 
 def _quantiles(found: Quantiles | None) -> shown.Quantiles | None:
-    return None if found is None else shown.Quantiles(p50=found.p50, p95=found.p95)
+    if found is None:
+        return None
+    return shown.Quantiles(
+        p50=found.p50,
+        p95=found.p95,
+        p50_interval=shown.Bounds.of(found.p50_bounds),
+        p95_interval=shown.Bounds.of(found.p95_bounds),
+    )
 
 
 def _guard(guard: Guard) -> shown.GuardState:
@@ -65,8 +76,24 @@ def _guard(guard: Guard) -> shown.GuardState:
         evidence=verdict.e_value,
         threshold=verdict.threshold,
         requests=verdict.num_requests,
+        needs=guard.needs,
         metrics=[_reading(reading) for reading in guard.readings()],
     )
+
+
+def _leg(leg: Leg) -> shown.EvidenceLeg:
+    points = [
+        shown.EvidencePoint(
+            time=datetime.fromtimestamp(point.at, UTC),
+            evidence=point.evidence,
+            threshold=point.threshold,
+            part=point.part,
+            requests=point.requests,
+            needs=point.needs,
+        )
+        for point in leg.all_points
+    ]
+    return shown.EvidenceLeg(step=leg.step, since=datetime.fromtimestamp(leg.since, UTC), points=points)
 
 
 def _reading(reading: Reading) -> shown.GuardReading:

@@ -21,17 +21,27 @@ class Share(ResponseBody):
     high: Fraction
 
 
+class Bounds(ResponseBody):
+    """The bounds of a 95 % interval; null where the requests are too few for one."""
+
+    low: float | None
+    high: float | None
+
+
 class Quantiles(ResponseBody):
-    """Median and 95th percentile, in seconds."""
+    """Median and 95th percentile, in seconds or tokens, with their intervals, which assume no distribution."""
 
     p50: float
     p95: float
+    p50_interval: Bounds
+    p95_interval: Bounds
 
 
 class ComparedArm(ResponseBody):
     """A version's latest requests that ended, at most 10,000. `weight`: its part of the weights' sum. `errors`: those
-    that failed for the version or the server. `output_tokens`: the mean of an answer. `length_share`: answers that were
-    cut at their limit of tokens. Null where no request says anything of it."""
+    that failed for the version or the server. `output_tokens`: the mean of an answer; `output_length`: its quantiles in
+    tokens. `length_share`: answers that were cut at their limit of tokens, with Wilson's interval. Null where no
+    request says anything of it."""
 
     version: str
     role: Literal["control", "candidate"] | None
@@ -42,7 +52,9 @@ class ComparedArm(ResponseBody):
     ttft: Quantiles | None
     itl: Quantiles | None
     output_tokens: float | None
+    output_length: Quantiles | None
     length_share: Fraction | None
+    length_share_interval: Bounds | None
 
 
 class GuardReading(ResponseBody):
@@ -68,7 +80,8 @@ class GuardReading(ResponseBody):
 class GuardState(ResponseBody):
     """The guard since it began, at `since`. `hold`: it could not yet have found what it looks for, and `advice` says
     what is missing. `pass`: it could have, and no metric is worse so far. `breach`: the candidate is worse in `breach`,
-    since the evidence reached the threshold. `unit` is what draws its version by chance, and what is counted."""
+    since the evidence reached the threshold. `unit` is what draws its version by chance, and what is counted; `needs`
+    of them, of both versions together, are missing until a gross fault would have been found."""
 
     verdict: Literal["hold", "pass", "breach"]
     breach: MetricName | None
@@ -78,7 +91,29 @@ class GuardState(ResponseBody):
     evidence: float
     threshold: float
     requests: int
+    needs: int
     metrics: list[GuardReading]
+
+
+class EvidencePoint(ResponseBody):
+    """The findings of one look. `part`: the evidence as a part of its threshold; at 1 the release goes back.
+    `requests`: the candidate's that had ended. `needs`: as in the guard's state."""
+
+    time: Timestamp
+    evidence: float
+    threshold: float
+    part: float
+    requests: int
+    needs: int
+
+
+class EvidenceLeg(ResponseBody):
+    """The looks of one guard since it began, at `since`: of the schedule's step `step`, which counts from 0. A resume
+    begins another one."""
+
+    step: int
+    since: Timestamp
+    points: list[EvidencePoint]
 
 
 class ShadowState(ResponseBody):
@@ -101,8 +136,8 @@ class ShadowState(ResponseBody):
 
 
 class ReleaseComparison(ResponseBody):
-    """The arms of a release. They are of requests since `since`: the step began, or the release. `guard` and
-    `shadow` are null where there is none."""
+    """The arms of a release. They are of requests since `since`: the step began, or the release. `course` is the
+    evidence of all its steps over time, at most 120 points of it. `guard` and `shadow` are null where there is none."""
 
     name: str
     revision: int
@@ -110,4 +145,5 @@ class ReleaseComparison(ResponseBody):
     run: Run | None
     arms: list[ComparedArm]
     guard: GuardState | None
+    course: list[EvidenceLeg]
     shadow: ShadowState | None

@@ -159,7 +159,7 @@ def begin_run(session: Session, release: ReleaseInfo) -> ReleaseInfo:
     run.began = run.revision = release.revision
     run.status, run.step, run.since = "running", 0, release.created_at.timestamp()
     run.control, run.candidate = version_number(control.version), version_number(candidate.version)
-    run.reason = run.guard_state = None
+    run.reason = run.guard_state = run.course = None
     session.flush()
     after = current_release(session, release.tenant_id, release.name)
     assert after is not None

@@ -29,7 +29,7 @@ def _of_adapter() -> ForeignKeyConstraint:
 class ReleaseRun(Base):
     """The latest release of a name with a guard or a schedule, and where it stands. `began` is the revision that began
     it, `revision` the one that it has in force. `since`: when its step began, in seconds since the epoch. `guard_state`
-    is a guard's JSON. `control` and `candidate` are versions."""
+    is a guard's JSON, and `course` that of its evidence over time. `control` and `candidate` are versions."""
 
     __tablename__ = "release_runs"
     __table_args__ = (_of_adapter(),)
@@ -45,6 +45,7 @@ class ReleaseRun(Base):
     control: Mapped[int]
     candidate: Mapped[int]
     guard_state: Mapped[bytes | None] = mapped_column(LargeBinary)
+    course: Mapped[bytes | None] = mapped_column(LargeBinary)
 
     @property
     def subjects(self) -> tuple[str, ...]:

@@ -147,6 +147,11 @@ class Guard:
             for one, other in pairs
         ]
 
+    @property
+    def needs(self) -> int:
+        """Units of both arms that are missing until a gross fault would have been found; 0 after a breach."""
+        return 0 if self._breach is not None else max(reading.needs for reading in self.readings())
+
     def _shown(self, part: Groups) -> Reading:
         """The metric that is worst in this part. Of repeats, whose numbers are stretched, those of first requests are
         shown."""
@@ -162,12 +167,10 @@ class Guard:
             worst = _worst(part)
             if worst.e_value >= SUSPICIOUS:
                 return f"{worst.metric} looks worse: waits for more evidence"
-        readings = self.readings()
-        needs = max(reading.needs for reading in readings)
-        if needs:
+        if needs := self.needs:
             more = f"needs {needs} {self._arms.unit}{'' if needs == 1 else 's'} more"
             return more if self._arms.unit == "request" else f"{more}, or --sticky none"
-        if not any(reading.num_candidate for reading in readings):
+        if not any(reading.num_candidate for reading in self.readings()):
             return "nothing of the new version has been compared yet"
         missing = self._rules.min_requests - self.num_requests
         return f"needs {missing} requests of the new version more" if missing > 0 else None

@@ -17,6 +17,7 @@ from loraplex.control.db.release_tables import ReleaseRun, RunningArmRow
 from loraplex.control.release_types import ReleaseInfo
 from loraplex.control.usage.outcome_inbox import read_outcomes, remove_outcomes
 from loraplex.lifecycle.release_guard.comparison import Unit
+from loraplex.lifecycle.release_guard.course import Course, Point
 from loraplex.lifecycle.release_guard.groups import Arms
 from loraplex.lifecycle.release_guard.guard import Guard, Verdict
 from loraplex.lifecycle.release_guard.rules import MetricName, parse_rules
@@ -61,7 +62,7 @@ def look(session: Session, run: ReleaseRun, now: float) -> Change | None:
     if outcomes:
         remove_outcomes(session, outcomes)
     if guard is not None:
-        _keep(session, run, guard)
+        _keep(session, run, guard, now)
     before = state_of(run)
     after = _advanced(release, before, verdict, now)
     if after.status == "rolled_back":
@@ -108,12 +109,16 @@ def _rolled_back(session: Session, run: ReleaseRun, reason: str, cause: Rollback
     return Change("release_rolled_back", roll_back(session, run, reason), cause)
 
 
-def _keep(session: Session, run: ReleaseRun, guard: Guard) -> None:
+def _keep(session: Session, run: ReleaseRun, guard: Guard, now: float) -> None:
     state = guard.to_json()
-    if state != run.guard_state:
-        # Not by the row itself: no cache holds the evidence, and none has to be read again for it.
-        of = (ReleaseRun.tenant_id == run.tenant_id, ReleaseRun.name == run.name)
-        session.execute(update(ReleaseRun).where(*of).values(guard_state=state))
+    if state == run.guard_state:
+        return
+    verdict, course = guard.verdict(), Course.from_json(run.course)
+    point = Point(now, verdict.e_value, verdict.threshold, verdict.num_requests, guard.needs)
+    course.add(run.step, guard.since, point)
+    # Not by the row itself: no cache holds the evidence, and none has to be read again for it.
+    of = (ReleaseRun.tenant_id == run.tenant_id, ReleaseRun.name == run.name)
+    session.execute(update(ReleaseRun).where(*of).values(guard_state=state, course=course.to_json()))
 
 
 def _running(session: Session, run: ReleaseRun, now: float) -> Sequence[RunningArm]:

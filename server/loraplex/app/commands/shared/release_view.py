@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 LIVE_STATES = ("running", "paused")
+MAX_PARTS = 12
+"""Values of the evidence over time, beside the last one of each step."""
 
 
 def is_compared(release: Json) -> bool:
@@ -55,7 +57,7 @@ def release_tables(release: Json, comparison: Json | None) -> list[Table]:
     if comparison is not None:
         tables.append(_arms(comparison["arms"]))
         if comparison["guard"] is not None:
-            tables += _guard(comparison["guard"])
+            tables += _guard(comparison["guard"], comparison["course"])
         if comparison["shadow"] is not None:
             tables.append(fields_table(_shadow_fields(comparison["shadow"])))
     return tables
@@ -121,13 +123,15 @@ def _arms(arms: list[Json]) -> Table:
         ("between tokens, median", lambda arm: _quantile_text(arm["itl"], "p50")),
         ("between tokens, 95 %", lambda arm: _quantile_text(arm["itl"], "p95")),
         ("output tokens, mean", lambda arm: _number_text(arm["output_tokens"])),
+        ("output tokens, median", lambda arm: _quantile_text(arm["output_length"], "p50", _number_text)),
+        ("output tokens, 95 %", lambda arm: _quantile_text(arm["output_length"], "p95", _number_text)),
         ("cut at the limit", lambda arm: _value_text("length_share", arm["length_share"])),
     ]
     titles = [" ".join(filter(None, (arm["version"], arm["role"]))) for arm in arms]
     return rows_table(["requests that ended", *titles], ([name, *map(of, arms)] for name, of in rows))
 
 
-def _guard(guard: Json) -> list[Table]:
+def _guard(guard: Json, course: list[Json]) -> list[Table]:
     columns = ["guard's metric", "control", "candidate", "allowed", "evidence", f"{guard['unit']}s"]
     rows = (
         [
@@ -140,7 +144,24 @@ def _guard(guard: Json) -> list[Table]:
         ]
         for metric in guard["metrics"]
     )
-    return [rows_table(columns, rows), fields_table({"guard says": _verdict_text(guard)})]
+    said = {"guard says": _verdict_text(guard)} | (
+        {"evidence so far": _course_text(course)} if course else {}
+    )
+    return [rows_table(columns, rows), fields_table(said)]
+
+
+def _course_text(course: list[Json]) -> str:
+    """The evidence as parts of its threshold, such as `0.4% > 3% of its threshold`; a bar is where a step began."""
+    every = -(-sum(len(leg["points"]) for leg in course) // MAX_PARTS)
+    legs = [
+        " > ".join(_part_text(point["part"]) for point in leg["points"][::-1][::every][::-1])
+        for leg in course
+    ]
+    return f"{' | '.join(legs)} of its threshold"
+
+
+def _part_text(part: float) -> str:
+    return f"{100 * part:.2g}%" if part < 1 else f"{100 * min(part, 1e6):.0f}%"
 
 
 def _verdict_text(guard: Json) -> str:
@@ -176,8 +197,15 @@ def _value_text(name: str, value: float | None) -> str:
     return f"{100 * value:.2f}%"
 
 
-def _quantile_text(quantiles: Json | None, name: str) -> str:
-    return "-" if quantiles is None else _time_text(quantiles[name])
+def _quantile_text(
+    quantiles: Json | None, name: str, text: Callable[[float | None], str] | None = None
+) -> str:
+    if quantiles is None:
+        return "-"
+    shown, bounds = text or _time_text, quantiles[f"{name}_interval"]
+    if None in (bounds["low"], bounds["high"]):
+        return shown(quantiles[name])
+    return f"{shown(quantiles[name])} ({shown(bounds['low'])} to {shown(bounds['high'])})"
 
 
 def _share_text(share: Json | None) -> str:

@@ -7,8 +7,9 @@ import { Empty, ErrorBox, Loaded, Loading, Page, percent, Section, Table, Time, 
 import { bodyOf, draftOf, isUnchanged, isWatched, numberOf } from "../lib/release_plan.js";
 import { AllAdapters } from "./adapter.js";
 import { adapterHref, Released, RunBadge } from "./adapters.js";
-import { Arms, Guard, Shadow } from "./release_arms.js";
+import { Arms, Shadow } from "./release_arms.js";
 import { Editor } from "./release_editor.js";
+import { Guard, inWords } from "./release_guard.js";
 
 const EVERY_MS = 3000;
 const ROWS = 20;
@@ -85,13 +86,14 @@ export default function Release({ tenant, name, candidate = "" }) {
         <${Words} of=${["hold", "evidence", "sticky", "step"]} />
         <${Now} tenant=${tenant} name=${name} release=${inForce.body} isBusy=${isBusy} isFirst=${found.history.length < 2}
           act=${(/** @type {string} */ rest, /** @type {any} */ body) => change(rest ? "POST" : "PUT", rest, body, inForce.etag)} />
+        <${Guard} comparison=${found.comparison} run=${inForce.body.run} isGiven=${inForce.body.guard !== null} />
+        ${isCompared(found) && html`<${Arms} found=${found.comparison} />`}
         ${draft && based
           ? html`<${Editor} draft=${draft} release=${based.body} versions=${found.versions} isBusy=${isBusy || isStale}
               onChange=${(/** @type {any} */ next) => (setTouched(true), setDraft(next))}
               onSave=${() => save(based)} />`
           : html`<${Loading} />`}
-        <${Arms} found=${found.comparison} />
-        <${Guard} guard=${found.comparison.guard} run=${inForce.body.run} isGiven=${inForce.body.guard !== null} />
+        ${!isCompared(found) && html`<${Arms} found=${found.comparison} />`}
         <${Shadow} shadow=${found.comparison.shadow} />
         <${History} rows=${found.history} />
       `}
@@ -101,6 +103,9 @@ export default function Release({ tenant, name, candidate = "" }) {
 
 /** @param {Read} one @param {Read} other */
 const isNewer = (one, other) => one.body.revision > other.body.revision;
+
+/** Whether there are two versions to compare. @param {any} found */
+const isCompared = (found) => found.comparison.arms.length > 1;
 
 /** @param {string} adapter Its path. @param {AbortSignal} signal */
 async function read(adapter, signal) {
@@ -157,7 +162,8 @@ function Now({ tenant, name, release, isBusy, isFirst, act }) {
     ${shadow &&
     html`<p data-testid="released-shadow">Shadow: ${shadow.version} answers ${percent(shadow.sample)} of the requests too, and nobody gets
       its answers. ${shadow.keep_texts ? "Prompts and answers are kept." : "No texts are kept."}</p>`}
-    ${run?.reason && html`<p class="bad">${run.reason}</p>`}
+    ${run && html`<p class="note" data-testid="run-words">${stateOf(release)}</p>`}
+    ${run?.reason && html`<p class="bad">${inWords(run.reason)}</p>`}
     ${schedule && html`<${Steps} schedule=${schedule} run=${run} />`}
     ${may &&
     html`<p class="actions">
@@ -175,6 +181,16 @@ function Now({ tenant, name, release, isBusy, isFirst, act }) {
         Release ${shadow.version} to a tenth, which ends the shadow</a>`}
     </p>`}
   <//>`;
+}
+
+/** Where a watched release stands, and what may follow. @param {any} release */
+function stateOf({ run, schedule }) {
+  const { candidate, control } = run;
+  if (run.status === "promoted") return `All traffic goes to ${candidate}: each step passed.`;
+  if (run.status === "rolled_back") return `It went back: ${candidate} gets no traffic any more.`;
+  if (run.status === "paused") return "Paused: each version keeps its share, and nothing is decided. Resume begins the step again, without the evidence from before.";
+  if (schedule) return `Goes on by itself: each step gives ${candidate} more of the traffic than the one before. Pause keeps the shares as they are.`;
+  return `The guard watches ${candidate} beside ${control}. Pause keeps the shares as they are, and the guard does not look.`;
 }
 
 /** Whether a click is not the second of a double click, which came when the first had changed what the button does. @param {MouseEvent} event */
@@ -201,20 +217,37 @@ function Steps({ schedule, run }) {
   </ol>`;
 }
 
+/** What made a revision. @param {any} row */
+function howOf(row) {
+  if (row.origin === "rollback") return row.restores ? `back to revision ${row.restores}` : "back";
+  if (row.origin === "step") return `a step of revision ${row.began}`;
+  /** @type {Record<string, string>} */
+  const words = { set: "set", promote: "promoted", upload: "first upload", delete: "last version deleted" };
+  return words[row.origin] ?? row.origin ?? "unknown";
+}
+
+/** Why the server made a revision by itself. @param {any} row @param {any[]} rows */
+function reasonOf(row, rows) {
+  if (row.reason) return inWords(row.reason);
+  if (row.origin !== "step") return "";
+  const isGuarded = rows.find((one) => one.revision === row.began)?.guard;
+  return isGuarded ? "Its time was over, and the guard found nothing worse." : "Its time was over.";
+}
+
 /** @param {{ rows: any[] }} props */
 function History({ rows }) {
   if (rows.length === 0) return html`<${Empty}>Nothing was released.<//>`;
   const columns = [
-    { title: "Revision", cell: (/** @type {any} */ row) => row.revision },
+    { title: "Release", cell: (/** @type {any} */ row) => `Revision ${row.revision}` },
     { title: "Since", cell: (/** @type {any} */ row) => html`<${Time} at=${row.created_at} />` },
     { title: "By", cell: (/** @type {any} */ row) => (row.actor === "key" ? `key ${row.actor_key_id}` : row.actor) },
-    { title: "How", cell: (/** @type {any} */ row) => `${row.origin ?? "unknown"}${row.restores ? ` to ${row.restores}` : ""}` },
+    { title: "How", cell: howOf },
     { title: "Traffic", cell: (/** @type {any} */ row) => html`<${Released} release=${{ ...row, run: null }} />` },
     { title: "State", cell: (/** @type {any} */ row) => row.run && html`<${RunBadge} run=${row.run} />` },
-    { title: "Reason", cell: (/** @type {any} */ row) => row.reason },
+    { title: "Why", cell: (/** @type {any} */ row) => reasonOf(row, rows) },
   ];
   return html`<${Section} title="History">
     <${Table} caption="Releases, the newest first" columns=${columns} rows=${rows} keyOf=${(/** @type {any} */ row) => String(row.revision)}
-      testid="release-row" />
+      testid="release-row" cards />
   <//>`;
 }
