@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:tests python -m bench.prefixes_beside_vllm WORKDIR [--requests 160] [--sides 0,1,2,3]
 
-32 adapters, each with a prompt of 1,000 tokens of its own, are asked for by Zipf(1.1), four at a time; each request
-has 40 tokens that no other has. Each prompt is asked for once before the count begins. The memory for computed
+32 adapters, each with a prompt of 256 tokens of its own, are asked for by Zipf(1.1), four at a time; each request
+has 16 tokens that no other has. Each prompt is asked for once before the count begins. The memory for computed
 prompts is that of 4 prompts on the device, and that of 36 prompts behind it; a side that has no memory behind gets
 all of it, or the first part, on the device. Both servers count in `usage` what they found. The figures are counts:
 load on the machine does not change them. WORKDIR is that of `beside_vllm`.
@@ -24,7 +24,7 @@ import httpx
 from bench.beside_vllm import NUM_ADAPTERS, ours, peer, set_up
 from loraplex.kernels.attention import BLOCK_SIZE
 
-PROMPT, OWN, EXPONENT, AT_A_TIME = 1000, 40, 1.1, 4
+PROMPT, OWN, EXPONENT, AT_A_TIME = 256, 16, 1.1, 4
 DEVICE, BEHIND = 4, 36
 POSITION_BYTES = 30 * 2 * 3 * 64 * 2
 """Keys and values of a position of SmolLM2-135M in bfloat16."""
