@@ -342,7 +342,7 @@ class TestEngine:
             evictions={"device": {"room": 2, "cap": 1}, "host": {"deleted": 4}},
             num_pins=3, num_pins_held=1, num_pins_coming=1, num_adapter_waits=6, adapter_wait_s=2.5,
             num_kv_host_blocks=9, num_kv_host_blocks_used=3,
-            kv_host=KVHostCounts(written=8, restored=7, evicted=2, refused=1, restore_s=0.5),
+            kv_host=KVHostCounts(8, 7, 2, 1, 0.5, states_written=11, states_restored=10, states_evicted=9),
             kv_disk_bytes=90, kv_disk_bytes_used=30, num_kv_disks_off=1,
             kv_disk=KVDiskCounts(written=6, restored=5, evicted=4, refused=3, damaged=2, late=1),
         )  # fmt: skip
@@ -358,7 +358,8 @@ class TestEngine:
             },
             "prefixes": {
                 "bytes_used": 3 * block, "bytes_capacity": 9 * block, "written": 8, "restored": 7, "evicted": 2,
-                "refused": 1, "restore_seconds": 0.5,
+                "refused": 1, "states_written": 11, "states_restored": 10, "states_evicted": 9,
+                "restore_seconds": 0.5,
                 "disk": {
                     "bytes_used": 30, "bytes_capacity": 90, "written": 6, "restored": 5, "evicted": 4, "refused": 3,
                     "damaged": 2, "late": 1, "off": 1,

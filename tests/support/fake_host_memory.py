@@ -1,4 +1,4 @@
-"""Blocks in the host memory of a `FakeRunner`: their contents, and whose they are."""
+"""Blocks and states in the host memory of a `FakeRunner`: their contents, and whose they are."""
 
 from __future__ import annotations
 
@@ -13,64 +13,91 @@ BLOCK_BYTES = 2048
 """Of a block on its way to a disk and from there."""
 Content = tuple[list[int], list[str]]
 """The values and tenants of a block's positions."""
-_ERASED = "erased"
-"""The version of a block that nothing may read any more."""
+_Owner = tuple[str, str | None]
+"""The tenant and version (None: the base) that a block or a state is of."""
+_ERASED: _Owner = ("", "erased")
+"""Of what nothing may read any more."""
+_NOBODY: _Owner = ("", None)
+_TORN = -1_000_033
+"""What a state is whose parts were not copied in their order."""
 
 
 class FakeHostMemory:
-    """`num_slots` blocks. A plan copies from and to them: `most_restored` at most come back, and none of a version that
-    was `erased` since it was written. Blocks go on to a disk by `keep`. `disk` counts the erasures of each version
-    there: a block that was copied before one may not come back behind it."""
+    """`num_slots` blocks, or parts of states, each of `state_slots`. A plan copies from and to them: `most_restored` at
+    most come back, or one state, and none of a version that was `erased` since it was written. Blocks go on to a disk
+    by `keep`. `disk` counts the erasures of each version there: a block that was copied before one may not come back
+    behind it."""
 
-    def __init__(self, num_blocks: int, num_slots: int, most_restored: int) -> None:
+    def __init__(
+        self, num_blocks: int, num_slots: int, most_restored: int, num_states: int = 0, state_slots: int = 0
+    ) -> None:
         self.disk: Counter[str | None] | None = None
         self.keep: Callable[[BlockKey, memoryview], None] = lambda key, payload: None
         self._generations: dict[BlockKey, int] = {}  # of blocks on their way to the disk
         self._most_restored = most_restored
         self._contents: list[Content] = [([], [])] * num_slots
         # As the steps that were submitted leave them; they run in this order.
-        self._of_blocks: list[str | None] = [None] * num_blocks
-        self._of_slots: list[str | None] = [_ERASED] * num_slots
+        self._of_blocks = [_NOBODY] * num_blocks
+        self._of_states = [_NOBODY] * num_states
+        self._of_slots = [_ERASED] * num_slots
+        self._state_slots = state_slots
         self.num_restored = 0
+        self.num_states_restored = 0
 
     def erased(self, digest: str) -> None:
         """A version was deleted."""
-        self._of_slots = [_ERASED if of == digest else of for of in self._of_slots]
+        self._of_slots = [_ERASED if of[1] == digest else of for of in self._of_slots]
         if self.disk is not None:
             self.disk[digest] += 1
 
     def submitted(self, plan: StepPlan) -> list[str]:
         """Find out why the copies of a plan are wrong: an empty list where they are right."""
         wrong: list[str] = []
+        states: dict[int, list[int]] = {}
         for one in plan.copies:
+            of_device = self._of_blocks if one.part is None else self._of_states
             if one.to_host:
-                self._of_slots[one.slot] = self._of_blocks[one.block]
+                self._of_slots[one.slot] = of_device[one.block]
                 if one.key is not None and self.disk is not None:
                     self._generations[one.key] = self.disk[one.key[0][1]]
                 continue
             if one.payload is not None and one.key is not None and self.disk is not None:
-                digest = one.key[0][1]
-                self._of_blocks[one.block] = digest
-                if unpacked(one.payload)[0] != self.disk[digest]:
+                self._of_blocks[one.block] = one.key[0]
+                if unpacked(one.payload)[0] != self.disk[one.key[0][1]]:
                     wrong.append("a block comes back after its version was deleted")
                 continue
-            self._of_blocks[one.block] = self._of_slots[one.slot]
+            of_device[one.block] = self._of_slots[one.slot]
+            if one.part is not None:
+                states.setdefault(one.block, []).append(one.part)
             if self._of_slots[one.slot] == _ERASED:
                 wrong.append("a block comes back after its version was deleted")
         for row in plan.scheduled:
-            of = None if row.slot < 0 or row.request.adapter is None else row.request.adapter.digest
+            tenant, adapter = row.request.tenant_id, row.request.adapter
+            of = tenant, None if row.slot < 0 or adapter is None else adapter.digest
             first, end = row.start // BLOCK_SIZE, -(-(row.start + row.num_tokens) // BLOCK_SIZE)
             for block in row.block_ids[first:end]:
                 self._of_blocks[block] = of
+            if row.start >= BLOCK_SIZE and self._of_states and self._of_states[row.state][0] != tenant:
+                wrong.append(f"{row.request_id} begins with a state of {self._of_states[row.state]}")
+            for state in row.state_targets:
+                self._of_states[state] = of
+        if any(parts != [*range(self._state_slots)] for parts in states.values()):
+            wrong.append(f"states come back in the parts {[*states.values()]} of {self._state_slots} each")
         restored = sum(not one.to_host for one in plan.copies)
         self.num_restored += restored
-        if restored > self._most_restored:
+        self.num_states_restored += len(states)
+        if restored > self._most_restored and not (len(states) == 1 and restored == self._state_slots):
             wrong.append(f"{restored} blocks come back in a step, {self._most_restored} may")
         return wrong
 
-    def copy(self, copies: Iterable[BlockCopy], values: list[int], tenants: list[str]) -> None:
-        """Copy blocks between here and the device's `values` and `tenants` of all positions."""
+    def copy(
+        self, copies: Iterable[BlockCopy], values: list[int], tenants: list[str], states: list[int]
+    ) -> None:
+        """Copy blocks between here and the device's `values` and `tenants` of all positions, and states."""
         for one in copies:
+            if one.part is not None:
+                self._copy_part(one, one.part, states)
+                continue
             places = slice(one.block * BLOCK_SIZE, (one.block + 1) * BLOCK_SIZE)
             if one.to_host:
                 self._contents[one.slot] = values[places], tenants[places]
@@ -80,6 +107,14 @@ class FakeHostMemory:
                 values[places], tenants[places] = unpacked(one.payload)[1]
             else:
                 values[places], tenants[places] = self._contents[one.slot]
+
+    def _copy_part(self, one: BlockCopy, part: int, states: list[int]) -> None:
+        if one.to_host:
+            self._contents[one.slot] = [states[one.block], part], []
+            return
+        content, _ = self._contents[one.slot]
+        is_whole = content[1:] == [part] and (part == 0 or content[0] == states[one.block])
+        states[one.block] = content[0] if is_whole else _TORN
 
 
 def packed(generation: int, content: Content) -> memoryview:

@@ -43,7 +43,7 @@ from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor, set_threads
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.kv_cache import available_memory
-from loraplex.engine.execution.kv_disk import check_disk, open_disk
+from loraplex.engine.execution.kv_disk import check_disk, check_prefixes, open_disk
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.grammar.matchers import GrammarMatchers
@@ -133,6 +133,7 @@ def build_engine(
 
     def build(kernels: Kernels) -> BuiltEngine:
         opened = _Opened(base, ends, store, executor.submit(lambda: plan_model(config, kernels)).result())
+        check_prefixes(config, opened.plan)
         return _build(config, opened, Device(kernels, executor, memory, recorder), wake, on_stage, wrap_model)
 
     try:
@@ -179,8 +180,7 @@ def _build(
     on_stage: Callable[[str], None],
     wrap_model: Callable[[Model], Model] | None,
 ) -> BuiltEngine:
-    memory = device.memory
-    others = None if memory is None else memory.total() - memory.free()
+    others = None if (memory := device.memory) is None else memory.total() - memory.free()
     loaded = load_device(config, device, opened.plan)
     # Before the minutes that compilation may take: it may be refused.
     host = _host_slab(config, device.kernels.device, loaded)
@@ -220,6 +220,7 @@ def _build(
             lookahead=lookahead,
             windows=parts.kv_size.needs.windows,
             num_host_blocks=0 if parts.host_blocks is None else parts.host_blocks.num_slots,
+            state_slots=0 if parts.host_blocks is None else parts.host_blocks.state_slots,
             most_restored_blocks=parts.most_restored_blocks,
             lacks_disk=config.kv_disk_dir is not None and disk is None,
             num_states=parts.kv_size.num_states,

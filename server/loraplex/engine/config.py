@@ -141,9 +141,11 @@ class SchedulerConfig:
     num_states: int = 0
     """States, of a model with layers that keep one (`loraplex.engine.kv.states`)."""
     num_host_blocks: int = 0
-    """Blocks in host memory (`loraplex.engine.kv.host_tier`)."""
+    """Blocks in host memory, or parts of states (`loraplex.engine.kv.host_tier`)."""
+    state_slots: int = 0
+    """Those of them whose place a state takes."""
     most_restored_blocks: int = 1
-    """Those that come back from there in a step, at most."""
+    """Those that come back from there in a step, at most; a state that takes more comes alone."""
     lacks_disk: bool = False
     """Whether there should be a disk behind them, which could not be used."""
     num_windows: int = 0

@@ -16,12 +16,11 @@ from loraplex.engine.execution.device_memory import DeviceMemory
 from loraplex.engine.execution.executor import Executor
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.kv_cache import (
-    KVMemoryTooSmall,
     KVSize,
     WatchedKVCache,
     available_memory,
-    check_kv_host,
     free_host_memory,
+    host_slots,
     size_kv_cache,
 )
 from loraplex.engine.execution.riders.site_probe import SiteProbe
@@ -212,17 +211,10 @@ def _warn_of_windows(config: EngineConfig, size: KVSize) -> None:
 def _host_blocks(
     config: EngineConfig, device: Device, loaded: LoadedModel, kv: KVCache, heartbeat: StepHeartbeat
 ) -> HostBlocks | None:
-    """Blocks in `kv_host_memory` bytes. Raises KVMemoryTooSmall where they hold none, and KVHostRefused for a model
-    whose prefixes are more than the blocks of one group."""
+    """Blocks and states in `kv_host_memory` bytes."""
     if not config.kv_host_memory:
         return None
-    check_kv_host(kv.num_groups, kv.windows, has_states=kv.states.numel() > 0)
-    num_slots = config.kv_host_memory // block_bytes(loaded.model.shape.caches, loaded.plan.kv_dtype)
-    if not num_slots:
-        raise KVMemoryTooSmall(
-            f"--kv-host-memory of {config.kv_host_memory} bytes holds no block of "
-            f"{block_bytes(loaded.model.shape.caches, loaded.plan.kv_dtype)} bytes; raise it"
-        )
+    num_slots, _ = host_slots(config.kv_host_memory, loaded.model.shape.caches, loaded.plan.kv_dtype)
     return device.executor.submit(lambda: HostBlocks(kv, num_slots, heartbeat.mark)).result()
 
 

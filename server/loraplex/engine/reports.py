@@ -134,13 +134,17 @@ class SpeculationCounts:
 @dataclass(frozen=True, slots=True)
 class KVHostCounts:
     """Blocks of prefixes that were written to host memory and restored from there, that were evicted there, and that
-    were not written since their version was deleted; and the seconds that requests waited for theirs."""
+    were not written since their version was deleted (with states); the seconds that requests waited for theirs; and
+    states."""
 
     written: int = 0
     restored: int = 0
     evicted: int = 0
     refused: int = 0
     restore_s: float = 0.0
+    states_written: int = 0
+    states_restored: int = 0
+    states_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """The values that travel between the engine, its clients and its runner.
 
-Everything here is a frozen dataclass that msgspec can encode, or a frozen struct of it where one is made for every
-token, except `Sequence`, the engine's own mutable record of one request. Results of steps are in
-`execution.step_results`. No torch.
+All are frozen dataclasses that msgspec can encode, or frozen structs of it where one is made for every token, except
+`Sequence`, the engine's own mutable record of one request. Results of steps are in `execution.step_results`. No torch.
 """
 
 from __future__ import annotations
@@ -49,16 +48,15 @@ def _option(neutral: Any, *, tried: Any) -> Any:
 class SamplingParams:
     """How one request's tokens are sampled.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and both penalties 0 are neutral.
-    `seed` is always set by the time a request reaches the engine; noise is a function of
-    (seed, choice, output position) alone, so preemption and batch-mates cannot change it.
-    `stop_token_ids` end the sequence and are part of its count, not of its text. `eos` ids come from the
-    model and are dropped under `ignore_eos`. Neither may be sampled before `min_tokens` outputs.
-    `max_tokens` 0 computes the prompt and samples nothing. `logprobs` asks for the log probability of every
-    output token, and for that number of the most likely ones at its place (0 … 20); `prompt_logprobs` does so for
-    every prompt token but the first, and with `prompt_ranks` its rank. `logprob_token_ids` asks for those of these
-    tokens too, 128 at most, which come behind the most likely ones: for this `logprobs` must not be None. All are of
-    the model's own logits, before any option here acts on them.
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, repetition_penalty 1 and both penalties 0 are neutral. `seed` is
+    always set by the time a request reaches the engine; noise is a function of (seed, choice, output position) alone,
+    so preemption and batch-mates cannot change it. `stop_token_ids` end the sequence and are part of its count, not of
+    its text. `eos` ids come from the model and are dropped under `ignore_eos`. Neither may be sampled before
+    `min_tokens` outputs. `max_tokens` 0 computes the prompt and samples nothing. `logprobs` asks for the log
+    probability of every output token, and for that number of the most likely ones at its place (0 … 20);
+    `prompt_logprobs` does so for every prompt token but the first, and with `prompt_ranks` its rank.
+    `logprob_token_ids` asks for those of these tokens too, 128 at most, which come behind the most likely ones: for
+    this `logprobs` must not be None. All are of the model's own logits, before any option here acts on them.
     """
 
     max_tokens: int
@@ -411,14 +409,16 @@ class MeasuredPart:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A whole block between the KV pool and a slot in host memory (`loraplex.engine.kv.host_tier`). `key`: of one that
-    goes on to the disk, or comes from there: as `payload`, and then the slot is -1 (`loraplex.engine.kv.disk_tier`)."""
+    """A whole block between the KV pool and a slot in host memory (`loraplex.engine.kv.host_tier`), or a `part`, as
+    large, of the state `block`. `key`: of a block that goes on to the disk (`loraplex.engine.kv.disk_tier`), or comes
+    from there: as `payload`, and then the slot is -1."""
 
     block: int
     slot: int
     to_host: bool
     key: BlockKey | None = None
     payload: bytes | None = None
+    part: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

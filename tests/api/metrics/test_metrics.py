@@ -187,27 +187,16 @@ def test_steps_by_experts_survive_a_restart_of_the_engine() -> None:
 def test_the_engine_tells_the_rest(own: DataPlane) -> None:
     pirate, secret = ref("acme", "pirate", 1), ref("rival", "secret", 1)
     own.engine.engine_stats = EngineStats(
-        num_running=3,
-        num_waiting=2,
-        num_waiting_for_grammar=1,
-        num_kv_blocks=100,
-        num_kv_blocks_used=25,
-        num_arena_pages=10,
-        num_arena_pages_used=4,
-        prefix_cache_queries=50,
-        prefix_cache_hits=20,
-        running_adapters=(pirate.digest, secret.digest),
-        waiting_adapters=("f" * 64,),
+        num_running=3, num_waiting=2, num_waiting_for_grammar=1, num_kv_blocks=100, num_kv_blocks_used=25,
+        num_arena_pages=10, num_arena_pages_used=4, prefix_cache_queries=50, prefix_cache_hits=20,
+        running_adapters=(pirate.digest, secret.digest), waiting_adapters=("f" * 64,),
         tenants={"acme": TenantStats(2, 1, 7.5)},
         speculation=SpeculationCounts({"own": 9, "history": 4}, {"own": 6}),
-        num_kv_host_blocks=8,
-        num_kv_host_blocks_used=3,
-        kv_host=KVHostCounts(written=6, restored=5, evicted=3, refused=1, restore_s=0.75),
-        kv_disk_bytes=80,
-        kv_disk_bytes_used=30,
+        num_kv_host_blocks=8, num_kv_host_blocks_used=3,
+        kv_host=KVHostCounts(6, 5, 3, 1, 0.75, states_written=9, states_restored=8, states_evicted=7),
+        kv_disk_bytes=80, kv_disk_bytes_used=30, num_kv_disks_off=1,
         kv_disk=KVDiskCounts(written=16, restored=15, evicted=13, refused=11, damaged=2, late=4),
-        num_kv_disks_off=1,
-    )
+    )  # fmt: skip
     own.engine.entries = [
         CacheEntry(pirate, "hot", load_seconds={"read": 0.1, "copy": 0.02}),
         CacheEntry(secret, "warm", loading=True),
@@ -228,6 +217,8 @@ def test_the_engine_tells_the_rest(own: DataPlane) -> None:
     assert value(samples, "loraplex_kv_host_bytes", kind="capacity") == 8 * (1 << 12)
     for event, count in (("written", 6), ("restored", 5), ("evicted", 3), ("refused", 1)):
         assert value(samples, "loraplex_kv_host_blocks_total", event=event) == count
+    for event, count in (("written", 9), ("restored", 8), ("evicted", 7)):
+        assert value(samples, "loraplex_kv_host_states_total", event=event) == count
     assert value(samples, "loraplex_kv_host_restore_seconds_total") == 0.75
     assert [value(samples, "loraplex_kv_disk_bytes", kind=k) for k in ("used", "capacity")] == [30, 80]
     for event, count in (("written", 16), ("restored", 15), ("evicted", 13), ("refused", 11), ("damaged", 2)):

@@ -121,19 +121,22 @@ def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) ->
     assert f"; 4 sequences use no more of the {mib(kept) >> 20}.0 MiB that are set" in small
     wrong = run_here("plan", "--model", str(model), *asked, "--state-cache", "much")
     assert "--state-cache 'much'" in wrong.stderr
-    refused = run_here("plan", "--model", str(model), *asked, "--kv-host-memory", "64MiB")
-    assert "--kv-host-memory serves models whose layers all keep all positions" in refused.stderr
-    asked += ["--state-cache", "16MiB"]
+    refused = run_here("plan", "--model", str(model), *asked, "--kv-host-memory", "256KiB")
+    assert "--kv-host-memory of 262144 bytes, of which one tenant takes at most half, holds" in refused.stderr
+    asked += ["--state-cache", "16MiB", "--kv-host-memory", "32MiB"]
     found = plan("--model", str(model), *asked, "--dtype", "float32")
     engine = build_engine(
         EngineConfig(
             str(model), str(tmp_path / "artifacts"), device="cpu", dtype="float32", kernels="torch", max_num_seqs=4,
             kv_cache_memory=mib(found["settings"]["kv_cache_memory"]), adapter_memory=1 << 20,
             adapter_cpu_memory=1 << 20, state_cache=found["settings"]["state_cache"],
+            kv_host_memory=found["settings"]["kv_host_memory"],
         ),
         wake=lambda: None,
     )  # fmt: skip
     info = engine.info
+    assert engine.core.stats().num_kv_host_blocks == found["kv_host_blocks"]
+    assert found["kv_host_state"] == -(-info.state_bytes // info.kv_host_block_bytes) > 1
     engine.close()
     assert (info.num_states, info.num_windows) == (found["states"], found["windows"])
     assert (info.state_bytes, info.window_bytes) == (found["state"], found["window"])
@@ -142,6 +145,7 @@ def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) ->
     told = run_here("plan", "--model", str(model), *asked, "--dtype", "float32").stdout
     assert f"{found['states']} states, " in told
     assert f"{found['states'] - 4} of them for prefixes; 4 windows, " in told
+    assert f"blocks of 16 tokens more, or states, {found['kv_host_state']} blocks each" in told
     assert "states of 0.3 MiB and windows of 0.1 MiB" in plan_model(model).explain()
 
 

@@ -212,18 +212,19 @@ def test_memory_for_no_block_is_refused(base: Path, tmp_path: Path) -> None:
 
 
 def key(tenant: str, digest: str | None, number: int) -> BlockKey:
-    return (tenant, digest), number.to_bytes(2, "little")
+    return (tenant, digest), number.to_bytes(32, "little")
 
 
 WEIGHTS = {"a": 1.0, "b": 1.0, "c": 3.0}
 
 
 class Model:
-    """The keys of a `HostTier` of `size` blocks in the order in which they are looked at for a victim, and when each
-    was used last."""
+    """The keys of a `HostTier` in the order in which they are looked at for a victim, and when each was used last. It
+    has `size` slots, and a state takes `state_slots`."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, state_slots: int) -> None:
         self.size = size
+        self.state_slots = state_slots
         self.keys: list[BlockKey] = []
         self.used: dict[BlockKey, int] = {}
 
@@ -238,52 +239,77 @@ class Model:
     def oldest(self, tenant: str) -> BlockKey:
         return min((key for key in self.keys if key[0][0] == tenant), key=self.used.__getitem__)
 
-    def make_room(self, tenant: str) -> None:
+    def slots_of(self, key: BlockKey) -> int:
+        return self.state_slots if prefix_keys.is_of_state(key) else 1
+
+    def held(self) -> Counter[str]:
+        """Slots by tenant."""
+        found: Counter[str] = Counter()
+        for key in self.keys:
+            found[key[0][0]] += self.slots_of(key)
+        return found
+
+    def make_room(self, key: BlockKey) -> bool:
         """A tenant with as much as one may take loses its own; of a full pool goes what was used least recently of the
-        first tenant with more than its share, and those before that come last."""
-        held = Counter([key[0][0] for key in self.keys])
-        if held[tenant] >= max(1, self.size // 2):
+        first tenant with more than its share, and those before that come last. False where no tenant has more, or one
+        may never take so much."""
+        tenant, count, most = key[0][0], self.slots_of(key), max(1, self.size // 2)
+        if count > most:
+            return False
+        while self.held()[tenant] + count > most:
             self.remove(self.oldest(tenant))
-        elif len(self.keys) == self.size:
-            held[tenant] += 1
+        while self.held().total() + count > self.size:
+            held = self.held()
+            own = {*held}
+            held[tenant] += count
             unit = self.size / sum(WEIGHTS[each] for each in held)
-            over = {each for each, count in held.items() if count > unit * WEIGHTS[each]}
+            over = {each for each in own if held[each] > unit * WEIGHTS[each]}
+            if not over:
+                return False
             place = next(place for place, key in enumerate(self.keys) if key[0][0] in over)
             victim = self.oldest(self.keys[place][0][0])
             self.keys = [*self.keys[place:], *self.keys[:place]]
             self.remove(victim)
+        return True
 
 
 def test_the_index_finds_what_was_written_and_loses_the_least_recently_used() -> None:
     rng = random.Random(4)
-    for _ in range(200):
-        size = rng.choice((1, 2, 5, 12))
-        tier, model, slots = HostTier(size), Model(size), dict[BlockKey, int]()
+    refused = 0
+    for _ in range(300):
+        size, state_slots = rng.choice((1, 2, 5, 12)), rng.choice((1, 2, 3))
+        tier, model = HostTier(size, state_slots), Model(size, state_slots)
+        slots: dict[BlockKey, tuple[int, ...]] = {}
         for tenant, weight in WEIGHTS.items():
             tier.set_weight(tenant, weight)
         for _ in range(60):
             one = key(rng.choice("abc"), rng.choice((None, "d", "e")), rng.randrange(6))
+            if rng.random() < 0.3:
+                one = prefix_keys.of_state(one)
             action, is_here = rng.random(), one in model.keys
             if action < 0.1:
                 tier.erase("d")
                 for other in [other for other in model.keys if other[0][1] == "d"]:
                     model.remove(other)
             elif action < 0.4:
-                assert tier.read(one) == (slots[one] if is_here else None)
+                assert tier.read(one) == (slots[one] if is_here else ())
                 if is_here:
                     model.use(one)
             else:
-                slot = tier.write(one)
-                assert (slot is None) == is_here
-                if slot is not None:
-                    slots[one] = slot
-                    model.make_room(one[0][0])
-                model.use(one)
-            assert len(tier) == len(model.keys)
+                found = tier.write(one)
+                if is_here or model.make_room(one):
+                    model.use(one)
+                    assert len(found) == (0 if is_here else model.slots_of(one))
+                    slots[one] = found or slots[one]
+                else:
+                    assert not found
+                    refused += 1
+            assert len(tier) == model.held().total()
             assert all(tier.find([other]) for other in model.keys)
-            held = [slots[other] for other in model.keys]
-            assert len({*held}) == len(held)
+            held = [slot for other in model.keys for slot in slots[other]]
+            assert len({*held}) == len(held) == len(tier)
             assert all(0 <= slot < size for slot in held)
+    assert refused > 100
 
 
 def test_a_tenant_within_its_share_loses_nothing_to_a_flood() -> None:

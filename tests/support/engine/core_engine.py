@@ -50,6 +50,7 @@ class CoreEngine:
             is_named=lambda state: is_named(self.core, state),
             num_host_blocks=self.config.num_host_blocks,
             most_restored=self.config.most_restored_blocks,
+            state_slots=self.config.state_slots,
         )
         self.core = EngineCore(
             self.config,

@@ -194,13 +194,16 @@ class FakeRunner:
     is_named: Callable[[int], bool] = field(default=lambda state: False)
     num_host_blocks: int = 0
     most_restored: int = 1
+    state_slots: int = 0
 
     def __post_init__(self) -> None:
         self._full = self.windows.index(None)
         positions = self.num_blocks * BLOCK_SIZE
         self._values = [GARBAGE] * positions
         self._tenants = [""] * positions
-        self.host = FakeHostMemory(self.num_blocks, self.num_host_blocks, self.most_restored)
+        self.host = FakeHostMemory(
+            self.num_blocks, self.num_host_blocks, self.most_restored, self.num_states, self.state_slots
+        )
         self._owed: tuple[BlockCopy, ...] = ()
         self._states = [GARBAGE] * self.num_states
         self._windows = [[GARBAGE] * BLOCK_SIZE for _ in range(self.num_windows)]
@@ -252,7 +255,7 @@ class FakeRunner:
         assert isinstance(handle, _Handle)
         if self._queue.popleft() is not handle:
             self.complaints.append("a step was collected out of turn")
-        self.host.copy(handle.copies, self._values, self._tenants)
+        self.host.copy(handle.copies, self._values, self._tenants, self._states)
         return self._run(handle.plan, handle.fault)
 
     def _run(self, plan: StepPlan, fault: Fault) -> StepResult:

@@ -129,6 +129,7 @@ class History:
             is_named=lambda state: is_named(self.core, state),
             num_host_blocks=world.config.num_host_blocks,
             most_restored=world.config.most_restored_blocks,
+            state_slots=world.config.state_slots,
         )
         self.grammars = FakeGrammars(lambda: self.now, world.constraining)
         self.drafter: PlantedDrafter | None = None
@@ -157,10 +158,8 @@ class History:
                 return Fault(("submit", "collect")[kind % 2])
             return Fault(rows=frozenset(rng.sample(range(count), rng.randint(1, count))))
         mishaps = self.world.mishaps
-        if (
-            sum(memory_needed(part.num_tokens, part.start + part.num_tokens) for part in plan.parts)
-            > self.room
-        ):
+        needed = sum(memory_needed(part.num_tokens, part.start + part.num_tokens) for part in plan.parts)
+        if needed > self.room:
             self._happened("a step does not fit")
             return Fault(mishaps.choice(("submit", "collect")), memory=True)
         if (
@@ -207,6 +206,7 @@ class History:
         total.prefix_hits += stats.prefix_cache_hits
         total.out_of_memory += stats.num_out_of_memory
         total.restored += self.runner.host.num_restored
+        total.states_restored += self.runner.host.num_states_restored
         total.from_disk += stats.kv_disk.restored
         total.late_reads += stats.kv_disk.late
         total.loads += self.transport.num_loads

@@ -17,6 +17,7 @@ class Summary:
     preemptions: int = 0
     prefix_hits: int = 0
     restored: int = 0
+    states_restored: int = 0
     from_disk: int = 0
     late_reads: int = 0
     loads: int = 0
@@ -49,6 +50,7 @@ class Summary:
             f"{self.histories} histories, {self.events} events, {self.steps} steps, {self.requests} requests "
             f"({endings}), {self.tokens} tokens, {self.preemptions} preemptions, {self.prefix_hits} tokens found in "
             f"the prefix cache, {self.restored} blocks restored from host memory, "
+            f"{self.states_restored} states, "
             f"{self.from_disk} from a disk, {self.late_reads} requests that went on without it, {self.loads} loads, "
             f"{self.overlapped} copies that a step could read before they were done, {self.out_of_memory} steps out of "
             f"memory, {self.poisoned} rows with KV that is not finite, "

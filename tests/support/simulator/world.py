@@ -73,6 +73,7 @@ class World:
             windows=(None,),
             num_host_blocks=rng.choice((1, 2, 4, 10, 60)),
             most_restored_blocks=rng.choice((1, 1, 2, 5)),
+            state_slots=rng.choice((1, 1, 2, 3)),
         )
         *_, one, two = self.starts
         self.starts += [(*one, *two), (*one, *one), (*two, *one)]

@@ -102,6 +102,9 @@ def _totals(stats: EngineStats, info: EngineInfo) -> CacheTotals:
             restored=counts.restored,
             evicted=counts.evicted,
             refused=counts.refused,
+            states_written=counts.states_written,
+            states_restored=counts.states_restored,
+            states_evicted=counts.states_evicted,
             restore_seconds=counts.restore_s,
             disk=PrefixDisk(
                 bytes_used=stats.kv_disk_bytes_used,

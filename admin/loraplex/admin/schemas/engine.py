@@ -68,7 +68,8 @@ class PrefixDisk(ResponseBody):
 
 class PrefixTier(ResponseBody):
     """Host memory for prefixes that the KV cache lost, in blocks of 16 tokens: `written` there, `restored` from there,
-    `evicted` for others, `refused` since their version was deleted. Requests waited `restore_seconds` for theirs."""
+    `evicted` for others, `refused` since their version was deleted (with states). The same of the `states` of models
+    whose layers keep one. Requests waited `restore_seconds` for theirs."""
 
     bytes_used: int
     bytes_capacity: int
@@ -76,6 +77,9 @@ class PrefixTier(ResponseBody):
     restored: int
     evicted: int
     refused: int
+    states_written: int
+    states_restored: int
+    states_evicted: int
     restore_seconds: float
     disk: PrefixDisk
 

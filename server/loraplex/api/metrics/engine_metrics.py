@@ -326,6 +326,11 @@ def _kv_host(stats: EngineStats, info: EngineInfo, grown: Grown) -> Iterable[Met
     for event in ("written", "restored", "evicted", "refused"):
         blocks.add_metric([event], grown(f"{name} {event}", getattr(counts, event)))
     yield blocks
+    name = "loraplex_kv_host_states"
+    states = CounterMetricFamily(name, "States of prefixes: written, restored, evicted.", labels=["event"])
+    for event in ("written", "restored", "evicted"):
+        states.add_metric([event], grown(f"{name} {event}", getattr(counts, f"states_{event}")))
+    yield states
     name = "loraplex_kv_host_restore_seconds"
     yield CounterMetricFamily(
         name, "Time that requests waited for prefixes in host memory.", value=grown(name, counts.restore_s)

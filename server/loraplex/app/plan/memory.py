@@ -12,7 +12,7 @@ from loraplex.app.plan.devices import MIB, PlannedDevice
 from loraplex.app.plan.expert_forms import ExpertPlan, obstacle_to_experts, plan_experts, whole_adapter
 from loraplex.engine.devices import choose_lookahead
 from loraplex.engine.execution.device_memory import headroom
-from loraplex.engine.execution.kv_cache import KVMemoryTooSmall, KVSize, check_kv_host, size_kv_cache
+from loraplex.engine.execution.kv_cache import KVSize, host_slots, size_kv_cache
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import BlockNeeds, block_needs
 from loraplex.engine.kv.states import slot_bytes, state_bytes, window_bytes
@@ -97,7 +97,8 @@ class MemoryPlan:
     """The setting. Sequences may use less of it."""
     kv_blocks: int
     kv_host_blocks: int
-    """Blocks of prefixes in host memory."""
+    """Blocks of prefixes in host memory, and those of them whose place a state takes."""
+    kv_host_state: int
     block: int
     states: int
     """Those of running sequences, and those that prefixes are found by."""
@@ -182,7 +183,7 @@ def divide_memory(
         kv=size.num_bytes,
         kv_setting=kv_budget,
         kv_blocks=size.num_blocks,
-        kv_host_blocks=_host_blocks(wanted.kv_host_memory, block, size),
+        **_on_host(model, wanted),
         block=block,
         states=size.num_states,
         state=state_bytes(model.shape.caches),
@@ -278,17 +279,12 @@ def _kv_size(
     return sized(budget), budget
 
 
-def _host_blocks(num_bytes: int, block: int, size: KVSize) -> int:
-    """Blocks in this much host memory; a start refuses what this refuses."""
-    if not num_bytes:
-        return 0
-    windows = size.needs.windows
-    check_kv_host(len(windows), windows, has_states=size.num_states > 0)
-    if num_bytes < block:
-        raise KVMemoryTooSmall(
-            f"--kv-host-memory of {num_bytes} bytes holds no block of {block} bytes; raise it"
-        )
-    return num_bytes // block
+def _on_host(model: ModelOutline, wanted: Wanted) -> dict[str, int]:
+    """Blocks in host memory, and the size of a state in blocks; a start refuses what this refuses."""
+    if not wanted.kv_host_memory:
+        return {"kv_host_blocks": 0, "kv_host_state": 0}
+    num_slots, of_state = host_slots(wanted.kv_host_memory, model.shape.caches, model.kv_dtype)
+    return {"kv_host_blocks": num_slots, "kv_host_state": of_state}
 
 
 def _sites(model: ModelOutline, layout: ArenaLayout, wanted: Wanted) -> tuple[str, ...]:

@@ -33,7 +33,8 @@ def print_plan(
         states += f", {plan.states - plan.windows} of them for prefixes; "
         states += f"{plan.windows} windows, {_size(plan.window)} each"
     tables = f"; {_size(plan.arena_tables)} of tables of those on experts" if plan.arena_tables else ""
-    prefixes = wanted.kv_host_memory, f"{plan.kv_host_blocks} blocks of 16 tokens more"
+    of_state = f", or states, {plan.kv_host_state} blocks each" if plan.kv_host_state else ""
+    prefixes = wanted.kv_host_memory, f"{plan.kv_host_blocks} blocks of 16 tokens more{of_state}"
     rows = [
         ("weights", plan.weights, ""),
         ("adapters", plan.arena, f"{plan.arena_pages} pages of {_size(plan.page)}{tables}"),

@@ -14,7 +14,8 @@ from loraplex.engine.control_groups import ControlGroups
 from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import KVCache, block_bytes
-from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs
+from loraplex.engine.kv.host_tier import most_of_tenant
+from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs, layer_groups
 from loraplex.engine.kv.states import most_places, num_snapshots, slot_bytes, state_bytes
 from loraplex.engine.model.base import ModelShape
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -41,14 +42,28 @@ class KVHostRefused(LoraplexError):
     code = "kv_host_refused"
 
 
-def check_kv_host(num_groups: int, windows: Sequence[int | None], *, has_states: bool) -> None:
-    """Raise KVHostRefused for a model whose prefixes are more than the blocks of one group that keeps all positions.
-    `windows`: of its groups or layers, None for all positions."""
-    if num_groups > 1 or has_states or any(window is not None for window in windows):
+def host_slots(num_bytes: int, caches: Sequence[CacheKind], dtype: torch.dtype) -> tuple[int, int]:
+    """The slots of a block's size for prefixes in `num_bytes` bytes of host memory, and how many of them a state takes
+    (0: no layer keeps one). Raises KVHostRefused for a model whose layers are not one group that keeps all positions,
+    states aside, and KVMemoryTooSmall where no block fits, or no state into what one tenant may take."""
+    groups = layer_groups(caches)
+    if len(groups) > 1 or groups[0].window is not None:
         raise KVHostRefused(
-            "--kv-host-memory serves models whose layers all keep all positions; this one has layers with a sliding "
-            "window or with states: leave it out"
+            "--kv-host-memory serves models whose layers all keep all positions or a state; this one has layers with a "
+            "sliding window: leave it out"
         )
+    one, state = block_bytes(caches, dtype), state_bytes(caches)
+    num_slots, state_slots = num_bytes // one, -(-state // one)
+    if not num_slots:
+        raise KVMemoryTooSmall(
+            f"--kv-host-memory of {num_bytes} bytes holds no block of {one} bytes; raise it"
+        )
+    if state and state_slots >= most_of_tenant(num_slots):
+        raise KVMemoryTooSmall(
+            f"--kv-host-memory of {num_bytes} bytes, of which one tenant takes at most half, holds no state of {state} "
+            f"bytes beside a block; raise it to {2 * (state_slots + 1) * one}"
+        )
+    return num_slots, state_slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from loraplex.engine.config import EngineConfig
-from loraplex.engine.execution.kv_cache import KVHostRefused
+from loraplex.engine.execution.kv_cache import KVHostRefused, host_slots
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.disk_files import DiskFiles, DiskStoreError, DiskStoreHeld, DiskStoreUnusable
 from loraplex.engine.kv.disk_store import DiskStore
 from loraplex.engine.kv.disk_tier import DiskTier
 from loraplex.engine.kv.host_blocks import HostBlocks
+from loraplex.engine.kv.states import state_bytes
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.numerics import numerical_build
 
@@ -32,6 +33,17 @@ def check_disk(config: EngineConfig) -> None:
     secret = _secret(config)
     with suppress(DiskStoreUnusable):  # a warning of `open_disk`
         DiskFiles(Path(config.kv_disk_dir) / str(config.kv_disk_number), secret).close()
+
+
+def check_prefixes(config: EngineConfig, plan: ModelPlan) -> None:
+    """Raise KVHostRefused and KVMemoryTooSmall where the tiers behind the KV cache do not serve a planned model."""
+    if config.kv_host_memory:
+        host_slots(config.kv_host_memory, plan.shape.caches, plan.kv_dtype)
+    if config.kv_disk_dir is not None and state_bytes(plan.shape.caches):
+        raise KVHostRefused(
+            "--kv-disk serves models whose layers keep no state; this one has some: --kv-host-memory alone keeps its "
+            "prefixes, so leave --kv-disk out"
+        )
 
 
 def open_disk(

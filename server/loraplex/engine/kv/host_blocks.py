@@ -1,8 +1,8 @@
-"""The tensors of blocks in host memory."""
+"""The memory of blocks and states on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -13,25 +13,30 @@ from loraplex.kernels.host_memory import untouched_zeros
 
 
 class HostBlocks:
-    """`num_slots` blocks beside those of a KV cache, with its dtype and layout; pinned where the cache is on a GPU.
-    `mark`: called at every copy, the heartbeat's. `keep`, where it is set: gets the bytes of each block that goes on to
-    the disk; they are its own."""
+    """`num_slots` pieces of memory beside a KV cache, of the size of a block each, with a block's bytes or a part of a
+    state's; pinned where the cache is on a GPU. `mark`: called at every copy, the heartbeat's. `keep`, where it is set:
+    gets the bytes of each block that goes on to the disk; they are its own."""
 
     def __init__(self, kv: KVCache, num_slots: int, mark: Callable[[], None]) -> None:
         self.num_slots = num_slots
         self.keep: Callable[[BlockKey, memoryview], None] | None = None
         self._mark = mark
         self._device_pools = kv.pools
+        self._states = kv.states
         self._is_pinned = kv.tensor.device.type == "cuda"
-        self._pools: list[torch.Tensor] = []
-        for pool in kv.pools:
-            shape = (pool.shape[0], num_slots, pool.shape[2])
-            if self._is_pinned:
-                self._pools.append(torch.empty(shape, dtype=pool.dtype, pin_memory=True))
-            else:
-                self._pools.append(untouched_zeros(shape, pool.dtype))
+        self._slot_bytes = sum(pool[:, 0].nbytes for pool in kv.pools)
+        shape = (num_slots, self._slot_bytes)
+        if self._is_pinned:
+            self._memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+        else:
+            self._memory = untouched_zeros(shape, torch.uint8)
         self._on_way: dict[int, BlockKey] = {}
         """The blocks that a GPU still copies, and that go on to the disk, by their slots."""
+
+    @property
+    def state_slots(self) -> int:
+        """The slots that a state takes; 0: no layer keeps one."""
+        return -(-self._states.shape[1] // self._slot_bytes)
 
     @property
     def has_on_way(self) -> bool:
@@ -48,8 +53,7 @@ class HostBlocks:
                 continue
             if one.to_host and one.slot in self._on_way:
                 self._hand_on()
-            for device, host in zip(self._device_pools, self._pools, strict=True):
-                on_device, on_host = device[:, one.block], host[:, one.slot]
+            for on_device, on_host in self._pairs(one):
                 if one.to_host:
                     on_host.copy_(on_device, non_blocking=True)
                 else:
@@ -59,6 +63,20 @@ class HostBlocks:
                 if not self._is_pinned:
                     self._hand_on()
 
+    def _pairs(self, one: BlockCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of the device's memory and of the host's that have the same content, of one shape and dtype each."""
+        slot = self._memory[one.slot]
+        if one.part is not None:
+            part = self._states[one.block, one.part * self._slot_bytes :][: self._slot_bytes]
+            yield part, slot[: part.nbytes]
+            return
+        begin = 0
+        for pool in self._device_pools:
+            on_device = pool[:, one.block]
+            end = begin + on_device.nbytes
+            yield on_device, slot[begin:end].view(pool.dtype).view(on_device.shape)
+            begin = end
+
     def _hand_on(self) -> None:
         """Give away the bytes of the blocks that go to the disk. On a GPU wait for their copies first."""
         if not self._on_way:
@@ -67,8 +85,7 @@ class HostBlocks:
             torch.cuda.current_stream().synchronize()
         for slot, key in self._on_way.items():
             if self.keep is not None:
-                parts = [pool[:, slot].reshape(-1).view(torch.uint8) for pool in self._pools]
-                self.keep(key, torch.cat(parts).numpy().data)
+                self.keep(key, self._memory[slot].clone().numpy().data)
         self._on_way.clear()
 
     def _fill(self, block: int, payload: bytes) -> None:

@@ -25,6 +25,9 @@ from loraplex.kernels.attention import BLOCK_SIZE
 
 MAX_OWNERS = 10_000
 """Owners of prefixes in one answer: some 2 MiB, far below the limit of a frame."""
+_LINK_BYTES = 32
+_OF_STATE = b"\xff"
+"""Behind the link. No group has this number."""
 
 
 def namespace(request: EngineRequest) -> Namespace:
@@ -86,6 +89,15 @@ def cached_prompt_tokens(seq: Sequence) -> int:
 def of_group(key: BlockKey, group: int) -> BlockKey:
     """The name of what the layers of a group keep of the positions that `key` names. No link has a byte more."""
     return (key[0], key[1] + bytes((group,))) if group else key
+
+
+def of_state(key: BlockKey) -> BlockKey:
+    """The name, beside those of blocks, of the state behind the block that `key` names."""
+    return key[0], key[1] + _OF_STATE
+
+
+def is_of_state(key: BlockKey) -> bool:
+    return key[1][_LINK_BYTES:] == _OF_STATE
 
 
 def filled(

@@ -17,13 +17,11 @@ from collections.abc import Sequence as Row
 from itertools import compress
 
 from loraplex.engine.kv import prefix_keys
-from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.kv.disk_tier import DiskTier
-from loraplex.engine.kv.host_tier import HostTier
 from loraplex.engine.kv.layers import BlockNeeds, blocks_for, blocks_unseen
-from loraplex.engine.kv.sequence_states import SequenceStates
 from loraplex.engine.kv.states import Places
-from loraplex.engine.types import BlockCopy, BlockKey, Namespace, ScheduledSequence, Sequence
+from loraplex.engine.kv.tiered_blocks import TieredBlocks
+from loraplex.engine.types import BlockCopy, BlockKey, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
 GIVEN_BACK = -1
@@ -38,10 +36,10 @@ def holds_blocks(seq: Sequence) -> bool:
     return seq.measured is None and not seq.all_sampled
 
 
-class SequenceBlocks(BlockManager):
-    """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states.
-    `num_host_blocks`: in host memory, where forgotten blocks are found, of a model whose layers are one group that
-    keeps all positions; `most_restored` of them at most come back in a step. `disk`: behind host memory."""
+class SequenceBlocks(TieredBlocks):
+    """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states. `num_states`
+    and what follows as of `TieredBlocks`; host memory is for a model whose layers are one group that keeps all
+    positions."""
 
     def __init__(
         self,
@@ -52,33 +50,19 @@ class SequenceBlocks(BlockManager):
         num_host_blocks: int = 0,
         most_restored: int = 1,
         disk: DiskTier | None = None,
+        state_slots: int = 1,
     ) -> None:
-        super().__init__(num_blocks)
+        super().__init__(
+            num_blocks, num_states, num_windows, num_host_blocks, most_restored, disk, state_slots
+        )
         self.needs = needs
         self.places = Places(num_windows)
         """Those of windows."""
-        self.states = SequenceStates(num_states, num_windows) if num_windows else None
-        self.host = HostTier(num_host_blocks) if num_host_blocks else None
-        self.disk = disk
-        self.copies: list[BlockCopy] = []
-        """Those of the next step."""
         self.restoring: dict[Sequence, float | None] = {}
         """Running sequences whose prefix is on its way from host memory: nothing of them is computed before. And up to
         when their waiting was counted, None before the first step."""
-        self._most_restored = most_restored
-        self._num_restored = 0  # by the copies of the next step
-        self._kept: set[int] = (
-            set()
-        )  # blocks that are on the disk, or on their way: their names are costly to look up
-        self._num_kept = 0  # by them: blocks that were found and go to the disk
-        self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
         self._num_groups = len(needs.windows)
         self._windows = [(group, window) for group, window in enumerate(needs.windows) if window is not None]
-
-    @property
-    def num_states_used(self) -> int:
-        """States that sequences hold."""
-        return 0 if self.states is None else self.states.num_used
 
     def lacks_place(self) -> bool:
         """Whether one sequence more finds no place, or, until a step in flight is collected, no state."""
@@ -185,7 +169,9 @@ class SequenceBlocks(BlockManager):
         seq.window_slot = self.places.take()
         keys = [] if seq.request.is_shadow else prefix_keys.extend_keys(seq)
         keys = keys[: prefix_keys.findable_blocks(seq)]
-        self.states.begin(seq, seq.blocks_done, len(self._find(keys)) // self._num_groups)
+        on_device = len(self._find(keys)) // self._num_groups
+        num_cached = on_device if self.host is None else self._num_there(keys)
+        self.states.begin(seq, seq.blocks_done, num_cached)
 
     def restore(self, seq: Sequence, now: float) -> bool:
         """Bring what host memory has of a sequence's prefix, at most what is left to the next step. Returns whether the
@@ -195,14 +181,19 @@ class SequenceBlocks(BlockManager):
         once, since its copy is planned before whatever they compute."""
         assert self.host is not None, "nothing is in host memory"
         is_spare, brought, counts = seq.request.batch, list[int](), self.host.counts
-        keys = prefix_keys.extend_keys(seq)[seq.blocks_done : prefix_keys.findable_blocks(seq)]
+        keys = prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]
+        if self.states is not None:
+            keys = keys[: self._longest(keys, seq.states[-1][0])]
         if (since := self.restoring.get(seq)) is not None:
             counts.restore_s += now - since
         else:
-            for key in reversed(keys):  # what this run displaces on the device goes to the slots of others
+            # What this run displaces on the device goes to the slots of others.
+            for key in reversed(keys[len(seq.block_ids) :]):
                 self.host.read(key)
+            if self.states is not None and keys:
+                self.host.read(prefix_keys.of_state(keys[-1]))
             self._keep_found(seq)
-        for key in keys:
+        for key in keys[len(seq.block_ids) :]:
             if found := self.lookup((key,)):
                 self.share(found, is_spare=is_spare)
                 brought += found
@@ -212,16 +203,17 @@ class SequenceBlocks(BlockManager):
                 payload = self.disk.payload(key)
             if (payload is None and key not in self.host) or not self.num_free:
                 break
-            if self._num_restored >= self._most_restored:
+            if not self._may_restore(1):
                 self._brought(seq, brought)
                 self.restoring[seq] = now
                 return False
             taken = self.allocate(1)
-            slot = -1 if payload is not None else self.host.read(key)
-            if slot is None:  # written over by what the block held
+            slots = (-1,) if payload is not None else self.host.read(key)
+            if not slots:  # written over by what the block held
                 self.release(taken)
                 break
-            self.copies.append(BlockCopy(taken[0], slot, False, None if payload is None else key, payload))
+            name = None if payload is None else key
+            self.copies.append(BlockCopy(taken[0], slots[0], False, name, payload))
             self.register(taken[0], key, is_spare=is_spare)
             self._num_restored += 1
             if payload is None:
@@ -230,10 +222,60 @@ class SequenceBlocks(BlockManager):
                 self.disk.num_restored += 1
             brought += taken
         self._brought(seq, brought)
+        if not self._go_on(seq, waits=True):
+            self.restoring[seq] = now
+            return False
         self.restoring.pop(seq, None)
         if self.disk is not None:
             self.disk.close_request(seq.request_id)
         return True
+
+    def stop_restoring(self, seq: Sequence) -> None:
+        """A sequence waits for no more of its prefix, and goes on behind what has come of it."""
+        if seq in self.restoring:
+            del self.restoring[seq]
+            self._go_on(seq, waits=False)
+
+    def _go_on(self, seq: Sequence, *, waits: bool) -> bool:
+        """Begin a sequence of a model with states behind the most of the blocks that were brought that have a state,
+        and give the others back. With `waits`, False where that state may only come in the next step."""
+        if self.states is None or self.host is None:
+            return True
+        for number in range(len(seq.block_ids), seq.states[-1][0], -1):
+            key = seq.block_keys[number - 1]
+            if self.states.lookup((key,)):
+                self.states.begin_later(seq, number)
+                break
+            if (name := prefix_keys.of_state(key)) not in self.host:
+                continue
+            if self._may_restore(self.host.size(name)):
+                if (state := self._bring_state(seq, name)) is not None:
+                    self.states.begin_later(seq, number, state)
+                    break
+            elif waits:
+                return False
+        number = seq.states[-1][0]
+        self.release(seq.block_ids[number:])
+        seq.block_ids, seq.blocks_done = seq.block_ids[:number], number
+        seq.num_computed = number * BLOCK_SIZE
+        return True
+
+    def _bring_state(self, seq: Sequence, name: BlockKey) -> int | None:
+        """The state that gets the content of the one of this name; None where that is not possible."""
+        assert self.states is not None
+        assert self.host is not None
+        state = self.states.spare_one(seq)
+        if state is None:
+            return None
+        slots = self.host.read(name)
+        if not slots:  # written over by what the state was
+            if state != seq.states[-1][1]:
+                self.states.release((state,))
+            return None
+        self.copies += [BlockCopy(state, slot, to_host=False, part=n) for n, slot in enumerate(slots)]
+        self._num_restored += len(slots)
+        self.host.counts.states_restored += 1
+        return state
 
     def on_disk(self, seq: Sequence) -> list[BlockKey]:
         """The blocks of a new sequence's prefix that neither the pool nor host memory has, as far as they lie on the
@@ -269,69 +311,20 @@ class SequenceBlocks(BlockManager):
 
     def _brought(self, seq: Sequence, block_ids: list[int]) -> None:
         seq.block_ids += tuple(block_ids)
-        seq.blocks_done += len(block_ids)
-        seq.num_computed = seq.blocks_done * BLOCK_SIZE
+        if self.states is None:  # else nothing is found before the state behind them is here
+            seq.blocks_done += len(block_ids)
+            seq.num_computed = seq.blocks_done * BLOCK_SIZE
 
     def num_found(self, seq: Sequence) -> int:
         """Positions of a waiting sequence that need not be computed, as far as the caches have them now."""
         count = len(self.find(seq)) // self._num_groups
         if self.host is not None:
-            keys = prefix_keys.extend_keys(seq)[count : prefix_keys.findable_blocks(seq)]
-            count += len(self.host.find(keys))
+            keys = prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]
+            if self.states is None:
+                count += len(self.host.find(keys[count:]))
+            else:
+                count = self._longest(keys, count)
         return count * BLOCK_SIZE
-
-    def on_forgotten(self, block: int, key: BlockKey) -> None:
-        if self.host is None:
-            return
-        if key[0][1] in self._erased:
-            self.host.counts.refused += 1
-            return
-        self._to_host(block, key, is_for_disk=self.disk is not None and self.disk.reserve(key))
-
-    def _to_host(self, block: int, key: BlockKey, *, is_for_disk: bool) -> None:
-        """Copy a block to host memory, unless it is there, and on to the disk from there."""
-        assert self.host is not None, "nothing is in host memory"
-        slot = self.host.write(key)
-        if slot is None and is_for_disk:
-            slot = self.host.read(key)
-        if slot is not None:
-            self.copies.append(BlockCopy(block, slot, to_host=True, key=key if is_for_disk else None))
-
-    def _drop_key(self, block: int) -> None:
-        super()._drop_key(block)
-        self._kept.discard(block)
-
-    def take_copies(self) -> tuple[BlockCopy, ...]:
-        """The copies for the step that is submitted next."""
-        taken, self.copies, self._num_restored, self._num_kept = tuple(self.copies), [], 0, 0
-        return taken
-
-    def erase(self, digest: str, *, is_used: bool) -> None:
-        """A version was deleted: where there is host memory, no block of it is found any more, on a disk neither.
-        `is_used`: requests still run on it: their blocks are not copied to host memory."""
-        if self.host is None:
-            return
-        self.host.erase(digest)
-        if self.disk is not None:
-            self.disk.erase_version(digest)
-        self.disown(self.keys_of(digest))
-        if is_used:
-            self._erased.add(digest)
-
-    def erase_tenant(self, tenant_id: str) -> None:
-        """No block of a tenant is found any more, on the base or an adapter, in the pool or a tier behind it."""
-        self.disown(self.keys_of_tenant(tenant_id))
-        if self.states is not None:
-            self.states.disown(self.states.keys_of_tenant(tenant_id))
-        if self.host is not None:
-            self.host.disown(self.host.keys_of_tenant(tenant_id))
-        if self.disk is not None:
-            self.disk.erase_tenant(tenant_id)
-
-    def owners(self) -> set[Namespace]:
-        """Tenants and versions (None: the base) of the blocks behind the pool."""
-        found = set() if self.host is None else self.host.owners()
-        return found if self.disk is None else found | self.disk.store.owners()
 
     def begin_again(self, seq: Sequence, start: int) -> None:
         """The positions of a running sequence from `start` on are computed again, and those before too where a state
@@ -348,6 +341,7 @@ class SequenceBlocks(BlockManager):
         seq.lost_until = max(seq.lost_until, seq.num_computed)
         self.drop(seq)
         self.begin(seq, [])
+        self.restoring.pop(seq, None)
 
     def extend(self, seq: Sequence, count: int) -> None:
         """Give a sequence `count` blocks more, of all groups in turn."""
@@ -396,15 +390,9 @@ class SequenceBlocks(BlockManager):
         )
         if self.host is not None:
             self.host.disown(seq.block_keys)
+            self.host.disown(map(prefix_keys.of_state, seq.block_keys))
         if self.disk is not None:
             self.disk.remove(seq.block_keys)
         if self.states is not None:
             self.states.disown(seq.block_keys)
             self.states.drop(seq, keeps=False)
-
-    def set_resident(self, digest: str, is_resident: bool) -> None:
-        super().set_resident(digest, is_resident)
-        if is_resident:
-            self._erased.discard(digest)
-        if self.states is not None:
-            self.states.set_resident(digest, is_resident)

@@ -16,6 +16,7 @@ and the last one of a sequence that ends or is preempted. (The third: Pan et al.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Row
 
 from loraplex.engine.kv import prefix_keys
@@ -25,12 +26,22 @@ from loraplex.kernels.attention import BLOCK_SIZE
 
 
 class SequenceStates(BlockManager):
-    """The pool of `num_states` states, more than the `num_windows` sequences that run at once."""
+    """The pool of `num_states` states, more than the `num_windows` sequences that run at once. `forgotten` is told of
+    each state that is about to be written over, with its key, unless lines of batches alone have used it."""
 
-    def __init__(self, num_states: int, num_windows: int) -> None:
+    def __init__(
+        self,
+        num_states: int,
+        num_windows: int,
+        forgotten: Callable[[int, BlockKey], None] = lambda state, key: None,
+    ) -> None:
         super().__init__(num_states)
         assert num_states > num_windows, f"{num_states} states for {num_windows} windows: one more is needed"
         self._num_windows = num_windows
+        self._forgotten = forgotten
+
+    def on_forgotten(self, block: int, key: BlockKey) -> None:
+        self._forgotten(block, key)
 
     @property
     def _are_plenty(self) -> bool:
@@ -71,7 +82,7 @@ class SequenceStates(BlockManager):
                 state = self.allocate(1)[0]
                 held.append((number, state))
             elif self._refs[state] == 1:
-                self._drop_key(state)
+                self._forget(state)
                 held[-1] = number, state
             else:
                 self.release([state for _, state in held[num_before:]])
@@ -113,6 +124,36 @@ class SequenceStates(BlockManager):
             self._name(seq, *known[-1])
         self.release([state for _, state in seq.states])
         seq.states, seq.kept_states = (), ()
+
+    def spare_one(self, seq: Sequence) -> int | None:
+        """A state that another one's content may come to. The sequence has begun, and nothing of it was computed. It
+        is its own state, unless others may find that, or one that it takes beside; None where none is free."""
+        held = seq.states[-1][1]
+        if self._refs[held] == 1 and self._key_of[held] is None:
+            return held
+        return self.allocate(1)[0] if self.num_free else None
+
+    def begin_later(self, seq: Sequence, number: int, state: int | None = None) -> None:
+        """Such a sequence goes on behind `number` blocks instead of fewer. `state`: of `spare_one`, where the content
+        is on its way; None: the one that is found there."""
+        held = seq.states[-1][1]
+        if state is None:
+            (found,) = self.lookup_all(seq.block_keys[number - 1 : number])
+            self.share((found,), is_spare=seq.request.batch)
+        else:
+            found = state
+            self._name(seq, number, state)
+        if held != found:
+            self.release((held,))
+        seq.states = ((number, found),)
+        seq.kept_states = tuple(n for n in seq.kept_states if n > number)
+
+    def _forget(self, state: int) -> None:
+        """A held state is about to be written over."""
+        key = self._key_of[state]
+        if key is not None and state not in self._spare:
+            self.on_forgotten(state, key)
+        self._drop_key(state)
 
     def _name(self, seq: Sequence, number: int, state: int) -> None:
         self.register(state, prefix_keys.extend_keys(seq)[number - 1], is_spare=seq.request.batch)

@@ -125,7 +125,7 @@ class BackgroundSequences:
     def put_line(self, seq: Sequence) -> None:
         """A line comes back, with its blocks if it has begun."""
         seq.aside = True
-        self._blocks.restoring.pop(seq, None)
+        self._blocks.stop_restoring(seq)
         (self.begun if seq.state is SequenceState.RUNNING else self._waiting)[seq] = None
 
     def make_room(self, running: Iterable[Sequence], queued: Iterable[Sequence]) -> None:
@@ -225,7 +225,7 @@ class BackgroundSequences:
         if seq in self._blocks.restoring:
             # It waits for no more of its prefix than what comes in this step.
             self._blocks.restore(seq, now)
-            self._blocks.restoring.pop(seq, None)
+            self._blocks.stop_restoring(seq)
         if seq.request.batch and seq.epoch == 0:
             seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
 

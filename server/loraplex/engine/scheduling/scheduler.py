@@ -70,7 +70,7 @@ class Scheduler:
         self._max_scored = config.max_scored_tokens
         self.blocks = SequenceBlocks(
             config.num_blocks, config.block_needs, config.num_states, config.num_windows,
-            config.num_host_blocks, config.most_restored_blocks, disk,
+            config.num_host_blocks, config.most_restored_blocks, disk, config.state_slots,
         )  # fmt: skip
         cache.watch_residency(self.blocks.set_resident)
         self.queue = FairQueue()

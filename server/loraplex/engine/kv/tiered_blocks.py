@@ -1,0 +1,136 @@
+"""The pools of blocks and states, and the tiers behind them, host memory and a disk, which find what they forget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Row
+
+from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.disk_tier import DiskTier
+from loraplex.engine.kv.host_tier import HostTier
+from loraplex.engine.kv.sequence_states import SequenceStates
+from loraplex.engine.types import BlockCopy, BlockKey, Namespace
+
+
+class TieredBlocks(BlockManager):
+    """The pool of `num_blocks` blocks, and that of `num_states` states where sequences have windows. `num_host_blocks`:
+    slots in host memory for what they forget; a state takes `state_slots` of them. `most_restored` of them at most come
+    back in a step, and a larger state alone. `disk`: behind host memory, of a model without states."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_states: int,
+        num_windows: int,
+        num_host_blocks: int,
+        most_restored: int,
+        disk: DiskTier | None,
+        state_slots: int,
+    ) -> None:
+        super().__init__(num_blocks)
+        self.states = SequenceStates(num_states, num_windows, self._forget_state) if num_windows else None
+        self.host = HostTier(num_host_blocks, state_slots) if num_host_blocks else None
+        self.disk = disk
+        self.copies: list[BlockCopy] = []
+        """Those of the next step."""
+        self._most_restored = most_restored
+        self._num_restored = 0  # by the copies of the next step
+        # Blocks that are on the disk, or on their way: their names are costly to look up.
+        self._kept: set[int] = set()
+        self._num_kept = 0  # by the copies of the next step: blocks that were found and go to the disk
+        self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
+
+    @property
+    def num_states_used(self) -> int:
+        """States that sequences hold."""
+        return 0 if self.states is None else self.states.num_used
+
+    def on_forgotten(self, block: int, key: BlockKey) -> None:
+        if self._takes(key):
+            self._to_host(block, key, is_for_disk=self.disk is not None and self.disk.reserve(key))
+
+    def _forget_state(self, state: int, key: BlockKey) -> None:
+        if self.host is not None and self._takes(key):
+            slots = self.host.write(prefix_keys.of_state(key))
+            self.copies += [BlockCopy(state, slot, to_host=True, part=n) for n, slot in enumerate(slots)]
+
+    def _takes(self, key: BlockKey) -> bool:
+        """Whether host memory takes what is forgotten."""
+        if self.host is not None and key[0][1] in self._erased:
+            self.host.counts.refused += 1
+            return False
+        return self.host is not None
+
+    def _to_host(self, block: int, key: BlockKey, *, is_for_disk: bool) -> None:
+        """Copy a block to host memory, unless it is there, and on to the disk from there."""
+        assert self.host is not None, "nothing is in host memory"
+        slots = self.host.write(key)
+        if not slots and is_for_disk:
+            slots = self.host.read(key)
+        if slots:
+            self.copies.append(BlockCopy(block, slots[0], to_host=True, key=key if is_for_disk else None))
+
+    def _may_restore(self, count: int) -> bool:
+        return not self._num_restored or self._num_restored + count <= self._most_restored
+
+    def _num_there(self, keys: Row[BlockKey]) -> int:
+        """Blocks of these, from the first on, that are in the pool or in host memory."""
+        host = self.host or ()
+        lacking = (n for n, key in enumerate(keys) if key not in self._block_of and key not in host)
+        return next(lacking, len(keys))
+
+    def _longest(self, keys: Row[BlockKey], begun: int) -> int:
+        """The most blocks of these that are in the pool or in host memory, with a state behind them; `begun` at
+        least."""
+        assert self.states is not None
+        assert self.host is not None
+        for number in range(self._num_there(keys), begun, -1):
+            key = keys[number - 1]
+            if self.states.lookup((key,)) or prefix_keys.of_state(key) in self.host:
+                return number
+        return begun
+
+    def erase(self, digest: str, *, is_used: bool) -> None:
+        """A version was deleted: where there is host memory, no block of it is found any more, on a disk neither.
+        `is_used`: requests still run on it: their blocks are not copied to host memory."""
+        if self.host is None:
+            return
+        self.host.erase(digest)
+        if self.disk is not None:
+            self.disk.erase_version(digest)
+        self.disown(self.keys_of(digest))
+        if self.states is not None:
+            self.states.disown(self.states.keys_of(digest))
+        if is_used:
+            self._erased.add(digest)
+
+    def erase_tenant(self, tenant_id: str) -> None:
+        """No block of a tenant is found any more, on the base or an adapter, in the pool or a tier behind it."""
+        self.disown(self.keys_of_tenant(tenant_id))
+        if self.states is not None:
+            self.states.disown(self.states.keys_of_tenant(tenant_id))
+        if self.host is not None:
+            self.host.disown(self.host.keys_of_tenant(tenant_id))
+        if self.disk is not None:
+            self.disk.erase_tenant(tenant_id)
+
+    def owners(self) -> set[Namespace]:
+        """Tenants and versions (None: the base) of the blocks behind the pool."""
+        found = set() if self.host is None else self.host.owners()
+        return found if self.disk is None else found | self.disk.store.owners()
+
+    def _drop_key(self, block: int) -> None:
+        super()._drop_key(block)
+        self._kept.discard(block)
+
+    def take_copies(self) -> tuple[BlockCopy, ...]:
+        """The copies for the step that is submitted next."""
+        taken, self.copies, self._num_restored, self._num_kept = tuple(self.copies), [], 0, 0
+        return taken
+
+    def set_resident(self, digest: str, is_resident: bool) -> None:
+        super().set_resident(digest, is_resident)
+        if is_resident:
+            self._erased.discard(digest)
+        if self.states is not None:
+            self.states.set_resident(digest, is_resident)
