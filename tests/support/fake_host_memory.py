@@ -62,7 +62,9 @@ class FakeHostMemory:
                     self._generations[one.key] = self.disk[one.key[0][1]]
                 continue
             if one.payload is not None and one.key is not None and self.disk is not None:
-                self._of_blocks[one.block] = one.key[0]
+                of_device[one.block] = one.key[0]
+                if one.part is not None:
+                    states.setdefault(one.block, []).append(one.part)
                 if unpacked(one.payload)[0] != self.disk[one.key[0][1]]:
                     wrong.append("a block comes back after its version was deleted")
                 continue
@@ -111,8 +113,10 @@ class FakeHostMemory:
     def _copy_part(self, one: BlockCopy, part: int, states: list[int]) -> None:
         if one.to_host:
             self._contents[one.slot] = [states[one.block], part], []
+            if one.key is not None:
+                self.keep(one.key, packed(self._generations.pop(one.key, 0), self._contents[one.slot]))
             return
-        content, _ = self._contents[one.slot]
+        content, _ = self._contents[one.slot] if one.payload is None else unpacked(one.payload)[1]
         is_whole = content[1:] == [part] and (part == 0 or content[0] == states[one.block])
         states[one.block] = content[0] if is_whole else _TORN
 

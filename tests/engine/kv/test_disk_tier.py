@@ -270,7 +270,7 @@ def test_a_grammar_that_fails_while_the_prefix_arrives(disk: Disk) -> None:
     request = replace(engine.add("both", prompt_ids=LONG), grammar="{}")
     seq = Sequence(request, 0.0, 1, list(LONG))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "on_disk", lambda _: many)
+        patch.setattr(blocks, "on_disk", lambda _: (many, len(many)))
         assert waits.begin(seq)
     disk.settle()
     assert waits.take_ended() == [("both", "no grammar")]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loraplex.engine import device_parts
-from loraplex.engine.execution.kv_cache import KVHostRefused, KVMemoryTooSmall
+from loraplex.engine.execution.kv_cache import KVMemoryTooSmall
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.host_blocks import HostBlocks
@@ -158,10 +158,3 @@ def test_memory_for_no_state_is_refused(base: Path, tmp_path: Path) -> None:
     engine = LocalEngine(base, tmp_path / "b", kernels="numba", dtype="float32", kv_host_memory=enough)
     assert engine.core.stats().num_kv_host_blocks * one == enough
     engine.close()
-
-
-def test_a_disk_behind_states_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(KVHostRefused, match=r"--kv-disk serves models whose layers keep no state"):
-        LocalEngine(
-            base, tmp_path, kernels="numba", kv_host_memory=64 << 20, kv_disk_dir=str(tmp_path / "disk")
-        )

@@ -53,9 +53,9 @@ class Waits:
             and not self._grammars.open(request.request_id, request.tenant_id, request.grammar)
         ):
             waits.add("grammar")
-        if self._disk is not None and (keys := self._blocks.on_disk(seq)):
-            seconds = self._seconds(seq, len(keys) * BLOCK_SIZE)
-            if self._disk.ask(request.request_id, keys, seconds):
+        if self._disk is not None:
+            keys, num_blocks = self._blocks.on_disk(seq)
+            if keys and self._disk.ask(request.request_id, keys, self._seconds(seq, num_blocks * BLOCK_SIZE)):
                 waits.add("disk")
         if waits:
             self._of[request.request_id] = waits

@@ -15,7 +15,6 @@ from loraplex.engine.kv.disk_files import DiskFiles, DiskStoreError, DiskStoreHe
 from loraplex.engine.kv.disk_store import DiskStore
 from loraplex.engine.kv.disk_tier import DiskTier
 from loraplex.engine.kv.host_blocks import HostBlocks
-from loraplex.engine.kv.states import state_bytes
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.numerics import numerical_build
 
@@ -39,11 +38,6 @@ def check_prefixes(config: EngineConfig, plan: ModelPlan) -> None:
     """Raise KVHostRefused and KVMemoryTooSmall where the tiers behind the KV cache do not serve a planned model."""
     if config.kv_host_memory:
         host_slots(config.kv_host_memory, plan.shape.caches, plan.kv_dtype)
-    if config.kv_disk_dir is not None and state_bytes(plan.shape.caches):
-        raise KVHostRefused(
-            "--kv-disk serves models whose layers keep no state; this one has some: --kv-host-memory alone keeps its "
-            "prefixes, so leave --kv-disk out"
-        )
 
 
 def open_disk(

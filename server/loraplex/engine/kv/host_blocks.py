@@ -49,13 +49,17 @@ class HostBlocks:
         for one in copies:
             self._mark()
             if one.payload is not None:
-                self._fill(one.block, one.payload)
+                self._fill(one, one.payload)
                 continue
             if one.to_host and one.slot in self._on_way:
                 self._hand_on()
             for on_device, on_host in self._pairs(one):
                 if one.to_host:
                     on_host.copy_(on_device, non_blocking=True)
+                    if one.part is not None:
+                        self._memory[
+                            one.slot, on_host.nbytes :
+                        ].zero_()  # another tenant's block may end there
                 else:
                     on_device.copy_(on_host, non_blocking=True)
             if one.to_host and one.key is not None:
@@ -67,7 +71,7 @@ class HostBlocks:
         """Views of the device's memory and of the host's that have the same content, of one shape and dtype each."""
         slot = self._memory[one.slot]
         if one.part is not None:
-            part = self._states[one.block, one.part * self._slot_bytes :][: self._slot_bytes]
+            part = self._part(one.block, one.part)
             yield part, slot[: part.nbytes]
             return
         begin = 0
@@ -76,6 +80,10 @@ class HostBlocks:
             end = begin + on_device.nbytes
             yield on_device, slot[begin:end].view(pool.dtype).view(on_device.shape)
             begin = end
+
+    def _part(self, state: int, part: int) -> torch.Tensor:
+        """[bytes] uint8 of a state, at most as many as a block has. A view."""
+        return self._states[state, part * self._slot_bytes :][: self._slot_bytes]
 
     def _hand_on(self) -> None:
         """Give away the bytes of the blocks that go to the disk. On a GPU wait for their copies first."""
@@ -88,11 +96,12 @@ class HostBlocks:
                 self.keep(key, self._memory[slot].clone().numpy().data)
         self._on_way.clear()
 
-    def _fill(self, block: int, payload: bytes) -> None:
-        """Copy a block of the disk to the pool."""
+    def _fill(self, one: BlockCopy, payload: bytes) -> None:
+        """Copy a block of the disk to the pool, or a part of a state."""
         begin = 0
-        for pool in self._device_pools:
-            on_device = pool[:, block].view(torch.uint8)
+        pools = [pool[:, one.block] for pool in self._device_pools]
+        for target in pools if one.part is None else [self._part(one.block, one.part)]:
+            on_device = target.view(torch.uint8)
             source = np.frombuffer(payload, np.uint8, on_device.numel(), begin).reshape(on_device.shape)
             if self._is_pinned:
                 staged = torch.empty(on_device.shape, dtype=torch.uint8, pin_memory=True)

@@ -246,9 +246,10 @@ class SequenceBlocks(TieredBlocks):
             if self.states.lookup((key,)):
                 self.states.begin_later(seq, number)
                 break
-            if (name := prefix_keys.of_state(key)) not in self.host:
+            name = prefix_keys.of_state(key)
+            if name not in self.host and not self._state_read(name):
                 continue
-            if self._may_restore(self.host.size(name)):
+            if self._may_restore(self._state_slots):
                 if (state := self._bring_state(seq, name)) is not None:
                     self.states.begin_later(seq, number, state)
                     break
@@ -267,38 +268,65 @@ class SequenceBlocks(TieredBlocks):
         state = self.states.spare_one(seq)
         if state is None:
             return None
-        slots = self.host.read(name)
-        if not slots:  # written over by what the state was
+        slots, read = self.host.read(name), self._state_read(name)
+        if slots:
+            self.copies += [BlockCopy(state, slot, to_host=False, part=n) for n, slot in enumerate(slots)]
+            self.host.counts.states_restored += 1
+        elif read and self.disk is not None:
+            self.copies += [BlockCopy(state, -1, False, *each, part=n) for n, each in enumerate(read)]
+            self.disk.num_restored += len(read)
+        else:  # written over by what the state was
             if state != seq.states[-1][1]:
                 self.states.release((state,))
             return None
-        self.copies += [BlockCopy(state, slot, to_host=False, part=n) for n, slot in enumerate(slots)]
-        self._num_restored += len(slots)
-        self.host.counts.states_restored += 1
+        self._num_restored += self._state_slots
         return state
 
-    def on_disk(self, seq: Sequence) -> list[BlockKey]:
+    def on_disk(self, seq: Sequence) -> tuple[list[BlockKey], int]:
         """The blocks of a new sequence's prefix that neither the pool nor host memory has, as far as they lie on the
-        disk without a gap."""
+        disk without a gap, behind the parts of a state where one is needed; and how many blocks need not be computed
+        with them."""
         request = seq.request
         if self.disk is None or self.host is None or seq.measured is not None or request.background:
-            return []  # what runs in the background may begin much later
+            return [], 0  # what runs in the background may begin much later
+        keys = prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]
         found: list[BlockKey] = []
-        for key in prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]:
+        count = len(keys)
+        for number, key in enumerate(keys):
             if key in self._block_of or key in self.host:
                 continue
-            if key not in self.disk:
+            if key not in self.disk or len(found) == self.disk.most_asked:
+                count = number
                 break
             found.append(key)
-            if len(found) == self.disk.most_asked:
-                break
-        return found
+        return (found, len(found)) if self.states is None else self._with_state(keys[:count], found)
+
+    def _with_state(self, keys: list[BlockKey], found: list[BlockKey]) -> tuple[list[BlockKey], int]:
+        """The answer of `on_disk` for a model with states. `keys`: of blocks that are anywhere; `found`: of those on
+        the disk."""
+        assert self.states is not None
+        assert self.host is not None
+        assert self.disk is not None
+        begun = self._longest(keys, 0)
+        lacking = frozenset(found)
+        for number in range(len(keys), begun, -1):
+            key = keys[number - 1]
+            name = prefix_keys.of_state(key)
+            is_near = bool(self.states.lookup((key,))) or name in self.host
+            parts = [] if is_near else self._state_parts(name)
+            if all(part in self.disk for part in parts):
+                wanted = [*parts, *(one for one in keys[:number] if one in lacking)]
+                return (wanted, number - begun) if len(wanted) <= self.disk.most_asked else ([], 0)
+        return [], 0
 
     def _keep_found(self, seq: Sequence) -> None:
         """Blocks that a second request finds go to the disk at once, since a process that is killed loses the others;
         no more of them in a step than come back in one."""
         if self.disk is None or seq.request.batch:
             return
+        number, state = seq.states[-1] if self.states is not None else (0, -1)
+        if number:
+            self._keep_state(state, seq.block_keys[number - 1])
         for block, key in zip(seq.block_ids, seq.block_keys, strict=False):
             if block in self._kept:
                 continue
@@ -308,6 +336,15 @@ class SequenceBlocks(TieredBlocks):
             if key[0][1] not in self._erased and self.disk.reserve(key):
                 self._num_kept += 1
                 self._to_host(block, key, is_for_disk=True)
+
+    def _keep_state(self, state: int, key: BlockKey) -> None:
+        parts = self._state_parts(prefix_keys.of_state(key))
+        has_room = not self._num_kept or self._num_kept + len(parts) <= self._most_restored
+        if self.disk is None or key[0][1] in self._erased or all(part in self.disk for part in parts):
+            return
+        if has_room and self.disk.takes_more():
+            self._num_kept += len(parts)
+            self._state_to_host(state, key)
 
     def _brought(self, seq: Sequence, block_ids: list[int]) -> None:
         seq.block_ids += tuple(block_ids)
@@ -393,6 +430,9 @@ class SequenceBlocks(TieredBlocks):
             self.host.disown(map(prefix_keys.of_state, seq.block_keys))
         if self.disk is not None:
             self.disk.remove(seq.block_keys)
+            if self.states is not None:  # a state is found by all of its parts
+                names = map(prefix_keys.of_state, seq.block_keys)
+                self.disk.remove(prefix_keys.part_of_state(name, 0) for name in names)
         if self.states is not None:
             self.states.disown(seq.block_keys)
             self.states.drop(seq, keeps=False)

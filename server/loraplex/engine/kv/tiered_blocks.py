@@ -15,7 +15,8 @@ from loraplex.engine.types import BlockCopy, BlockKey, Namespace
 class TieredBlocks(BlockManager):
     """The pool of `num_blocks` blocks, and that of `num_states` states where sequences have windows. `num_host_blocks`:
     slots in host memory for what they forget; a state takes `state_slots` of them. `most_restored` of them at most come
-    back in a step, and a larger state alone. `disk`: behind host memory, of a model without states."""
+    back in a step, and a larger state alone. `disk`: behind host memory; there each part of a state, as large as a
+    block, has a name of its own."""
 
     def __init__(
         self,
@@ -31,6 +32,7 @@ class TieredBlocks(BlockManager):
         self.states = SequenceStates(num_states, num_windows, self._forget_state) if num_windows else None
         self.host = HostTier(num_host_blocks, state_slots) if num_host_blocks else None
         self.disk = disk
+        self._state_slots = state_slots
         self.copies: list[BlockCopy] = []
         """Those of the next step."""
         self._most_restored = most_restored
@@ -50,9 +52,19 @@ class TieredBlocks(BlockManager):
             self._to_host(block, key, is_for_disk=self.disk is not None and self.disk.reserve(key))
 
     def _forget_state(self, state: int, key: BlockKey) -> None:
-        if self.host is not None and self._takes(key):
-            slots = self.host.write(prefix_keys.of_state(key))
-            self.copies += [BlockCopy(state, slot, to_host=True, part=n) for n, slot in enumerate(slots)]
+        if self._takes(key):
+            self._state_to_host(state, key)
+
+    def _state_to_host(self, state: int, key: BlockKey) -> None:
+        """Copy a state to host memory, unless it is there, and on to the disk what that lacks of it."""
+        assert self.host is not None, "nothing is in host memory"
+        name = prefix_keys.of_state(key)
+        written = self.host.write(name)
+        for part, slot in enumerate(written or (self.host.read(name) if self.disk is not None else ())):
+            on_disk = prefix_keys.part_of_state(name, part)
+            is_for_disk = self.disk is not None and self.disk.reserve(on_disk)
+            if written or is_for_disk:
+                self.copies.append(BlockCopy(state, slot, True, on_disk if is_for_disk else None, part=part))
 
     def _takes(self, key: BlockKey) -> bool:
         """Whether host memory takes what is forgotten."""
@@ -74,19 +86,37 @@ class TieredBlocks(BlockManager):
         return not self._num_restored or self._num_restored + count <= self._most_restored
 
     def _num_there(self, keys: Row[BlockKey]) -> int:
-        """Blocks of these, from the first on, that are in the pool or in host memory."""
-        host = self.host or ()
-        lacking = (n for n, key in enumerate(keys) if key not in self._block_of and key not in host)
-        return next(lacking, len(keys))
+        """Blocks of these, from the first on, that are in the pool, in host memory or read from the disk."""
+        assert self.host is not None
+        for number, key in enumerate(keys):
+            if key in self._block_of or key in self.host:
+                continue
+            if self.disk is None or self.disk.payload(key) is None:
+                return number
+        return len(keys)
+
+    def _state_parts(self, name: BlockKey) -> list[BlockKey]:
+        return [prefix_keys.part_of_state(name, part) for part in range(self._state_slots)]
+
+    def _state_read(self, name: BlockKey) -> list[tuple[BlockKey, bytes]]:
+        """The parts of a state that were read from the disk; none where one of them was not."""
+        found: list[tuple[BlockKey, bytes]] = []
+        for part in () if self.disk is None else self._state_parts(name):
+            assert self.disk is not None
+            if (payload := self.disk.payload(part)) is None:
+                return []
+            found.append((part, payload))
+        return found
 
     def _longest(self, keys: Row[BlockKey], begun: int) -> int:
-        """The most blocks of these that are in the pool or in host memory, with a state behind them; `begun` at
-        least."""
+        """The most blocks of these that are in the pool, in host memory or read from the disk, with a state behind
+        them; `begun` at least."""
         assert self.states is not None
         assert self.host is not None
         for number in range(self._num_there(keys), begun, -1):
             key = keys[number - 1]
-            if self.states.lookup((key,)) or prefix_keys.of_state(key) in self.host:
+            name = prefix_keys.of_state(key)
+            if self.states.lookup((key,)) or name in self.host or self._state_read(name):
                 return number
         return begun
 
