@@ -70,10 +70,13 @@ def test_each_step_and_each_resume_begins_a_line_of_its_own(watched: Watched) ->
     found = legs(watched)
     assert [leg.step for leg in found] == [0, 1, 1]
     assert len({leg.since for leg in found}) == 3
-    # A new release is a new test.
+    # A new release is a new test, whether the one before has ended or not.
     watched.plane.releases.rollback("acme", "pirate")
-    watched.put(BOTH, v1=100, v2=0)
-    assert legs(watched) == []
+    for shares in ({"v1": 50, "v2": 50}, {"v1": 100, "v2": 1}):
+        watched.put(ReleasePlan(guard=GUARD), **shares)
+        assert legs(watched) == []
+        look()
+        assert [leg.step for leg in legs(watched)] == [0]
 
 
 def test_a_look_without_news_adds_nothing(watched: Watched) -> None:

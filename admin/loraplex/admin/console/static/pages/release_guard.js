@@ -13,6 +13,7 @@ import { METRICS } from "./release_arms.js";
 const VERDICTS = { pass: "good", hold: "busy", breach: "bad" };
 /** @type {Record<string, string>} */
 const UNITS = { user: "Users", key: "Keys", request: "Requests" };
+const MINUTE_S = 60;
 /** Rows of the numbers behind the line. */
 const ROWS = 20;
 
@@ -56,7 +57,7 @@ function missing(guard, course) {
   if (!guard.needs) return `${String(guard.advice).replaceAll("_", " ")}.`;
   const unit = String(UNITS[guard.unit] ?? guard.unit).toLowerCase();
   const left = secondsLeft(course[course.length - 1]);
-  const pace = left === null ? "" : `; as they come now, in about ${seconds(left)}`;
+  const pace = left === null ? "" : `; as they come now, in ${left < MINUTE_S ? "less than a minute" : `about ${seconds(left)}`}`;
   const few = guard.unit === "request" ? "" : ` Where fewer come, let each request draw its version: Callers, below.`;
   return `It needs about ${num(guard.needs)} more ${unit} of both versions together${pace}.${few}`;
 }
