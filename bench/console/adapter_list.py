@@ -12,16 +12,16 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
-from sqlalchemy import insert, select
+from sqlalchemy import insert
 
-from loraplex.control.db.tables import Adapter, AdapterVersion, Release, Tenant, Usage
+from loraplex.control.db.tables import Usage
 from loraplex.control.usage.overview import OverviewFilter, Overviews, Sort
+from support.control.many_adapters import copy_adapter
 from support.control.plane import ControlPlane
 from support.control.usage import ended
 
@@ -33,18 +33,11 @@ AT_ONCE = 10_000
 def fill(plane: ControlPlane, num_adapters: int, num_requests: int) -> None:
     """Adapters and requests like those of one upload, under names and times of their own."""
     plane.add("t0", "like")
+    for number in range(1, TENANTS):
+        plane.tenants.create(f"t{number}")
     rng, now = random.Random(1), datetime.now(UTC)
     names = [(f"t{number % TENANTS}", f"adapter-{number}") for number in range(num_adapters)]
-    with plane.database.write() as session:
-        rows = {table: dict(session.execute(select(*table.__table__.c)).mappings().one()) for table in
-                (Tenant, Adapter, AdapterVersion, Release)}  # fmt: skip
-        tenants = [rows[Tenant] | {"id": f"t{number}"} for number in range(1, TENANTS)]
-        session.execute(insert(Tenant), tenants)
-        for table in (Adapter, AdapterVersion, Release):
-            own: Sequence[dict[str, Any]] = [
-                rows[table] | {"tenant_id": tenant, "name": name} for tenant, name in names
-            ]
-            session.execute(insert(table), own)
+    copy_adapter(plane.database, ("t0", "like"), names)
     ago = sorted((rng.randrange(86_000) for _ in range(num_requests)), reverse=True)  # as they ended
     for start in range(0, num_requests, AT_ONCE):
         ledger = [

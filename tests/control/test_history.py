@@ -201,9 +201,25 @@ def test_the_worst_come_first(history: History, clocks: Clocks) -> None:
 
     assert (order("errors"), order("limited")) == ("dcba", "abcd")
     assert (order("tokens"), order("first_token"), order("requests")) == ("bdac", "abdc", "abcd")
+    assert order("error_rate") == "dcba"
     two = past.report(limit=2)
     assert [row.adapter for row in two.adapters] == ["d", "c"]
     assert (two.other_adapters.requests, two.other_adapters.errors) == (8, 1)
+
+
+def test_the_largest_part_that_failed_is_no_single_request(history: History, clocks: Clocks) -> None:
+    """One of two may be chance; a fifth of a hundred is none, and is more than a tenth of a thousand."""
+    for name, every, number in (("single", 2, 2), ("small", 5, 100), ("large", 10, 1000)):
+        for at in range(number):
+            history.count("acme", (name, 1), failed=at % every == 0)
+    clocks.pass_time(SLICE_S)
+    past = history.past("5m")
+
+    def order(sort: Any) -> list[str]:
+        return [row.adapter for row in past.report(sort=sort).adapters]
+
+    assert order("error_rate") == ["small", "single", "large"]
+    assert order("errors") == ["large", "small", "single"]
 
 
 def test_of_many_the_largest_and_the_worst_are_exact(history: History, clocks: Clocks) -> None:

@@ -12,15 +12,9 @@ import pytest
 
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import Usage
+from loraplex.control.intervals import wilson_interval
 from loraplex.control.usage import arms
-from loraplex.control.usage.arms import (
-    ArmSummary,
-    Bounds,
-    Quantiles,
-    compare_arms,
-    quantile_bounds,
-    wilson_interval,
-)
+from loraplex.control.usage.arms import ArmSummary, Bounds, Quantiles, compare_arms, quantile_bounds
 from loraplex.control.usage.records import CANCELLED, Ended
 from support.control.plane import ControlPlane
 from support.control.usage import AT, ended

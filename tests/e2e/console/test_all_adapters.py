@@ -13,7 +13,6 @@ from playwright.sync_api import Browser, Route, expect
 from sqlalchemy import insert
 
 from loraplex.control.db.tables import Usage
-from support.console.axe import check_axe, need_axe
 from support.console.browser import PATIENCE_MS, Screen
 from support.control.usage import ended
 from support.http.admin_plane import ADMIN_TOKEN
@@ -188,16 +187,3 @@ def test_hostile_texts_stay_texts(server: WholeServer, screen: Screen) -> None:
     expect(screen["bulk-question"]).to_be_visible()
     assert screen.page.evaluate("window.hurt") is None
     assert screen.page.locator("main img").count() == 0
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_axe_finds_nothing_at_three_widths(server: WholeServer, screen: Screen, theme: str) -> None:
-    need_axe()
-    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "all-adapters?sort=errors&order=desc")
-    screen["adapter-row"].first.wait_for()
-    screen["theme"].select_option(theme)
-    for width in (390, 900, 1400):
-        screen.page.set_viewport_size({"width": width, "height": 900})
-        check_axe(screen, f"all-adapters in {theme} at {width}")
-        wide = screen.page.evaluate("document.documentElement.scrollWidth")
-        assert wide <= width, f"{wide} pixels on a screen of {width}"

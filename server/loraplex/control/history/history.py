@@ -30,9 +30,10 @@ from loraplex.control.history.figures import (
     zeros,
 )
 from loraplex.control.history.slices import Kept, Key, OpenSlice, Slice
+from loraplex.control.intervals import wilson_interval
 
 Span = Literal["5m", "1h"]
-Sort = Literal["errors", "limited", "tokens", "first_token", "requests"]
+Sort = Literal["errors", "error_rate", "limited", "tokens", "first_token", "requests"]
 SLICE_S = 10
 _IN_A_MINUTE = 6
 _NUM = {"5m": 30, "1h": 60}
@@ -259,6 +260,9 @@ def _size(figures: Figures, sort: Sort) -> tuple[float, ...]:
     """The order of rows; the number of requests decides between equals."""
     if sort == "errors":
         return figures.errors, figures.limited, figures.requests
+    if sort == "error_rate":
+        # The lower end: one error of one request says little.
+        return wilson_interval(figures.errors, max(1, figures.requests)).low, figures.requests
     if sort == "limited":
         return figures.limited, figures.errors, figures.requests
     if sort == "tokens":

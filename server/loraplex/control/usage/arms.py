@@ -6,29 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from statistics import NormalDist, fmean, quantiles
+from statistics import fmean, quantiles
 from typing import NamedTuple
 
 from sqlalchemy import literal, select
 from sqlalchemy.orm import Session
 
 from loraplex.control.db.tables import Usage, UtcDateTime
+from loraplex.control.intervals import Interval, wilson_interval
 from loraplex.control.usage.outcome import FAILURES, PROPER, inter_token_s
 
 MAX_ROWS = 10_000
 """Rows of an arm that are read: the newest."""
 _TAIL = 0.025
-_Z = NormalDist().inv_cdf(1 - _TAIL)
-"""The normal distribution's quantile for an interval of 95 %."""
+"""The probability that a quantile lies beyond one of its bounds of 95 %."""
 _FAR = 8.0
 """Standard deviations beyond which a binomial number is taken as never."""
-
-
-class Interval(NamedTuple):
-    """Bounds of a share at 95 %."""
-
-    low: float
-    high: float
 
 
 class Bounds(NamedTuple):
@@ -115,14 +108,6 @@ def _summary(session: Session, tenant_id: str, name: str, version: int, since: d
         output_length=_quantiles(lengths),
         length_interval=wilson_interval(cut, len(lengths)) if lengths else None,
     )
-
-
-def wilson_interval(hits: int, count: int) -> Interval:
-    """Wilson's score interval of `hits` in `count`, at least 1, at 95 % (Wilson 1927): good for shares near 0 too."""
-    share, spread = hits / count, _Z * _Z / count
-    middle = share + spread / 2
-    half = _Z * math.sqrt((share * (1 - share) + spread / 4) / count)
-    return Interval(max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread)))
 
 
 def _quantiles(values: list[float]) -> Quantiles | None:

@@ -39,16 +39,16 @@ export function Section({ title, note, children }) {
  */
 
 /**
- * Rows, scrolling sideways where they do not fit. The first column names the row.
+ * Rows, scrolling sideways where they do not fit; where the screen is narrow, each is a card with the columns' titles beside its
+ * values. The first column names the row.
  * @param {{ caption: string, columns: Column[], rows: any[], keyOf: (row: any) => string, testid?: string,
- *   empty?: string, foot?: any[], cards?: boolean }} props `foot`: the cells of a last row, such as totals; `cards`: where the screen
- *   is narrow, each row is a card with the columns' titles beside its values.
+ *   empty?: string, foot?: any[] }} props `foot`: the cells of a last row, such as totals.
  */
-export function Table({ caption, columns, rows, keyOf, testid, empty, foot, cards = false }) {
+export function Table({ caption, columns, rows, keyOf, testid, empty, foot }) {
   if (!rows.length && empty) return html`<${Empty}>${empty}<//>`;
   const kind = (/** @type {Column} */ column) => (column.number ? "number" : "");
   return html`<div class="scroll" tabindex="0" role="region" aria-label=${caption}>
-    <table class=${cards ? "cards" : ""}>
+    <table class="cards">
       <caption class="hidden">${caption}</caption>
       <thead>
         <tr>${columns.map((column) => html`<th scope="col" class=${kind(column)}>${column.title}</th>`)}</tr>
@@ -64,7 +64,7 @@ export function Table({ caption, columns, rows, keyOf, testid, empty, foot, card
           </tr>`,
         )}
       </tbody>
-      ${foot && html`<tfoot><tr>${columns.map((column, i) => html`<td class=${kind(column)}>${foot[i]}</td>`)}</tr></tfoot>`}
+      ${foot && html`<tfoot><tr>${columns.map((column, i) => html`<td class=${kind(column)} data-title=${i ? column.title : undefined}>${foot[i]}</td>`)}</tr></tfoot>`}
     </table>
   </div>`;
 }

@@ -5,7 +5,7 @@ import { html, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import { isOperator, mayCall } from "../lib/store.js";
 import { Badge, bytes, Empty, ErrorBox, Loaded, Page, seconds, Section, Table, Time, Words } from "../lib/ui.js";
-import { Released, adapterHref } from "./adapters.js";
+import { adapterHref, figuresHref, Released, releaseHref } from "./adapters.js";
 import { Pooled } from "./classes.js";
 import { Report } from "./report.js";
 import { requestsHref } from "./requests.js";
@@ -82,7 +82,8 @@ function chosen(versions, shown) {
 function Links({ tenant, name }) {
   const here = adapterHref(tenant, name);
   const write = mayCall("adapters:write");
-  return html`<a class="button" data-testid="nav-release" href="${here}/release">Release</a>
+  return html`<a class="button" data-testid="nav-release" href=${releaseHref(tenant, name)}>Release</a>
+    ${isOperator.value && html`<a class="button" data-testid="see-figures" href=${figuresHref({ tenant, adapter: name })}>Figures</a>`}
     ${write && html`<a class="button" href="${here}/upload">Upload a version</a>`}
     ${mayCall("usage:read") && html`<a class="button" data-testid="nav-adapter-requests" href=${requestsHref({ tenant, adapter: name })}>Requests</a>`}
     <a class="button" href=${"#/" + path`tenants/${tenant}/playground/${name}`}>Playground</a>`;

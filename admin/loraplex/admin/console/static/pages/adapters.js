@@ -21,6 +21,12 @@ const columns = (tenant) => [
 /** @param {string} tenant @param {string} name */
 export const adapterHref = (tenant, name) => "#/" + path`tenants/${tenant}/adapters/${name}`;
 
+/** @param {string} tenant @param {string} name */
+export const releaseHref = (tenant, name) => `${adapterHref(tenant, name)}/release`;
+
+/** The address of the last minutes' figures, for operators. @param {Record<string, string>} chosen What Now filters by. */
+export const figuresHref = (chosen) => `#/now?${new URLSearchParams(chosen)}`;
+
 /** What takes the traffic of a name, and what answers unseen. @param {{ release: any }} props */
 export function Released({ release }) {
   if (!release || release.targets.length === 0) return html`<span class="note">nothing</span>`;

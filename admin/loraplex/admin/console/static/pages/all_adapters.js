@@ -4,7 +4,7 @@ import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { place, query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
-import { adapterHref, Released, RunBadge } from "./adapters.js";
+import { adapterHref, Released, releaseHref, RunBadge } from "./adapters.js";
 
 const ROWS = 100;
 const EVERY_MS = 15_000;
@@ -63,7 +63,7 @@ export default function AllAdapters() {
       ${page.data.length > 0 && html`<label class="check"><input type="checkbox" data-testid="pick-all"
         checked=${page.data.every((/** @type {any} */ row) => picked.has(keyOf(row)))}
         onChange=${(/** @type {any} */ event) => pick(page.data, event.target.checked)} /> All ${ui.num(page.data.length)} of this page</label>`}
-      <${ui.Table} cards caption="Adapters" testid="adapter-row" keyOf=${keyOf} rows=${page.data} columns=${columns(picked, pick)}
+      <${ui.Table} caption="Adapters" testid="adapter-row" keyOf=${keyOf} rows=${page.data} columns=${columns(picked, pick)}
         empty="No adapter is like this." />
       <${ui.Pager} what="adapters" first=${at === null} next=${page.next_cursor}
         onFirst=${() => setCursor({ of, at: null })} onNext=${() => setCursor({ of, at: page.next_cursor })} />`}<//>
@@ -117,7 +117,7 @@ const columns = (picked, pick) => [
   { title: "State", cell: (/** @type {any} */ row) => html`<span>${row.version} <${ui.Badge} kind=${KINDS[row.state] ?? "off"}>${row.state}<//></span>` },
   {
     title: "Released",
-    cell: (/** @type {any} */ row) => html`<span><${Released} release=${{ targets: row.released }} />
+    cell: (/** @type {any} */ row) => html`<span><${Traffic} row=${row} />
       ${row.released.filter((/** @type {any} */ one) => one.state !== "ready" && one.version !== row.version).map(
         (/** @type {any} */ one) => html` <${ui.Badge} kind=${KINDS[one.state] ?? "off"}>${one.version} ${one.state}<//>`)}
       ${row.run && html` <${RunBadge} run=${{ status: row.run }} />`}</span>`,
@@ -132,6 +132,13 @@ const columns = (picked, pick) => [
   { title: "Size", number: true, cell: (/** @type {any} */ row) => ui.bytes(row.bytes) },
   { title: "Pinned", number: true, cell: (/** @type {any} */ row) => ui.num(row.pinned) },
 ];
+
+/** What takes the traffic, which leads to the release. @param {{ row: any }} props Of GET /adapters. */
+function Traffic({ row }) {
+  const shown = html`<${Released} release=${{ targets: row.released }} />`;
+  if (!row.released.length) return shown;
+  return html`<a data-testid="see-release" href=${releaseHref(row.tenant, row.name)}><span class="hidden">Release of ${keyOf(row)}: </span>${shown}</a>`;
+}
 
 /** @param {{ at: string | null }} props */
 function Ago({ at }) {

@@ -20,7 +20,7 @@ export default function AllTenants() {
       <${TenantForm} onClose=${() => setOpen(false)} onSaved=${(/** @type {string} */ id) => show(path`tenants/${id}`)} />
     <//>`}
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
-      <${ui.Table} cards caption="Tenants" testid="tenant-row" keyOf=${(/** @type {any} */ row) => row.id} rows=${page.data} columns=${COLUMNS}
+      <${ui.Table} caption="Tenants" testid="tenant-row" keyOf=${(/** @type {any} */ row) => row.id} rows=${page.data} columns=${COLUMNS}
         empty="There is no tenant yet." />
       <${ui.Pager} what="tenants" first=${cursor === null} next=${page.next_cursor}
         onFirst=${() => setCursor(null)} onNext=${() => setCursor(page.next_cursor)} />`}<//>

@@ -57,7 +57,7 @@ export function Keys({ id }) {
     ${error && html`<${ui.ErrorBox} error=${error} />`}
     ${made && html`<${Secret} made=${made} onDone=${() => setMade(null)} />`}
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
-      <${ui.Table} cards caption="Keys" rows=${page.data} keyOf=${(/** @type {any} */ row) => row.id} testid="key-row"
+      <${ui.Table} caption="Keys" rows=${page.data} keyOf=${(/** @type {any} */ row) => row.id} testid="key-row"
         empty="There is no key yet." columns=${columns(id, setChanged, rotate, revoke)} />
       <${ui.Pager} what="keys" first=${cursor === null} next=${page.next_cursor}
         onFirst=${() => setCursor(null)} onNext=${() => setCursor(page.next_cursor)} />`}<//>

@@ -1,10 +1,11 @@
 /** Needs: what an operator has to look at, each with what to do and a link to where. */
-import { api, path } from "../lib/api.js";
+import { api } from "../lib/api.js";
 import { html } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
-import { adapterHref } from "./adapters.js";
+import { adapterHref, releaseHref } from "./adapters.js";
 import { requestsHref } from "./requests.js";
+import { limitsHref } from "./tenant_editor.js";
 
 const EVERY_MS = 30_000;
 const DAY_MS = 86_400_000;
@@ -60,7 +61,7 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
     {
       title: "Adapters that fail", act: "Look at the release. If its newest version is the cause, pause it or roll it back.",
       more: String(new URLSearchParams(/** @type {any} */ (FAILING))), count: failing.totals.adapters,
-      needs: failing.data.map((/** @type {any} */ row) => ofAdapter(row, ofErrors(row), "/release")),
+      needs: failing.data.map((/** @type {any} */ row) => ofRelease(row, ofErrors(row))),
     },
     {
       title: "Damaged versions", act: "Upload the version again, or delete it.", more: "state=corrupt", count: corrupt.totals.adapters,
@@ -73,13 +74,13 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
     },
     {
       title: "Releases that are paused", act: "Resume the release, or roll it back.", more: "release=paused", count: paused.totals.adapters,
-      needs: paused.data.map((/** @type {any} */ row) => ofAdapter(row, "Its schedule does not go on.", "/release")),
+      needs: paused.data.map((/** @type {any} */ row) => ofRelease(row, "Its schedule does not go on.")),
     },
     {
       title: "Rollbacks of the last day", act: "Read the guard's reason before you release the version again.",
       href: "#/audit?action=release.rolled_back", count: rollbacks.length + (rolledBack.next_cursor ? 1 : 0), needs: rollbacks,
     },
-    { title: "Budgets near their end", act: "Raise the budget on the tenant's page, or tell the tenant.", needs: budgets(tenants) },
+    { title: "Budgets near their end", act: "Raise the budget, or tell the tenant.", needs: budgets(tenants) },
   ];
   const open = all.filter((section) => section.needs.length > 0);
   // Of the tenants that were not read nothing is said.
@@ -97,7 +98,7 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
  */
 function Section({ title, act, needs, more, href = `#/all-adapters?${more}`, count = needs.length }) {
   return html`<${ui.Section} title=${title} note=${act}>
-    <${ui.Table} cards caption=${title} testid="need-row" keyOf=${(/** @type {Need} */ need) => need.what} rows=${needs}
+    <${ui.Table} caption=${title} testid="need-row" keyOf=${(/** @type {Need} */ need) => need.what} rows=${needs}
       columns=${[
         { title: "Where", cell: (/** @type {Need} */ need) => html`<a href=${need.href}>${need.what}</a>` },
         { title: "Why", cell: (/** @type {Need} */ need) => html`<span>${need.why}</span>` },
@@ -120,14 +121,17 @@ function versionsIn(row, state) {
 const ofErrors = (row) => html`${ui.num(row.errors)} of ${ui.num(row.requests)} requests failed in the last hour.
   ${" "}<a href=${requestsHref({ tenant: row.tenant, adapter: row.name, kind: "failed" })}>Which ones</a>`;
 
-/** @param {any} row Of GET /adapters. @param {any} why @param {string} [page] @returns {Need} */
-const ofAdapter = (row, why, page = "") => ({ what: `${row.tenant}/${row.name}`, href: adapterHref(row.tenant, row.name) + page, why });
+/** @param {any} row Of GET /adapters. @param {any} why @returns {Need} */
+const ofAdapter = (row, why) => ({ what: `${row.tenant}/${row.name}`, href: adapterHref(row.tenant, row.name), why });
+
+/** @param {any} row Of GET /adapters. @param {any} why @returns {Need} */
+const ofRelease = (row, why) => ({ ...ofAdapter(row, why), href: releaseHref(row.tenant, row.name) });
 
 /** @param {any} row Of GET /audit; its target is `tenants/TENANT/adapters/NAME/release`. @returns {Need} */
 function ofRollback(row) {
   const [, tenant, , name] = row.target.split("/");
   return {
-    what: `${tenant}/${name}`, href: `${adapterHref(tenant, name)}/release`, why: html`The guard rolled it back on <${ui.Time} at=${row.time} />.`,
+    what: `${tenant}/${name}`, href: releaseHref(tenant, name), why: html`The guard rolled it back on <${ui.Time} at=${row.time} />.`,
   };
 }
 
@@ -143,5 +147,5 @@ function engines(engine, cluster) {
 const budgets = (tenants) => tenants
   .filter(({ budget }) => budget && budget.left < BUDGET_LEFT * budget.limit)
   .map(({ id, budget }) => ({
-    what: id, href: "#/" + path`tenants/${id}`, why: `${ui.num(budget.left)} of ${ui.num(budget.limit)} tokens are left.`,
+    what: id, href: limitsHref(id), why: `${ui.num(budget.left)} of ${ui.num(budget.limit)} tokens are left.`,
   }));

@@ -5,7 +5,7 @@ import { html, useRef, useState } from "../lib/html.js";
 import { place, query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
-import { adapterHref } from "./adapters.js";
+import { adapterHref, figuresHref, releaseHref } from "./adapters.js";
 
 const EVERY_MS = 2000;
 /** A slice of the history has 10 seconds. */
@@ -67,7 +67,7 @@ function Moment({ engine }) {
 /** Choices in the address: the value and its words; the first is meant where the address has none. @type {Record<string, [string, string][]>} */
 const CHOICES = {
   range: [["", "5 minutes"], ["1h", "hour"]],
-  sort: [["", "errors"], ["limited", "429s"], ["tokens", "tokens"], ["first_token", "first token"], ["requests", "requests"]],
+  sort: [["", "errors"], ["error_rate", "error rate"], ["limited", "429s"], ["tokens", "tokens"], ["first_token", "first token"], ["requests", "requests"]],
 };
 
 /** The last minutes or the last hour: who hurts, and the course of it. */
@@ -147,9 +147,19 @@ function Figures({ server, slice_seconds: length, slices, total, tenants, other_
 /** @param {any} row Of GET /history. */
 function Name({ tenant, adapter, version }) {
   if (tenant === null) return html`<span class="note">others</span>`;
-  if (adapter === null) return html`<a href=${"#/" + path`tenants/${tenant}`}>${tenant}</a>`;
-  if (version === null) return html`<a href=${"#/" + path`tenants/${tenant}`}>${tenant}/${adapter}</a>`;
+  const of = path`tenants/${tenant}`;
+  if (version === null) return html`<a href=${`#/${of}`}>${adapter === null ? tenant : `${tenant}/${adapter}`}</a>`;
   return html`<a href=${adapterHref(tenant, adapter)}>${tenant}/${adapter}@${version}</a>`;
+}
+
+/** Where a row leads: to its figures alone, and to the release of an adapter. @param {any} row Of GET /history. */
+function Ways({ tenant, adapter, version }) {
+  if (tenant === null) return null;
+  const { range } = query.value;
+  const chosen = { ...(range && { range }), tenant, ...(adapter !== null && { adapter }) };
+  const of = adapter === null ? tenant : `${tenant}/${adapter}`;
+  return html`<span><a data-testid="see-figures" href=${figuresHref(chosen)} aria-label=${`Figures of ${of}`}>Figures</a>
+    ${version !== null && html` <a data-testid="see-release" href=${releaseHref(tenant, adapter)} aria-label=${`Release of ${of}`}>Release</a>`}</span>`;
 }
 
 /** How many of the requests, as a part of them too. @param {{ count: number, of: number, bad?: boolean }} props */
@@ -161,7 +171,7 @@ function Rows({ caption, testid, title, rows, others }) {
   const all = others.requests ? [...rows, { tenant: null, adapter: null, version: null, figures: others }] : rows;
   /** @param {string} named @param {(figures: any) => any} cell */
   const column = (named, cell) => ({ title: named, number: true, cell: (/** @type {any} */ row) => cell(row.figures) });
-  return html`<${ui.Table} cards caption=${caption} testid=${testid} rows=${all} keyOf=${(/** @type {any} */ row) =>
+  return html`<${ui.Table} caption=${caption} testid=${testid} rows=${all} keyOf=${(/** @type {any} */ row) =>
       [row.tenant ?? "others", row.adapter, row.version].filter((one) => one !== null).join("/")}
     columns=${[
       { title, cell: (/** @type {any} */ row) => html`<${Name} ...${row} />` },
@@ -172,6 +182,7 @@ function Rows({ caption, testid, title, rows, others }) {
       column("First token", (of) => ui.seconds(of.first_token_seconds)),
       column("First token, 95 %", (of) => ui.seconds(of.first_token_p95_seconds)),
       column("Between tokens", (of) => ui.seconds(of.gap_seconds)),
+      { title: "See", cell: (/** @type {any} */ row) => html`<${Ways} ...${row} />` },
     ]} />`;
 }
 
@@ -212,7 +223,7 @@ function Replicas({ cluster, onChange }) {
   const kinds = /** @type {Record<string, string>} */ ({ ready: "good", draining: "busy", away: "bad" });
   const ready = cluster.replicas.filter((/** @type {any} */ one) => one.state === "ready").length;
   return html`<${ui.Section} title="Replicas" note=${`${ui.num(cluster.wanted)} wanted. One that is drained finishes what it has and gets nothing new.`}>
-    <${ui.Table} cards caption="Replicas" rows=${cluster.replicas} keyOf=${(/** @type {any} */ row) => row.id} testid="replica-row"
+    <${ui.Table} caption="Replicas" rows=${cluster.replicas} keyOf=${(/** @type {any} */ row) => row.id} testid="replica-row"
       columns=${[
         { title: "Replica", cell: (/** @type {any} */ row) => row.id },
         { title: "State", cell: (/** @type {any} */ row) => html`<span><${ui.Badge} kind=${kinds[row.state]}>${row.state}<//> ${row.reason}</span>` },

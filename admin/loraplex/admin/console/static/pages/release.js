@@ -2,11 +2,11 @@
 import { api, path } from "../lib/api.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
-import { mayCall } from "../lib/store.js";
+import { isOperator, mayCall } from "../lib/store.js";
 import { Empty, ErrorBox, Loaded, Loading, Page, percent, Section, Table, Time, Words } from "../lib/ui.js";
 import { bodyOf, draftOf, isUnchanged, isWatched, numberOf } from "../lib/release_plan.js";
 import { AllAdapters } from "./adapter.js";
-import { adapterHref, Released, RunBadge } from "./adapters.js";
+import { adapterHref, figuresHref, Released, RunBadge } from "./adapters.js";
 import { Arms, Shadow } from "./release_arms.js";
 import { Editor } from "./release_editor.js";
 import { Guard, inWords } from "./release_guard.js";
@@ -76,7 +76,8 @@ export default function Release({ tenant, name, candidate = "" }) {
   // An answer to a change may be newer than the last reading.
   const inForce = /** @type {Read} */ (based && newest && isNewer(based, newest) ? based : newest);
   const isStale = isTouched && based !== null && inForce && isNewer(inForce, based);
-  return html`<${Page} title=${`Release of ${tenant}/${name}`} actions=${html`<a class="button" href=${adapterHref(tenant, name)}>Adapter</a>`}>
+  return html`<${Page} title=${`Release of ${tenant}/${name}`} actions=${html`<a class="button" href=${adapterHref(tenant, name)}>Adapter</a>
+      ${isOperator.value && html`<a class="button" data-testid="see-figures" href=${figuresHref({ tenant })}>Figures of ${tenant}</a>`}`}>
     <${Loaded} poll=${live} onward=${html`<${AllAdapters} tenant=${tenant} />`}>
       ${(/** @type {any} */ found) => html`
         ${isStale && html`<${Conflict} live=${inForce} based=${based} onTake=${() => take(inForce)}

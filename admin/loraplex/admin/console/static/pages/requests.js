@@ -51,7 +51,7 @@ export default function Requests() {
       ${choice("status", "Status", STATUSES.map((status) => [status, status]))}
     </div>
     <${ui.Loaded} poll=${poll}>${(/** @type {any} */ page) => html`
-      <${ui.Table} cards caption="Requests, the newest first" testid="request-row" keyOf=${(/** @type {any} */ row) => row.id} rows=${page.data}
+      <${ui.Table} caption="Requests, the newest first" testid="request-row" keyOf=${(/** @type {any} */ row) => row.id} rows=${page.data}
         columns=${COLUMNS} empty=${chosen.id ? "No request with this id is kept." : "No request like this is kept."} />
       <${ui.Pager} what="requests" first=${at === null} next=${page.next_cursor}
         onFirst=${() => setCursor({ of, at: null })} onNext=${() => setCursor({ of, at: page.next_cursor })} />`}<//>

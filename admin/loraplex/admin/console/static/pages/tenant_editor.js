@@ -1,20 +1,25 @@
 /** The form of a tenant: a new one, or the name, weight and limits of one. For operators. */
 import { api, path } from "../lib/api.js";
 import { html, useState } from "../lib/html.js";
+import { place, query, setQuery } from "../lib/place.js";
 import * as ui from "../lib/ui.js";
 import { LimitFields, limitChanges, textsOf } from "./limit_fields.js";
 
 /** Limits are set once it is there. */
 const NEW = { id: "", display_name: null, weight: 1, limits: {} };
 
+/** The address of a tenant's page with this form open. @param {string} id */
+export const limitsHref = (id) => "#/" + path`tenants/${id}` + "?change=limits";
+
 /**
  * A button, and behind it the form.
  * @param {{ tenant: any, onSaved: () => void }} props `tenant`: as GET /tenants/{tenant} answers.
  */
 export function TenantEditor({ tenant, onSaved }) {
-  const [isOpen, setOpen] = useState(false);
-  if (!isOpen) return html`<button type="button" data-testid="tenant-change" onClick=${() => setOpen(true)}>Change</button>`;
-  return html`<${TenantForm} tenant=${tenant} onClose=${() => setOpen(false)} onSaved=${() => (setOpen(false), onSaved())} />`;
+  const here = place.value;
+  const close = () => setQuery(here, "change", "");
+  if (!query.value.change) return html`<button type="button" data-testid="tenant-change" onClick=${() => setQuery(here, "change", "limits")}>Change</button>`;
+  return html`<${TenantForm} tenant=${tenant} onClose=${close} onSaved=${() => (close(), onSaved())} />`;
 }
 
 /** @param {any} tenant @param {Record<string, string>} before @param {Record<string, string>} after @returns {Record<string, any>} */
