@@ -42,6 +42,7 @@ def steps(tmp_path: Path) -> dict[str, tuple[str, dict[str, Any]]]:
             f"{ADAPTER}/versions",
             {"files": adapter_files(tmp_path / "v2", seed=2)},
         ),
+        "PATCH /tenants/{tenant}/adapters/{name}": (ADAPTER, {"json": {"tags": ["eu", "beta"]}}),
         "PUT /tenants/{tenant}/adapters/{name}/versions/{version}/pin": (f"{ADAPTER}/versions/v1/pin", {}),
         "DELETE /tenants/{tenant}/adapters/{name}/versions/{version}/pin": (f"{ADAPTER}/versions/v1/pin", {}),
         "POST /tenants/{tenant}/adapters/{name}/versions/{version}/agreement": (

@@ -352,6 +352,7 @@ class AdapterInfo:
     latest: int
     num_versions: int
     created_at: datetime
+    tags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

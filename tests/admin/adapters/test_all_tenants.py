@@ -90,6 +90,7 @@ async def test_a_row_has_the_version_the_release_and_what_was_asked(
     assert datetime.fromisoformat(billing.pop("last_used_at")) < datetime.now(UTC) - AGO / 2
     assert billing == {
         "tenant": "acme",
+        "tags": [],
         "name": "billing",
         "version": "v2",
         "state": "ready",
@@ -199,7 +200,7 @@ async def test_the_number_of_statements_does_not_grow(several: AdminPlane, admin
         event.remove(several.database._reporter, "before_cursor_execute", note)
         assert len(answer.json()["data"]) == 3 + more
         counts.append(len([one for one in told if one.startswith("SELECT")]))
-    assert counts == [5, 5]
+    assert counts == [6, 6]
 
 
 async def test_no_hours_are_nothing_asked_and_the_ledger_is_not_read(

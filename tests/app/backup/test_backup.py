@@ -34,7 +34,7 @@ def test_server_starts_from_a_backup(used: Installation) -> None:
     manifest = manifest_of(backup)
     assert manifest["artifacts"]["count"] == 2
     assert manifest["artifacts"]["corrupt"] == manifest["artifacts"]["damaged"] == []
-    assert manifest["database"]["schema"] == "0019"
+    assert manifest["database"]["schema"] == "0020"
     assert manifest["secrets"] == {"key-pepper": "key-pepper", "admin-token": "admin-token"}
     plane = restored(backup)
     assert states(plane) == {"v1": "ready", "v2": "ready", "v3": "deleted"}

@@ -223,7 +223,7 @@ class TestOnSqlite:
         told = run_here("restore", str(backup), *machine.options, "--json")
         shown = json.loads(told.stdout)
         assert shown["backup"] == manifest_of(backup)["sha256"]
-        assert (shown["artifacts"], shown["schema"], shown["notes"]) == (2, "0019", [])
+        assert (shown["artifacts"], shown["schema"], shown["notes"]) == (2, "0020", [])
         again = run_here("restore", str(backup), *machine.options, "--json")
         assert (again.code, json.loads(again.stdout)["error"]["code"]) == (1, "restore_failed")
 

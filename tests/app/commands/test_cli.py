@@ -417,7 +417,7 @@ def test_every_command_of_the_interface_is_there() -> None:
     wanted = {"quickstart", "serve", "migrate", "doctor", "chat"}
     wanted |= {f"tenant {verb}" for verb in ("create", "list", "show", "update", "delete")}
     wanted |= {f"key {verb}" for verb in ("create", "list", "update", "rotate", "revoke")}
-    wanted |= {f"adapter {verb}" for verb in ("push", "list", "show", "delete", "pin", "unpin")}
+    wanted |= {f"adapter {verb}" for verb in ("push", "list", "show", "tag", "delete", "pin", "unpin")}
     wanted |= {f"audit {verb}" for verb in ("list", "verify")}
     wanted |= {f"release {verb}" for verb in ("set", "show", "promote", "rollback")}
     assert wanted <= names

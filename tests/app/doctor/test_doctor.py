@@ -196,7 +196,7 @@ def test_nothing_that_lasts_is_changed(tmp_path: Path) -> None:
         found = {check["name"]: check for check in json.loads(outcome.stdout)["checks"]}
         assert found["secrets"]["status"] == "fail"
         assert found["secrets"]["remedy"].startswith(f"chmod 600 {data / 'key-pepper'}")
-        assert "schema 0019" in found["database"]["detail"]
+        assert "schema 0020" in found["database"]["detail"]
         assert " a sync takes " in found["data directory"]["detail"]
     assert everything() == before
 

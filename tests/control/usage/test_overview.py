@@ -34,6 +34,8 @@ def overviews(plane: ControlPlane) -> Overviews:
         own = [(table.tenant_id == "acme") & (table.name == "support") for table in (AdapterVersion, Release)]
         session.execute(update(AdapterVersion).where(own[0]).values(state="corrupt"))
         session.execute(update(Release).where(own[1]).values(targets=[]))
+    plane.catalog.set_tags("acme", "support", ["eu", "beta"])
+    plane.catalog.set_tags("rival", "support", ["eu"])
     return Overviews(plane.database, plane.catalog.base.fingerprint)
 
 
@@ -81,6 +83,10 @@ def test_each_order_goes_through_all_pages_both_ways(
         (OverviewFilter(release="released"), ["acme/billing", "rival/support"]),
         (OverviewFilter(release="running"), []),
         (OverviewFilter(base="other"), []),
+        (OverviewFilter(tag="eu"), ["acme/support", "rival/support"]),
+        (OverviewFilter(tag="eu", tenant="acme"), ["acme/support"]),
+        (OverviewFilter(tag="beta", state="ready"), []),
+        (OverviewFilter(tag="bet"), []),
     ],
 )
 def test_the_sums_are_of_what_the_filter_lets_through(

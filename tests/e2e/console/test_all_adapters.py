@@ -68,6 +68,26 @@ def test_the_adapter_that_fails_is_found_by_an_address(
     expect(screen.page.get_by_role("heading", level=1)).to_contain_text("Upload an adapter for acme")
 
 
+def test_a_tag_is_given_and_leads_to_all_that_have_it(server: WholeServer, screen: Screen) -> None:
+    server.plane.services.catalog.set_tags("rival", "support", ["eu"])
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "tenants/acme/adapters/support")
+    screen["tags-change"].click()
+    screen["tags-input"].fill("eu Beta")
+    screen["tags-save"].click()
+    expect(screen["error"]).to_contain_text("Tag 2, 'Beta', has other characters")
+    screen["tags-input"].fill("eu, beta")
+    screen["tags-save"].click()
+    expect(screen["tag"]).to_have_text(["beta", "eu"])
+    screen["tag"].last.click()
+    expect(screen["adapter-row"]).to_have_count(2)
+    expect(screen["filter-tag"]).to_have_value("eu")
+    assert screen.page.url.endswith("#/all-adapters?tag=eu")
+    screen["filter-tag"].fill("beta")
+    screen["filter-tag"].press("Enter")
+    expect(screen["adapter-row"]).to_have_count(1)
+    expect(screen["adapter-row"]).to_have_attribute("data-key", "acme/support")
+
+
 def test_several_are_pinned_and_deleted_after_one_question(server: WholeServer, screen: Screen) -> None:
     for tenant in TENANTS:
         server.plane.make_adapter("spare", tenant, seed=9)
@@ -173,7 +193,7 @@ def test_hostile_texts_stay_texts(server: WholeServer, screen: Screen) -> None:
         answer = route.fetch()
         page = answer.json()
         texts = dict.fromkeys(("tenant", "name", "version", "state", "run"), hurt)
-        texts |= {"released": [{"version": hurt, "weight": 1}], "residency": [hurt]}
+        texts |= {"released": [{"version": hurt, "weight": 1}], "residency": [hurt], "tags": [hurt]}
         page["data"] = [row | texts for row in page["data"]]
         page["totals"]["states"] = {hurt: 1}
         route.fulfill(response=answer, body=json.dumps(page))

@@ -58,6 +58,7 @@ TENANT_ROUTES = {
     f"GET {OWN}": READ,
     f"GET {OWN}/{{name}}": READ,
     f"DELETE {OWN}/{{name}}": WRITE,
+    f"PATCH {OWN}/{{name}}": WRITE,
     f"POST {OWN}/{{name}}/versions": WRITE,
     f"GET {OWN}/{{name}}/versions": READ,
     f"GET {OWN}/{{name}}/versions/{{version}}": READ,

@@ -22,6 +22,7 @@ from loraplex.admin.routes.engine import residency
 from loraplex.admin.routes.releases import show_release
 from loraplex.admin.schemas.adapters import (
     Adapter,
+    AdapterChange,
     AdapterPage,
     AdapterQuery,
     OverviewPage,
@@ -56,6 +57,7 @@ async def list_all_adapters(
             query.release,
             query.base,
             query.search,
+            query.tag,
             query.min_errors,
             query.min_error_rate,
         ),
@@ -102,6 +104,22 @@ async def get_adapter(_: Reader, tenant: TenantId, name: AdapterName, services: 
     return await services.database.run(lambda: _show(services, services.catalog.get_adapter(tenant, name)))
 
 
+@router.patch("/{name}")
+async def update_adapter(
+    tenant: TenantId,
+    name: AdapterName,
+    body: AdapterChange,
+    by: Annotated[Writer, Audited("adapter.update")],
+    services: Services,
+) -> Adapter:
+    """Give an adapter other tags."""
+
+    def change() -> Adapter:
+        return _show(services, services.catalog.set_tags(tenant, name, body.tags, by=by))
+
+    return await services.database.run(change)
+
+
 @router.delete("/{name}", status_code=204, response_class=Response)
 async def delete_adapter(
     tenant: TenantId,
@@ -126,6 +144,7 @@ def _show_summary(row: Summary, base: str, tiers: dict[str, list[str]] | None) -
     return OverviewRow(
         tenant=row.tenant_id,
         name=row.name,
+        tags=list(row.tags),
         version=f"v{row.newest}",
         state=cast(VersionState, row.state),
         compatible=row.base_fingerprint == base,
@@ -156,6 +175,7 @@ def _show(services: AdminServices, info: AdapterInfo) -> Adapter:
         release = None
     return Adapter(
         name=info.name,
+        tags=list(info.tags),
         num_versions=info.num_versions,
         latest_version=f"v{info.latest}",
         release=release,

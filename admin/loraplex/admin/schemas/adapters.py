@@ -18,6 +18,7 @@ from loraplex.admin.schemas.fields import (
     Timestamp,
 )
 from loraplex.admin.schemas.releases import Release
+from loraplex.control.adapter_tags import MAX_TAGS
 from loraplex.control.release_types import RunStatus
 from loraplex.control.types import Checked, VersionState, WithoutInvocation
 from loraplex.control.usage.overview import BaseFilter, ReleaseFilter, Sort
@@ -49,6 +50,15 @@ class VersionImport(RequestBody):
 
     source: Annotated[str, Field(min_length=1, max_length=MAX_URL_CHARS)]
     serving: ServingChoice = ServingChoice()
+
+
+class AdapterChange(RequestBody):
+    """`tags` take the place of those that the adapter has: at most 8 of at most 32 characters each."""
+
+    tags: Annotated[
+        list[Annotated[str, Field(json_schema_extra={"pattern": described.TAG})]],
+        Field(json_schema_extra={"maxItems": MAX_TAGS, "uniqueItems": True}),
+    ]
 
 
 class AdapterQuery(PageQuery):
@@ -128,6 +138,7 @@ class Adapter(ResponseBody):
     null where nothing is released."""
 
     name: str
+    tags: list[str]
     num_versions: int
     latest_version: str
     release: Release | None
@@ -141,8 +152,9 @@ class AdapterPage(ResponseBody):
 
 class OverviewQuery(PageQuery):
     """`state` is of the newest living version or of one that takes traffic; `base` says whether that was made for the
-    base that is served; `search` is a part of the adapters' names. `hours`: what was asked in the last hours is
-    counted; with 0 nothing is. `min_errors` and `min_error_rate` (a part of the requests, 0 to 1) are of these hours.
+    base that is served; `search` is a part of the adapters' names, `tag` one of their tags. `hours`: what was asked in
+    the last hours is counted; with 0 nothing is. `min_errors` and `min_error_rate` (a part of the requests, 0 to 1) are
+    of these hours.
     """
 
     tenant: Annotated[Annotated[str, Field(pattern=described.TENANT_ID)] | None, OmittedNull()] = None
@@ -150,6 +162,7 @@ class OverviewQuery(PageQuery):
     release: Annotated[ReleaseFilter | None, OmittedNull()] = None
     base: Annotated[BaseFilter | None, OmittedNull()] = None
     search: Annotated[Annotated[str, Field(pattern=described.NAME_PART)] | None, OmittedNull()] = None
+    tag: Annotated[Annotated[str, Field(pattern=described.TAG)] | None, OmittedNull()] = None
     sort: Sort = "name"
     order: Literal["asc", "desc"] = "asc"
     hours: Annotated[int, Field(ge=0, le=24)] = 1
@@ -172,6 +185,7 @@ class OverviewRow(ResponseBody):
 
     tenant: str
     name: str
+    tags: list[str]
     version: str
     state: VersionState
     compatible: bool

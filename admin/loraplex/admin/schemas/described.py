@@ -17,6 +17,7 @@ VERSION = "^v[1-9][0-9]{0,8}$"
 AUDIT_ANCHOR = "^[0-9]{1,18}:[0-9a-f]{64}$"
 KEY_ID = "^[0-9a-f]{16}$"
 ADAPTER_NAME = "^[a-z0-9][a-z0-9._-]{0,62}$"
+TAG = "^[a-z0-9._-]{1,32}$"
 NAME_PART = "^[a-z0-9._-]{1,63}$"
 CURSOR = {
     "pattern": "^[A-Za-z0-9_-]*={0,2}$",

@@ -68,7 +68,7 @@ WaitOption = Annotated[
 
 def create_adapter_commands() -> typer.Typer:
     app = typer.Typer(
-        no_args_is_help=True, help="Upload, import, fetch, list, show, delete and pin adapters."
+        no_args_is_help=True, help="Upload, import, fetch, list, show, tag, delete and pin adapters."
     )
     app.command("push", help="Upload a PEFT directory as the next version of NAME.")(admin_command(push))
     app.command("import", help="Have the server fetch NAME's next version from an allowed place.")(
@@ -80,6 +80,9 @@ def create_adapter_commands() -> typer.Typer:
     app.command("list", help="List a tenant's adapters.")(admin_command(list_))
     app.command("show", help="Show an adapter and its versions, or one version with its report.")(
         admin_command(show)
+    )
+    app.command("tag", help="Give an adapter these tags in place of those that it has; without any, none.")(
+        admin_command(tag)
     )
     app.command("delete", help="Delete an adapter, or one version of it.")(admin_command(delete))
     app.command("pin", help="Keep a version on the device.")(admin_command(pin))
@@ -237,7 +240,8 @@ def show(admin: AdminClient, out: Output, adapter: NameArgument, tenant: TenantO
     if out.as_json:
         out.json(found | {"versions": versions})
         return
-    out.fields({"adapter": found["name"], "released": _targets(found["release"])})
+    fields = {"adapter": found["name"], "released": _targets(found["release"])}
+    out.fields(fields | ({"tags": " ".join(found["tags"])} if found["tags"] else {}))
     out.table(
         ["version", "state", "rank", "targets", "size", "pinned", "digest", "created"],
         (
@@ -255,6 +259,22 @@ def show(admin: AdminClient, out: Output, adapter: NameArgument, tenant: TenantO
         ),
         unbroken=["version", "rank", "size", "pinned", "digest"],
     )
+
+
+def tag(
+    admin: AdminClient,
+    out: Output,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The adapter's name", show_default=False)],
+    tenant: TenantOption,
+    tags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TAG]...", help="At most 8 of a-z, 0-9, '.', '_' and '-'", show_default=False
+        ),
+    ] = None,
+) -> None:
+    found = admin.call("PATCH", _adapter(tenant, name), json={"tags": tags or []})
+    out.done(found, f"{name}: {' '.join(found['tags']) or 'no tags'}")
 
 
 def delete(

@@ -17,6 +17,7 @@ from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
+from loraplex.control.adapter_tags import forget_tags, replace_tags, tags_of
 from loraplex.control.agreement import DueAgreement, TrainerNumbers, threshold
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
@@ -233,7 +234,17 @@ class Catalog:
             living = count_living(session, tenant_id, name)
             if adapter is None or not living:
                 raise no_adapter(tenant_id, name)
-            return AdapterInfo(tenant_id, name, adapter.last_number, living, adapter.created_at)
+            tags = tags_of(session, [(tenant_id, name)]).get((tenant_id, name), ())
+            return AdapterInfo(tenant_id, name, adapter.last_number, living, adapter.created_at, tags)
+
+    def set_tags(self, tenant_id: str, name: str, tags: Sequence[str], *, by: Actor = LOCAL) -> AdapterInfo:
+        """Give an adapter these tags in place of those that it has. Raises InvalidValue, AdapterNotFound."""
+        with self._database.write() as session:
+            if not count_living(session, tenant_id, name):
+                require_tenant(session, tenant_id)
+                raise no_adapter(tenant_id, name)
+            replace_tags(session, tenant_id, name, tags, by)
+        return self.get_adapter(tenant_id, name)
 
     def list_adapters(
         self,
@@ -262,9 +273,18 @@ class Catalog:
             query = query.where(Adapter.name.contains(search, autoescape=True))
         with self._database.read() as session:
             require_tenant(session, tenant_id)
+            rows = session.execute(query).all()
+            tags = tags_of(session, [(tenant_id, row.name) for row, _ in rows])
             found = [
-                AdapterInfo(tenant_id, row.name, row.last_number, count, row.created_at)
-                for row, count in session.execute(query).all()
+                AdapterInfo(
+                    tenant_id,
+                    row.name,
+                    row.last_number,
+                    count,
+                    row.created_at,
+                    tags.get((tenant_id, row.name), ()),
+                )
+                for row, count in rows
             ]
         return rules.make_page(found, limit, lambda info: info.name, lambda info: info)
 
@@ -350,6 +370,8 @@ class Catalog:
                 target = version_target(tenant_id, name, version)
                 record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [digest] if row.pinned else []
+                if count_living(session, tenant_id, name) == 1:
+                    forget_tags(session, tenant_id, name)
                 remove_version(row, "deleted")
                 unpinned = lost_pins(session, pinned)
                 self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
@@ -386,6 +408,7 @@ class Catalog:
                     remove_version(row, "retired" if is_kept else "deleted")
                 if series is None:
                     forget_series(session, tenant_id, name, by)
+                forget_tags(session, tenant_id, name)
                 unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 forget_shadows(session, tenant_id, name)

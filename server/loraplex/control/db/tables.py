@@ -148,6 +148,22 @@ class Adapter(Base):
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
+class AdapterTag(Base):
+    """A tag of a name, which has some while it has a living version."""
+
+    __tablename__ = "adapter_tags"
+    __table_args__ = (
+        ForeignKeyConstraint(
+            ["tenant_id", "name"], ["adapters.tenant_id", "adapters.name"], ondelete="CASCADE"
+        ),
+        Index("ix_adapter_tags_tag", "tag"),
+    )
+
+    tenant_id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    tag: Mapped[str] = mapped_column(String(32), primary_key=True)
+
+
 GONE = ("deleted", "rejected", "retired", "lost")
 """States of versions whose bytes are not kept."""
 _LIVING = text("state NOT IN ({})".format(", ".join(f"'{state}'" for state in GONE)))

@@ -16,10 +16,11 @@ from sqlalchemy import ColumnElement, Select, Text, and_, cast, false, func, sel
 from sqlalchemy.orm import Session, aliased
 
 from loraplex.control import rules
+from loraplex.control.adapter_tags import tags_of
 from loraplex.control.catalog.release_reading import release_info
 from loraplex.control.db.database import Database
 from loraplex.control.db.release_tables import ReleaseRun
-from loraplex.control.db.tables import LIVING, AdapterVersion, Release
+from loraplex.control.db.tables import LIVING, AdapterTag, AdapterVersion, Release
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import Page
 from loraplex.control.usage.overview_figures import Key, all_medians, medians_of, sums
@@ -44,6 +45,8 @@ class OverviewFilter:
     base: BaseFilter | None = None
     search: str | None = None
     """A part of the name."""
+    tag: str | None = None
+    """One of the name's tags."""
     min_errors: int = 0
     """Names with at least this number of errors since the time asked for."""
     min_error_rate: float = 0.0
@@ -91,6 +94,8 @@ class Summary:
     """The median time to the first token, in seconds; None where none came."""
     last_used_at: datetime | None
     """When the last of these requests ended."""
+    tags: tuple[str, ...]
+    """The name's tags, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +158,15 @@ class Overviews:
                 placed = [one for one in placed if (one[0] < after if descending else one[0] > after)]
             found = placed[: limit + 1]
             shown = {row.key for _, row in found[:limit]}
-            releases = _releases(session, shown)
+            releases, tags = _releases(session, shown), tags_of(session, shown)
             if since is not None and sort != "first_token":
                 medians = medians_of(session, shown, since)
 
         def show(one: tuple[Any, _Living]) -> Summary:
             key = one[1].key
-            return _show(one[1], used.get(key), releases.get(key, ((), None)), medians.get(key))
+            return _show(
+                one[1], used.get(key), releases.get(key, ((), None)), medians.get(key), tags.get(key, ())
+            )
 
         def cursor_of(one: tuple[Any, _Living]) -> str:
             return json.dumps(one[0], default=datetime.isoformat)
@@ -234,6 +241,9 @@ def _living(
         query = query.where(version.tenant_id == chosen.tenant)
     if chosen.search is not None:
         query = query.where(version.name.contains(chosen.search, autoescape=True))
+    if chosen.tag is not None:
+        tagged = select(AdapterTag.tenant_id, AdapterTag.name).where(AdapterTag.tag == chosen.tag)
+        query = query.where(tuple_(version.tenant_id, version.name).in_(tagged))
     found: dict[Key, _Living] = {}
     for tenant, name, number, state, digest, base, created_at, size, pinned, matches in session.execute(
         query
@@ -374,6 +384,7 @@ def _show(
     used: Any,
     release: tuple[tuple[TargetSummary, ...], str | None],
     first_token_s: float | None,
+    tags: tuple[str, ...],
 ) -> Summary:
     targets, run = release
     return Summary(
@@ -394,4 +405,5 @@ def _show(
         tokens=0 if used is None else used.tokens,
         first_token_s=first_token_s,
         last_used_at=None if used is None else used.last_used_at,
+        tags=tags,
     )

@@ -9,6 +9,7 @@ import { adapterHref, figuresHref, Released, releaseHref } from "./adapters.js";
 import { Pooled } from "./classes.js";
 import { Report } from "./report.js";
 import { requestsHref } from "./requests.js";
+import { Tags } from "./tags.js";
 
 const EVERY_MS = 5000;
 const MAX_VERSIONS = 500;
@@ -38,6 +39,7 @@ export default function Adapter({ tenant, name }) {
     <${Loaded} poll=${poll} onward=${html`<${AllAdapters} tenant=${tenant} />`}>
       ${(/** @type {any} */ found) => html`
         <p>Traffic: <${Released} release=${found.adapter.release} /></p>
+        <${Tags} tenant=${tenant} name=${name} tags=${found.adapter.tags} onSaved=${poll.reload} />
         <${Versions} tenant=${tenant} name=${name} versions=${found.versions} cache=${found.cache} run=${run} onReport=${setShown} />
         <${Reported} version=${chosen(found.versions, shown)} />
       `}

@@ -5,10 +5,11 @@ import { place, query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
 import { adapterHref, Released, releaseHref, RunBadge } from "./adapters.js";
+import { TagLink } from "./tags.js";
 
 const ROWS = 100;
 const EVERY_MS = 15_000;
-const FILTERS = ["tenant", "search", "state", "release", "base", "min_errors", "min_error_rate", "hours", "sort", "order"];
+const FILTERS = ["tenant", "search", "tag", "state", "release", "base", "min_errors", "min_error_rate", "hours", "sort", "order"];
 
 /** Choices of a filter: the value in the address and its words. @type {Record<string, [string, string][]>} */
 const CHOICES = {
@@ -52,7 +53,7 @@ export default function AllAdapters() {
   const upload = html`<a class="button" data-testid="nav-upload" href="#/upload">Upload</a>`;
   return html`<${ui.Page} title="Adapters of all tenants" actions=${upload}>
     <div class="form filters">
-      ${text(here, "tenant", "Tenant")} ${text(here, "search", "Name has")}
+      ${text(here, "tenant", "Tenant")} ${text(here, "search", "Name has")} ${text(here, "tag", "Tag")}
       ${Object.keys(CHOICES).map((name) => html`<${Choice} here=${here} name=${name} value=${chosen[name]} />`)}
     </div>
     <${Bulk} rows=${listed.filter((row) => picked.has(keyOf(row)))} shown=${listed.length}
@@ -112,7 +113,8 @@ const columns = (picked, pick) => [
     cell: (/** @type {any} */ row) => html`<label class="hidden" for=${`pick-${keyOf(row)}`}>Choose ${keyOf(row)}</label>
       <input type="checkbox" id=${`pick-${keyOf(row)}`} data-testid="pick" checked=${picked.has(keyOf(row))}
         onChange=${(/** @type {any} */ event) => pick([row], event.target.checked)} />
-      ${" "}<a href=${adapterHref(row.tenant, row.name)}>${row.tenant}/${row.name}</a>`,
+      ${" "}<a href=${adapterHref(row.tenant, row.name)}>${row.tenant}/${row.name}</a>
+      ${row.tags.map((/** @type {string} */ tag) => html` <${TagLink} tag=${tag} />`)}`,
   },
   { title: "State", cell: (/** @type {any} */ row) => html`<span>${row.version} <${ui.Badge} kind=${KINDS[row.state] ?? "off"}>${row.state}<//></span>` },
   {

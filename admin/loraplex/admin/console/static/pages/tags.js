@@ -1,0 +1,51 @@
+/** Tags of an adapter: shown, as links to all adapters that have them, and changed. */
+import { api, path } from "../lib/api.js";
+import { html, useState } from "../lib/html.js";
+import { isOperator, mayCall } from "../lib/store.js";
+import * as ui from "../lib/ui.js";
+
+/** The most that an adapter has, and the longest. */
+const MOST_CHARS = 8 * 33;
+
+/** A tag; for operators a link to all adapters that have it. @param {{ tag: string }} props */
+export function TagLink({ tag }) {
+  if (!isOperator.value) return html`<${ui.Badge} kind="off">${tag}<//>`;
+  return html`<a class="badge off" data-testid="tag" href=${`#/all-adapters?${new URLSearchParams({ tag })}`}>${tag}</a>`;
+}
+
+/** @param {{ tenant: string, name: string, tags: string[], onSaved: () => void }} props */
+export function Tags({ tenant, name, tags, onSaved }) {
+  const [typed, setTyped] = useState(/** @type {string | null} */ (null));
+  const [error, setError] = useState(/** @type {any} */ (null));
+  const [busy, setBusy] = useState(false);
+
+  /** @param {Event} event */
+  async function onSubmit(event) {
+    event.preventDefault();
+    setBusy(true);
+    setError(null);
+    try {
+      await api.send("PATCH", path`tenants/${tenant}/adapters/${name}`, { tags: typed?.split(/[\s,]+/).filter(Boolean) });
+      setTyped(null);
+      onSaved();
+    } catch (refused) {
+      setError(refused);
+    }
+    setBusy(false);
+  }
+
+  const shown = html`Tags: ${tags.length ? tags.map((tag) => html`<${TagLink} tag=${tag} /> `) : html`<span class="note">none</span> `}`;
+  if (typed === null) {
+    return html`<p data-testid="tags">${shown}
+      ${mayCall("adapters:write") && html`<button type="button" data-testid="tags-change" onClick=${() => setTyped(tags.join(" "))}>Change tags</button>`}</p>`;
+  }
+  return html`<form class="form" onSubmit=${onSubmit}>
+      <${ui.Field} label="Tags, with spaces between" hint="At most 8, each at most 32 of a-z, 0-9, '.', '_' and '-'.">
+        <input data-testid="tags-input" value=${typed} maxlength=${MOST_CHARS} spellcheck=${false} autocomplete="off"
+          onInput=${(/** @type {any} */ event) => setTyped(event.target.value)} />
+      <//>
+      <button type="submit" class="primary" data-testid="tags-save" disabled=${busy}>Save tags</button>
+      <button type="button" onClick=${() => (setTyped(null), setError(null))}>Cancel</button>
+    </form>
+    ${error && html`<${ui.ErrorBox} error=${error} />`}`;
+}

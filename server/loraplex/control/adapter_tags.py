@@ -1,0 +1,84 @@
+"""Tags of adapters: a few short words each, by which the list of all adapters is filtered."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from sqlalchemy import delete, insert, select, tuple_
+from sqlalchemy.orm import Session
+
+from loraplex.control.audit.recorder import Actor, record
+from loraplex.control.db.tables import AdapterTag
+from loraplex.control.errors import InvalidValue
+from loraplex.control.tenancy.tenants import tenant_target
+
+MAX_TAGS = 8
+"""Tags of one adapter."""
+MAX_TAG_CHARS = 32
+_ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
+
+
+def replace_tags(session: Session, tenant_id: str, name: str, tags: Sequence[str], by: Actor) -> None:
+    """Give an adapter these tags in place of those that it has, and record it. Raises InvalidValue, which says which
+    tag is wrong and why."""
+    after = check_tags(tags)
+    before = tags_of(session, [(tenant_id, name)]).get((tenant_id, name), ())
+    forget_tags(session, tenant_id, name)
+    if after:
+        of = {"tenant_id": tenant_id, "name": name}
+        session.execute(insert(AdapterTag), [of | {"tag": tag} for tag in after])
+    record(
+        session,
+        by,
+        "adapter.update",
+        f"{tenant_target(tenant_id)}/adapters/{name}",
+        tenant_id=tenant_id,
+        before={"tags": list(before)},
+        after={"tags": list(after)},
+    )
+
+
+def check_tags(tags: Sequence[str]) -> tuple[str, ...]:
+    """The tags in order. Raises InvalidValue."""
+    if len(tags) > MAX_TAGS:
+        raise InvalidValue(
+            f"An adapter has at most {MAX_TAGS} tags, and {len(tags)} were given.", param="tags"
+        )
+    for place, tag in enumerate(tags):
+        if (wrong := _wrong(tag)) or tag in tags[:place]:
+            shown = tag[:MAX_TAG_CHARS] + ("…" if len(tag) > MAX_TAG_CHARS else "")
+            raise InvalidValue(
+                f"Tag {place + 1}, '{shown}', {wrong or 'is given twice'}.", param=f"tags.{place}"
+            )
+    return tuple(sorted(tags))
+
+
+def _wrong(tag: str) -> str | None:
+    if not tag:
+        return "is empty"
+    if len(tag) > MAX_TAG_CHARS:
+        return f"has {len(tag)} characters, and may have {MAX_TAG_CHARS}"
+    if not _ALLOWED.issuperset(tag):
+        return "has other characters than a-z, 0-9, '.', '_' and '-'"
+    return None
+
+
+def tags_of(session: Session, names: Collection[tuple[str, str]]) -> dict[tuple[str, str], tuple[str, ...]]:
+    """The tags, in order, of those of these adapters (tenant and name) that have any."""
+    if not names:
+        return {}
+    row = AdapterTag
+    query = (
+        select(row.tenant_id, row.name, row.tag)
+        .where(tuple_(row.tenant_id, row.name).in_(sorted(names)))
+        .order_by(row.tag)
+    )
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
+    for tenant_id, name, tag in session.execute(query):
+        found[tenant_id, name] = (*found.get((tenant_id, name), ()), tag)
+    return found
+
+
+def forget_tags(session: Session, tenant_id: str, name: str) -> None:
+    """Delete the tags of an adapter."""
+    session.execute(delete(AdapterTag).where(AdapterTag.tenant_id == tenant_id, AdapterTag.name == name))

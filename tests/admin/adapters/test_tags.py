@@ -1,0 +1,100 @@
+"""Tags of adapters: set, shown, filtered by, refused with what is wrong, and gone with the adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from loraplex.control.audit.log import AuditFilter
+from support.http.admin_plane import AdminPlane, admin_client, assert_problem
+
+ADAPTER = "/tenants/acme/adapters/support"
+
+
+@pytest.fixture
+def tagged(plane: AdminPlane) -> AdminPlane:
+    for tenant in ("acme", "rival"):
+        plane.make_tenant(tenant)
+        plane.make_adapter("support", tenant)
+    return plane
+
+
+async def set_tags(admin: httpx.AsyncClient, *tags: str) -> list[str]:
+    answer = await admin.patch(ADAPTER, json={"tags": tags})
+    assert answer.status_code == 200, answer.text
+    found: list[str] = answer.json()["tags"]
+    return found
+
+
+async def test_tags_are_shown_filtered_by_and_recorded(tagged: AdminPlane, admin: httpx.AsyncClient) -> None:
+    assert (await admin.get(ADAPTER)).json()["tags"] == []
+    assert await set_tags(admin, "team-a", "eu") == ["eu", "team-a"]
+    assert await set_tags(admin, "eu", "0.9_x") == ["0.9_x", "eu"]
+    assert (await admin.get(ADAPTER)).json()["tags"] == ["0.9_x", "eu"]
+    listed = (await admin.get("/tenants/acme/adapters")).json()["data"]
+    assert [row["tags"] for row in listed] == [["0.9_x", "eu"]]
+    found = (await admin.get("/adapters", params={"tag": "eu"})).json()
+    assert [(row["tenant"], row["tags"]) for row in found["data"]] == [("acme", ["0.9_x", "eu"])]
+    assert found["totals"]["adapters"] == 1
+    assert (await admin.get("/adapters", params={"tag": "team-a"})).json()["data"] == []
+    rows = tagged.services.audit.list(AuditFilter(action="adapter.update")).items
+    assert [(row.target, row.before, row.after) for row in rows[:1]] == [
+        (ADAPTER.removeprefix("/"), {"tags": ["eu", "team-a"]}, {"tags": ["0.9_x", "eu"]})
+    ]
+
+
+async def test_eight_of_thirty_two_characters_are_the_most(
+    tagged: AdminPlane, admin: httpx.AsyncClient
+) -> None:
+    most = [f"{number}".rjust(32, "a") for number in range(8)]
+    assert await set_tags(admin, *most) == most
+
+
+@pytest.mark.parametrize(
+    ("tags", "words"),
+    [
+        (["ok", "Not"], "Tag 2, 'Not', has other characters than a-z, 0-9, '.', '_' and '-'."),
+        (["a b"], "Tag 1, 'a b', has other"),
+        ([""], "Tag 1, '', is empty."),
+        (["a" * 33], f"Tag 1, '{'a' * 32}…', has 33 characters, and may have 32."),
+        (["eu", "us", "eu"], "Tag 3, 'eu', is given twice."),
+        ([f"t{number}" for number in range(9)], "at most 8 tags, and 9 were given."),
+    ],
+)
+async def test_a_refusal_says_which_tag_and_why(
+    tagged: AdminPlane, admin: httpx.AsyncClient, tags: list[str], words: str
+) -> None:
+    await set_tags(admin, "kept")
+    found = assert_problem(await admin.patch(ADAPTER, json={"tags": tags}), 400, "invalid_value")
+    assert words in found["detail"]
+    assert (await admin.get(ADAPTER)).json()["tags"] == ["kept"]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"tags": None}, {"tags": "eu"}, {"tags": [1]}, {"tags": [], "name": "b"}]
+)
+async def test_another_body_is_refused(tagged: AdminPlane, admin: httpx.AsyncClient, body: Any) -> None:
+    answer = await admin.patch(ADAPTER, json=body)
+    assert answer.status_code == 400, answer.text
+
+
+async def test_an_adapter_that_is_not_there_has_none(tagged: AdminPlane, admin: httpx.AsyncClient) -> None:
+    answer = await admin.patch("/tenants/acme/adapters/none", json={"tags": ["eu"]})
+    assert_problem(answer, 404, "adapter_not_found")
+    secret = tagged.make_key("acme", "adapters:read")
+    async with admin_client(tagged.app, secret) as reader:
+        assert (await reader.patch(ADAPTER, json={"tags": ["eu"]})).status_code == 403
+
+
+@pytest.mark.parametrize("path", [ADAPTER, f"{ADAPTER}/versions/v1"])
+async def test_tags_go_with_the_last_version(tagged: AdminPlane, admin: httpx.AsyncClient, path: str) -> None:
+    await set_tags(admin, "eu")
+    tagged.make_adapter(seed=2)
+    answer = await admin.delete(f"{ADAPTER}/versions/v2")
+    assert answer.is_success, answer.text
+    assert (await admin.get(ADAPTER)).json()["tags"] == ["eu"]
+    assert (await admin.delete(path)).is_success
+    tagged.make_adapter(seed=3)
+    assert (await admin.get(ADAPTER)).json()["tags"] == []
