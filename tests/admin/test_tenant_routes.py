@@ -45,6 +45,7 @@ class TestTenants:
             "display_name": "Acme ✓",
             "weight": 2.0,
             "budget": None,
+            "stored": {"adapters": None, "bytes": None},
             "suspended_at": None,
         }
         assert_problem(await admin.post("/tenants", json=body), 409, "conflict")

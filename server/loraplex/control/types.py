@@ -228,6 +228,15 @@ class BudgetState:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """A tenant's adapters, and the bytes of its versions and files, as its quotas count them; None where it has no such
+    quota."""
+
+    adapters: int | None
+    bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class TenantInfo:
     """`budget` None: the tenant has none. `suspended_at` None: its keys are valid."""
 
@@ -238,6 +247,7 @@ class TenantInfo:
     created_at: datetime
     suspended_at: datetime | None
     budget: BudgetState | None
+    stored: Stored
 
 
 KeyState = Literal["valid", "expired", "revoked"]

@@ -15,7 +15,7 @@ from loraplex.control.catalog.series import AllSeries, SeriesRules
 from loraplex.control.db.tables import Usage, UsageDay
 from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.rules import InvalidCursor
-from loraplex.control.types import Limits
+from loraplex.control.types import Limits, Stored
 from support.control.batches import make_batch, request_line
 from support.control.plane import ControlPlane, digests
 from support.control.usage import AT, by_id, ended, rows_of
@@ -136,6 +136,34 @@ def test_all_are_listed_once_by_pages(plane: ControlPlane) -> None:
     for cursor in ("acme!", "%%%", "YQ", "/w==", "é"):
         with pytest.raises(InvalidCursor):
             plane.tenants.list(cursor=cursor)
+
+
+def test_what_a_quota_bounds_is_counted(plane: ControlPlane) -> None:
+    """Names with a living version, and bytes of living versions and of files; nothing where there is no quota."""
+    quotas: dict[str, dict[str, int]] = {
+        "counted": {"max_adapters": 5},
+        "free": {},
+        "new": {"max_adapters": 5, "max_adapter_bytes": 1 << 30},
+        "weighed": {"max_adapter_bytes": 1 << 30},
+    }
+    for tenant, limits in quotas.items():
+        plane.tenants.create(tenant, limits=limits)
+    for tenant in ("counted", "free", "weighed"):
+        for name, seed in (("billing", 1), ("billing", 2), ("support", 3)):
+            plane.add(tenant, name, seed)
+        plane.catalog.delete_adapter(tenant, "support")
+        make_batch(plane.database, [request_line(1)], tenant)
+    versions = plane.catalog.list_versions("weighed", "billing").items
+    listed = Files(plane.database).list("weighed", limit=100, after=None, purpose=None, newest_first=True)
+    size = sum(one.bytes for one in versions) + sum(one.bytes for one in listed.items)
+    found = {one.id: one.stored for one in plane.tenants.list().items}
+    assert {tenant: found[tenant] for tenant in quotas} == {
+        "counted": Stored(1, None),
+        "free": Stored(None, None),
+        "new": Stored(0, 0),
+        "weighed": Stored(None, size),
+    }
+    assert plane.tenants.get("weighed").stored == Stored(None, size)
 
 
 def test_a_tenant_goes_with_all_that_is_its_own(plane: ControlPlane) -> None:

@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Route, expect
 from sqlalchemy import insert, select, update
 
-from loraplex.control.audit.recorder import GUARD, record
+from loraplex.control.audit.recorder import GUARD, Actor, record
 from loraplex.control.db.tables import Adapter, AdapterVersion, Usage
 from loraplex.control.release_types import ReleaseTarget
 from support.console.axe import check_axe, need_axe
@@ -38,7 +38,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WholeServer]:
 
 def trouble(server: WholeServer) -> None:
     """acme/billing fails half of its requests, acme/notes only refuses; twenty others have more errors, of few of their
-    requests. The released version of acme/support is damaged, the newest is not; it was rolled back."""
+    requests. The released version of acme/support is damaged, the newest is not; it was rolled back. A version failed
+    its check, an upload was refused, and of 25 adapters that the tenant may have 23 are there."""
     server.plane.make_adapter("support", "acme", seed=9)
     server.plane.services.releases.put("acme", "support", [ReleaseTarget("v1", 100)])
     at = datetime.datetime.now(UTC) - datetime.timedelta(minutes=2)
@@ -72,6 +73,35 @@ def trouble(server: WholeServer) -> None:
                 "tenants/acme/adapters/support/release",
                 tenant_id="acme",
             )
+        refusals = (
+            ("version.check", "acme/adapters/notes/versions/v2", "numerical_mismatch"),
+            (
+                "version.upload",
+                "acme/adapters/new/versions",
+                "unsafe_file",
+            ),
+        )
+        for action, place, code in refusals:
+            for _ in range(2):
+                record(
+                    session,
+                    Actor("admin"),
+                    action,
+                    f"tenants/{place}",
+                    tenant_id="acme",
+                    outcome="refused",
+                    code=code,
+                )
+        record(
+            session,
+            Actor("admin"),
+            "version.upload",
+            "tenants/acme/adapters/notes/versions",
+            tenant_id="acme",
+        )
+    server.plane.services.tenants.update(
+        "acme", {"limits": {"max_adapters": 25, "max_adapter_bytes": 1 << 40}}
+    )
 
 
 def spend_budgets(route: Route) -> None:
@@ -84,7 +114,8 @@ def spend_budgets(route: Route) -> None:
 
 def many_tenants(route: Route) -> None:
     """Page after page without an end, of tenants without a budget."""
-    rows = [{"id": f"t{number}", "budget": None} for number in range(500)]
+    none = {"budget": None, "limits": {}, "stored": {"adapters": None, "bytes": None}}
+    rows = [{"id": f"t{number}", **none} for number in range(500)]
     body = {"data": rows, "next_cursor": "more"}
     route.fulfill(status=200, content_type="application/json", body=json.dumps(body))
 
@@ -96,7 +127,9 @@ def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> Non
     tenants = "**/admin/v1/tenants?*"
     screen.page.route(tenants, many_tenants)
     screen.go("now").go("needs")
-    expect(screen["needs-cut"]).to_contain_text("Budgets of the first 2,000 tenants were looked at.")
+    expect(screen["needs-cut"]).to_contain_text(
+        "Budgets and quotas of the first 2,000 tenants were looked at."
+    )
     expect(screen["empty"]).to_have_text("Nothing else that was looked at needs you now.")
     screen.page.unroute(tenants)
     trouble(server)
@@ -104,7 +137,7 @@ def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> Non
     screen.page.route(tenants, spend_budgets)
     screen.go("now").go("needs")
     rows = screen["need-row"]
-    expect(rows).to_have_count(5)
+    expect(rows).to_have_count(8)
     said = {(row.get_by_role("link").first.inner_text(), row.inner_text()) for row in rows.all()}
     kinds = {
         "being restarted": "",
@@ -112,6 +145,9 @@ def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> Non
         "files of v1 (released) changed": "acme/support",
         "The guard rolled it back": "acme/support",
         "99 of 1,000 tokens are left": "acme",
+        "numerical_mismatch": "acme/notes@v2",
+        "unsafe_file": "acme/new",
+        "23 of 25 are used": "acme: adapters",
     }
     for words, where in kinds.items():
         assert any(words in text and link.endswith(where) for link, text in said), (words, said)

@@ -31,6 +31,14 @@ class TenantChange(RequestBody):
     suspended: bool | None = None
 
 
+class Stored(ResponseBody):
+    """A tenant's `adapters`, and the `bytes` of its versions and files, as `max_adapters` and `max_adapter_bytes` count
+    them; a null where it has no such limit."""
+
+    adapters: int | None
+    bytes: int | None
+
+
 class Tenant(ResponseBody):
     """`budget` is null where `limits` has none, `suspended_at` where the tenant is not suspended."""
 
@@ -39,6 +47,7 @@ class Tenant(ResponseBody):
     weight: float
     limits: Limits
     budget: BudgetState | None
+    stored: Stored
     created_at: Timestamp
     suspended_at: Timestamp | None
 

@@ -7,9 +7,9 @@ from sqlalchemy.orm import Session
 
 from loraplex.adapters.errors import AdapterRefused
 from loraplex.control.catalog.staged import UploadRoom
-from loraplex.control.db.batch_tables import StoredFile
 from loraplex.control.db.tables import LIVING, AdapterVersion
 from loraplex.control.errors import RateLimited
+from loraplex.control.tenancy.stored import stored_bytes
 from loraplex.control.types import Limits
 
 MAX_COMPARISONS = 64
@@ -37,7 +37,7 @@ def check_quota(session: Session, limits: Limits, tenant_id: str, name: str, num
 def check_bytes(session: Session, limits: Limits, tenant_id: str, num_bytes: int) -> None:
     """Whether the tenant may keep `num_bytes` more of versions and files. Raises AdapterRefused."""
     if limits.max_adapter_bytes is not None:
-        used = _used(session, tenant_id)
+        used = stored_bytes(session, [tenant_id]).get(tenant_id, 0)
         if used + num_bytes > limits.max_adapter_bytes:
             raise AdapterRefused(
                 "quota_exceeded",
@@ -66,12 +66,6 @@ def upload_room(session: Session, limits: Limits, tenant_id: str, name: str) -> 
         return None
     same = (AdapterVersion.tenant_id == tenant_id, AdapterVersion.name == name, LIVING)
     known = session.scalar(select(func.max(AdapterVersion.bytes)).where(*same)) or 0
-    left = max(0, limits.max_adapter_bytes - _used(session, tenant_id))
+    used = stored_bytes(session, [tenant_id]).get(tenant_id, 0)
+    left = max(0, limits.max_adapter_bytes - used)
     return UploadRoom(limits.max_adapter_bytes, left, known)
-
-
-def _used(session: Session, tenant_id: str) -> int:
-    """Bytes of the tenant's living versions and of its files."""
-    versions = select(func.sum(AdapterVersion.bytes)).where(AdapterVersion.tenant_id == tenant_id, LIVING)
-    files = select(func.sum(StoredFile.bytes)).where(StoredFile.tenant_id == tenant_id)
-    return int(session.scalar(versions) or 0) + int(session.scalar(files) or 0)

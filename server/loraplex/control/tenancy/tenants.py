@@ -31,6 +31,7 @@ from loraplex.control.db.tables import (
 )
 from loraplex.control.errors import Conflict, InvalidValue, TenantIdRetired, TenantNotFound
 from loraplex.control.limits.budget_store import budget_states
+from loraplex.control.tenancy.stored import stored_of
 from loraplex.control.types import Limits, Page, TenantInfo, TenantRemoval
 from loraplex.engine.tenant_terms import TenantTerms
 
@@ -220,6 +221,7 @@ def tenant_subject(tenant_id: str) -> str:
 def tenant_infos(session: Session, rows: Sequence[Tenant]) -> list[TenantInfo]:
     limits = {row.id: rules.read_limits(row.limits) for row in rows}
     budgets = budget_states(session, "tenant", limits)
+    stored = stored_of(session, limits)
     return [
         TenantInfo(
             row.id,
@@ -229,6 +231,7 @@ def tenant_infos(session: Session, rows: Sequence[Tenant]) -> list[TenantInfo]:
             row.created_at,
             row.suspended_at,
             budgets.get(row.id),
+            stored[row.id],
         )
         for row in rows
     ]

@@ -11,12 +11,12 @@ const EVERY_MS = 30_000;
 const DAY_MS = 86_400_000;
 /** Adapters of one kind that are named; a link has the others. */
 const SHOWN = 20;
-/** A budget is near its end when less than this part is left. */
-const BUDGET_LEFT = 0.1;
+/** A budget or a quota is near its end when less than this part is left. */
+const PART_LEFT = 0.1;
 /** Errors of an adapter in the last hour: at least so many, of at least this part of its requests. */
 const MIN_ERRORS = 5;
 const MIN_ERROR_RATE = 0.05;
-/** Tenants whose budgets are looked at. */
+/** Tenants whose budgets and quotas are looked at. */
 const MOST_TENANTS = 2000;
 
 const FAILING = { min_errors: MIN_ERRORS, min_error_rate: MIN_ERROR_RATE, sort: "errors", order: "desc" };
@@ -40,7 +40,10 @@ async function read(signal) {
   const incompatible = await adapters({ state: "incompatible", hours: 0 });
   const paused = await adapters({ release: "paused", hours: 0 });
   const rolledBack = await api.get("audit", { action: "release.rolled_back", start, limit: SHOWN }, { signal });
-  return { engine, cluster, failing, corrupt, incompatible, paused, rolledBack, tenants };
+  // The first by a caller's files, the second by what the engine computed with them.
+  const refused = await api.get("audit", { action: "version.upload", outcome: "refused", start, limit: SHOWN }, { signal });
+  const rejected = await api.get("audit", { action: "version.check", outcome: "refused", start, limit: SHOWN }, { signal });
+  return { engine, cluster, failing, corrupt, incompatible, paused, rolledBack, refused, rejected, tenants };
 }
 
 export default function Needs() {
@@ -53,9 +56,14 @@ export default function Needs() {
 /** The first of each. @param {Need[]} needs */
 const once = (needs) => needs.filter(({ what }, i) => needs.findIndex((other) => other.what === what) === i);
 
+/** The rows of an action, the newest of each name. @param {any} page Of GET /audit. @param {string} action @param {(row: any) => Need} of */
+function ofAudit(page, action, of) {
+  const needs = once(page.data.map(of));
+  return { needs, count: needs.length + (page.next_cursor ? 1 : 0), href: `#/audit?action=${action}` };
+}
+
 /** @param {any} data As `read` gives it. */
-function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rolledBack, tenants }) {
-  const rollbacks = once(rolledBack.data.map(ofRollback));
+function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rolledBack, refused, rejected, tenants }) {
   const all = [
     { title: "Engines", act: "Look at the node and its log. An engine comes back by itself once its process runs.", needs: engines(engine, cluster) },
     {
@@ -78,15 +86,24 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
     },
     {
       title: "Rollbacks of the last day", act: "Read the guard's reason before you release the version again.",
-      href: "#/audit?action=release.rolled_back", count: rollbacks.length + (rolledBack.next_cursor ? 1 : 0), needs: rollbacks,
+      ...ofAudit(rolledBack, "release.rolled_back", ofRollback),
+    },
+    {
+      title: "Versions that failed their check in the last day", act: "Read the version's report, then train or export it again.",
+      ...ofAudit(rejected, "version.check", ofCheck),
+    },
+    {
+      title: "Uploads that were refused in the last day", act: "Tell the tenant what the code means, or raise the limit that it names.",
+      ...ofAudit(refused, "version.upload", ofUpload),
     },
     { title: "Budgets near their end", act: "Raise the budget, or tell the tenant.", needs: budgets(tenants) },
+    { title: "Quotas near their end", act: "Raise the limit, or tell the tenant to delete adapters, versions or files.", needs: quotas(tenants) },
   ];
   const open = all.filter((section) => section.needs.length > 0);
   // Of the tenants that were not read nothing is said.
   const isCut = tenants.length >= MOST_TENANTS;
   return html`${isCut && html`<p class="note" data-testid="needs-cut">
-      Budgets of the first ${ui.num(MOST_TENANTS)} tenants were looked at. The others' are on their <a href="#/tenants">pages</a>.
+      Budgets and quotas of the first ${ui.num(MOST_TENANTS)} tenants were looked at. The others' are on their <a href="#/tenants">pages</a>.
     </p>`}
     ${open.map((section) => html`<${Section} key=${section.title} ...${section} />`)}
     ${!open.length && html`<${ui.Empty}>${isCut ? "Nothing else that was looked at needs you now." : "Nothing needs you now."}<//>`}`;
@@ -135,6 +152,22 @@ function ofRollback(row) {
   };
 }
 
+/** @param {any} row Of GET /audit; its target is `tenants/TENANT/adapters/NAME/versions/VERSION`. @returns {Need} */
+function ofCheck(row) {
+  const [, tenant, , name, , version] = row.target.split("/");
+  return {
+    what: `${tenant}/${name}@${version}`, href: adapterHref(tenant, name),
+    why: html`<code>${row.code}</code> on <${ui.Time} at=${row.time} />.`,
+  };
+}
+
+/** @param {any} row Of GET /audit; its target is `tenants/TENANT/adapters/NAME/versions`, of a name that may have none. @returns {Need} */
+function ofUpload(row) {
+  const [, tenant, , name] = row.target.split("/");
+  const chosen = new URLSearchParams({ action: "version.upload", outcome: "refused", ...(row.tenant_id && { tenant: row.tenant_id }) });
+  return { what: `${tenant}/${name}`, href: `#/audit?${chosen}`, why: html`<code>${row.code}</code> on <${ui.Time} at=${row.time} />.` };
+}
+
 /** @param {any} engine @param {any} cluster @returns {Need[]} */
 function engines(engine, cluster) {
   const away = cluster.replicas.filter((/** @type {any} */ one) => one.state === "away");
@@ -145,7 +178,14 @@ function engines(engine, cluster) {
 
 /** @param {any[]} tenants @returns {Need[]} */
 const budgets = (tenants) => tenants
-  .filter(({ budget }) => budget && budget.left < BUDGET_LEFT * budget.limit)
+  .filter(({ budget }) => budget && budget.left < PART_LEFT * budget.limit)
   .map(({ id, budget }) => ({
     what: id, href: limitsHref(id), why: `${ui.num(budget.left)} of ${ui.num(budget.limit)} tokens are left.`,
   }));
+
+/** @param {any[]} tenants @returns {Need[]} */
+const quotas = (tenants) => tenants.flatMap(({ id, limits, stored }) => [
+  ["adapters", stored.adapters, limits.max_adapters, ui.num],
+  ["bytes", stored.bytes, limits.max_adapter_bytes, ui.bytes],
+].filter(([, used, limit]) => used !== null && limit - used < PART_LEFT * limit)
+  .map(([name, used, limit, show]) => ({ what: `${id}: ${name}`, href: limitsHref(id), why: `${show(used)} of ${show(limit)} are used.` })));

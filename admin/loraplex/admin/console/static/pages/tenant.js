@@ -3,7 +3,7 @@ import { api, path } from "../lib/api.js";
 import { html } from "../lib/html.js";
 import { budgetName, limitName, limitShown, setLimits } from "../lib/limits.js";
 import { usePoll } from "../lib/poll.js";
-import { caller, isOperator, mayCall } from "../lib/store.js";
+import { caller, isOperator } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
 import { Keys } from "./keys.js";
 import { Suspend, Suspended } from "./suspension.js";
@@ -12,8 +12,6 @@ import { Removal } from "./tenant_removal.js";
 import { Usage } from "./usage.js";
 
 const EVERY_MS = 5000;
-/** Adapters are counted one by one, so only up to this limit. */
-const COUNTED = 2000;
 
 /** @param {{ tenant: string }} props */
 export default function Tenant({ tenant: id }) {
@@ -37,11 +35,7 @@ export default function Tenant({ tenant: id }) {
 async function readLimits(id, signal) {
   const found = await api.get(path`tenants/${id}`, {}, { signal });
   /** @type {Record<string, number>} */
-  const used = {};
-  const { max_adapters: most } = found.limits;
-  if (most !== null && most <= COUNTED && mayCall("adapters:read")) {
-    used.max_adapters = (await api.list(path`tenants/${id}/adapters`, {}, { signal, most })).length;
-  }
+  const used = { max_adapters: found.stored.adapters, max_adapter_bytes: found.stored.bytes };
   if (isOperator.value) {
     const { stats } = await api.get("engine", {}, { signal });
     const sequences = stats?.tenants[id];
