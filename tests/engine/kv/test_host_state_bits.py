@@ -71,12 +71,14 @@ def make_asked(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Iterato
     def make(
         kv_cache_dtype: str, device_blocks: int, num_snapshots: int, host_blocks: int, **more: Any
     ) -> Asked:
+        """`kv_cache_dtype`: auto is float32 here."""
         caches = plan_model(base).shape.caches
-        one = block_bytes(caches, torch.int8 if kv_cache_dtype == "int8" else torch.float32)
+        dtype = "bfloat16" if kv_cache_dtype == "bfloat16" else "float32"
+        one = block_bytes(caches, torch.int8 if kv_cache_dtype == "int8" else getattr(torch, dtype))
         places, state = 4, state_bytes(caches)
         asked = Asked(
-            base, tmp_path / str(len(made)), adapters, kernels="numba", dtype="float32",
-            kv_cache_dtype=kv_cache_dtype, state_cache=num_snapshots * state,
+            base, tmp_path / str(len(made)), adapters, kernels="numba", dtype=dtype,
+            kv_cache_dtype="int8" if kv_cache_dtype == "int8" else "auto", state_cache=num_snapshots * state,
             kv_cache_memory=device_blocks * one + places * slot_bytes(caches) + num_snapshots * state,
             kv_host_memory=host_blocks * one, adapter_memory=8 << 20, adapter_cpu_memory=8 << 20,
             max_num_seqs=places, num_threads=1, max_model_len=16 * min(device_blocks, 15), **more,
@@ -99,7 +101,9 @@ def questions(rng: random.Random) -> list[Question]:
     return made
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "lookahead"), [("auto", 0), ("auto", 1), ("int8", 1)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "lookahead"), [("auto", 0), ("auto", 1), ("int8", 1), ("bfloat16", 0)]
+)
 def test_restored_prefixes_have_the_same_bits(
     make_asked: Callable[..., Asked],
     copied: Copied,
