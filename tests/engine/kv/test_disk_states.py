@@ -25,7 +25,8 @@ from support.models.loading import plan_model
 from support.simulator.histories import Summary, Violation, play
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-HISTORIES = range(40)
+HISTORIES = (*range(40), 3018)
+"""In the last one a line of a batch loses its adapter, which was deleted, and has a state."""
 LONG = tuple(range(1, 162))
 """A prompt of ten blocks and a token."""
 

@@ -41,10 +41,10 @@ def states_go_on_when_memory_runs_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def place_lost_at_an_early_end(patch: pytest.MonkeyPatch) -> None:
-    def leak(self: SequenceBlocks, seq: Sequence) -> None:
+    def leak(self: SequenceBlocks, seq: Sequence, *, keeps: bool = True) -> None:
         if not seq.num_outputs:
             seq.window_slot = -1
-        drop(self, seq)
+        drop(self, seq, keeps=keeps)
 
     drop = SequenceBlocks.drop
     patch.setattr(SequenceBlocks, "drop", leak)

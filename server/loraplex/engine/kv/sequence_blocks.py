@@ -409,12 +409,12 @@ class SequenceBlocks(TieredBlocks):
         seq.num_given_back += len(unseen)
         seq.block_ids = tuple(GIVEN_BACK if gone else block for block, gone in zip(table, given, strict=True))
 
-    def drop(self, seq: Sequence) -> None:
-        """A sequence gives up all of its blocks, and its window and states."""
+    def drop(self, seq: Sequence, *, keeps: bool = True) -> None:
+        """A sequence gives up all of its blocks, and its window and states; `keeps` as of `SequenceStates.drop`."""
         self.restoring.pop(seq, None)
         self.release(self.held(seq.block_ids))
         if self.states is not None:
-            self.states.drop(seq)
+            self.states.drop(seq, keeps=keeps)
         seq.block_ids, seq.num_given_back, seq.blocks_done = (), 0, 0
         if seq.window_slot >= 0:
             self.places.release(seq.window_slot)

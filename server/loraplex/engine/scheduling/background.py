@@ -105,7 +105,7 @@ class BackgroundSequences:
         if seq.request.batch:
             self.turns.leave(seq.request.tenant_id)
         if seq.aside:
-            self._blocks.drop(seq)
+            self._blocks.drop(seq, keeps=self._has_adapter(seq))
             seq.slot = -1
             self._waiting.pop(seq, None)
             self.begun.pop(seq, None)
@@ -244,7 +244,8 @@ class BackgroundSequences:
     def _stop(self, seq: Sequence) -> None:
         """Put a sequence back among those that wait, to be computed again. See `Scheduler._preempt` for the tokens that
         a step in flight samples for it."""
-        self._blocks.drop(seq)
+        # Nothing gets a name of a version that may have been deleted.
+        self._blocks.drop(seq, keeps=self._has_adapter(seq))
         seq.slot = -1
         seq.state = SequenceState.WAITING
         seq.lost_until = max(seq.lost_until, seq.num_computed)
