@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -184,23 +184,25 @@ def ours(
     command += ["--kv-cache-memory", "4GiB", "--max-adapter-rank", "16", *options]
     env = {"LORAPLEX_ADMIN_TOKEN": "bench-token"}
     with running(command, env, f"http://127.0.0.1:{OUR_PORT}/readyz", work / "loraplex.log"):
-        admin = httpx.Client(
-            base_url=f"http://127.0.0.1:{OUR_ADMIN_PORT}/admin/v1",
-            headers={"authorization": "Bearer bench-token"},
-            timeout=60,
+        yield OUR_PORT, push(work, "bench", range(adapters))
+
+
+def push(work: Path, tenant: str, numbers: Iterable[int]) -> str:
+    """Make a tenant of `ours` with these of WORKDIR's adapters; its key."""
+    admin = httpx.Client(
+        base_url=f"http://127.0.0.1:{OUR_ADMIN_PORT}/admin/v1",
+        headers={"authorization": "Bearer bench-token"},
+        timeout=60,
+    )
+    admin.post("/tenants", json={"id": tenant})
+    for number in numbers:
+        folder = work / "adapters" / f"a{number}"
+        files = {n: (folder / n).read_bytes() for n in ("adapter_config.json", "adapter_model.safetensors")}
+        answer = admin.post(
+            f"/tenants/{tenant}/adapters/a{number}/versions", files={n: (n, f) for n, f in files.items()}
         )
-        admin.post("/tenants", json={"id": "bench"})
-        for number in range(adapters):
-            folder = work / "adapters" / f"a{number}"
-            files = {
-                n: (folder / n).read_bytes() for n in ("adapter_config.json", "adapter_model.safetensors")
-            }
-            answer = admin.post(
-                f"/tenants/bench/adapters/a{number}/versions", files={n: (n, f) for n, f in files.items()}
-            )
-            answer.raise_for_status()
-        key = admin.post("/tenants/bench/keys", json={"name": "bench"}).json()["secret"]
-        yield OUR_PORT, key
+        answer.raise_for_status()
+    return str(admin.post(f"/tenants/{tenant}/keys", json={"name": "bench"}).json()["secret"])
 
 
 def load(work: Path, point: Point, port: int, key: str) -> dict[str, float]:

@@ -103,7 +103,7 @@ def read_machine(settings: Settings) -> Machine:
         engine_port=_port(*settings.engine_address) if settings.engine_address[1] else None,
         shared_memory=_shared_memory(),
         ray=ray_version(),
-        prefixes=prefixes and read_disk(prefixes),
+        prefixes=None if prefixes is None else read_disk(prefixes),
         prefix_bytes=0 if prefixes is None else _bytes_below(prefixes),
     )
 
