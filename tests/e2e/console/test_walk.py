@@ -120,7 +120,7 @@ def test_from_the_adapter_that_fails_to_a_larger_budget(
     # Its release, paused.
     began = time.monotonic()
     walk.click(first.get_by_test_id("see-release"))
-    walk.whole("its release", screen["release-pause"], screen["arm-row"].first, began=began)
+    walk.whole("its release", screen["release-pause"], screen["arm"].first, began=began)
     expect(heading).to_have_text(f"Release of {HURT[0]}/{HURT[1]}")
     began = time.monotonic()
     walk.click(screen["release-pause"])
@@ -170,5 +170,5 @@ def test_the_list_leads_to_the_release_of_the_adapter_that_fails(
     walk.whole("the list", first, began=began)
     expect(first).to_have_attribute("data-key", "/".join(HURT))
     walk.click(first.get_by_test_id("see-release"))
-    walk.whole("its release", screen["released"], screen["arm-row"].first, began=began)
+    walk.whole("its release", screen["released"], screen["arm"].first, began=began)
     assert walk.clicks == 1
