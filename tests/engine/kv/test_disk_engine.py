@@ -158,7 +158,9 @@ def test_what_was_erased_is_not_there_after_a_restart(make_asked: MakeAsked) -> 
 
 
 def test_a_damaged_file_is_computed(make_asked: MakeAsked, tmp_path: Path) -> None:
-    ask_twice(make_asked(), question(None))
+    first = make_asked()
+    ask_twice(first, question(None))
+    first.close()  # what waits is written
     files = [path for path in (tmp_path / "disk").rglob("*") if path.is_file() and path.stat().st_size > 1000]
     assert len(files) == 8
     for path in files:
