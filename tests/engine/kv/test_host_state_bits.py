@@ -16,6 +16,7 @@ from loraplex.engine.execution.kv_cache import KVMemoryTooSmall
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.host_blocks import HostBlocks
+from loraplex.engine.kv.host_tier import most_of_tenant
 from loraplex.engine.kv.states import slot_bytes, state_bytes
 from loraplex.engine.types import BlockCopy
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
@@ -155,10 +156,13 @@ def test_memory_for_no_state_is_refused(base: Path, tmp_path: Path) -> None:
     caches = plan_model(base).shape.caches
     one = block_bytes(caches, torch.float32)
     with pytest.raises(
-        KVMemoryTooSmall, match=r"holds no state of .* beside a block; raise it to"
+        KVMemoryTooSmall, match=r"holds no state of .* beside a block; for 8 of them raise it to"
     ) as refused:
         LocalEngine(base, tmp_path / "a", kernels="numba", dtype="float32", kv_host_memory=3 * one)
     enough = int(str(refused.value).rsplit(" ", 1)[1])
     engine = LocalEngine(base, tmp_path / "b", kernels="numba", dtype="float32", kv_host_memory=enough)
-    assert engine.core.stats().num_kv_host_blocks * one == enough
+    num_slots = engine.core.stats().num_kv_host_blocks
+    assert num_slots * one == enough
+    of_tenant, state_slots = most_of_tenant(num_slots), -(-state_bytes(caches) // one)
+    assert of_tenant == 8 * (state_slots + 1)  # eight states, with a block each
     engine.close()

@@ -22,6 +22,8 @@ from loraplex.kernels.attention import BLOCK_SIZE
 
 _CPU_FRACTION = 0.3
 _CPU_LIMIT = 4 << 30
+_USEFUL_STATES = 8
+"""The states of one tenant that the recommended host memory has room for, each with a block."""
 
 
 class SequenceTooLong(LoraplexError):
@@ -61,7 +63,8 @@ def host_slots(num_bytes: int, caches: Sequence[CacheKind], dtype: torch.dtype) 
     if state and state_slots >= most_of_tenant(num_slots):
         raise KVMemoryTooSmall(
             f"--kv-host-memory of {num_bytes} bytes, of which one tenant takes at most half, holds no state of {state} "
-            f"bytes beside a block; raise it to {2 * (state_slots + 1) * one}"
+            f"bytes beside a block; for {_USEFUL_STATES} of them raise it to "
+            f"{2 * _USEFUL_STATES * (state_slots + 1) * one}"
         )
     return num_slots, state_slots
 
