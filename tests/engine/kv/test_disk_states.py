@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv import disk_tier, prefix_keys
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.host_blocks import HostBlocks
 from loraplex.engine.kv.states import slot_bytes, state_bytes
 from loraplex.engine.types import BlockCopy, BlockKey
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.core_engine import CoreEngine, adapter, expected
+from support.engine.fake_runner import Fault
 from support.engine.same_bits import Asked, Question
 from support.fake_block_disk import BlockDisk, FakeBlockStore
+from support.fake_host_memory import BLOCK_BYTES
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 from support.models.loading import plan_model
 from support.simulator.histories import Summary, Violation, play
@@ -130,6 +132,128 @@ def test_a_damaged_part_of_a_state_is_computed() -> None:
     assert cached_after_a_restart(disk) == 0
 
 
+def state_parts(disk: BlockDisk) -> list[int]:
+    """The numbers of the parts of states on the disk."""
+    return sorted(key[1][33] for key, _ in disk.store._blocks.values() if len(key[1]) > 32)
+
+
+def spoil(engine: CoreEngine, name: str) -> None:
+    """A request on `LONG` finds its prefix, and ends since its numbers are not finite."""
+    engine.runner.fault = lambda plan: Fault(poisoned=frozenset({0}))
+    engine.add(name, adapter(1), prompt_ids=LONG, max_tokens=3)
+    engine.step(0.01)
+    engine.runner.fault = lambda plan: Fault()
+    engine.run()
+    assert engine.error(name) == "adapter_not_finite"
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_no_part_of_a_spoilt_state_meets_those_of_the_next(is_written: bool) -> None:
+    disk = BlockDisk(random.Random(1))
+    engine = engine_on(disk)
+    for name in "ab":
+        engine.add(name, adapter(1), prompt_ids=LONG, max_tokens=1)
+        engine.run()
+    if is_written:
+        disk.settle()
+        assert state_parts(disk) == [0, 1, 2]
+    spoil(engine, "spoilt")
+    disk.settle()
+    assert state_parts(disk) == ([1, 2] if is_written else [])
+    written: list[int] = []
+    write = disk.store.write
+
+    def record(key: BlockKey, payload: memoryview) -> bool:
+        written.extend(key[1][33:34])
+        return write(key, payload)
+
+    disk.store.write = record  # type: ignore[method-assign]
+    for name in "cd":
+        engine.add(name, adapter(1), prompt_ids=LONG, max_tokens=1)
+        engine.run()
+    disk.settle()
+    assert written == [0, 1, 2]
+    assert cached_after_a_restart(disk) == 160
+
+
+def test_the_first_part_that_is_nowhere_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state may have hundreds of parts, and a prefix thousands of blocks."""
+    disk = BlockDisk(random.Random(1))
+    engine = engine_on(disk)
+    for name in "ab":
+        engine.add(name, adapter(1), prompt_ids=LONG, max_tokens=1)
+        engine.run()
+    disk.settle()
+    keys = [key for key, _ in disk.store._blocks.values()]
+    disk.store.remove([key for key in keys if len(key[1]) > 32])
+    states, host = engine.core._scheduler.blocks.states, engine.core._scheduler.blocks.host
+    assert states is not None
+    assert host is not None
+    states.disown(keys)
+    host.disown(map(prefix_keys.of_state, keys))
+    named: list[int] = []
+    part_of_state = prefix_keys.part_of_state
+
+    def counted(name: BlockKey, part: int) -> BlockKey:
+        named.append(part)
+        return part_of_state(name, part)
+
+    monkeypatch.setattr(prefix_keys, "part_of_state", counted)
+    engine.add("blocks here", adapter(1), prompt_ids=LONG)
+    assert named == [0] * 20  # of what was read, and of what the disk has
+    named.clear()
+    engine_on(disk).add("blocks on the disk", adapter(1), prompt_ids=LONG)
+    assert named == [0] * 10
+
+
+def waiting_parts(disk: BlockDisk, link: bytes, count: int) -> int:
+    """How many of the parts of a new state the disk takes."""
+    name = prefix_keys.of_state((("acme", None), link * 32))
+    return len(disk.tier.reserve_state([prefix_keys.part_of_state(name, part) for part in range(count)]))
+
+
+def test_a_state_goes_to_the_disk_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "WRITE_BYTES", 4 * BLOCK_BYTES)
+    disk = BlockDisk(random.Random(1))
+    engine_on(disk)
+    assert disk.tier.takes_more(9)
+    assert waiting_parts(disk, b"a", 3) == 3
+    assert not disk.tier.takes_more(3)
+    assert waiting_parts(disk, b"b", 3) == 0
+    assert disk.tier.num_not_asked == 6
+    assert disk.tier.reserve((("acme", None), bytes(32)))  # a block has room
+
+
+def test_a_state_larger_than_what_may_wait_goes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "WRITE_BYTES", 4 * BLOCK_BYTES)
+    disk = BlockDisk(random.Random(1))
+    engine_on(disk)
+    assert waiting_parts(disk, b"a", 9) == 9
+    assert waiting_parts(disk, b"b", 1) == 0
+
+
+def test_a_request_asks_for_a_state_and_its_blocks_or_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks without the state behind them are of no use: nobody is held for them."""
+    disk = BlockDisk(random.Random(1))
+    engine = engine_on(disk)
+    for name in "abcd":
+        engine.add(name, adapter(1), prompt_ids=LONG if name in "ab" else LONG[::-1], max_tokens=1)
+        engine.run()
+    disk.settle()
+    assert len(state_parts(disk)) == 6
+    monkeypatch.setattr(
+        disk_tier, "READ_BYTES", 2 * 20 * BLOCK_BYTES
+    )  # a prefix of ten blocks and three parts
+    again = engine_on(disk)
+    again.add("first", adapter(1), prompt_ids=LONG)
+    again.add("second", adapter(1), prompt_ids=LONG[::-1])
+    assert [*disk.tier._asked] == ["first"]
+    disk.settle()
+    again.run()
+    usages = [again.end(name).usage for name in ("first", "second")]
+    assert [usage.cached_tokens for usage in usages if usage is not None] == [160, 0]
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     family = FAMILIES["qwen3_5-2"] | {"max_position_embeddings": 2048}
@@ -211,19 +335,33 @@ def test_the_last_part_of_a_state_brings_nobody_elses_bytes(
 ) -> None:
     """A state rarely fills its last slot; what a block left there does not go to the disk under another's key."""
     ends: list[bytes] = []
+    slots: list[bytes] = []
     copy = HostBlocks.copy
 
     def dirty(blocks: HostBlocks, copies: tuple[BlockCopy, ...]) -> None:
         for one in copies:
             if one.to_host:
                 blocks._memory[one.slot].fill_(7)
-        copy(blocks, copies)
         last, size = blocks.state_slots - 1, blocks._states.shape[1] % blocks._slot_bytes
-        ends.extend(bytes(blocks._memory[one.slot, size:].numpy()) for one in copies if one.part == last)
+        keep = blocks.keep
+        assert keep is not None
+
+        def look(key: BlockKey, payload: memoryview) -> None:
+            if key == prefix_keys.part_of_state(prefix_keys.state_of_part(key), last):
+                ends.append(bytes(payload[size:]))
+            keep(key, payload)
+
+        blocks.keep = look
+        copy(blocks, copies)
+        blocks.keep = keep
+        slots.extend(bytes(blocks._memory[one.slot, size:].numpy()) for one in copies if one.part == last)
 
     monkeypatch.setattr(HostBlocks, "copy", dirty)
     asked = make_asked()
     for again in "ab":
         asked.alone(again, Question(tuple(range(3, 100)), None, {"max_tokens": 1}))
     assert ends
+    assert all(ends)
     assert not any(map(any, ends))
+    # A copy that a GPU has yet to do may use the slot.
+    assert {byte for end in slots for byte in end} == {7}

@@ -237,6 +237,19 @@ def test_a_state_here_and_blocks_there_are_one_hit() -> None:
     assert engine.tokens("long") == expected(long, 5)
 
 
+@pytest.mark.parametrize(("most", "found"), [(12, 0), (13, 160)])
+def test_a_line_brings_no_blocks_without_their_state(most: int, found: int) -> None:
+    """Ten blocks and a state of three come in one step, or none of them."""
+    engine = engine_that_forgot(("acme", LONG, None), most_restored_blocks=most, num_blocks=60)
+    engine.add("neighbour", tenant_id="other", max_tokens=60)
+    engine.step(0.01)
+    line = engine.add("line", prompt_ids=LONG, background=True, batch=True)
+    engine.run()
+    assert [each for each in restored(engine) if sum(each)] == ([(10, 3)] if found else [])
+    assert cached(engine, line) == found
+    assert engine.tokens("line") == expected(line, 5)
+
+
 @pytest.mark.parametrize("ref", [None, adapter(1)], ids=["base", "adapter"])
 def test_nothing_of_a_deleted_tenant_is_found(ref: Any) -> None:
     engine = engine_that_forgot(("acme", LONG, ref), ("kept", LONG, None))

@@ -55,7 +55,9 @@ class Waits:
             waits.add("grammar")
         if self._disk is not None:
             keys, num_blocks = self._blocks.on_disk(seq)
-            if keys and self._disk.ask(request.request_id, keys, self._seconds(seq, num_blocks * BLOCK_SIZE)):
+            most_s = self._seconds(seq, num_blocks * BLOCK_SIZE) if keys else 0.0
+            whole = self._blocks.states is not None  # the last block has the state behind it
+            if keys and self._disk.ask(request.request_id, keys, most_s, whole=whole):
                 waits.add("disk")
         if waits:
             self._of[request.request_id] = waits

@@ -18,9 +18,10 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Row
-from dataclasses import dataclass
 
+from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.block_store import BlockStore
+from loraplex.engine.kv.disk_work import Asked, Write
 from loraplex.engine.types import BlockKey
 
 _log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ READ_BYTES = 512 << 20
 KEPT_S = 30.0
 """Time for which what was read waits for a request that cannot begin yet; it computes its prefix then."""
 WRITE_BYTES = 128 << 20
-"""Bytes that wait to be written."""
+"""Bytes that wait to be written; a state that has more waits alone."""
 LEAST_WAIT_S, MOST_WAIT_S = 0.1, 3.0
 """Bounds of the time for which a request is held."""
 REST_S = 30.0
@@ -47,25 +48,6 @@ _RATE = 0.2
 """The weight of the last read in the mean time of a read."""
 _FIRST_SPEED = 200e6
 """Bytes a second that a disk is taken to read before it has shown its own speed, or not for a while."""
-
-
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A request that has asked for blocks. `missing` are those that were not read yet; `until` when it goes on without
-    them; `is_held` before it was told to go on."""
-
-    until: float
-    keys: tuple[BlockKey, ...]
-    missing: set[BlockKey]
-    is_held: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    """A block that is to be written. `payload` is None until the runner has copied it."""
-
-    payload: memoryview | None = None
-    is_void: bool = False  # its owner was erased
 
 
 class DiskTier:
@@ -95,14 +77,14 @@ class DiskTier:
         self._least_blocks = least_blocks
         self._wake = wake
         self._clock = clock
-        self._asked: dict[str, _Asked] = {}
+        self._asked: dict[str, Asked] = {}
         self._changed = threading.Condition()
         # Under the condition's lock.
-        self._wanted: dict[BlockKey, list[_Asked]] = {}
+        self._wanted: dict[BlockKey, list[Asked]] = {}
         self._num_wanted: Counter[str] = Counter()  # by tenant
         self._queue: OrderedDict[str, deque[BlockKey]] = OrderedDict()  # to be read, by tenant, in turns
         self._arrived: dict[BlockKey, bytes] = {}
-        self._writes: OrderedDict[BlockKey, _Write] = OrderedDict()
+        self._writes: OrderedDict[BlockKey, Write] = OrderedDict()
         self._to_write: deque[BlockKey] = deque()
         self._full = 0  # writes that were not asked for, since too many wait
         self._read_s = block_bytes / _FIRST_SPEED  # the mean time of a read
@@ -132,16 +114,18 @@ class DiskTier:
         """Blocks that one tenant's requests may have asked for at a time."""
         return READ_BYTES // self._block_bytes // 2
 
-    def ask(self, request_id: str, keys: Row[BlockKey], most_s: float) -> bool:
-        """Read these blocks of one tenant for a request, as many of the first as there is room for. `most_s`: what
-        computing all of them takes. Returns whether it is to be held: not if they are few, if the reader has more to do
-        than it can meanwhile, or if the disk is being left alone."""
+    def ask(self, request_id: str, keys: Row[BlockKey], most_s: float, *, whole: bool = False) -> bool:
+        """Read these blocks of one tenant for a request, as many of the first as there is room for; `whole`: all or
+        none. `most_s`: what computing all of them takes. Returns whether it is to be held: not if they are few, if the
+        reader has more to do than it can meanwhile, or if the disk is being left alone."""
         now, tenant_id, num_asked = self._clock(), keys[0][0][0], len(keys)
         with self._changed:
             room = READ_BYTES // self._block_bytes - len(self._wanted)
             room = max(0, min(room, self.most_asked - self._num_wanted[tenant_id]))
             new = [key for key in keys if key not in self._wanted]
             if len(new) > room:
+                if whole:
+                    return False
                 keys, new = keys[: keys.index(new[room])], new[:room]
             if len(keys) < self._least_blocks or self._is_resting("read", now):
                 return False
@@ -151,7 +135,7 @@ class DiskTier:
             if not self._queue:
                 self._moved_at = now
             missing = {key for key in keys if key not in self._arrived}
-            asked = self._asked[request_id] = _Asked(now + most_s, tuple(keys), missing, bool(missing))
+            asked = self._asked[request_id] = Asked(now + most_s, tuple(keys), missing, bool(missing))
             for key in keys:
                 if key not in self._wanted:
                     self._queue.setdefault(tenant_id, deque()).append(key)
@@ -211,7 +195,7 @@ class DiskTier:
             with self._changed:
                 self._drop(asked, asked.keys)
 
-    def _drop(self, asked: _Asked, keys: Iterable[BlockKey]) -> None:
+    def _drop(self, asked: Asked, keys: Iterable[BlockKey]) -> None:
         for key in keys:
             users = self._wanted.get(key, [])
             if asked in users:
@@ -219,7 +203,7 @@ class DiskTier:
                 if not users:
                     self._forget(key)
 
-    def _forget(self, key: BlockKey) -> list[_Asked]:
+    def _forget(self, key: BlockKey) -> list[Asked]:
         """A block is wanted no more. Returns the requests that wanted it."""
         self._num_wanted[key[0][0]] -= 1
         if not self._num_wanted[key[0][0]]:
@@ -229,29 +213,43 @@ class DiskTier:
 
     # Writing.
 
-    def takes_more(self) -> bool:
-        """Whether there is room for a block that is to be written. That there is none is counted."""
+    def takes_more(self, count: int = 1) -> bool:
+        """Whether there is room for blocks that are to be written. That there is none is counted."""
         with self._changed:
-            has_room = len(self._writes) * self._block_bytes < WRITE_BYTES
-            takes_more = has_room and not self._is_resting("write", self._clock())
-            self._full += not takes_more
+            takes_more = self._has_room(count) and not self._is_resting("write", self._clock())
+            self._full += 0 if takes_more else count
             return takes_more
+
+    def _has_room(self, count: int) -> bool:
+        return not self._writes or (len(self._writes) + count - 1) * self._block_bytes < WRITE_BYTES
 
     def reserve(self, key: BlockKey) -> bool:
         """Whether the runner is to hand on this block: `put` must follow. False where it is on the disk, or will be,
         and where the disk has enough to write, or is being left alone."""
-        if key in self.store:
-            return False
+        return key not in self.store and self._reserve((key,))
+
+    def reserve_state(self, parts: Row[BlockKey]) -> Row[BlockKey]:
+        """The parts of a state that the runner is to hand on: all that the disk lacks, or none. Without the first one
+        on it the others may be of a state that was no good, and are replaced."""
+        with self._changed:
+            is_on_way = parts[0] in self._writes
+        if not is_on_way and parts[0] not in self.store:
+            self.remove(parts)
+        elif not is_on_way:
+            parts = [part for part in parts if part not in self.store]
+        return parts if parts and not is_on_way and self._reserve(parts) else ()
+
+    def _reserve(self, keys: Row[BlockKey]) -> bool:
         now = self._clock()
         with self._changed:
-            if key in self._writes or self._closed:
+            if self._closed or any(key in self._writes for key in keys):
                 return False
             if self._writing_since is not None and now - self._writing_since > _STUCK_S:
                 self._rest("write", now, "a block is still being written")
-            if self._is_resting("write", now) or len(self._writes) * self._block_bytes >= WRITE_BYTES:
-                self._full += 1
+            if self._is_resting("write", now) or not self._has_room(len(keys)):
+                self._full += len(keys)
                 return False
-            self._writes[key] = _Write()
+            self._writes.update((key, Write()) for key in keys)
         return True
 
     def put(self, key: BlockKey, payload: memoryview) -> None:
@@ -283,6 +281,12 @@ class DiskTier:
         gone = frozenset(keys)
         self.store.remove(gone)
         self._void(gone.__contains__)
+
+    def remove_states(self, names: Iterable[BlockKey]) -> None:
+        """The states of these names are no good. Each is found by all of its parts: the first alone is removed."""
+        gone = frozenset(names)
+        self.store.remove(prefix_keys.part_of_state(name, 0) for name in gone)
+        self._void(lambda key: prefix_keys.state_of_part(key) in gone)
 
     def _void(self, is_gone: Callable[[BlockKey], bool]) -> None:
         with self._changed:
@@ -342,7 +346,8 @@ class DiskTier:
     def _tried(self, what: str, *, did: bool) -> None:
         self._failed[what] = 0 if did else self._failed[what] + 1
         if self._failed[what] >= _MOST_FAILED:
-            self._rest(what, self._clock(), f"the last {_MOST_FAILED} blocks could not be {_DONE[what]}")
+            done = "read" if what == "read" else "written"
+            self._rest(what, self._clock(), f"the last {_MOST_FAILED} blocks could not be {done}")
 
     # The reader's thread.
 
@@ -443,6 +448,3 @@ class DiskTier:
                     self._to_sweep = True
             self._changed.notify_all()
         return key is not None
-
-
-_DONE = {"read": "read", "write": "written"}

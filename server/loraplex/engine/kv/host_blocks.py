@@ -30,8 +30,9 @@ class HostBlocks:
             self._memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         else:
             self._memory = untouched_zeros(shape, torch.uint8)
-        self._on_way: dict[int, BlockKey] = {}
-        """The blocks that a GPU still copies, and that go on to the disk, by their slots."""
+        self._on_way: dict[int, tuple[BlockKey, int]] = {}
+        """The blocks that a GPU still copies, and that go on to the disk, by their slots, each with its bytes; a slot
+        may end with another tenant's."""
 
     @property
     def state_slots(self) -> int:
@@ -53,17 +54,15 @@ class HostBlocks:
                 continue
             if one.to_host and one.slot in self._on_way:
                 self._hand_on()
+            num_bytes = 0
             for on_device, on_host in self._pairs(one):
+                num_bytes += on_host.nbytes
                 if one.to_host:
                     on_host.copy_(on_device, non_blocking=True)
-                    if one.part is not None:
-                        self._memory[
-                            one.slot, on_host.nbytes :
-                        ].zero_()  # another tenant's block may end there
                 else:
                     on_device.copy_(on_host, non_blocking=True)
             if one.to_host and one.key is not None:
-                self._on_way[one.slot] = one.key
+                self._on_way[one.slot] = one.key, num_bytes
                 if not self._is_pinned:
                     self._hand_on()
 
@@ -91,9 +90,11 @@ class HostBlocks:
             return
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()
-        for slot, key in self._on_way.items():
+        for slot, (key, num_bytes) in self._on_way.items():
             if self.keep is not None:
-                self.keep(key, self._memory[slot].clone().numpy().data)
+                payload = self._memory[slot].clone()  # queued copies may use the slot itself
+                payload[num_bytes:].zero_()
+                self.keep(key, payload.numpy().data)
         self._on_way.clear()
 
     def _fill(self, one: BlockCopy, payload: bytes) -> None:

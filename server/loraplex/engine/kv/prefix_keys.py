@@ -101,6 +101,11 @@ def part_of_state(name: BlockKey, part: int) -> BlockKey:
     return name[0], name[1] + part.to_bytes(4, "little")
 
 
+def state_of_part(key: BlockKey) -> BlockKey:
+    """The name of the state that `key` names a part of. No state has the one that a block's key gives."""
+    return key[0], key[1][: _LINK_BYTES + len(_OF_STATE)]
+
+
 def is_of_state(key: BlockKey) -> bool:
     return key[1][_LINK_BYTES:] == _OF_STATE
 

@@ -230,6 +230,14 @@ class SequenceBlocks(TieredBlocks):
             self.disk.close_request(seq.request_id)
         return True
 
+    def restore_at_once(self, seq: Sequence, now: float) -> None:
+        """Bring what comes of a sequence's prefix in the next step, and wait for no more. Blocks come to nothing
+        without the state behind them."""
+        keys = prefix_keys.extend_keys(seq)[: prefix_keys.findable_blocks(seq)]
+        if self.states is None or self._comes_at_once(keys[: self._longest(keys, seq.states[-1][0])]):
+            self.restore(seq, now)
+        self.stop_restoring(seq)
+
     def stop_restoring(self, seq: Sequence) -> None:
         """A sequence waits for no more of its prefix, and goes on behind what has come of it."""
         if seq in self.restoring:
@@ -313,8 +321,8 @@ class SequenceBlocks(TieredBlocks):
             key = keys[number - 1]
             name = prefix_keys.of_state(key)
             is_near = bool(self.states.lookup((key,))) or name in self.host
-            parts = [] if is_near else self._state_parts(name)
-            if all(part in self.disk for part in parts):
+            if is_near or self._state_on_disk(name):
+                parts = [] if is_near else self._state_parts(name)
                 wanted = [*parts, *(one for one in keys[:number] if one in lacking)]
                 return (wanted, number - begun) if len(wanted) <= self.disk.most_asked else ([], 0)
         return [], 0
@@ -338,12 +346,12 @@ class SequenceBlocks(TieredBlocks):
                 self._to_host(block, key, is_for_disk=True)
 
     def _keep_state(self, state: int, key: BlockKey) -> None:
-        parts = self._state_parts(prefix_keys.of_state(key))
-        has_room = not self._num_kept or self._num_kept + len(parts) <= self._most_restored
-        if self.disk is None or key[0][1] in self._erased or all(part in self.disk for part in parts):
+        slots, name = self._state_slots, prefix_keys.of_state(key)
+        has_room = not self._num_kept or self._num_kept + slots <= self._most_restored
+        if self.disk is None or key[0][1] in self._erased or self._state_on_disk(name):
             return
-        if has_room and self.disk.takes_more():
-            self._num_kept += len(parts)
+        if has_room and self.disk.takes_more(slots):
+            self._num_kept += slots
             self._state_to_host(state, key)
 
     def _brought(self, seq: Sequence, block_ids: list[int]) -> None:
@@ -430,9 +438,8 @@ class SequenceBlocks(TieredBlocks):
             self.host.disown(map(prefix_keys.of_state, seq.block_keys))
         if self.disk is not None:
             self.disk.remove(seq.block_keys)
-            if self.states is not None:  # a state is found by all of its parts
-                names = map(prefix_keys.of_state, seq.block_keys)
-                self.disk.remove(prefix_keys.part_of_state(name, 0) for name in names)
+            if self.states is not None:
+                self.disk.remove_states(map(prefix_keys.of_state, seq.block_keys))
         if self.states is not None:
             self.states.disown(seq.block_keys)
             self.states.drop(seq, keeps=False)

@@ -60,11 +60,13 @@ class TieredBlocks(BlockManager):
         assert self.host is not None, "nothing is in host memory"
         name = prefix_keys.of_state(key)
         written = self.host.write(name)
-        for part, slot in enumerate(written or (self.host.read(name) if self.disk is not None else ())):
-            on_disk = prefix_keys.part_of_state(name, part)
-            is_for_disk = self.disk is not None and self.disk.reserve(on_disk)
-            if written or is_for_disk:
-                self.copies.append(BlockCopy(state, slot, True, on_disk if is_for_disk else None, part=part))
+        slots = written or (self.host.read(name) if self.disk is not None else ())
+        parts = self._state_parts(name) if slots and self.disk is not None else []
+        for_disk = frozenset(self.disk.reserve_state(parts) if self.disk is not None and parts else ())
+        for part, slot in enumerate(slots):
+            on_disk = parts[part] if parts and parts[part] in for_disk else None
+            if written or on_disk is not None:
+                self.copies.append(BlockCopy(state, slot, True, on_disk, part=part))
 
     def _takes(self, key: BlockKey) -> bool:
         """Whether host memory takes what is forgotten."""
@@ -101,12 +103,29 @@ class TieredBlocks(BlockManager):
     def _state_read(self, name: BlockKey) -> list[tuple[BlockKey, bytes]]:
         """The parts of a state that were read from the disk; none where one of them was not."""
         found: list[tuple[BlockKey, bytes]] = []
-        for part in () if self.disk is None else self._state_parts(name):
+        for number in range(0 if self.disk is None else self._state_slots):
             assert self.disk is not None
+            part = prefix_keys.part_of_state(name, number)
             if (payload := self.disk.payload(part)) is None:
                 return []
             found.append((part, payload))
         return found
+
+    def _state_on_disk(self, name: BlockKey) -> bool:
+        """Whether the disk has all parts of a state. The first that it lacks ends the search: their names are
+        costly."""
+        disk = self.disk
+        return disk is not None and all(
+            prefix_keys.part_of_state(name, number) in disk for number in range(self._state_slots)
+        )
+
+    def _comes_at_once(self, keys: Row[BlockKey]) -> bool:
+        """Whether what the pool lacks of these blocks, and of the state behind them, may all come in the next
+        step."""
+        assert self.states is not None
+        num_blocks = sum(key not in self._block_of for key in keys)
+        num_slots = 0 if not keys or self.states.lookup(keys[-1:]) else self._state_slots
+        return not num_blocks or self._num_restored + num_blocks + num_slots <= self._most_restored
 
     def _longest(self, keys: Row[BlockKey], begun: int) -> int:
         """The most blocks of these that are in the pool, in host memory or read from the disk, with a state behind

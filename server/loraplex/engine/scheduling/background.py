@@ -224,8 +224,7 @@ class BackgroundSequences:
         self._blocks.begin(seq, self._blocks.find(seq) if seq.request.batch else [])
         if seq in self._blocks.restoring:
             # It waits for no more of its prefix than what comes in this step.
-            self._blocks.restore(seq, now)
-            self._blocks.stop_restoring(seq)
+            self._blocks.restore_at_once(seq, now)
         if seq.request.batch and seq.epoch == 0:
             seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
 
