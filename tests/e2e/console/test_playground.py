@@ -138,6 +138,9 @@ def test_a_version_that_classifies_shows_its_labels_and_their_probabilities(
     expect(screen["pooled"]).to_contain_text("<b>glad</b>")
     screen.go("playground/pirate")
     screen["play-model"].first.fill("names@v1")
+    expect(screen["play-curl"].locator("..")).to_contain_text(
+        "A version that classifies is asked at /v1/classify"
+    )
     screen["play-prompt"].fill("sea")
     screen["play-send"].click()
     expect(screen["play-status"].nth(1)).to_contain_text("classified · pirate@v1")
@@ -153,6 +156,13 @@ def test_a_version_that_classifies_shows_its_labels_and_their_probabilities(
     assert json.loads(screen.text("play-curl").split("-d '")[1][:-1]) == asked
     expect(screen["play-openai"]).to_have_count(0)
     check_axe(screen, "playground")
+    # What a model is asked is known from now on, whatever its column holds.
+    screen["play-clear"].click()
+    screen["play-prompt"].fill("sky")
+    assert "/v1/classify" in screen.text("play-curl")
+    expect(screen["play-curl"].locator("..")).not_to_contain_text("A version that classifies")
+    screen["play-model"].nth(1).fill(SERVED_NAME)
+    assert "/v1/chat/completions" in screen.text("play-curl")
 
 
 @pytest.fixture

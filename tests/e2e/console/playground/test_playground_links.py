@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from urllib.parse import urlencode
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from support.console.browser import PATIENCE_MS, Screen
 from support.console.playground import SHIP, column, last_of, printed, send
 from support.engine.fake_engine import Reply
-from support.http.admin_plane import SERVED_NAME
+from support.http.admin_plane import ADMIN_TOKEN, SERVED_NAME
 from support.http.whole_server import WholeServer, whole_server
 
 pytestmark = pytest.mark.slow
@@ -172,3 +172,18 @@ def test_texts_of_a_link_are_text_and_another_link_replaces_them(
     expect(screen["play-prompt"]).to_have_value("calm")
     expect(screen["play-turn"]).to_have_count(0)
     assert server.plane.engine.requests == []
+
+
+def test_on_the_admin_port_a_link_leads_to_the_same_on_the_data_port(
+    server: WholeServer, screen: Screen
+) -> None:
+    def told(route: Route) -> None:
+        """As with the setting `public_url`."""
+        answer = route.fetch()
+        route.fulfill(response=answer, json=answer.json() | {"data_url": server.data_url})
+
+    screen.page.route("**/caller", told)
+    place = "tenants/acme/playground?" + urlencode({"prompt": "Who's there?", "seed": "41"})
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, place)
+    link = screen["elsewhere"].get_by_role("link")
+    expect(link).to_have_attribute("href", f"{server.data_url}/console#/{place}")

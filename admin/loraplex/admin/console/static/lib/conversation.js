@@ -1,5 +1,5 @@
 /** Conversations of the playground: what a column asks next, as the request that is sent, and what it is answered. */
-import { api, path } from "./api.js";
+import { api, ApiError, path } from "./api.js";
 import { events, piece } from "./stream.js";
 
 /** Likeliest tokens that come with each token. */
@@ -12,10 +12,12 @@ const MAX_LEVELS = 100;
  *   toolChoice: string, oneCall: boolean, logprobs: boolean }} Ask `schema`, `tools`: JSON as it is typed.
  * @typedef {{ id: string, name: string, arguments: string }} Call
  * @typedef {{ text: string, calls: Call[], tokens: import("./stream.js").Token[], status: string, error: any, adapter: string,
- *   state: string, firstMs: number | null, usage: any, classes: any }} Answer `classes`: what `Classes` shows, of a version that classifies.
+ *   state: string, firstMs: number | null, usage: any, classifies: boolean | null, classes: any }} Answer `classifies`: null until the
+ *   server has said it; `classes`: what `Classes` shows, of a version that classifies.
  * @typedef {{ id: string, name: string, text: string }} Result What a call gave.
  * @typedef {{ text: string, results: Result[], body: any, answer: Answer }} Turn `body`: the request, without what streams it.
- * @typedef {{ model: string, turns: Turn[], results: string[] }} Column `results`: as they are typed, by the place of the call.
+ * @typedef {{ id: number, model: string, turns: Turn[], results: string[] }} Column `id`: its own while the page is shown; `results`: as they
+ *   are typed, by the place of the call.
  * @typedef {{ before: Turn[], text: string, results: Result[] }} Told What is said next, and to which turns.
  */
 
@@ -44,6 +46,7 @@ export const NOTHING = {
   state: "",
   firstMs: null,
   usage: null,
+  classifies: null,
   classes: null,
 };
 
@@ -66,8 +69,8 @@ export function typedJson(text) {
   }
 }
 
-/** Whether the model wrote something: else the turn is no part of the conversation. @param {Turn} turn */
-const isWritten = ({ answer }) => Boolean(answer.text || answer.calls.length);
+/** Whether the model wrote something, and did not fail after it: else the turn is no part of the conversation. @param {Turn} turn */
+export const isWritten = ({ answer }) => answer.status !== "failed" && Boolean(answer.text || answer.calls.length);
 
 /** The turns that another one follows: one that failed gives way. @param {Column} column */
 function standing({ turns }) {
@@ -144,6 +147,7 @@ export function bodyOf(model, ask, told) {
 export async function answer({ text, body }, signal, change) {
   try {
     const { head } = await api.get(path`/v1/models/${body.model}`, {}, { signal });
+    change({ classifies: Boolean(head) });
     await (head ? classify(body.model, head, text, signal, change) : stream(body, signal, change));
   } catch (error) {
     change(signal.aborted ? { status: "stopped" } : { status: "failed", error });
@@ -176,6 +180,7 @@ const servedBy = (got) => ({
 async function stream(body, signal, change) {
   const began = performance.now();
   let text = "";
+  let isFinished = false;
   /** @type {Call[]} */
   let calls = [];
   /** @type {import("./stream.js").Token[]} */
@@ -193,8 +198,11 @@ async function stream(body, signal, change) {
     if (isFirst && (text || calls.length)) change({ firstMs: performance.now() - began });
     if (found.text || found.calls.length) change({ text, calls });
     if (found.usage) change({ usage: found.usage });
-    if (found.finish) change({ status: found.finish, tokens });
+    if (!found.finish) continue;
+    isFinished = true;
+    change({ status: found.finish, tokens });
   }
+  if (!isFinished) throw new ApiError(0, "cut_off", "The connection closed before the answer was whole. Ask again.");
 }
 
 /** @param {Call[]} calls @param {import("./stream.js").CallPiece} piece */

@@ -22,7 +22,7 @@ export function Elsewhere({ title, why, at }) {
   }
   return html`<${Page} title=${title}>
     <p data-testid="elsewhere">${why} in the console there${there ? ":" : ", at /console."}
-      ${there && html` <a href=${there} target="_blank" rel="noreferrer">${there}</a>.`}</p>
+      ${there && html` <a href=${there} target="_blank" rel="noreferrer">${there.split("?")[0]}</a>.`}</p>
     <p>Sign in there with a tenant's key that has the scope inference. The admin token sends no prompts.</p>
     ${isOperator.value && !there && html`<p class="note">The start option <code>--public-url</code> puts a link here.</p>`}
   <//>`;

@@ -4,6 +4,10 @@ const whole = new Intl.NumberFormat();
 const short = new Intl.NumberFormat(undefined, { notation: "compact", maximumFractionDigits: 1 });
 const rounded = new Intl.NumberFormat(undefined, { maximumSignificantDigits: 3 });
 const percents = new Intl.NumberFormat(undefined, { style: "percent", maximumFractionDigits: 1 });
+const large = new Intl.NumberFormat(undefined, { notation: "scientific", maximumSignificantDigits: 3 });
+const largePercents = new Intl.NumberFormat(undefined, { style: "percent", notation: "scientific", maximumSignificantDigits: 3 });
+/** From here on a rounded number is written as 1.23E6. */
+const LARGE = 1e6;
 const moment = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
 const fullMoment = new Intl.DateTimeFormat(undefined, { dateStyle: "full", timeStyle: "long" });
 
@@ -11,13 +15,19 @@ const fullMoment = new Intl.DateTimeFormat(undefined, { dateStyle: "full", timeS
 export const num = (value) => (value === null || value === undefined ? "–" : whole.format(value));
 
 /** Three digits, whatever the size. @param {number | null | undefined} value */
-export const figure = (value) => (value === null || value === undefined ? "–" : rounded.format(value));
+export function figure(value) {
+  if (value === null || value === undefined) return "–";
+  return (Math.abs(value) < LARGE ? rounded : large).format(value);
+}
 
 /** For axes and tiles: 12.3K. @param {number} value */
 export const compact = (value) => short.format(value);
 
 /** @param {number | null | undefined} value A fraction. */
-export const percent = (value) => (value === null || value === undefined ? "–" : percents.format(value));
+export function percent(value) {
+  if (value === null || value === undefined) return "–";
+  return (Math.abs(value) * 100 < LARGE ? percents : largePercents).format(value);
+}
 
 /** @param {number | null | undefined} value */
 export function bytes(value) {

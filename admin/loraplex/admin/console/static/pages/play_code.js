@@ -6,13 +6,14 @@ import { Section } from "../lib/ui.js";
 
 /**
  * The request that Send would send, or with nothing typed the last one.
- * @param {{ column: import("../lib/conversation.js").Column, ask: import("../lib/conversation.js").Ask }} props
+ * @param {{ column: import("../lib/conversation.js").Column, ask: import("../lib/conversation.js").Ask, kinds: Map<string, boolean> }} props
+ *   `kinds`: whether a model classifies, by its name, once it was asked.
  */
-export function Code({ column, ask }) {
+export function Code({ column, ask, kinds }) {
   const last = column.turns.at(-1);
   const told = next(column, ask.prompt) ?? (last ? null : { before: [], text: "…", results: [] });
   const chat = told ? bodyOf(column.model, ask, told) : last?.body;
-  const classifies = Boolean(last?.answer.classes);
+  const classifies = kinds.get(chat.model) ?? false;
   const body = classifies ? { model: chat.model, input: told ? told.text : last?.text } : chat;
   const root = urlOf("/v1").href;
   const curl = [
@@ -22,7 +23,9 @@ export function Code({ column, ask }) {
     `  -d '${JSON.stringify(body).replaceAll("'", "'\\''")}'`,
   ].join("\n");
   const which = told ? "The next request" : "The last request";
-  return html`<${Section} title="The same request elsewhere" note="${which} of the last column, to ${chat.model}. LORAPLEX_API_KEY holds your key.">
+  const unknown = kinds.has(chat.model) ? "" : " A version that classifies is asked at /v1/classify instead, which is shown here after its first turn.";
+  return html`<${Section} title="The same request elsewhere"
+    note="${which} of the last column, to ${chat.model}. LORAPLEX_API_KEY holds your key.${unknown}">
     <h3>curl</h3>
     <pre data-testid="play-curl" tabindex="0">${curl}</pre>
     ${!classifies && html`<h3>openai for Python</h3>

@@ -50,7 +50,7 @@ export function Tokens({ tokens }) {
       likely is ${said(least)}. Lines are under tokens below
       ${LEVELS.map((level, place) => html` <span class=${`token p${place + 1}`}>${percent(level)}</span>`)}.
       ${at === null && " Choose a token to see what else was likely."}</p>
-    ${at !== null && html`<${Likely} token=${tokens[at]} />`}`;
+    ${at !== null && tokens[at] && html`<${Likely} token=${tokens[at]} />`}`;
 }
 
 /** @param {{ token: Token }} props */

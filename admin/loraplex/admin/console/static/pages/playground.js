@@ -1,6 +1,6 @@
 /** Playground: the base and versions of an adapter in conversations side by side, with one seed. Only on the data port. */
 import { api } from "../lib/api.js";
-import { again, answer, bodyOf, hasResults, next, NOTHING, typedJson } from "../lib/conversation.js";
+import { again, answer, bodyOf, hasResults, isWritten, next, NOTHING, typedJson } from "../lib/conversation.js";
 import { canAsk, Elsewhere } from "../lib/elsewhere.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
 import { place, rest } from "../lib/place.js";
@@ -22,7 +22,7 @@ const WHY = "Prompts go to the data port, so the playground is";
 /** @param {{ tenant?: string, adapter?: string }} props `adapter`: compared with the base; without it, the base alone. */
 export default function Playground({ tenant = "", adapter = "" }) {
   const title = tenant ? `Playground of ${tenant}` : "Playground";
-  if (!canAsk()) return html`<${Elsewhere} title=${title} why=${WHY} at=${tenant && `#/${place.value}`} />`;
+  if (!canAsk()) return html`<${Elsewhere} title=${title} why=${WHY} at=${tenant && `#/${place.value}${rest.value && `?${rest.value}`}`} />`;
   return html`<${Page} title=${title}><${Bench} key=${rest.value} tenant=${tenant} adapter=${adapter} link=${rest.value} /><//>`;
 }
 
@@ -32,37 +32,48 @@ function Bench({ tenant, adapter, link }) {
   const [linked] = useState(() => readLink(link));
   const [ask, setAsk] = useState(linked.ask);
   const first = linked.models.length ? linked.models : adapter ? [base, adapter] : [base];
-  const [columns, setColumns] = useState(/** @type {ColumnState[]} */ (first.map((model) => ({ model, turns: [], results: [] }))));
+  const [columns, setColumns] = useState(/** @type {ColumnState[]} */ (first.map((model, id) => ({ id, model, turns: [], results: [] }))));
+  const nextId = useRef(first.length);
+  const [kinds, setKinds] = useState(/** @type {Map<string, boolean>} */ (new Map()));
   const [isRunning, setRunning] = useState(false);
-  const stop = useRef(/** @type {AbortController | null} */ (null));
+  /** Null where nothing runs: told at once, while `isRunning` is told with the next drawing. */
+  const running = useRef(/** @type {AbortController | null} */ (null));
   const models = usePoll((signal) => api.get("/v1/models", {}, { signal }), []);
-  useEffect(() => () => stop.current?.abort(), []);
+  useEffect(() => () => running.current?.abort(), []);
 
-  /** @param {number} at @param {(column: ColumnState) => Partial<ColumnState>} change */
-  const changeColumn = (at, change) =>
-    setColumns((before) => before.map((one, place) => (place === at ? { ...one, ...change(one) } : one)));
+  /** @param {number} id @param {(column: ColumnState) => Partial<ColumnState>} change */
+  const changeColumn = (id, change) =>
+    setColumns((before) => before.map((one) => (one.id === id ? { ...one, ...change(one) } : one)));
+
+  /** @param {ColumnState} column @param {Partial<import("../lib/conversation.js").Answer>} changed Of its last turn. */
+  function onAnswer({ id, model }, changed) {
+    const { classifies } = changed;
+    if (typeof classifies === "boolean") setKinds((before) => new Map(before).set(model, classifies));
+    changeColumn(id, (column) => withAnswer(column, changed));
+  }
 
   /** @param {(column: ColumnState) => Told | null} tell What each column is told; null leaves it as it is. */
   async function run(tell) {
+    if (running.current) return;
     const control = new AbortController();
-    stop.current = control;
-    const all = columns.map((column) => {
+    running.current = control;
+    const all = columns.flatMap((column) => {
       const told = tell(column);
-      if (!told) return null;
+      if (!told) return [];
       const { before, text, results } = told;
-      return { before, turn: { text, results, body: bodyOf(column.model, ask, told), answer: NOTHING } };
+      return { column, before, turn: { text, results, body: bodyOf(column.model, ask, told), answer: NOTHING } };
     });
-    all.forEach((one, at) => one && changeColumn(at, () => ({ turns: [...one.before, one.turn] })));
+    for (const { column, before, turn } of all) changeColumn(column.id, () => ({ turns: [...before, turn] }));
     setRunning(true);
-    await Promise.all(
-      all.map((one, at) => one && answer(one.turn, control.signal, (changed) => changeColumn(at, (column) => withAnswer(column, changed)))),
-    );
+    await Promise.all(all.map(({ column, turn }) => answer(turn, control.signal, (changed) => onAnswer(column, changed))));
+    running.current = null;
     setRunning(false);
   }
 
   /** @param {Event} event */
   function onSend(event) {
     event.preventDefault();
+    if (running.current || !isReadable || !isTold) return; // the keyboard passes by a disabled button
     run((column) => next(column, ask.prompt));
     setAsk({ ...ask, prompt: "" });
   }
@@ -75,14 +86,14 @@ function Bench({ tenant, adapter, link }) {
     <div class="columns">
       ${columns.map(
         (column, at) => html`<${Column}
-          key=${at}
+          key=${column.id}
           number=${at + 1}
           tenant=${tenant}
           column=${column}
           models=${models}
           isRunning=${isRunning}
-          onChange=${(/** @type {Partial<ColumnState>} */ changed) => changeColumn(at, () => changed)}
-          onRemove=${columns.length > 1 ? () => setColumns(columns.filter((_, other) => other !== at)) : null}
+          onChange=${(/** @type {Partial<ColumnState>} */ changed) => changeColumn(column.id, () => changed)}
+          onRemove=${columns.length > 1 ? () => setColumns(columns.filter(({ id }) => id !== column.id)) : null}
         />`,
       )}
     </div>
@@ -90,27 +101,26 @@ function Bench({ tenant, adapter, link }) {
       <${Prompt} value=${ask.prompt} isFirst=${isNew} onText=${(/** @type {string} */ prompt) => setAsk({ ...ask, prompt })} />
       <p class="actions">
         <button class="primary" data-testid="play-send" disabled=${isRunning || !isReadable || !isTold}>Send</button>
-        <button type="button" data-testid="play-stop" disabled=${!isRunning} onClick=${() => stop.current?.abort()}>Stop</button>
+        <button type="button" data-testid="play-stop" disabled=${!isRunning} onClick=${() => running.current?.abort()}>Stop</button>
         <button type="button" data-testid="play-again" disabled=${isRunning || !isReadable || isNew} onClick=${() => run(again)}>Ask again</button>
         <button type="button" data-testid="play-clear" disabled=${isRunning || isNew}
-          onClick=${() => setColumns(columns.map(({ model }) => ({ model, turns: [], results: [] })))}>New conversation</button>
+          onClick=${() => setColumns(columns.map(({ id, model }) => ({ id, model, turns: [], results: [] })))}>New conversation</button>
         <button type="button" data-testid="play-add" disabled=${isRunning || columns.length >= MAX_COLUMNS}
-          onClick=${() => setColumns([...columns, { ...columns[columns.length - 1], model: base }])}>Add a column</button>
+          onClick=${() => setColumns([...columns, { ...columns[columns.length - 1], id: nextId.current++, model: base }])}>Add a column</button>
       </p>
       <${Settings} ask=${ask} onChange=${setAsk} />
     </form>
     <${Share} tenant=${tenant} ask=${{ ...ask, prompt: ask.prompt || (columns[0].turns.at(-1)?.text ?? "") }}
       models=${columns.map(({ model }) => model)} />
-    <${Code} column=${columns[columns.length - 1]} ask=${ask} />`;
+    <${Code} column=${columns[columns.length - 1]} ask=${ask} kinds=${kinds} />`;
 }
 
 /** The column with its last answer changed. @param {ColumnState} column @param {any} changed @returns {Partial<ColumnState>} */
-function withAnswer({ turns, results }, changed) {
+function withAnswer({ turns }, changed) {
   const last = turns[turns.length - 1];
-  const answered = { ...last.answer, ...changed };
+  const turn = { ...last, answer: { ...last.answer, ...changed } };
   // Results were used once an answer is there: those of a turn that failed are sent with the next one.
-  const isUsed = answered.text || answered.calls.length;
-  return { turns: [...turns.slice(0, -1), { ...last, answer: answered }], results: isUsed ? [] : results };
+  return { turns: [...turns.slice(0, -1), turn], results: isWritten(turn) ? [] : turn.results.map(({ text }) => text) };
 }
 
 /** @param {{ value: string, isFirst: boolean, onText: (text: string) => void }} props */
