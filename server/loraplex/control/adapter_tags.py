@@ -22,8 +22,7 @@ def replace_tags(session: Session, tenant_id: str, name: str, tags: Sequence[str
     """Give an adapter these tags in place of those that it has, and record it. Raises InvalidValue, which says which
     tag is wrong and why."""
     after = check_tags(tags)
-    before = tags_of(session, [(tenant_id, name)]).get((tenant_id, name), ())
-    forget_tags(session, tenant_id, name)
+    before = forget_tags(session, tenant_id, name)
     if after:
         of = {"tenant_id": tenant_id, "name": name}
         session.execute(insert(AdapterTag), [of | {"tag": tag} for tag in after])
@@ -33,7 +32,7 @@ def replace_tags(session: Session, tenant_id: str, name: str, tags: Sequence[str
         "adapter.update",
         f"{tenant_target(tenant_id)}/adapters/{name}",
         tenant_id=tenant_id,
-        before={"tags": list(before)},
+        before={"tags": []} | before,
         after={"tags": list(after)},
     )
 
@@ -68,17 +67,18 @@ def tags_of(session: Session, names: Collection[tuple[str, str]]) -> dict[tuple[
     if not names:
         return {}
     row = AdapterTag
-    query = (
-        select(row.tenant_id, row.name, row.tag)
-        .where(tuple_(row.tenant_id, row.name).in_(sorted(names)))
-        .order_by(row.tag)
-    )
-    found: dict[tuple[str, str], tuple[str, ...]] = {}
+    query = select(row.tenant_id, row.name, row.tag).where(tuple_(row.tenant_id, row.name).in_(sorted(names)))
+    found: dict[tuple[str, str], list[str]] = {}
     for tenant_id, name, tag in session.execute(query):
-        found[tenant_id, name] = (*found.get((tenant_id, name), ()), tag)
-    return found
+        found.setdefault((tenant_id, name), []).append(tag)
+    # Not by the database, whose order of '-', '.' and '_' is that of its locale.
+    return {key: tuple(sorted(tags)) for key, tags in found.items()}
 
 
-def forget_tags(session: Session, tenant_id: str, name: str) -> None:
-    """Delete the tags of an adapter."""
+def forget_tags(session: Session, tenant_id: str, name: str) -> dict[str, list[str]]:
+    """Delete the tags of an adapter. Returns them as the audit log shows them, which is empty where it had none."""
+    had = tags_of(session, [(tenant_id, name)]).get((tenant_id, name))
+    if had is None:
+        return {}
     session.execute(delete(AdapterTag).where(AdapterTag.tenant_id == tenant_id, AdapterTag.name == name))
+    return {"tags": list(had)}

@@ -88,6 +88,14 @@ async def test_an_adapter_that_is_not_there_has_none(tagged: AdminPlane, admin: 
         assert (await reader.patch(ADAPTER, json={"tags": ["eu"]})).status_code == 403
 
 
+def deleted(tagged: AdminPlane, version: str) -> dict[str, Any]:
+    """What the audit log has of a version before its deletion."""
+    rows = tagged.services.audit.list(AuditFilter(action="version.delete")).items
+    found = next(row.before for row in rows if row.target.endswith(version))
+    assert found is not None
+    return dict(found)
+
+
 @pytest.mark.parametrize("path", [ADAPTER, f"{ADAPTER}/versions/v1"])
 async def test_tags_go_with_the_last_version(tagged: AdminPlane, admin: httpx.AsyncClient, path: str) -> None:
     await set_tags(admin, "eu")
@@ -96,5 +104,9 @@ async def test_tags_go_with_the_last_version(tagged: AdminPlane, admin: httpx.As
     assert answer.is_success, answer.text
     assert (await admin.get(ADAPTER)).json()["tags"] == ["eu"]
     assert (await admin.delete(path)).is_success
+    last, first = tagged.services.audit.list(AuditFilter()).items[0], deleted(tagged, "v2")
+    assert last.before is not None
+    assert last.before["tags"] == ["eu"]
+    assert "tags" not in first
     tagged.make_adapter(seed=3)
     assert (await admin.get(ADAPTER)).json()["tags"] == []

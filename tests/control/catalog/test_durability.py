@@ -277,6 +277,7 @@ async def test_a_name_whose_release_is_lost_says_so_where_no_other_takes_its_pla
 
 async def test_the_only_version_of_a_name_may_be_lost(plane: ControlPlane, series: AllSeries) -> None:
     info = push(plane, 1)
+    plane.catalog.set_tags("acme", "run", ["eu"])
     tear(plane.store.path(info.digest))
     assert plane.catalog.reconcile() == 1
     assert not plane.catalog.list_adapters("acme").items
@@ -285,6 +286,7 @@ async def test_the_only_version_of_a_name_may_be_lost(plane: ControlPlane, serie
     plane.check_integrity()
     assert push(plane, 2).version == "v2"
     assert released(plane) == ["v2"]
+    assert plane.catalog.get_adapter("acme", "run").tags == ()
     plane.check_integrity()
 
 

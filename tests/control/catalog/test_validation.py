@@ -108,6 +108,7 @@ def test_the_same_bytes_again_are_the_version_that_waits_and_may_ask_for_its_rel
 def test_a_rejected_version_keeps_its_report_and_nothing_else(plane: ControlPlane) -> None:
     plane.tenants.update("acme", {"limits": {"max_adapters": 1}})
     waiting = plane.add_unchecked("acme", "pirate")
+    plane.catalog.set_tags("acme", "pirate", ["eu"])
     decision = reject(plane, waiting)
     rejected = decision.info
     assert decision.decided
@@ -131,7 +132,15 @@ def test_a_rejected_version_keeps_its_report_and_nothing_else(plane: ControlPlan
     plane.catalog.delete_adapter("acme", "other")
     assert plane.add("acme", "pirate", 2).version == "v2"
     assert released(plane) == (ReleaseTarget("v2", 100),)
+    assert plane.catalog.get_adapter("acme", "pirate").tags == ()
     plane.check_integrity()
+
+
+def test_tags_stay_while_another_version_is_left(plane: ControlPlane) -> None:
+    plane.add("acme", "pirate", 1)
+    plane.catalog.set_tags("acme", "pirate", ["a-b", "ab", "a.b", "a_b"])
+    reject(plane, plane.add_unchecked("acme", "pirate", 2))
+    assert plane.catalog.get_adapter("acme", "pirate").tags == ("a-b", "a.b", "a_b", "ab")
 
 
 async def test_a_rejected_version_is_no_model(plane: ControlPlane) -> None:

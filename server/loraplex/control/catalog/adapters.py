@@ -367,11 +367,11 @@ class Catalog:
                     forget_shadows(session, tenant_id, name)
                 digest = row.digest
                 before = {"digest": digest, "state": row.state, "pinned": row.pinned, "released": released}
+                if count_living(session, tenant_id, name) == 1:
+                    before |= forget_tags(session, tenant_id, name)
                 target = version_target(tenant_id, name, version)
                 record(session, by, "version.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [digest] if row.pinned else []
-                if count_living(session, tenant_id, name) == 1:
-                    forget_tags(session, tenant_id, name)
                 remove_version(row, "deleted")
                 unpinned = lost_pins(session, pinned)
                 self._artifacts.store.fault(FaultPoint.COMMIT_REMOVAL)
@@ -397,7 +397,7 @@ class Catalog:
                 before = {
                     "versions": {f"v{row.number}": row.digest for row in rows},
                     "release": release_shown(current_release(session, tenant_id, name)),
-                }
+                } | forget_tags(session, tenant_id, name)
                 target = f"{tenant_target(tenant_id)}/adapters/{name}"
                 record(session, by, "adapter.delete", target, tenant_id=tenant_id, before=before)
                 pinned = [row.digest for row in rows if row.pinned]
@@ -408,7 +408,6 @@ class Catalog:
                     remove_version(row, "retired" if is_kept else "deleted")
                 if series is None:
                     forget_series(session, tenant_id, name, by)
-                forget_tags(session, tenant_id, name)
                 unpinned = lost_pins(session, pinned)
                 add_release(session, tenant_id, name, (), "none", origin="delete", by=by)
                 forget_shadows(session, tenant_id, name)

@@ -13,6 +13,7 @@ from loraplex.adapters.errors import ArtifactUnreadable, LoraplexError
 from loraplex.adapters.store.artifact_store import Examined
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
+from loraplex.control.adapter_tags import forget_tags
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.recorder import LOCAL
 from loraplex.control.catalog.release_changes import add_release, release_only
@@ -123,6 +124,8 @@ def reconcile(database: Database, artifacts: Artifacts, base_fingerprint: str) -
                 row.state = state_of(row, base_fingerprint) if row.digest in whole else "corrupt"
             session.flush()
             for tenant_id, name in sorted({(row.tenant_id, row.name) for row in lost}):
+                if not count_living(session, tenant_id, name):
+                    forget_tags(session, tenant_id, name)
                 _release_what_is_left(session, tenant_id, name)
             if lost:
                 store.fault(FaultPoint.COMMIT_LOST)

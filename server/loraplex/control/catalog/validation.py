@@ -17,11 +17,12 @@ from sqlalchemy.orm import Session
 from loraplex.adapters.admission.trained_base import NOT_MEASURED_YET, is_to_be_measured, with_figures
 from loraplex.adapters.spec import BaseSpec
 from loraplex.adapters.store.fault_points import FaultPoint
+from loraplex.control.adapter_tags import forget_tags
 from loraplex.control.artifacts import Artifacts
 from loraplex.control.audit.recorder import LOCAL, Actor, record
 from loraplex.control.catalog.release_changes import add_release, release_only
 from loraplex.control.catalog.release_reading import current_release, release_shown
-from loraplex.control.catalog.versions import require_version, version_info, version_target
+from loraplex.control.catalog.versions import count_living, require_version, version_info, version_target
 from loraplex.control.db.database import Database
 from loraplex.control.db.tables import AdapterVersion
 from loraplex.control.release_types import ReleaseTarget
@@ -128,12 +129,15 @@ class Validation:
         agreement: dict[str, Any] | None = None,
     ) -> Decision:
         """Reject a version that is `validating`. Its bytes go unless another version has them; its report keeps the
-        refusal. Raises as `accept`."""
+        refusal. With the last version of a name its tags go. Raises as `accept`."""
 
         def decide(session: Session, row: AdapterVersion, release: bool, by: Actor) -> None:
             row.state, row.pending_check, row.chat = "rejected", None, None
             shown = {"code": refusal.code, "message": refusal.message}
             row.report = row.report | _found(reference_error, agreement) | {"refusal": shown}
+            session.flush()
+            if not count_living(session, row.tenant_id, row.name):
+                forget_tags(session, row.tenant_id, row.name)
             _record_check(session, row, by, reference_error or {}, agreement, code=refusal.code)
 
         with self._artifacts.lock:
