@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from loraplex.lifecycle.release_guard.course import MAX_POINTS, Course, Point
+from loraplex.lifecycle.release_guard.course import MAX_LEGS, MAX_POINTS, Course, Point
 
 SINCE = 1_700_000_000.0
 
@@ -59,6 +59,15 @@ def test_however_often_a_release_is_resumed_it_stays_small() -> None:
     assert course.legs[-1].since == SINCE + 29_990
     assert len(course.to_json()) < 12_000
     assert Course.from_json(course.to_json()) == course
+
+
+def test_the_latest_guards_keep_their_points_however_many_there_were() -> None:
+    course = Course()
+    for resume in range(3000):
+        for second in range(3):
+            course.add(0, SINCE + 10 * resume, point(10 * resume + second))
+    assert [leg.since for leg in course.legs] == [SINCE + 10 * resume for resume in range(3000)][-MAX_LEGS:]
+    assert {len(leg.all_points) for leg in course.legs} == {3}
 
 
 def test_a_clock_that_goes_back_is_borne() -> None:

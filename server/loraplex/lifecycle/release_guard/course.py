@@ -2,7 +2,8 @@
 
 A point is a look that changed the evidence. Of the looks that fall into one stretch of `every_s` seconds, the one that
 came nearest to its threshold is kept, and of each guard its latest look too. Where the points are more than
-`MAX_POINTS`, stretches become twice as long: a release of an hour and one of a month have about as many.
+`MAX_POINTS`, stretches become twice as long: a release of an hour and one of a month have about as many. The legs of
+the latest `MAX_LEGS` guards are kept: longer stretches leave as many legs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 MAX_POINTS = 120
+MAX_LEGS = 30
 FIRST_EVERY_S, MAX_EVERY_S = 1.0, 2.0**20
 _LATEST = 2.0**37
 """A time that no clock shows, thousands of years ahead."""
@@ -80,11 +82,12 @@ class Course(msgspec.Struct, forbid_unknown_fields=True):
         self._bound()
 
     def _bound(self) -> None:
+        del self.legs[:-MAX_LEGS]
         if self._count() > MAX_POINTS:
             self.every_s = min(2 * self.every_s, MAX_EVERY_S)
             for leg in self.legs:
                 leg.points = _kept(leg.points, leg.since, self.every_s)
-        while self._count() > MAX_POINTS:  # many legs: of the oldest, less and less
+        while self._count() > MAX_POINTS:  # of the oldest, less and less
             oldest = self.legs[0]
             if oldest.points:
                 del oldest.points[0]
