@@ -156,6 +156,36 @@ def test_nothing_and_then_everything(server: WholeServer, screen: Screen) -> Non
     server.plane.engine.unhealthy_reason = None
 
 
+def refuse(server: WholeServer, by: Actor, name: str, *, of: str) -> None:
+    """An upload to this adapter of tenant `of`, refused."""
+    with server.plane.database.write() as session:
+        record(
+            session,
+            by,
+            "version.upload",
+            f"tenants/{of}/adapters/{name}/versions",
+            tenant_id=of,
+            outcome="refused",
+            code="unsafe_file",
+        )
+
+
+def test_a_tenant_neither_hides_another_nor_speaks_in_its_name(server: WholeServer, screen: Screen) -> None:
+    loud = Actor("key", "loud", "k1")
+    refuse(server, Actor("key", "acme", "k2"), "quiet", of="acme")
+    refuse(server, loud, "call-this-number", of="acme")
+    for number in range(30):
+        refuse(server, loud, f"n{number}", of="loud")
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "needs")
+    rows = screen["need-row"]
+    expect(rows.filter(has_text="acme/quiet")).to_have_count(1)
+    assert 0 < rows.filter(has_text="loud/").count() < 20
+    expect(rows.filter(has_text="call-this-number")).to_have_count(0)
+    expect(screen.page.get_by_text("There are more.")).to_have_attribute(
+        "href", "#/audit?action=version.upload"
+    )
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_at_three_widths(server: WholeServer, screen: Screen, theme: str) -> None:
     need_axe()

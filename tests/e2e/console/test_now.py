@@ -122,6 +122,21 @@ def test_another_server_that_answers_is_told(server: WholeServer, screen: Screen
     expect(screen.pass_time(10)["now-server"]).to_contain_text("more than one server")
 
 
+def test_the_tenants_are_read_once_in_half_a_minute(server: WholeServer, screen: Screen) -> None:
+    asked: list[str] = []
+    screen.page.on(
+        "request", lambda request: asked.append(request.url.partition("/admin/v1/")[2].partition("?")[0])
+    )
+    screen.with_clock().sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "now")
+    expect(screen["running"]).to_be_visible()
+    for _ in range(3):
+        with screen.page.expect_response("**/admin/v1/engine"):
+            screen.pass_time(2)
+    assert asked.count("tenants") == 1
+    with screen.page.expect_response("**/admin/v1/tenants?*"):
+        screen.pass_time(30)
+
+
 def test_an_engine_is_drained_and_used_again(server: WholeServer, screen: Screen) -> None:
     engine = server.plane.engine
     engine.num_wanted = 2

@@ -109,6 +109,13 @@ def test_the_line_of_evidence_crosses_its_threshold_as_requests_come(
     watched.ended(2, 8)
     watched.round(decider, after=30)
     expect(viewer.pass_time(EVERY_S)["guard-needs"]).to_contain_text("; as they come now, in about ")
+    for _ in range(4):
+        watched.ended(1, 2)
+        watched.ended(2, 2, status="internal_error")
+        watched.round(decider)
+    expect(viewer.pass_time(EVERY_S)["guard-needs"]).to_have_text(
+        "Errors: looks worse: waits for more evidence."
+    )
     while not watched.changes:
         watched.ended(1, 8)
         watched.ended(2, 8, status="internal_error")
@@ -137,6 +144,32 @@ def test_the_line_of_evidence_crosses_its_threshold_as_requests_come(
     expect(viewer["course-row"].first).to_be_visible()
     expect(viewer["course-row"].last).to_contain_text("%")
     assert viewer["course-row"].count() == len(found)
+
+
+def test_a_change_by_hand_is_told_as_what_it_is(
+    server: WholeServer, watched: Watched, viewer: Screen
+) -> None:
+    def change(how: str, **body: str) -> None:
+        answer = server.http.post(
+            f"{server.admin_url}/admin/v1/{PLACE}/{how}", json=body, headers=bearer(ADMIN_TOKEN)
+        )
+        assert answer.status_code == 200, answer.text
+
+    decider = watched.server()
+    for share in (10, 50):
+        watched.put(GUARDED, v1=100 - share, v2=share)
+        watched.ended(1, 8)
+        watched.ended(2, 8)
+        watched.round(decider)
+    expect(viewer.pass_time(EVERY_S)["guard-needs"]).to_contain_text("It needs about ")
+    change("rollback")
+    expect(viewer.pass_time(EVERY_S)["released"]).to_contain_text("v1 90%, v2 10%")
+    expect(viewer["run-words"]).to_have_text("It went back: v2 gets what the release before gave it.")
+    expect(viewer["guard-verdict"]).to_contain_text("hold")
+    expect(viewer["guard-needs"]).to_have_count(0)
+    watched.put(GUARDED, v1=50, v2=50)
+    change("promote", version="v2")
+    expect(viewer.pass_time(EVERY_S)["run-words"]).to_have_text("All traffic goes to v2.")
 
 
 def test_both_versions_stand_on_one_scale_with_their_intervals(

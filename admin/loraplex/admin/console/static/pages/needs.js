@@ -11,6 +11,8 @@ const EVERY_MS = 30_000;
 const DAY_MS = 86_400_000;
 /** Adapters of one kind that are named; a link has the others. */
 const SHOWN = 20;
+/** Rows of the audit log that are read of one action, many of which may be of one name. */
+const AUDIT_ROWS = 500;
 /** A budget or a quota is near its end when less than this part is left. */
 const PART_LEFT = 0.1;
 /** Errors of an adapter in the last hour: at least so many, of at least this part of its requests. */
@@ -39,10 +41,10 @@ async function read(signal) {
   const corrupt = await adapters({ state: "corrupt", hours: 0 });
   const incompatible = await adapters({ state: "incompatible", hours: 0 });
   const paused = await adapters({ release: "paused", hours: 0 });
-  const rolledBack = await api.get("audit", { action: "release.rolled_back", start, limit: SHOWN }, { signal });
+  const rolledBack = await api.get("audit", { action: "release.rolled_back", start, limit: AUDIT_ROWS }, { signal });
   // The first by a caller's files, the second by what the engine computed with them.
-  const refused = await api.get("audit", { action: "version.upload", outcome: "refused", start, limit: SHOWN }, { signal });
-  const rejected = await api.get("audit", { action: "version.check", outcome: "refused", start, limit: SHOWN }, { signal });
+  const refused = await api.get("audit", { action: "version.upload", outcome: "refused", start, limit: AUDIT_ROWS }, { signal });
+  const rejected = await api.get("audit", { action: "version.check", outcome: "refused", start, limit: AUDIT_ROWS }, { signal });
   return { engine, cluster, failing, corrupt, incompatible, paused, rolledBack, refused, rejected, tenants };
 }
 
@@ -56,10 +58,23 @@ export default function Needs() {
 /** The first of each. @param {Need[]} needs */
 const once = (needs) => needs.filter(({ what }, i) => needs.findIndex((other) => other.what === what) === i);
 
-/** The rows of an action, the newest of each name. @param {any} page Of GET /audit. @param {string} action @param {(row: any) => Need} of */
+/**
+ * The rows of an action, the newest of each name, the tenants in turn: one with many does not hide the others.
+ * @param {any} page Of GET /audit. @param {string} action @param {(row: any) => Need} of
+ */
 function ofAudit(page, action, of) {
-  const needs = once(page.data.map(of));
-  return { needs, count: needs.length + (page.next_cursor ? 1 : 0), href: `#/audit?action=${action}` };
+  // A key that named another tenant's adapter says nothing about that tenant.
+  const own = page.data.filter((/** @type {any} */ row) => row.actor_tenant_id === null || row.actor_tenant_id === row.tenant_id);
+  /** @type {Map<string, number>} */
+  const turns = new Map();
+  const found = once(own.map(of)).map((need) => {
+    const tenant = need.what.split("/")[0];
+    const turn = turns.get(tenant) ?? 0;
+    turns.set(tenant, turn + 1);
+    return { need, turn };
+  });
+  const needs = found.sort((a, b) => a.turn - b.turn).slice(0, SHOWN).map(({ need }) => need);
+  return { needs, count: found.length + (page.next_cursor ? 1 : 0), href: `#/audit?action=${action}` };
 }
 
 /** @param {any} data As `read` gives it. */

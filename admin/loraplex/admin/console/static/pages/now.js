@@ -8,6 +8,8 @@ import * as ui from "../lib/ui.js";
 import { adapterHref, figuresHref, releaseHref } from "./adapters.js";
 
 const EVERY_MS = 2000;
+/** The tenants are read for their weights, which few change. */
+const TENANTS_MS = 30_000;
 /** A slice of the history has 10 seconds. */
 const HISTORY_MS = 10_000;
 /** Tenants and adapters with a row of their own. */
@@ -30,13 +32,16 @@ export function shares(stats, tenants) {
 }
 
 export default function Now() {
+  const known = useRef({ at: -Infinity, tenants: /** @type {any[]} */ ([]) });
   const poll = usePoll(
     async (signal) => {
+      const isOld = Date.now() - known.current.at >= TENANTS_MS;
       const [engine, cluster, tenants] = await Promise.all([
         api.get("engine", {}, { signal }),
         api.get("cluster", { limit: 1 }, { signal }),
-        api.list("tenants", {}, { signal }),
+        isOld ? api.list("tenants", {}, { signal }) : known.current.tenants,
       ]);
+      if (isOld) known.current = { at: Date.now(), tenants };
       return { engine, cluster, tenants };
     },
     [],

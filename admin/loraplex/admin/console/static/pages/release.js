@@ -185,10 +185,13 @@ function Now({ tenant, name, release, isBusy, isFirst, act }) {
 }
 
 /** Where a watched release stands, and what may follow. @param {any} release */
-function stateOf({ run, schedule }) {
+function stateOf({ run, schedule, targets }) {
   const { candidate, control } = run;
-  if (run.status === "promoted") return `All traffic goes to ${candidate}: each step passed.`;
-  if (run.status === "rolled_back") return `It went back: ${candidate} gets no traffic any more.`;
+  if (run.status === "promoted") return `All traffic goes to ${candidate}.`;
+  if (run.status === "rolled_back") {
+    const left = targets.some((/** @type {any} */ one) => one.version === candidate && one.weight > 0);
+    return left ? `It went back: ${candidate} gets what the release before gave it.` : `It went back: ${candidate} gets no traffic any more.`;
+  }
   if (run.status === "paused") return "Paused: each version keeps its share, and nothing is decided. Resume begins the step again, without the evidence from before.";
   if (schedule) return `Goes on by itself: each step gives ${candidate} more of the traffic than the one before. Pause keeps the shares as they are.`;
   return `The guard watches ${candidate} beside ${control}. Pause keeps the shares as they are, and the guard does not look.`;

@@ -38,7 +38,7 @@ export function Arms({ found }) {
   const { arms } = found;
   const drawn = METRICS.filter((metric) => arms.some((/** @type {any} */ arm) => metric.marks(arm).length > 0));
   return html`<${Section} title=${arms.length > 1 ? "Versions side by side" : "Its requests"} note=${html`Requests that ended since <${Time} at=${found.since} />. A bar is where the number
-      lies with a confidence of 95%: where two bars do not overlap, chance hardly explains the difference.`}>
+      lies with a confidence of 95%, if each request were on its own. A few callers with many requests can move a bar: the guard counts callers.`}>
     <dl class="facts">
       ${arms.map(
         (/** @type {any} */ arm) => html`<div data-testid="arm" data-key=${arm.version}>

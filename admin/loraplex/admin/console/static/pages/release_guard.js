@@ -41,7 +41,7 @@ export function Guard({ comparison, run, isGiven }) {
   }[/** @type {string} */ (guard.verdict)];
   return html`<${Section} title="Guard" note="It compares the new version with the one before while both serve, and goes back by itself where the new one is worse.">
     <p data-testid="guard-verdict"><${Badge} kind=${VERDICTS[guard.verdict]}>${guard.verdict}<//> ${said}</p>
-    ${guard.verdict === "hold" && html`<p data-testid="guard-needs">${missing(guard, course)}</p>`}
+    ${guard.verdict === "hold" && run?.status === "running" && html`<p data-testid="guard-needs">${missing(guard, course)}</p>`}
     <p data-testid="guard-evidence">
       Evidence that ${candidate} is worse: ${figure(guard.evidence)} of ${figure(guard.threshold)}, which is
       ${" "}${percent(guard.evidence / guard.threshold)} of what it takes to go back. ${num(guard.requests)} requests of ${candidate} ended since
@@ -52,9 +52,13 @@ export function Guard({ comparison, run, isGiven }) {
   <//>`;
 }
 
-/** What would let the guard decide. @param {any} guard @param {Leg[]} course */
+/** What the guard waits for: its advice, with the pace where that is a count of units. @param {any} guard @param {Leg[]} course */
 function missing(guard, course) {
-  if (!guard.needs) return `${String(guard.advice).replaceAll("_", " ")}.`;
+  const advice = String(guard.advice);
+  if (!guard.needs || !advice.startsWith("needs ")) {
+    const named = METRICS.reduce((text, one) => text.replace(new RegExp(`^${one.name} looks`), `${one.title}: looks`), advice);
+    return `${named[0].toUpperCase()}${named.slice(1)}.`;
+  }
   const unit = String(UNITS[guard.unit] ?? guard.unit).toLowerCase();
   const left = secondsLeft(course[course.length - 1]);
   const pace = left === null ? "" : `; as they come now, in ${left < MINUTE_S ? "less than a minute" : `about ${seconds(left)}`}`;
