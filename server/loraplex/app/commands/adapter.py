@@ -81,9 +81,7 @@ def create_adapter_commands() -> typer.Typer:
     app.command("show", help="Show an adapter and its versions, or one version with its report.")(
         admin_command(show)
     )
-    app.command("tag", help="Give an adapter these tags in place of those that it has; without any, none.")(
-        admin_command(tag)
-    )
+    app.command("tag", help="Give an adapter these tags, in place of those it has.")(admin_command(tag))
     app.command("delete", help="Delete an adapter, or one version of it.")(admin_command(delete))
     app.command("pin", help="Keep a version on the device.")(admin_command(pin))
     app.command("unpin", help="Let a version leave the device again.")(admin_command(unpin))
@@ -269,7 +267,9 @@ def tag(
     tags: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[TAG]...", help="At most 8 of a-z, 0-9, '.', '_' and '-'", show_default=False
+            metavar="TAG",
+            help="At most 8 of a-z, 0-9, '.', '_' and '-'; without one it has no tags",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
