@@ -58,6 +58,11 @@ def last_place(prompt: Sequence[int]) -> int:
     return max(at for at in range(len(prompt)) if tuple(prompt[at : at + 2]) == INVOCATION)
 
 
+TIE = 5e-5
+"""Two logits of PEFT that are nearer to each other may change places: sums are rounded otherwise on another processor,
+by about 1.6e-5 here."""
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("base"), FAMILY)
@@ -125,7 +130,8 @@ def test_float32_tokens_and_logits_equal_peft(
     def check(question: Question, answer: Answer) -> None:
         nonlocal worst
         expected = reference.logits(question, answer.tokens)[len(question.prompt) - 1 : -1]
-        assert list(answer.tokens) == expected.argmax(-1).tolist(), question
+        chosen = expected.gather(-1, torch.tensor(answer.tokens).unsqueeze(-1)).squeeze(-1)
+        assert float((expected.amax(-1) - chosen).max()) <= TIE, question
         found = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.float32) for row in answer.logits])
         worst = max(worst, float((found - expected).abs().max()))
 
