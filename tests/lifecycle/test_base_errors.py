@@ -211,6 +211,18 @@ async def test_a_database_that_is_away_meanwhile_loses_no_measurement_for_good(
     )
 
 
+async def test_figures_that_came_before_anybody_waits_are_told(impatient: AdminPlane, tmp_path: Path) -> None:
+    plane = impatient
+    plane.make_tenant()
+    plane.base_measure.hold()
+    assert (await push(plane, tmp_path)).status_code == 201
+    before = _version(plane)
+    assert before.report["base_error"]["kl"] is None
+    plane.base_measure.release()
+    await until(lambda: _version(plane).report["base_error"]["kl"] == 0.25)
+    assert (await plane.base_errors.wait(before, 0)).report["base_error"]["kl"] == 0.25
+
+
 async def test_a_reason_takes_the_place_of_figures(plane: AdminPlane, tmp_path: Path) -> None:
     plane.make_tenant()
     plane.base_measure.figures = BaseErrorFigures(reason="it takes 9 MiB of memory, and may take 8 MiB")

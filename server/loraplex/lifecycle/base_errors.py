@@ -143,10 +143,12 @@ class BaseErrors:
             self.start(info)
 
     async def wait(self, info: VersionInfo, timeout_s: float) -> VersionInfo:
-        """The version with the figures, if they come within the time; else as it is. The measurement goes on."""
+        """The version with the figures, if they come within the time; else as it is. The measurement goes on. Raises
+        VersionNotFound where the version was deleted meanwhile."""
         task = self._running.get((info.tenant_id, info.name, info.number))
-        if task is None:
-            return info
+        if task is None:  # it may have ended since `info` was read
+            lacks = is_to_be_measured(info.report)
+            return await self._database.run(self._validation.current, info) if lacks else info
         await asyncio.wait({task}, timeout=max(0.0, timeout_s))
         return task.result() if task.done() and not task.cancelled() else info
 

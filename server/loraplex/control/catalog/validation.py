@@ -87,6 +87,11 @@ class Validation:
         with self._database.read() as session:
             return [version_info(row) for row in session.scalars(query)]
 
+    def current(self, info: VersionInfo) -> VersionInfo:
+        """The version as it is now. Raises as `accept`."""
+        with self._database.read() as session:
+            return version_info(require_version(session, info.tenant_id, info.name, info.version))
+
     def record_base_error(
         self, info: VersionInfo, figures: Mapping[str, Any], *, warn_above: float
     ) -> VersionInfo:
