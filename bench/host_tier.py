@@ -182,7 +182,7 @@ def prompts(seed: int) -> Callable[[int], tuple[int, ...]]:
 
 
 def small_engine(model: Path, work: Path, kv_cache_dtype: str) -> LocalEngine:
-    """Its device has room for two of the prompts, its host memory for eight."""
+    """An engine whose device has room for two of the prompts, and its host memory for eight."""
     return LocalEngine(
         model, work, kernels="numba", dtype="float32", num_threads=1, max_num_seqs=4,
         kv_cache_dtype=kv_cache_dtype, kv_cache_memory=POOLS[kv_cache_dtype],

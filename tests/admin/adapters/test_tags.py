@@ -89,7 +89,7 @@ async def test_an_adapter_that_is_not_there_has_none(tagged: AdminPlane, admin: 
 
 
 def deleted(tagged: AdminPlane, version: str) -> dict[str, Any]:
-    """What the audit log has of a version before its deletion."""
+    """The row of the audit log with a version as it was before its deletion."""
     rows = tagged.services.audit.list(AuditFilter(action="version.delete")).items
     found = next(row.before for row in rows if row.target.endswith(version))
     assert found is not None

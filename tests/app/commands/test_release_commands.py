@@ -40,7 +40,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def everything(terminal: int) -> str:
-    """What was written to a terminal whose writer has closed it: Linux hands it over in parts, then raises EIO."""
+    """All that was written to a terminal whose writer has closed it: Linux hands it over in parts, then raises EIO."""
     parts = []
     with os.fdopen(terminal, "rb", buffering=0) as reader, contextlib.suppress(OSError):
         while part := reader.read(1 << 16):

@@ -122,7 +122,7 @@ def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) ->
     wrong = run_here("plan", "--model", str(model), *asked, "--state-cache", "much")
     assert "--state-cache 'much'" in wrong.stderr
     refused = run_here("plan", "--model", str(model), *asked, "--kv-host-memory", "256KiB")
-    assert "--kv-host-memory of 262144 bytes, of which one tenant takes at most half, holds" in refused.stderr
+    assert "--kv-host-memory of 262144 bytes, half of it for one tenant at most, holds" in refused.stderr
     asked += ["--state-cache", "16MiB", "--kv-host-memory", "32MiB"]
     found = plan("--model", str(model), *asked, "--dtype", "float32")
     engine = build_engine(

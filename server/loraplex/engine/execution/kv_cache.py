@@ -62,7 +62,7 @@ def host_slots(num_bytes: int, caches: Sequence[CacheKind], dtype: torch.dtype) 
         )
     if state and state_slots >= most_of_tenant(num_slots):
         raise KVMemoryTooSmall(
-            f"--kv-host-memory of {num_bytes} bytes, of which one tenant takes at most half, holds no state of {state} "
+            f"--kv-host-memory of {num_bytes} bytes, half of it for one tenant at most, holds no state of {state} "
             f"bytes beside a block; for {_USEFUL_STATES} of them raise it to "
             f"{2 * _USEFUL_STATES * (state_slots + 1) * one}"
         )

@@ -27,7 +27,7 @@ MAX_OWNERS = 10_000
 """Owners of prefixes in one answer: some 2 MiB, far below the limit of a frame."""
 _LINK_BYTES = 32
 _OF_STATE = b"\xff"
-"""Behind the link. No group has this number."""
+"""The byte behind the link in the key of a state; no group of layers has this number."""
 
 
 def namespace(request: EngineRequest) -> Namespace:

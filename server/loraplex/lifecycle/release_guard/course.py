@@ -48,7 +48,7 @@ class Leg(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def all_points(self) -> list[Point]:
-        """Its points in the order in which they came."""
+        """All points, in the order in which they came."""
         return [*self.points, self.latest]
 
 

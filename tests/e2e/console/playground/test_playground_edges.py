@@ -1,4 +1,4 @@
-"""What the playground does at its edges, in a real browser: keys past a disabled button, removed columns, answers that
+"""The edges of the playground in a real browser: keys past a disabled button, removed columns, answers that
 break off, and figures without measure."""
 
 from __future__ import annotations

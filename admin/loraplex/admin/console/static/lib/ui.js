@@ -212,7 +212,7 @@ const MEANINGS = {
   tier: "The memory that has an adapter: the device is the fastest, then the host, then the disk. A request brings its adapter to the device.",
 };
 
-/** Words of the page, each of which a click, a touch or a key explains. @param {{ of: (keyof typeof MEANINGS)[] }} props */
+/** Words of the page; a click, a touch or a key explains each. @param {{ of: (keyof typeof MEANINGS)[] }} props */
 export function Words({ of }) {
   const [open, setOpen] = useState(/** @type {keyof typeof MEANINGS | null} */ (null));
   const id = useId();

@@ -11,7 +11,7 @@ const EVERY_MS = 30_000;
 const DAY_MS = 86_400_000;
 /** Adapters of one kind that are named; a link has the others. */
 const SHOWN = 20;
-/** Rows of the audit log that are read of one action, many of which may be of one name. */
+/** Rows of the audit log that are read of one action: many may be of one name. */
 const AUDIT_ROWS = 500;
 /** A budget or a quota is near its end when less than this part is left. */
 const PART_LEFT = 0.1;
