@@ -26,6 +26,7 @@ from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Principal, Serving, VersionInfo
+from loraplex.control.usage.overview import Overviews
 from loraplex.lifecycle.agreement_checks import Score
 from loraplex.lifecycle.durability import Durability, PushOutcome
 from loraplex.lifecycle.eviction import SurplusRemoval
@@ -115,6 +116,7 @@ class AdminServices:
     audit: AuditLog
     engine: Engines
     checks: VersionChecks
+    overviews: Overviews
     recent: RecentRequests = field(default_factory=RecentRequests)
     sources: AllowedSources = field(default_factory=AllowedSources)
     surplus: SurplusRemoval | None = None

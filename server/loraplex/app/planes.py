@@ -61,6 +61,7 @@ from loraplex.control.limits.limiter import Limiter
 from loraplex.control.limits.service import RequestLimits
 from loraplex.control.recent_requests import RecentRequests
 from loraplex.control.types import Principal, VersionInfo
+from loraplex.control.usage.overview import Overviews
 from loraplex.http.routing import exact
 from loraplex.lifecycle.agreement_checks import AgreementChecks, Score
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
@@ -264,6 +265,7 @@ def _admin_services(installation: Installation, shared: Shared, score: Score) ->
         series=AllSeries(installation.database, installation.catalog.check_name),
         artifacts=installation.artifacts,
         audit=AuditLog(installation.database),
+        overviews=Overviews(installation.database, installation.catalog.base.fingerprint),
         recent=shared.recent,
         engine=engine,
         history=shared.history,

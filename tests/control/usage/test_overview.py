@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 import pytest
-from sqlalchemy import insert, update
+from sqlalchemy import event, insert, update
 
 from loraplex.control.db.tables import AdapterVersion, Release, Usage
 from loraplex.control.usage.overview import OverviewFilter, Overviews, Sort, Summary
+from loraplex.control.usage.overview_figures import SPAN, AskedOfAdapters, Sums
+from loraplex.control.usage.records import Ended
 from support.control.plane import ControlPlane
 from support.control.usage import ended
 
@@ -98,3 +102,67 @@ def test_the_sums_are_of_what_the_filter_lets_through(
     assert found.totals.requests == sum(row.requests for row in found.page.items)
     assert found.totals.errors == sum(row.errors for row in found.page.items)
     assert found.totals.bytes == sum(row.bytes for row in found.page.items)
+
+
+def write(plane: ControlPlane, *rows: Ended) -> None:
+    with plane.database.write() as session:
+        session.execute(insert(Usage), [msgspec.structs.asdict(row) for row in rows])
+
+
+def used(at: datetime) -> Any:
+    return ended(at=at, tenant_id="acme", adapter="support", completion_tokens=1)
+
+
+def figures(plane: ControlPlane, asked: AskedOfAdapters, since: datetime) -> tuple[object, object, object]:
+    with plane.database.read(report=True) as session:
+        found = asked.since(session, since)
+        return found.sums(), found.medians(), found.medians({("acme", "support")})
+
+
+def test_what_is_kept_equals_what_the_database_sums_up(plane: ControlPlane) -> None:
+    """Requests of a day, some just before and after a span's end, and some that come late or from a clock ahead: each
+    is in the next answer."""
+    rng = random.Random(3)
+    now = datetime.now(UTC)
+    whole = now - (now - datetime(1970, 1, 1, tzinfo=UTC)) % SPAN
+    edges = [whole - SPAN, whole - SPAN - timedelta(microseconds=1), whole - timedelta(microseconds=1), whole]
+    kept, summed = (AskedOfAdapters(plane.database, max_rows=rows) for rows in (1000, 0))
+    small = AskedOfAdapters(plane.database, max_rows=120)
+    for late in range(4):
+        times = [now - timedelta(seconds=rng.random() * 86_000) for _ in range(30)]
+        times += [*edges, now - timedelta(hours=1), now + timedelta(minutes=5)]
+        write(plane, *(
+            ended(at=at, tenant_id=rng.choice(["acme", "rival"]), adapter=rng.choice(["support", "billing"]),
+                  status=rng.choice(["stop", "internal_error", "adapter_unavailable", "cancelled"]),
+                  first_token_s=rng.choice([None, rng.random(), 0.1]), prompt_tokens=rng.randrange(9),
+                  completion_tokens=2**40 + late)
+            for at in times
+        ))  # fmt: skip
+        for hours in (1, 24, 6, 1):
+            since = now - timedelta(hours=hours)
+            expected = figures(plane, summed, since)
+            assert figures(plane, kept, since) == expected
+            assert figures(plane, small, since) == expected
+            assert expected[0]
+
+
+def test_rows_that_did_not_change_are_read_once(plane: ControlPlane) -> None:
+    """Rows that are read leave the database for the first answer alone, and a late one brings those of its span."""
+    asked = AskedOfAdapters(plane.database)
+    now = datetime.now(UTC)
+    write(plane, *(used(now - timedelta(minutes=9 * number)) for number in range(60)))
+    read: list[int] = []
+
+    def note(_connection: object, cursor: Any, statement: str, *_: object) -> None:
+        if "ORDER BY usage.at" in statement:
+            read.append(1)
+
+    event.listen(plane.database._reporter, "after_cursor_execute", note)
+    since = now - timedelta(hours=12)
+    for expected in (1, 1):
+        figures(plane, asked, since)
+        assert len(read) == expected
+    write(plane, used(now - timedelta(hours=7)), used(now - timedelta(hours=9)))
+    sums = figures(plane, asked, since)[0]
+    assert len(read) == 3
+    assert sums == {("acme", "support"): Sums(62, 0, 62 * 11, now)}

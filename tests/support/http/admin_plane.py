@@ -34,6 +34,7 @@ from loraplex.control.tenancy.key_cache import KeyCache
 from loraplex.control.tenancy.keys import Keys
 from loraplex.control.tenancy.tenants import Tenants
 from loraplex.control.types import Principal, VersionInfo
+from loraplex.control.usage.overview import Overviews
 from loraplex.lifecycle.agreement_checks import AgreementChecks, Score
 from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.durability import Durability
@@ -189,6 +190,7 @@ class AdminPlane:
             on_push=self.watch.pushed.append,
             artifacts=artifacts,
             audit=AuditLog(self.database),
+            overviews=Overviews(self.database, catalog.base.fingerprint),
             engine=self.engine,
             sources=AllowedSources([f"file://{self.root.resolve()}"]),
             max_upload_bytes=self.max_upload_bytes,

@@ -35,7 +35,7 @@ from loraplex.admin.services import AdminServices
 from loraplex.control.errors import ReleaseNotFound
 from loraplex.control.release_types import RunStatus
 from loraplex.control.types import AdapterInfo, VersionState
-from loraplex.control.usage.overview import OverviewFilter, Overviews, Summary
+from loraplex.control.usage.overview import OverviewFilter, Summary
 from loraplex.lifecycle.eviction import evict_removed
 from loraplex.serving.errors import ServingError
 
@@ -50,7 +50,7 @@ async def list_all_adapters(
     """List adapters of all tenants, with what was asked of them lately; sums over all pages."""
     base = services.catalog.base.fingerprint
     read = partial(
-        Overviews(services.database, base).read,
+        services.overviews.read,
         OverviewFilter(
             query.tenant,
             query.state,

@@ -23,7 +23,7 @@ from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import LIVING, AdapterTag, AdapterVersion, Release
 from loraplex.control.rules import InvalidCursor
 from loraplex.control.types import Page
-from loraplex.control.usage.overview_figures import Key, all_medians, medians_of, sums
+from loraplex.control.usage.overview_figures import AskedOfAdapters, Key, Sums
 
 Sort = Literal["name", "requests", "errors", "tokens", "first_token", "last_used", "bytes", "created"]
 """Orders of the list; the names of tenants and adapters decide between equals."""
@@ -120,9 +120,12 @@ class Overviews:
     """Reads with a number of plain statements that does not grow with the adapters. The joins and the sorting are done
     here: planners expect few groups and choose nested loops."""
 
-    def __init__(self, database: Database, base_fingerprint: str) -> None:
+    def __init__(
+        self, database: Database, base_fingerprint: str, asked: AskedOfAdapters | None = None
+    ) -> None:
         self._database = database
         self._base = base_fingerprint
+        self._asked = asked or AskedOfAdapters(database)
 
     def read(
         self,
@@ -134,20 +137,19 @@ class Overviews:
         limit: int = rules.DEFAULT_PAGE,
         cursor: str | None = None,
     ) -> Overview:
-        """One page, and the sums over all pages. What was asked counts from `since` on; None: nothing counts, and the
-        ledger is not read. Raises InvalidCursor, DatabaseUnavailable, DatabaseBusy."""
+        """One page, and the sums over all pages. What was asked counts from `since` on, at most a day ago; None:
+        nothing counts, and the ledger is not read. Raises InvalidCursor, DatabaseUnavailable, DatabaseBusy."""
         rules.check_page_limit(limit)
         after = None if cursor is None else _read_place(cursor, sort)
         with self._database.read(report=True) as session:
             rows = self._chosen(session, chosen)
-            used: dict[Key, Any] = {}
-            if since is not None:
-                used = {(row.tenant_id, row.name): row for row in session.execute(sums(chosen.tenant, since))}
+            figures = None if since is None else self._asked.since(session, since)
+            used = {} if figures is None else figures.sums()
             if chosen.min_errors or chosen.min_error_rate:
                 rows = [row for row in rows if _fails(chosen, used.get(row.key))]
             medians: dict[Key, float] = {}
-            if since is not None and sort == "first_token":
-                medians = all_medians(session, chosen.tenant, since)
+            if figures is not None and sort == "first_token":
+                medians = figures.medians()
 
             def place_of(row: _Living) -> tuple[Any, ...]:
                 key = row.key
@@ -159,8 +161,8 @@ class Overviews:
             found = placed[: limit + 1]
             shown = {row.key for _, row in found[:limit]}
             releases, tags = _releases(session, shown), tags_of(session, shown)
-            if since is not None and sort != "first_token":
-                medians = medians_of(session, shown, since)
+            if figures is not None and sort != "first_token":
+                medians = figures.medians(shown)
 
         def show(one: tuple[Any, _Living]) -> Summary:
             key = one[1].key
@@ -295,7 +297,7 @@ def _released(session: Session, chosen: ReleaseFilter) -> set[Key]:
     return {(tenant, name) for tenant, name in session.execute(query)}
 
 
-def _fails(chosen: OverviewFilter, used: Any) -> bool:
+def _fails(chosen: OverviewFilter, used: Sums | None) -> bool:
     return (
         used is not None
         and used.errors >= chosen.min_errors
@@ -303,7 +305,7 @@ def _fails(chosen: OverviewFilter, used: Any) -> bool:
     )
 
 
-def _value(sort: Sort, row: _Living, used: Any, first_token_s: float | None) -> Any:
+def _value(sort: Sort, row: _Living, used: Sums | None, first_token_s: float | None) -> Any:
     """The value that the list is sorted by; a name without requests counts as last used at the beginning of time."""
     if sort == "first_token":
         return first_token_s or 0.0
@@ -344,7 +346,7 @@ def _releases(session: Session, names: set[Key]) -> dict[Key, tuple[tuple[Target
     return {(row.tenant_id, row.name): (tuple(targets(row)), status) for row, status in found}
 
 
-def _totals(rows: Sequence[_Living], used: dict[Key, Any]) -> Totals:
+def _totals(rows: Sequence[_Living], used: dict[Key, Sums]) -> Totals:
     states = Counter(row.state for row in rows)
     counted = [one for row in rows if (one := used.get((row.tenant_id, row.name)))]
     requests, errors, tokens = (sum(getattr(one, name) for one in counted) for name in _COUNTS)
@@ -381,7 +383,7 @@ def _read_value(value: object, sort: Sort, wrong: InvalidCursor) -> datetime | f
 
 def _show(
     row: _Living,
-    used: Any,
+    used: Sums | None,
     release: tuple[tuple[TargetSummary, ...], str | None],
     first_token_s: float | None,
     tags: tuple[str, ...],
