@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from loraplex.adapters.cache.adapter_cache import Lease, LeaseError, Residency
+from loraplex.adapters.cache.recent_loads import MOST_COUNTED, MOST_TOLD, RecentLoads
 from loraplex.adapters.ref import AdapterRef
 from support.adapters.cache_fakes import PAGE_BYTES, CacheRig, make_ref
 from support.adapters.cache_integrity import check_cache
@@ -332,3 +333,32 @@ def test_former_popularity_is_forgotten_however_large_it_was() -> None:
         rig.bring(make_ref(f"new-{number}"))
         use(rig, make_ref(f"new-{number}"))
     assert rig.cache.state("once-loved") != "hot"
+
+
+def test_who_came_again_and_again_within_the_hour() -> None:
+    """Two take turns on a device with room for one, and stay in host memory."""
+    rig = CacheRig(num_pages=1)
+    for _ in range(11):
+        rig.bring(A)
+        rig.bring(B)
+    assert rig.cache.usage().reloads == {}, "fewer than 12 are nothing"
+    rig.bring(A)
+    assert rig.cache.usage().reloads == {"copy": {"a": 12}}
+    rig.clock.now += 3000.0
+    rig.bring(B)
+    assert rig.cache.usage().reloads == {"copy": {"a": 12, "b": 12}}
+    rig.clock.now += 700.0
+    assert rig.cache.usage().reloads == {}
+
+
+def test_loads_from_the_disk_are_told_apart_and_forgotten_with_the_time() -> None:
+    recent = RecentLoads()
+    for number in range(12):
+        recent.note("disk", "a", 300.0 * number)
+        for other in range(MOST_COUNTED + 1):
+            recent.note("copy", str(other), 300.0 * number)
+    assert recent.most(3599.0)["disk"] == {"a": 12}
+    told = recent.most(3599.0)["copy"]
+    assert len(told) == MOST_TOLD
+    assert str(MOST_COUNTED) not in told, "the others came first"
+    assert recent.most(3600.0) == {}, "the first ten minutes have gone"

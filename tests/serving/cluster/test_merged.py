@@ -71,7 +71,7 @@ def test_each_counter_is_named() -> None:
         "kv_disk_bytes", "kv_disk_bytes_used", "num_kv_disks_off",
         "reserved_bytes", "reservable_bytes", "tenant_bytes", "running_adapters", "waiting_adapters", "tenants",
         "num_arena_pages", "num_arena_pages_used", "num_adapter_slots", "num_adapter_slots_used", "host_bytes",
-        "host_bytes_used", "num_leases", "num_pins", "num_pins_held", "num_pins_coming", "num_warming",
+        "host_bytes_used", "num_leases", "num_pins", "num_pins_held", "num_pins_coming", "num_warming", "reloads",
     }  # fmt: skip
     assert {field.name for field in fields(EngineStats)} == gauges | set(COUNTERS)
 

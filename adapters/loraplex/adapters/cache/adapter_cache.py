@@ -293,7 +293,8 @@ class AdapterCache(Generic[ImageT]):
         return list_entries(self._entries, self._pins, self._failures, digests, self._clock())
 
     def usage(self) -> CacheUsage:
-        return count_usage(self._entries, self._pins, self._failures, self._background, self._host.limit)
+        limit, now = self._host.limit, self._clock()
+        return count_usage(self._entries, self._pins, self._failures, self._background, limit, now)
 
     @property
     def is_warming(self) -> bool:

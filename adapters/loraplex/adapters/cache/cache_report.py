@@ -35,8 +35,9 @@ def count_usage(
     failures: Failures,
     background: BackgroundLoads[ImageT],
     host_limit: int,
+    now: float,
 ) -> CacheUsage:
-    """The cache's gauges now and its counters so far. `host_limit` is in bytes."""
+    """The cache's gauges now and its counters so far. `host_limit` is in bytes, `now` the cache's clock."""
     return CacheUsage(
         num_arena_pages=entries.num_pages,
         num_arena_pages_used=entries.num_pages - len(entries.free_pages),
@@ -59,6 +60,7 @@ def count_usage(
         adapter_load_seconds=dict(entries.seconds),
         cap_evictions=dict(entries.cap_evictions),
         evictions={tier: dict(by_reason) for tier, by_reason in entries.evictions.items()},
+        reloads=entries.recent.most(now),
         num_warming=background.num_warming,
         warmed={outcome: background.outcomes[outcome] for outcome in WARM_OUTCOMES},
     )

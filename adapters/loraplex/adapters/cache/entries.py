@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Literal
 
+from loraplex.adapters.cache.recent_loads import RecentLoads
 from loraplex.adapters.cache.residency import (
     AdapterState,
     AdapterTransport,
@@ -116,7 +117,8 @@ class CachedAdapters(Generic[ImageT]):
     `loads` and `copies` count those that came to their end, `seconds` sums up what they took, by "disk" and "copy"; the
     evictions count adapters that left the device, and images dropped from host memory, for others;
     `cap_evictions` those of them that left because their tenant was at its cap. `evictions` counts what left a tier by
-    tier and reason: beside these two what was deleted, and what failed or does not fit.
+    tier and reason: beside these two what was deleted, and what failed or does not fit. `recent` has the last hour's
+    loads and copies by digest.
     """
 
     def __init__(self, transport: AdapterTransport[ImageT], num_pages: int, num_slots: int) -> None:
@@ -140,6 +142,7 @@ class CachedAdapters(Generic[ImageT]):
         self.host_bytes = 0
         self.num_leases = 0
         self.loads = self.copies = 0
+        self.recent = RecentLoads()
         self.device_evictions = self.host_evictions = 0
         self.cap_evictions = {"device": 0, "host": 0}
         self.evictions: dict[str, dict[str, int]] = {
@@ -182,6 +185,7 @@ class CachedAdapters(Generic[ImageT]):
         self.hosted.move_to_end(entry.ref.digest, last=not entry.unasked)
         self.host_bytes += entry.num_bytes
         self.loads += 1
+        self.recent.note("disk", entry.ref.digest, now)
         self._took(entry, "disk", now)
         self.on_residency(entry.ref.digest, True)
 
@@ -208,6 +212,7 @@ class CachedAdapters(Generic[ImageT]):
         self.on_device[entry.ref.digest] = entry
         self._rate(entry)
         self.copies += 1
+        self.recent.note("copy", entry.ref.digest, now)
         self._took(entry, "copy", now)
         entry.since = now
 

@@ -214,6 +214,8 @@ class CacheUsage:
     evictions: dict[str, dict[str, int]] = field(default_factory=dict)
     """Adapters that left a tier ("device", "host"), by reason: "room" for another adapter, "cap" of its tenant,
     "deleted", "failed" (its copy, or it does not fit)."""
+    reloads: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Loads within the last hour by stage ("disk", "copy") and digest, of the adapters that came most often."""
     num_pins: int = 0
     """Pinned adapters; those of them on the device, and on their way there. The others failed or find no memory."""
     num_pins_held: int = 0
