@@ -30,6 +30,7 @@ from loraplex.control.usage.overview import Overviews
 from loraplex.lifecycle.agreement_checks import Score
 from loraplex.lifecycle.durability import Durability, PushOutcome
 from loraplex.lifecycle.eviction import SurplusRemoval
+from loraplex.lifecycle.needs.disks import Folder
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.fair_share import FairShare
@@ -124,6 +125,8 @@ class AdminServices:
     """None: every upload is flushed before its answer."""
     max_upload_bytes: int = 1 << 30
     data_url: str | None = None
+    folders: Sequence[Folder] = ()
+    """The folders that this server writes to."""
     upload_gate: UploadGate = field(default_factory=UploadGate)
     download_gate: DownloadGate = field(default_factory=DownloadGate)
     report_gate: ReportGate = field(default_factory=ReportGate)

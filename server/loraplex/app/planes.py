@@ -42,9 +42,10 @@ from loraplex.app.base_model.output_formats import base_formats, check_named_for
 from loraplex.app.base_model.own_chats import ChatExaminer, OwnChatsOfVersions
 from loraplex.app.base_model.source import cache_dir, kept_dir
 from loraplex.app.installation import Installation
-from loraplex.app.setting_types import ANY_ADDRESS, server_limits
+from loraplex.app.setting_types import ANY_ADDRESS, kv_disk, server_limits
 from loraplex.app.settings import Settings
 from loraplex.app.storage.artifacts import artifact_dir
+from loraplex.app.storage.disk import data_room
 from loraplex.app.storage.redis import make_limiter
 from loraplex.control.audit.log import AuditLog
 from loraplex.control.batches.batches import Batches
@@ -68,6 +69,7 @@ from loraplex.lifecycle.base_errors import BaseErrors, ServedBase
 from loraplex.lifecycle.batches.runner import BatchRunner
 from loraplex.lifecycle.durability import Durability
 from loraplex.lifecycle.eviction import SurplusRemoval
+from loraplex.lifecycle.needs.disks import Folder
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.grammar.checker import GrammarChecker
@@ -106,6 +108,20 @@ def _written_directories(settings: Settings) -> dict[str, Path]:
     found = {"data": settings.data_dir, "artifacts": artifact_dir(settings)}
     with contextlib.suppress(RuntimeError):  # a user without a home has no cache
         found["cache"] = cache_dir()
+    return found
+
+
+def _folders(installation: Installation) -> list[Folder]:
+    """Folders that the server writes to, with the room that the doctor wants on their disks."""
+    settings, base = installation.settings, installation.validation.base
+    upload = 2 * largest_upload(settings.max_adapter_upload, base)
+    found = [
+        Folder("data", settings.data_dir, data_room(settings)[0]),
+        Folder("adapters", artifact_dir(settings), upload),
+    ]
+    if settings.kv_disk:
+        disk = kv_disk(settings.kv_disk)
+        found.append(Folder("prefixes", Path(disk.directory), max(1, settings.replicas) * disk.num_bytes))
     return found
 
 
@@ -275,6 +291,7 @@ def _admin_services(installation: Installation, shared: Shared, score: Score) ->
         checks=checks,
         max_upload_bytes=largest_upload(settings.max_adapter_upload, installation.validation.base),
         data_url=_data_url(settings),
+        folders=_folders(installation),
         on_change=metrics.admin_changed,
         on_push=metrics.durability.pushed,
         on_agreement=metrics.agreement.compared,

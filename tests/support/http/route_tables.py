@@ -146,6 +146,7 @@ ADMIN: dict[str, str] = {
     "GET /admin/v1/adapters": OPERATOR,
     "GET /admin/v1/cache": OPERATOR,
     "GET /admin/v1/cluster": OPERATOR,
+    "GET /admin/v1/needs": OPERATOR,
     "POST /admin/v1/cluster/replicas/{replica}/drain": OPERATOR,
     "DELETE /admin/v1/cluster/replicas/{replica}/drain": OPERATOR,
     "GET /admin/v1/batches": OPERATOR,

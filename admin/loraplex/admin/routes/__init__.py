@@ -11,7 +11,6 @@ from loraplex.admin.routes import (
     audit,
     batches,
     caller,
-    cluster,
     engine,
     keys,
     releases,
@@ -21,12 +20,14 @@ from loraplex.admin.routes import (
     usage,
     versions,
 )
+from loraplex.admin.routes.operations import cluster, needs
 
 OPERATOR_ROUTERS = (
     tenants.router,
     keys.router,
     audit.router,
     engine.router,
+    needs.router,
     cluster.router,
     usage.router,
     batches.router,

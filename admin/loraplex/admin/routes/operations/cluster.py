@@ -11,8 +11,14 @@ from loraplex.adapters.store.files import shown
 from loraplex.admin.framework.dependencies import Audited, Operator, Services
 from loraplex.admin.framework.route import AdminRoute
 from loraplex.admin.problem import Problem
-from loraplex.admin.schemas.cluster import ClusterPage, PlacedRow, PlaceRow, ReplicaAdapters, ReplicaRow
 from loraplex.admin.schemas.fields import PageQuery
+from loraplex.admin.schemas.operations.cluster import (
+    ClusterPage,
+    PlacedRow,
+    PlaceRow,
+    ReplicaAdapters,
+    ReplicaRow,
+)
 from loraplex.control import rules
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.engines.reports import ReplicaReport
