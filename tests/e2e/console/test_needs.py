@@ -13,8 +13,11 @@ from playwright.sync_api import Route, expect
 from sqlalchemy import insert, select, update
 
 from loraplex.control.audit.recorder import GUARD, Actor, record
-from loraplex.control.db.tables import Adapter, AdapterVersion, Usage
-from loraplex.control.release_types import ReleaseTarget
+from loraplex.control.db.release_tables import ReleaseRun
+from loraplex.control.db.tables import Adapter, AdapterVersion, ApiKey, Usage
+from loraplex.control.release_types import ReleasePlan, ReleaseTarget, ShadowPlan
+from loraplex.engine.reports import EngineStats
+from loraplex.lifecycle.releases.rounds import Rounds
 from support.console.axe import check_axe, need_axe
 from support.console.browser import PATIENCE_MS, Screen
 from support.control.usage import ended
@@ -181,9 +184,111 @@ def test_a_tenant_neither_hides_another_nor_speaks_in_its_name(server: WholeServ
     expect(rows.filter(has_text="acme/quiet")).to_have_count(1)
     assert 0 < rows.filter(has_text="loud/").count() < 20
     expect(rows.filter(has_text="call-this-number")).to_have_count(0)
-    expect(screen.page.get_by_text("There are more.")).to_have_attribute(
-        "href", "#/audit?action=version.upload"
+    expect(screen["need-more"].get_by_role("link")).to_have_attribute(
+        "href", "#/audit?action=version.upload&outcome=refused"
     )
+    expect(screen["need-more"]).to_contain_text("By tenant: loud 12")
+
+
+def begin_release(server: WholeServer, name: str, *, days: float) -> None:
+    """A release of v2 with a guard, whose step began so long ago, and that was looked at then."""
+    releases = server.plane.services.releases
+    targets = [ReleaseTarget("v1", 90), ReleaseTarget("v2", 10)]
+    info = releases.put("acme", name, targets, plan=ReleasePlan(guard={"min_requests": 5}))
+    assert info.run is not None
+    began = info.run.since - days * 86_400
+    with server.plane.database.write() as session:
+        session.execute(update(ReleaseRun).where(ReleaseRun.name == name).values(since=began))
+    Rounds(server.plane.database, "a", now=lambda _: began + 1).round(lambda change: None)
+
+
+def end_keys(server: WholeServer) -> str:
+    """Four keys of acme in use that end tomorrow, one with a name that is markup; the id of the first."""
+    now = datetime.datetime.now(UTC)
+    keys = server.plane.services.keys
+    names = ("<b>The server says: pay</b>", "ci", "dev", "old")
+    ids = [keys.create("acme", name=name)[0].id for name in names]
+    with server.plane.database.write() as session:
+        for number, key in enumerate(ids):
+            row = session.get_one(ApiKey, key)
+            row.expires_at = now + datetime.timedelta(days=1, minutes=number)
+            row.last_used_at = now
+    return ids[0]
+
+
+def make_more_trouble(server: WholeServer) -> None:
+    """Every kind that comes from `GET /needs` alone; acme/walk goes on as it should, and acme/quiet has a shadow."""
+    plane = server.plane
+    plane.services.tenants.update("acme", {"limits": {"max_adapters": 100}})
+    for name in ("stuck", "walk", "quiet"):
+        for seed in (1, 2):
+            plane.make_adapter(name, "acme", seed=seed)
+    begin_release(server, "stuck", days=1)
+    begin_release(server, "walk", days=0)
+    shadow = ReleasePlan(shadow=ShadowPlan("v2", 0.25))
+    plane.services.releases.put("acme", "quiet", [ReleaseTarget("v1", 100)], plan=shadow)
+    digest = plane.services.catalog.get_version("acme", "billing", "v1").digest
+    reloads = {"copy": {digest: 40}, "disk": {digest: 13}}
+    plane.engine.engine_stats = EngineStats(reloads=reloads, num_kv_disks_off=1)
+
+
+def test_each_row_leads_to_where_it_is_mended(server: WholeServer, screen: Screen) -> None:
+    first_key = end_keys(server)
+    make_more_trouble(server)
+    screen.page.route("**/admin/v1/needs", no_room)
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "needs")
+    rows = screen["need-row"]
+    kinds = {
+        "v2 has 10% of the traffic and got no request since": "/acme/adapters/stuck/release",
+        "40 copies to the device and 13 loads from the disk in the last hour": "/acme/adapters/",
+        "1 engine leaves its disk of --kv-disk alone for now": "#/now",
+        "1 GiB of 100 GiB are free at /data/artifacts; 2 GiB are wanted": "#/all-adapters?sort=bytes&order=desc",
+        "4 keys": "#/tenants/acme?show=keys",
+    }
+    for words, where in kinds.items():
+        row = rows.filter(has_text=words)
+        expect(row).to_have_count(1)
+        assert where in (row.get_by_role("link").first.get_attribute("href") or ""), words
+    under_way = screen["underway-row"]
+    expect(under_way).to_have_count(2)
+    expect(under_way.nth(0)).to_contain_text("v2 has 10% of the traffic since")
+    expect(under_way.nth(0)).to_contain_text("The guard needs")
+    expect(under_way.nth(1)).to_contain_text("v2 answers 25% of the requests unseen since")
+    keys = rows.filter(has_text="4 keys")
+    expect(keys).to_contain_text("<b>The server says: pay</b>")
+    expect(keys).to_contain_text(first_key)
+    keys.get_by_role("link").click()
+    expect(screen.page.get_by_role("heading", level=1)).to_have_text("Tenant acme")
+    expect(screen["keys"]).to_be_in_viewport()
+    expect(screen["key-row"].filter(has_text=first_key)).to_have_count(1)
+
+
+def test_what_was_mended_is_gone(server: WholeServer, screen: Screen) -> None:
+    screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "needs")
+    stuck = screen["need-row"].filter(has_text="acme/stuck")
+    expect(stuck).to_have_count(1)
+    stuck.get_by_role("link").click()
+    expect(screen.page.get_by_role("heading", level=1)).to_contain_text("Release of acme/stuck")
+    server.plane.services.releases.put("acme", "stuck", [ReleaseTarget("v1", 100)])
+    server.plane.engine.engine_stats = EngineStats()
+    screen.go("needs")
+    expect(screen["underway-row"]).to_have_count(2)
+    expect(stuck).to_have_count(0)
+    expect(screen["need-row"].filter(has_text="copies to the device")).to_have_count(0)
+
+
+def no_room(route: Route) -> None:
+    answer = route.fetch()
+    found = answer.json()
+    disk = {
+        "holds": "adapters",
+        "path": "/data/artifacts",
+        "free": 1 << 30,
+        "wanted": 2 << 30,
+        "size": 100 << 30,
+    }
+    found["disks"]["data"] = [disk]
+    route.fulfill(response=answer, body=json.dumps(found))
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

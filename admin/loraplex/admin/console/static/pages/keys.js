@@ -1,6 +1,7 @@
 /** A tenant's keys: create, change, rotate, revoke. For operators. */
 import { api, path } from "../lib/api.js";
 import { html, useEffect, useRef, useState } from "../lib/html.js";
+import { query } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import { LEAVING } from "../lib/store.js";
 import * as ui from "../lib/ui.js";
@@ -13,8 +14,13 @@ const EVERY_MS = 15_000;
 const UNDO_MS = 3000;
 const STATES = /** @type {Record<string, string>} */ ({ valid: "good", expired: "off", revoked: "off" });
 
+/** The address of a tenant's keys. @param {string} id The tenant's. */
+export const keysHref = (id) => "#/" + path`tenants/${id}` + "?show=keys";
+
 /** @param {{ id: string }} props The tenant's. */
 export function Keys({ id }) {
+  const part = useRef(/** @type {HTMLElement | null} */ (null));
+  const isWanted = query.value.show === "keys";
   const [cursor, setCursor] = useState(/** @type {string | null} */ (null));
   const [changed, setChanged] = useState(/** @type {any} */ (null));
   const [made, setMade] = useState(/** @type {any} */ (null));
@@ -24,6 +30,11 @@ export function Keys({ id }) {
     [id, cursor],
     EVERY_MS,
   );
+
+  const isThere = poll.data !== null;
+  useEffect(() => {
+    if (isWanted && isThere) part.current?.scrollIntoView();
+  }, [isWanted, isThere]);
 
   /** Whether the server took it. @param {() => Promise<any>} change */
   async function run(change) {
@@ -52,7 +63,7 @@ export function Keys({ id }) {
   /** @param {string} key */
   const revoke = (key) => run(() => api.send("DELETE", path`tenants/${id}/keys/${key}`));
 
-  return html`<${ui.Section} title="Keys">
+  return html`<div ref=${part} data-testid="keys"><${ui.Section} title="Keys">
     <${KeyForm} key=${changed?.id ?? ""} row=${changed} onSend=${changed ? change : create} onClose=${() => setChanged(null)} />
     ${error && html`<${ui.ErrorBox} error=${error} />`}
     ${made && html`<${Secret} made=${made} onDone=${() => setMade(null)} />`}
@@ -61,7 +72,7 @@ export function Keys({ id }) {
         empty="There is no key yet." columns=${columns(id, setChanged, rotate, revoke)} />
       <${ui.Pager} what="keys" first=${cursor === null} next=${page.next_cursor}
         onFirst=${() => setCursor(null)} onNext=${() => setCursor(page.next_cursor)} />`}<//>
-  <//>`;
+  <//></div>`;
 }
 
 /** @param {string} tenant @param {(row: any) => void} edit @param {(key: string) => void} rotate @param {(key: string) => void} revoke */

@@ -4,15 +4,14 @@ import { html } from "../lib/html.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
 import { adapterHref, releaseHref } from "./adapters.js";
+import { keysHref } from "./keys.js";
+import { UnderWay, ofUndecided } from "./needs_releases.js";
 import { requestsHref } from "./requests.js";
 import { limitsHref } from "./tenant_editor.js";
 
 const EVERY_MS = 30_000;
-const DAY_MS = 86_400_000;
 /** Adapters of one kind that are named; a link has the others. */
 const SHOWN = 20;
-/** Rows of the audit log that are read of one action: many may be of one name. */
-const AUDIT_ROWS = 500;
 /** A budget or a quota is near its end when less than this part is left. */
 const PART_LEFT = 0.1;
 /** Errors of an adapter in the last hour: at least so many, of at least this part of its requests. */
@@ -27,7 +26,6 @@ const FAILING = { min_errors: MIN_ERRORS, min_error_rate: MIN_ERROR_RATE, sort: 
 
 /** @param {AbortSignal} signal */
 async function read(signal) {
-  const start = new Date(Date.now() - DAY_MS).toISOString();
   /** @param {Record<string, any>} chosen */
   const adapters = (chosen) => api.get("adapters", { limit: SHOWN, ...chosen }, { signal });
   const [engine, cluster, tenants] = await Promise.all([
@@ -41,11 +39,8 @@ async function read(signal) {
   const corrupt = await adapters({ state: "corrupt", hours: 0 });
   const incompatible = await adapters({ state: "incompatible", hours: 0 });
   const paused = await adapters({ release: "paused", hours: 0 });
-  const rolledBack = await api.get("audit", { action: "release.rolled_back", start, limit: AUDIT_ROWS }, { signal });
-  // The first by a caller's files, the second by what the engine computed with them.
-  const refused = await api.get("audit", { action: "version.upload", outcome: "refused", start, limit: AUDIT_ROWS }, { signal });
-  const rejected = await api.get("audit", { action: "version.check", outcome: "refused", start, limit: AUDIT_ROWS }, { signal });
-  return { engine, cluster, failing, corrupt, incompatible, paused, rolledBack, refused, rejected, tenants };
+  const needs = await api.get("needs", {}, { signal });
+  return { engine, cluster, failing, corrupt, incompatible, paused, needs, tenants };
 }
 
 export default function Needs() {
@@ -55,30 +50,14 @@ export default function Needs() {
   <//>`;
 }
 
-/** The first of each. @param {Need[]} needs */
-const once = (needs) => needs.filter(({ what }, i) => needs.findIndex((other) => other.what === what) === i);
-
 /**
- * The rows of an action, the newest of each name, the tenants in turn: one with many does not hide the others.
- * @param {any} page Of GET /audit. @param {string} action @param {(row: any) => Need} of
+ * Rows of which the server shows some: the tenants in turn, so that one with many does not hide the others.
+ * @param {{ data: any[], total: number, more?: { tenant_id: string, count: number }[] }} found @param {(row: any) => Need} of
  */
-function ofAudit(page, action, of) {
-  // A key that named another tenant's adapter says nothing about that tenant.
-  const own = page.data.filter((/** @type {any} */ row) => row.actor_tenant_id === null || row.actor_tenant_id === row.tenant_id);
-  /** @type {Map<string, number>} */
-  const turns = new Map();
-  const found = once(own.map(of)).map((need) => {
-    const tenant = need.what.split("/")[0];
-    const turn = turns.get(tenant) ?? 0;
-    turns.set(tenant, turn + 1);
-    return { need, turn };
-  });
-  const needs = found.sort((a, b) => a.turn - b.turn).slice(0, SHOWN).map(({ need }) => need);
-  return { needs, count: found.length + (page.next_cursor ? 1 : 0), href: `#/audit?action=${action}` };
-}
+const ofTurns = (found, of) => ({ needs: found.data.map(of), count: found.total, left: found.more });
 
 /** @param {any} data As `read` gives it. */
-function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rolledBack, refused, rejected, tenants }) {
+function Sections({ engine, cluster, failing, corrupt, incompatible, paused, needs, tenants }) {
   const all = [
     { title: "Engines", act: "Look at the node and its log. An engine comes back by itself once its process runs.", needs: engines(engine, cluster) },
     {
@@ -100,16 +79,30 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
       needs: paused.data.map((/** @type {any} */ row) => ofRelease(row, "Its schedule does not go on.")),
     },
     {
+      title: "Releases that cannot be decided", act: "Each row says what is missing. To decide by hand is to promote the new version or to roll it back.",
+      more: "release=running", ...ofTurns(needs.undecided, ofUndecided),
+    },
+    {
       title: "Rollbacks of the last day", act: "Read the guard's reason before you release the version again.",
-      ...ofAudit(rolledBack, "release.rolled_back", ofRollback),
+      href: "#/audit?action=release.rolled_back", ...ofTurns(needs.rolled_back, ofRollback),
     },
     {
       title: "Versions that failed their check in the last day", act: "Read the version's report, then train or export it again.",
-      ...ofAudit(rejected, "version.check", ofCheck),
+      href: "#/audit?action=version.check&outcome=refused", ...ofTurns(needs.failed_checks, ofCheck),
     },
     {
       title: "Uploads that were refused in the last day", act: "Tell the tenant what the code means, or raise the limit that it names.",
-      ...ofAudit(refused, "version.upload", ofUpload),
+      href: "#/audit?action=version.upload&outcome=refused", ...ofTurns(needs.refused_uploads, ofUpload),
+    },
+    {
+      title: "Adapters that are loaded again and again",
+      act: "Pin the version, reserve device memory for its tenant, or give adapters more memory: --adapter-memory for copies to the device, --adapter-cpu-memory for loads from the disk.",
+      more: "sort=last_used&order=desc", ...ofTurns(needs.thrashing, ofThrashing),
+    },
+    { title: `Disks of ${needs.disks.node || "this server"}`, act: "Make room, or mount a larger disk. Without room uploads are refused.", needs: disks(needs.disks) },
+    {
+      title: "Keys that end soon", act: "They are in use. Give them a later end, or tell the tenant to change to another key.",
+      href: "#/all-tenants", ...ofTurns(needs.ending_keys, ofKeys),
     },
     { title: "Budgets near their end", act: "Raise the budget, or tell the tenant.", needs: budgets(tenants) },
     { title: "Quotas near their end", act: "Raise the limit, or tell the tenant to delete adapters, versions or files.", needs: quotas(tenants) },
@@ -121,21 +114,25 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, rol
       Budgets and quotas of the first ${ui.num(MOST_TENANTS)} tenants were looked at. The others' are on their <a href="#/tenants">pages</a>.
     </p>`}
     ${open.map((section) => html`<${Section} key=${section.title} ...${section} />`)}
-    ${!open.length && html`<${ui.Empty}>${isCut ? "Nothing else that was looked at needs you now." : "Nothing needs you now."}<//>`}`;
+    ${!open.length && html`<${ui.Empty}>${isCut ? "Nothing else that was looked at needs you now." : "Nothing needs you now."}<//>`}
+    <${UnderWay} ...${needs} />`;
 }
 
 /**
- * @param {{ title: string, act: string, needs: Need[], more?: string, href?: string, count?: number }} props `act`: what to do;
- *   `count`: all that there are.
+ * @param {{ title: string, act: string, needs: Need[], more?: string, href?: string, count?: number,
+ *   left?: { tenant_id: string, count: number }[] }} props `act`: what to do; `count`: all that there are; `left`: the rows of a tenant
+ *   that are not here.
  */
-function Section({ title, act, needs, more, href = `#/all-adapters?${more}`, count = needs.length }) {
+function Section({ title, act, needs, more, href = `#/all-adapters?${more}`, count = needs.length, left = [] }) {
+  const ofTenants = left.map((one) => `${one.tenant_id} ${ui.num(one.count)}`).join(", ");
   return html`<${ui.Section} title=${title} note=${act}>
     <${ui.Table} caption=${title} testid="need-row" keyOf=${(/** @type {Need} */ need) => need.what} rows=${needs}
       columns=${[
         { title: "Where", cell: (/** @type {Need} */ need) => html`<a href=${need.href}>${need.what}</a>` },
         { title: "Why", cell: (/** @type {Need} */ need) => html`<span>${need.why}</span>` },
       ]} />
-    ${count > needs.length && html`<p><a href=${href}>There are more.</a></p>`}
+    ${count > needs.length && html`<p data-testid="need-more">
+      <a href=${href}>There are ${ui.num(count - needs.length)} more.</a>${ofTenants && html` By tenant: ${ofTenants}.`}</p>`}
   <//>`;
 }
 
@@ -159,29 +156,65 @@ const ofAdapter = (row, why) => ({ what: `${row.tenant}/${row.name}`, href: adap
 /** @param {any} row Of GET /adapters. @param {any} why @returns {Need} */
 const ofRelease = (row, why) => ({ ...ofAdapter(row, why), href: releaseHref(row.tenant, row.name) });
 
-/** @param {any} row Of GET /audit; its target is `tenants/TENANT/adapters/NAME/release`. @returns {Need} */
-function ofRollback(row) {
-  const [, tenant, , name] = row.target.split("/");
-  return {
-    what: `${tenant}/${name}`, href: releaseHref(tenant, name), why: html`The guard rolled it back on <${ui.Time} at=${row.time} />.`,
-  };
-}
+/** @param {any} row Of GET /needs, as are those below. @returns {Need} */
+const ofRollback = (row) => ({
+  what: `${row.tenant_id}/${row.name}`, href: releaseHref(row.tenant_id, row.name), why: html`The guard rolled it back on <${ui.Time} at=${row.time} />.`,
+});
 
-/** @param {any} row Of GET /audit; its target is `tenants/TENANT/adapters/NAME/versions/VERSION`. @returns {Need} */
-function ofCheck(row) {
-  const [, tenant, , name, , version] = row.target.split("/");
-  return {
-    what: `${tenant}/${name}@${version}`, href: adapterHref(tenant, name),
-    why: html`<code>${row.code}</code> on <${ui.Time} at=${row.time} />.`,
-  };
-}
+/** @param {any} row */
+const codeOf = (row) => html`<code>${row.code}</code> on <${ui.Time} at=${row.time} />.`;
 
-/** @param {any} row Of GET /audit; its target is `tenants/TENANT/adapters/NAME/versions`, of a name that may have none. @returns {Need} */
+/** @param {any} row @returns {Need} */
+const ofCheck = (row) => ({ what: `${row.tenant_id}/${row.name}@${row.version}`, href: adapterHref(row.tenant_id, row.name), why: codeOf(row) });
+
+/** Of a name that may have no version. @param {any} row @returns {Need} */
 function ofUpload(row) {
-  const [, tenant, , name] = row.target.split("/");
-  const chosen = new URLSearchParams({ action: "version.upload", outcome: "refused", ...(row.tenant_id && { tenant: row.tenant_id }) });
-  return { what: `${tenant}/${name}`, href: `#/audit?${chosen}`, why: html`<code>${row.code}</code> on <${ui.Time} at=${row.time} />.` };
+  const chosen = new URLSearchParams({ action: "version.upload", outcome: "refused", tenant: row.tenant_id });
+  return { what: `${row.tenant_id}/${row.name}`, href: `#/audit?${chosen}`, why: codeOf(row) };
 }
+
+/** @param {any} row @returns {Need} */
+function ofThrashing(row) {
+  const ways = [
+    row.copies && `${ui.num(row.copies)} copies to the device`,
+    row.loads && `${ui.num(row.loads)} loads from the disk`,
+  ].filter(Boolean);
+  const others = row.others ? ` ${ui.num(row.others)} more with the same files.` : "";
+  return {
+    what: `${row.tenant_id}/${row.name}@${row.version}`, href: adapterHref(row.tenant_id, row.name),
+    why: `${ways.join(" and ")} in the last hour.${row.pinned ? " It is pinned." : ""}${others}`,
+  };
+}
+
+/** @type {Record<string, { what: string, href: string }>} */
+const DISKS = {
+  data: { what: "Database and usage", href: "#/now" },
+  adapters: { what: "Adapters", href: "#/all-adapters?sort=bytes&order=desc" },
+  prefixes: { what: "Prefixes of the KV cache", href: "#/now" },
+};
+
+/** @param {any} found @returns {Need[]} */
+function disks(found) {
+  const needs = found.data.map((/** @type {any} */ one) => ({
+    ...DISKS[one.holds],
+    why: html`${ui.bytes(one.free)} of ${ui.bytes(one.size)} are free at <code>${one.path}</code>; ${ui.bytes(one.wanted)} are wanted.`,
+  }));
+  const off = found.prefixes_off;
+  if (off) {
+    needs.push({
+      what: "Disk of prefixes", href: "#/now",
+      why: `${ui.num(off)} ${off === 1 ? "engine leaves its" : "engines leave their"} disk of --kv-disk alone for now: it fails, or it is slower than computing anew. Look at that disk.`,
+    });
+  }
+  return needs;
+}
+
+/** @param {any} row @returns {Need} */
+const ofKeys = (row) => ({
+  what: row.tenant_id, href: keysHref(row.tenant_id),
+  why: html`${ui.num(row.count)} ${row.count === 1 ? "key" : "keys"}: ${row.keys.map((/** @type {any} */ key, /** @type {number} */ i) => html`${i ? "; " : ""}
+    ${key.name && html`<q>${key.name}</q> `}<code>${key.id}</code> ${Date.parse(key.expires_at) > Date.now() ? "ends" : "ended"} on <${ui.Time} at=${key.expires_at} />`)}${row.count > row.keys.length ? "; …" : "."}`,
+});
 
 /** @param {any} engine @param {any} cluster @returns {Need[]} */
 function engines(engine, cluster) {

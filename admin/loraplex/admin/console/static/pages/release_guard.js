@@ -52,14 +52,20 @@ export function Guard({ comparison, run, isGiven }) {
   <//>`;
 }
 
+/** The guard's advice in the page's words. @param {string | null} advice */
+export const advised = (advice) =>
+  METRICS.reduce((text, one) => text.replace(new RegExp(`^${one.name} looks`), `${one.title}: looks`), advice ?? "");
+
+/** What is counted, in words. @param {{ unit: string }} guard */
+export const unitsOf = (guard) => String(UNITS[guard.unit] ?? guard.unit).toLowerCase();
+
 /** What the guard waits for: its advice, with the pace where that is a count of units. @param {any} guard @param {Leg[]} course */
 function missing(guard, course) {
-  const advice = String(guard.advice);
-  if (!guard.needs || !advice.startsWith("needs ")) {
-    const named = METRICS.reduce((text, one) => text.replace(new RegExp(`^${one.name} looks`), `${one.title}: looks`), advice);
+  if (!guard.needs || !String(guard.advice).startsWith("needs ")) {
+    const named = advised(guard.advice);
     return `${named[0].toUpperCase()}${named.slice(1)}.`;
   }
-  const unit = String(UNITS[guard.unit] ?? guard.unit).toLowerCase();
+  const unit = unitsOf(guard);
   const left = secondsLeft(course[course.length - 1]);
   const pace = left === null ? "" : `; as they come now, in ${left < MINUTE_S ? "less than a minute" : `about ${seconds(left)}`}`;
   const few = guard.unit === "request" ? "" : ` Where fewer come, let each request draw its version: Callers, below.`;
