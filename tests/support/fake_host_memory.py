@@ -33,6 +33,8 @@ class FakeHostMemory:
     ) -> None:
         self.disk: Counter[str | None] | None = None
         self.keep: Callable[[BlockKey, memoryview], None] = lambda key, payload: None
+        self.hand: Callable[[BlockKey, bytes], None] = lambda key, payload: None
+        self._passing: dict[int, Content] = {}  # blocks that a piece of a state goes through
         self._generations: dict[BlockKey, int] = {}  # of blocks on their way to the disk
         self._most_restored = most_restored
         self._contents: list[Content] = [([], [])] * num_slots
@@ -56,6 +58,11 @@ class FakeHostMemory:
         states: dict[int, list[int]] = {}
         for one in plan.copies:
             of_device = self._of_blocks if one.part is None else self._of_states
+            if one.to_host and (one.slot < 0 or one.block < 0):
+                of = self._of_slots[one.slot] if one.block < 0 else of_device[one.block]
+                if one.key is None or of != one.key[0]:
+                    wrong.append(f"a block of {of} is handed on as {one.key}")
+                continue
             if one.to_host:
                 self._of_slots[one.slot] = of_device[one.block]
                 if one.key is not None and self.disk is not None:
@@ -67,6 +74,11 @@ class FakeHostMemory:
                     states.setdefault(one.block, []).append(one.part)
                 if unpacked(one.payload)[0] != self.disk[one.key[0][1]]:
                     wrong.append("a block comes back after its version was deleted")
+                continue
+            if one.payload is not None and one.key is not None:
+                of_device[one.block] = one.key[0]
+                if not {*unpacked(one.payload)[1][1]} <= {one.key[0][0]}:
+                    wrong.append(f"a block of another tenant comes as {one.key[0]}")
                 continue
             of_device[one.block] = self._of_slots[one.slot]
             if one.part is not None:
@@ -97,18 +109,34 @@ class FakeHostMemory:
     ) -> None:
         """Copy blocks between here and the device's `values` and `tenants` of all positions, and states."""
         for one in copies:
+            if one.to_host and one.key is not None and (one.slot < 0 or one.block < 0):
+                self.hand(one.key, bytes(packed(0, self._content(one, values, tenants, states))))
+                continue
             if one.part is not None:
                 self._copy_part(one, one.part, states)
                 continue
             places = slice(one.block * BLOCK_SIZE, (one.block + 1) * BLOCK_SIZE)
-            if one.to_host:
+            if one.to_host and one.block in self._passing:
+                self._contents[one.slot] = self._passing.pop(one.block)
+            elif one.to_host:
                 self._contents[one.slot] = values[places], tenants[places]
                 if one.key is not None:
                     self.keep(one.key, packed(self._generations.pop(one.key, 0), self._contents[one.slot]))
+            elif one.payload is not None and one.key is not None and len(one.key[1]) > 32:
+                self._passing[one.block] = unpacked(one.payload)[1]
             elif one.payload is not None:
                 values[places], tenants[places] = unpacked(one.payload)[1]
             else:
                 values[places], tenants[places] = self._contents[one.slot]
+
+    def _content(self, one: BlockCopy, values: list[int], tenants: list[str], states: list[int]) -> Content:
+        """What a slot, a block or a part of a state holds."""
+        if one.block < 0:
+            return self._contents[one.slot]
+        if one.part is not None:
+            return [states[one.block], one.part], []
+        places = slice(one.block * BLOCK_SIZE, (one.block + 1) * BLOCK_SIZE)
+        return values[places], tenants[places]
 
     def _copy_part(self, one: BlockCopy, part: int, states: list[int]) -> None:
         if one.to_host:

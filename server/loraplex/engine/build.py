@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -43,7 +44,7 @@ from loraplex.engine.execution.device_memory import CudaMemory, DeviceMemory
 from loraplex.engine.execution.executor import Executor, set_threads
 from loraplex.engine.execution.inputs import Recorder, StepLimits
 from loraplex.engine.execution.kv_cache import available_memory
-from loraplex.engine.execution.kv_disk import check_disk, check_prefixes, open_disk
+from loraplex.engine.execution.kv_disk import check_disk, check_prefixes, open_disk, prefix_form
 from loraplex.engine.execution.runner import ModelRunner
 from loraplex.engine.grammar.masks import MaskMaker
 from loraplex.engine.grammar.matchers import GrammarMatchers
@@ -208,23 +209,12 @@ def _build(
     )
     on_stage("measuring how long steps take")
     speculation, no_speculation, bound = _timed(config, lookahead, device, parts)
-    disk = open_disk(config, opened.plan, loaded.library, opened.base.fingerprint, parts.host_blocks, wake)
+    form = prefix_form(config, opened.plan, loaded.library, opened.base.fingerprint)
+    disk = open_disk(config, form, parts.host_blocks, wake)
+    hands_over = parts.host_blocks is not None and parts.kv_size.needs.windows == (None,)
     core = EngineCore(
-        SchedulerConfig(
-            num_blocks=parts.kv_size.num_blocks,
-            max_model_len=parts.kv_size.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=parts.max_step_tokens,
-            max_waiting=config.max_waiting,
-            max_scored_tokens=parts.max_scored,
-            lookahead=lookahead,
-            windows=parts.kv_size.needs.windows,
-            num_host_blocks=0 if parts.host_blocks is None else parts.host_blocks.num_slots,
-            state_slots=0 if parts.host_blocks is None else parts.host_blocks.state_slots,
-            most_restored_blocks=parts.most_restored_blocks,
-            lacks_disk=config.kv_disk_dir is not None and disk is None,
-            num_states=parts.kv_size.num_states,
-            num_windows=parts.kv_size.num_windows,
+        _scheduler_config(
+            config, parts, lookahead, lacks_disk=config.kv_disk_dir is not None and disk is None
         ),
         parts.runner,
         AdapterCache(
@@ -244,14 +234,39 @@ def _build(
         bound=bound,
         lead=_copy_lead(device, parts, bound),
         disk=disk,
+        prefixes=form if hands_over else None,
     )
+    if parts.host_blocks is not None:
+        parts.host_blocks.hand = core.handover.put
     info = replace(
         _info(config, opened, device, parts, host, others),
+        prefix_form=form.name if hands_over else "",
         speculation=speculation is not None,
         speculation_reason=no_speculation,
         max_step_ms=0.0 if bound is None else 1000 * bound.max_s,
     )
     return BuiltEngine(core, info, heartbeat, parts.runner, transport, grammars, disk)
+
+
+def _scheduler_config(
+    config: EngineConfig, parts: DeviceParts, lookahead: Literal[0, 1], *, lacks_disk: bool
+) -> SchedulerConfig:
+    return SchedulerConfig(
+        num_blocks=parts.kv_size.num_blocks,
+        max_model_len=parts.kv_size.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=parts.max_step_tokens,
+        max_waiting=config.max_waiting,
+        max_scored_tokens=parts.max_scored,
+        lookahead=lookahead,
+        windows=parts.kv_size.needs.windows,
+        num_host_blocks=0 if parts.host_blocks is None else parts.host_blocks.num_slots,
+        state_slots=0 if parts.host_blocks is None else parts.host_blocks.state_slots,
+        most_restored_blocks=parts.most_restored_blocks,
+        lacks_disk=lacks_disk,
+        num_states=parts.kv_size.num_states,
+        num_windows=parts.kv_size.num_windows,
+    )
 
 
 def _grammars(plan: ModelPlan, eos_ids: frozenset[int], wake: Callable[[], None]) -> GrammarMatchers:

@@ -91,6 +91,8 @@ class EngineInfo(ModelSummary):
     window_bytes: int = 0
     kv_host_block_bytes: int = 0
     """Bytes of a block in host memory."""
+    prefix_form: str = ""
+    """Prefixes are handed on between engines that have the same; empty: between no others and this one."""
     base_fingerprint: str = ""
     four_bit_library: str = ""
     """The library, with its version, that multiplies with those of its form; empty for the engine's own kernels."""

@@ -409,9 +409,9 @@ class MeasuredPart:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A whole block between the KV pool and a slot in host memory (`loraplex.engine.kv.host_tier`), or a `part`, as
-    large, of the state `block`. `key`: of a block that goes on to the disk (`loraplex.engine.kv.disk_tier`), or comes
-    from there: as `payload`, and then the slot is -1."""
+    """A block between the KV pool and a slot of host memory (`loraplex.engine.kv.host_tier`), or a `part`, as large, of
+    the state `block`. `key`: of one that goes on to the disk (`disk_tier` there) or, with -1 for block or slot, to
+    another engine (`handed_blocks`). With a `payload`, which comes from either, the slot is -1."""
 
     block: int
     slot: int

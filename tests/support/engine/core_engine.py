@@ -9,16 +9,20 @@ from loraplex.adapters.cache.tenant_memory import MemoryLimits
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.kv.handed_blocks import PrefixForm
 from loraplex.engine.scheduling.timing.step_bound import StepBound
 from loraplex.engine.tenant_terms import TenantTerms
 from loraplex.engine.types import EngineRequest, SamplingParams, TokenEvent
 from support.engine.fake_runner import FakeRunner, reference
 from support.engine.fake_transport import FakeTransport, make_cache
 from support.fake_block_disk import BlockDisk
+from support.fake_host_memory import BLOCK_BYTES
 from support.simulator.core_integrity import check_core, is_named
 
 VOCAB_SIZE = 997
 EOS = 0
+FORM = "form"
+"""Of all blocks of these engines."""
 
 
 class CoreEngine:
@@ -60,7 +64,9 @@ class CoreEngine:
             clock=lambda: self.now,
             bound=bound,
             disk=None if disk is None else disk.open(self.runner.host, lambda: self.now),
+            prefixes=PrefixForm(FORM, BLOCK_BYTES),
         )
+        self.runner.host.hand = self.core.handover.put
         self.events: list[TokenEvent] = []
 
     def add(

@@ -20,6 +20,7 @@ from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.config import SchedulerConfig
 from loraplex.engine.core.admission import check_deadline, check_request, check_room, too_slow
+from loraplex.engine.core.handover import PrefixHandover
 from loraplex.engine.core.in_flight import InFlightSteps, Runner
 from loraplex.engine.core.request_tracker import RequestTracker
 from loraplex.engine.core.stats import engine_stats
@@ -27,6 +28,7 @@ from loraplex.engine.core.timers import SequenceTimers
 from loraplex.engine.core.waits import Waits
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.disk_tier import DiskTier
+from loraplex.engine.kv.handed_blocks import PrefixForm
 from loraplex.engine.reports import EngineStats
 from loraplex.engine.scheduling.background import MAX_BACKGROUND
 from loraplex.engine.scheduling.scheduler import Scheduler
@@ -61,8 +63,8 @@ class EngineCore:
     marked at every step. `grammars` builds matchers: a request waits for its own outside of the queue, and holds nobody
     else back. Without it, requests with a grammar are refused. `speculation` drafts tokens, where there is no
     lookahead. `bound` limits the time of steps. With a `lead`, first steps may begin before their adapter's copy is
-    done. `disk` has blocks behind host memory. A request that cannot be served raises nothing: `add_request` leaves its
-    refusal for the next `step` to return.
+    done. `disk` has blocks behind host memory. `prefixes` as of `PrefixHandover`. A request that cannot be served
+    raises nothing: `add_request` leaves its refusal for the next `step` to return.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class EngineCore:
         bound: StepBound | None = None,
         lead: CopyLead | None = None,
         disk: DiskTier | None = None,
+        prefixes: PrefixForm | None = None,
     ) -> None:
         self._config = config
         self._grammars = grammars
@@ -100,6 +103,7 @@ class EngineCore:
             heartbeat=heartbeat or StepHeartbeat(clock),
             clock=clock,
         )
+        self.handover = PrefixHandover(self._scheduler.blocks, prefixes, self._in_flight.copy)
         self._deadlines = SequenceTimers()
         self._max_loads = SequenceTimers()
         self._with_terms: set[str] = set()  # tenants whose terms are not the default
@@ -245,6 +249,7 @@ class EngineCore:
         for tenant_id in list(self._with_terms):
             self.set_terms(tenant_id, DEFAULT_TERMS)
         self._cache.set_elsewhere(())
+        self.handover.reset()
 
     def end_background(self) -> None:
         """End all background requests with finish_reason "abort": the engine is to stop."""

@@ -117,6 +117,14 @@ class InFlightSteps:
         self._heartbeat.step_submitted(plan.num_tokens)
         return True
 
+    def copy(self) -> None:
+        """Have the copies that wait for a plan done now, behind all that is in flight. Raises DeviceLost."""
+        while self._in_flight:
+            self.collect()
+        copies = self._scheduler.blocks.take_copies()
+        if copies and self.submit(StepPlan(next(self._scheduler.step_ids), (), copies=copies)):
+            self.collect()
+
     def collect(self) -> None:
         """Wait for the oldest step (there must be one) and take its results. Raises DeviceLost."""
         step = self._in_flight.popleft()

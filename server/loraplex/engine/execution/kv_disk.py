@@ -14,6 +14,7 @@ from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.disk_files import DiskFiles, DiskStoreError, DiskStoreHeld, DiskStoreUnusable
 from loraplex.engine.kv.disk_store import DiskStore
 from loraplex.engine.kv.disk_tier import DiskTier
+from loraplex.engine.kv.handed_blocks import PrefixForm
 from loraplex.engine.kv.host_blocks import HostBlocks
 from loraplex.engine.model.model_plan import ModelPlan
 from loraplex.engine.numerics import numerical_build
@@ -40,22 +41,10 @@ def check_prefixes(config: EngineConfig, plan: ModelPlan) -> None:
         host_slots(config.kv_host_memory, plan.shape.caches, plan.kv_dtype)
 
 
-def open_disk(
-    config: EngineConfig,
-    plan: ModelPlan,
-    library: str,
-    fingerprint: str,
-    host_blocks: HostBlocks | None,
-    wake: Callable[[], None],
-) -> DiskTier | None:
-    """The tier behind `host_blocks` in `kv_disk_dir`, for a planned model whose base has this fingerprint; None where
-    there is no such folder, and, with a warning, where the disk fails. `library` and `wake` as of `numerical_build` and
-    `DiskTier`. It takes the folder `kv_disk_number`, or else the first that no other engine has. Raises DiskStoreError
-    for a secret or a directory that is another."""
-    if config.kv_disk_dir is None or host_blocks is None:
-        return None
+def prefix_form(config: EngineConfig, plan: ModelPlan, library: str, fingerprint: str) -> PrefixForm:
+    """The form of the blocks of a planned model whose base has this fingerprint. `library` as of `numerical_build`.
+    Another build has another form: neither the bits of blocks nor their layout need be the same."""
     one = block_bytes(plan.shape.caches, plan.kv_dtype)
-    # Another build finds none of them: neither their bits nor their layout need be the same.
     build = "\n".join(
         (
             f"{fingerprint} {config.quantise} {plan.dtype} {plan.kv_dtype} {one}",
@@ -63,12 +52,26 @@ def open_disk(
             numerical_build(plan, library),
         )
     )
+    return PrefixForm(hashlib.sha256(build.encode()).hexdigest(), one)
+
+
+def open_disk(
+    config: EngineConfig,
+    form: PrefixForm,
+    host_blocks: HostBlocks | None,
+    wake: Callable[[], None],
+) -> DiskTier | None:
+    """The tier behind `host_blocks` in `kv_disk_dir`, for blocks of this form; None where there is no such folder, and,
+    with a warning, where the disk fails. `wake` as of `DiskTier`. It takes the folder `kv_disk_number`, or else the
+    first that no other engine has. Raises DiskStoreError for a secret or a directory that is another."""
+    if config.kv_disk_dir is None or host_blocks is None:
+        return None
     try:
-        store = _open(config, one, hashlib.sha256(build.encode()).digest())
+        store = _open(config, form.piece_bytes, bytes.fromhex(form.name))
     except DiskStoreUnusable as error:
         _log.warning("%s; until its next start the engine keeps no prefixes on a disk", error.message)
         return None
-    disk = DiskTier(store, one, wake)
+    disk = DiskTier(store, form.piece_bytes, wake)
     host_blocks.keep = disk.put
     return disk
 

@@ -13,6 +13,7 @@ import msgspec
 
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.core.handed import HandedBlock
 from loraplex.engine.ipc.framing import UNDECODABLE, ProtocolError
 from loraplex.engine.kv.prefix_keys import next_owners
 from loraplex.engine.reports import EngineInfo, EngineStats
@@ -52,6 +53,22 @@ class PrefixOwners(CallAnswer, frozen=True, tag=True):
     base)."""
 
     owners: tuple[Namespace, ...]
+
+
+class PrefixPage(CallAnswer, frozen=True, tag=True):
+    """Prefixes that are handed on, each block behind the one before it. `is_last`: all that may be handed on now has
+    been."""
+
+    blocks: tuple[HandedBlock, ...]
+    is_last: bool
+
+
+class PrefixesTaken(CallAnswer, frozen=True, tag=True):
+    """The first `num_seen` blocks of a page were looked at, and the others are to be sent again; `num_here` of them are
+    here now."""
+
+    num_seen: int
+    num_here: int
 
 
 class Served(CallAnswer, frozen=True, tag=True):
@@ -239,6 +256,27 @@ class GetPrefixOwners(Call[PrefixOwners], frozen=True, tag=True):
         return PrefixOwners(self.call, tuple(next_owners(core.prefix_owners(), self.after)))
 
 
+class TakePrefixes(Call[PrefixPage], frozen=True, tag=True):
+    """The next page of the prefixes that the engine has, for another one; `begins`: the first one."""
+
+    begins: bool = False
+
+    def run(self, core: EngineCore) -> PrefixPage:
+        return PrefixPage(self.call, *core.handover.next_page(begins=self.begins))
+
+
+class PutPrefixes(Call[PrefixesTaken], frozen=True, tag=True):
+    """Keep these prefixes of another engine, whose blocks have this form. `begins`: its first page."""
+
+    form: str
+    blocks: tuple[HandedBlock, ...]
+    begins: bool = False
+
+    def run(self, core: EngineCore) -> PrefixesTaken:
+        seen, here = core.handover.take_in(self.form, self.blocks, begins=self.begins)
+        return PrefixesTaken(self.call, seen, here)
+
+
 class GetExpertRows(Call[ExpertRows], frozen=True, tag=True):
     def run(self, core: EngineCore) -> ExpertRows:
         return ExpertRows(self.call, core.expert_rows())
@@ -263,6 +301,8 @@ Command = (
     | GetCache
     | GetExpertRows
     | GetPrefixOwners
+    | TakePrefixes
+    | PutPrefixes
 )
 
 
@@ -330,6 +370,8 @@ Event = (
     | Cache
     | ExpertRows
     | PrefixOwners
+    | PrefixPage
+    | PrefixesTaken
     | Served
     | Done
     | Heartbeat

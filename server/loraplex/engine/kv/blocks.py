@@ -73,6 +73,18 @@ class BlockManager:
         """The block of each key, -1 where its content is not in the pool. Takes nothing."""
         return [self._block_of.get(key, -1) for key in keys]
 
+    def idle_keys(self) -> list[BlockKey]:
+        """The keys of cached blocks that requests have used which are no lines of batches; the most recently used
+        first, those of departed adapters last."""
+        blocks = (*reversed(self._cached), *reversed(self._of_departed))
+        keys = (self._key_of[block] for block in blocks if block not in self._spare)
+        return [key for key in keys if key is not None]
+
+    def idle_block(self, key: BlockKey) -> int | None:
+        """The block of such a key; None for any other."""
+        block = self._block_of.get(key)
+        return None if block is None or self._refs[block] or block in self._spare else block
+
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """How many of these are free now, so that sharing them would shrink `num_free`."""
         return sum(not self._refs[block] for block in block_ids)

@@ -15,11 +15,13 @@ from loraplex.kernels.host_memory import untouched_zeros
 class HostBlocks:
     """`num_slots` pieces of memory beside a KV cache, of the size of a block each, with a block's bytes or a part of a
     state's; pinned where the cache is on a GPU. `mark`: called at every copy, the heartbeat's. `keep`, where it is set:
-    gets the bytes of each block that goes on to the disk; they are its own."""
+    gets the bytes of each block that goes on to the disk; they are its own. `hand`: gets those of pieces that go to
+    another engine."""
 
     def __init__(self, kv: KVCache, num_slots: int, mark: Callable[[], None]) -> None:
         self.num_slots = num_slots
         self.keep: Callable[[BlockKey, memoryview], None] | None = None
+        self.hand: Callable[[BlockKey, bytes], None] = lambda key, payload: None
         self._mark = mark
         self._device_pools = kv.pools
         self._states = kv.states
@@ -33,6 +35,10 @@ class HostBlocks:
         self._on_way: dict[int, tuple[BlockKey, int]] = {}
         """The blocks that a GPU still copies, and that go on to the disk, by their slots, each with its bytes; a slot
         may end with another tenant's."""
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._slot_bytes
 
     @property
     def state_slots(self) -> int:
@@ -52,6 +58,9 @@ class HostBlocks:
             if one.payload is not None:
                 self._fill(one, one.payload)
                 continue
+            if one.to_host and one.key is not None and (one.block < 0 or one.slot < 0):
+                self.hand(one.key, self._read_out(one))
+                continue
             if one.to_host and one.slot in self._on_way:
                 self._hand_on()
             num_bytes = 0
@@ -65,6 +74,21 @@ class HostBlocks:
                 self._on_way[one.slot] = one.key, num_bytes
                 if not self._is_pinned:
                     self._hand_on()
+
+    def _read_out(self, one: BlockCopy) -> bytes:
+        """The content of a slot, or of a block or a part of a state; zeros behind what a part has."""
+        if self._is_pinned:
+            torch.cuda.current_stream().synchronize()
+        if one.slot >= 0:
+            left = (
+                self._slot_bytes if one.part is None else self._states.shape[1] - one.part * self._slot_bytes
+            )
+            pieces = [self._memory[one.slot, :left]]
+        elif one.part is not None:
+            pieces = [self._part(one.block, one.part)]
+        else:
+            pieces = [pool[:, one.block].contiguous().view(torch.uint8) for pool in self._device_pools]
+        return b"".join(each.cpu().numpy().tobytes() for each in pieces).ljust(self._slot_bytes, b"\0")
 
     def _pairs(self, one: BlockCopy) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Views of the device's memory and of the host's that have the same content, of one shape and dtype each."""

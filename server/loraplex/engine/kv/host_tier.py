@@ -11,7 +11,7 @@ Memory is in slots of a block's size. A state takes as many of them as hold its 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
@@ -54,7 +54,9 @@ class HostTier:
     def __init__(self, num_slots: int, state_slots: int = 1) -> None:
         self.num_slots = num_slots
         self.counts = HostCounts()
-        self._state_slots = state_slots
+        self.on_removed: Callable[[BlockKey], None] = lambda key: None
+        """Called with each key under which nothing is found any more."""
+        self.state_slots = state_slots
         self._most = most_of_tenant(num_slots)
         self._empty = [*reversed(range(num_slots))]
         self._slots: OrderedDict[BlockKey, tuple[int, ...]] = OrderedDict()  # the least recently used first
@@ -82,6 +84,14 @@ class HostTier:
         self._slots.move_to_end(key)
         self._of_tenant[key[0][0]].move_to_end(key)
         return self._slots[key]
+
+    def slots_of(self, key: BlockKey) -> tuple[int, ...]:
+        """The slots that `read` gives; the key is used no more recently than before."""
+        return self._slots.get(key, ())
+
+    def recent(self) -> list[BlockKey]:
+        """All keys, the most recently used first."""
+        return [*reversed(self._slots)]
 
     def write(self, key: BlockKey) -> tuple[int, ...]:
         """The slots that a block or a state is to be copied to; none where it is here already, or finds no room."""
@@ -127,7 +137,7 @@ class HostTier:
 
     def size(self, key: BlockKey) -> int:
         """The slots that it takes."""
-        return self._state_slots if prefix_keys.is_of_state(key) else 1
+        return self.state_slots if prefix_keys.is_of_state(key) else 1
 
     def _weight(self, tenant: str) -> float:
         return self._weights.get(tenant, 1.0)
@@ -182,3 +192,4 @@ class HostTier:
         if not own:
             del self._of_tenant[tenant], self._taken[tenant]
             self._sum_weights()
+        self.on_removed(key)

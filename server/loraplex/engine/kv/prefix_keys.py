@@ -96,6 +96,11 @@ def of_state(key: BlockKey) -> BlockKey:
     return key[0], key[1] + _OF_STATE
 
 
+def block_of_state(name: BlockKey) -> BlockKey:
+    """The name of the block that the state of this name is behind."""
+    return name[0], name[1][:_LINK_BYTES]
+
+
 def part_of_state(name: BlockKey, part: int) -> BlockKey:
     """The name of a part, as large as a block, of the state of this name: on a disk each has a file of its own."""
     return name[0], name[1] + part.to_bytes(4, "little")

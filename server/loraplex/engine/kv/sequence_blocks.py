@@ -18,9 +18,9 @@ from itertools import compress
 
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.disk_tier import DiskTier
+from loraplex.engine.kv.handed_blocks import HandedBlocks
 from loraplex.engine.kv.layers import BlockNeeds, blocks_for, blocks_unseen
 from loraplex.engine.kv.states import Places
-from loraplex.engine.kv.tiered_blocks import TieredBlocks
 from loraplex.engine.types import BlockCopy, BlockKey, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
 
@@ -36,7 +36,7 @@ def holds_blocks(seq: Sequence) -> bool:
     return seq.measured is None and not seq.all_sampled
 
 
-class SequenceBlocks(TieredBlocks):
+class SequenceBlocks(HandedBlocks):
     """The pool of `num_blocks` blocks, as sequences with `needs` hold them, and their windows and states. `num_states`
     and what follows as of `TieredBlocks`; host memory is for a model whose layers are one group that keeps all
     positions."""
@@ -355,6 +355,7 @@ class SequenceBlocks(TieredBlocks):
             self._state_to_host(state, key)
 
     def _brought(self, seq: Sequence, block_ids: list[int]) -> None:
+        self.note_chain(seq.block_keys, len(seq.block_ids), len(seq.block_ids) + len(block_ids))
         seq.block_ids += tuple(block_ids)
         if self.states is None:  # else nothing is found before the state behind them is here
             seq.blocks_done += len(block_ids)
@@ -402,6 +403,7 @@ class SequenceBlocks(TieredBlocks):
         done = end // BLOCK_SIZE
         if done <= seq.blocks_done:
             return
+        self.note_chain(seq.block_keys, seq.blocks_done, min(done, len(seq.block_keys)))
         if self.states is not None:
             self.states.computed(seq, done)
         if not self._windows:

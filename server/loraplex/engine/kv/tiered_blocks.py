@@ -41,6 +41,10 @@ class TieredBlocks(BlockManager):
         self._kept: set[int] = set()
         self._num_kept = 0  # by the copies of the next step: blocks that were found and go to the disk
         self._erased: set[str] = set()  # digests of deleted versions that requests still ran on
+        # The block before each that is in the pool or in host memory, None before the first: no name tells.
+        self._before: dict[BlockKey, BlockKey | None] = {}
+        if self.host is not None:
+            self.host.on_removed = self._left_host
 
     @property
     def num_states_used(self) -> int:
@@ -168,9 +172,22 @@ class TieredBlocks(BlockManager):
         found = set() if self.host is None else self.host.owners()
         return found if self.disk is None else found | self.disk.store.owners()
 
+    def note_chain(self, keys: Row[BlockKey], start: int, end: int) -> None:
+        """Remember which block comes before each of keys[start:end], of one prefix, that is in the pool."""
+        for number in range(start, end if self.host is not None else start):
+            if keys[number] in self._block_of:
+                self._before[keys[number]] = keys[number - 1] if number else None
+
     def _drop_key(self, block: int) -> None:
+        key = self._key_of[block]
         super()._drop_key(block)
         self._kept.discard(block)
+        if key is not None and self.host is not None and key not in self.host:
+            self._before.pop(key, None)
+
+    def _left_host(self, key: BlockKey) -> None:
+        if key not in self._block_of:
+            self._before.pop(key, None)
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
         """The copies for the step that is submitted next."""

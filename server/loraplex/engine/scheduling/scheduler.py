@@ -9,6 +9,7 @@ in the number of tokens that are not computed yet.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -87,7 +88,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_use = self._charge.prefix_use
         self._loading: dict[str, None] = {}  # by the last plan
-        self._step_id = 0
+        self.step_ids = count(1)
         self._preempter = Preempter(self.running, self.queue, self.blocks, self._max_running, self._preempt)
 
     @property
@@ -252,8 +253,7 @@ class Scheduler:
             self.background.plan(draft, draft.max_running - len(self.running), self._schedule)
         loads = tuple(digest for digest in pending.loading if digest not in self._loading)
         self._loading = pending.loading
-        self._step_id += 1
-        return draft.plan(self._step_id, loads, self.blocks.take_copies())
+        return draft.plan(next(self.step_ids), loads, self.blocks.take_copies())
 
     def _counter(self, seq: Sequence) -> float:
         return self.queue.counter(seq.request.tenant_id)

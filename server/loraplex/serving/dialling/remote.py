@@ -165,8 +165,13 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
     def _on_idle(self) -> None:
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
-        if self._leaving:
+        if self._leaving and not self.hands_over:
             self._hang_up("it has drained", "draining")
+
+    def handed_over(self) -> None:
+        super().handed_over()
+        if not self._streams:
+            self._on_idle()
 
     # Its end.
 
@@ -236,8 +241,9 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
                     self._ready.set_result(None)
             case Draining():
                 self._leaving = True
+                self.on_leaving()
                 if not self._streams:
-                    self._hang_up("it has drained", "draining")
+                    self._on_idle()
             case wire.Heartbeat():
                 self._watchdog.beat(event)
             case _:

@@ -16,8 +16,10 @@ from loraplex.engine.kv.prefix_keys import first_key
 from loraplex.engine.reports import EngineInfo, EngineStats
 from loraplex.engine.tenant_terms import DEFAULT_TERMS, TenantTerms
 from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Namespace, TokenEvent
+from loraplex.serving.engines.choosing import choose_replica
 from loraplex.serving.engines.failover import Failover, Group, most_tokens
 from loraplex.serving.engines.fairness import EXCHANGE_S, ServiceExchange
+from loraplex.serving.engines.handing_over import HandingOver
 from loraplex.serving.engines.merged import (
     NEAREST,
     Totals,
@@ -33,7 +35,6 @@ from loraplex.serving.engines.replica import Replica, in_order
 from loraplex.serving.engines.reports import ReplicaReport
 from loraplex.serving.engines.stream import RequestStream
 from loraplex.serving.errors import EngineDraining, EngineOverloaded, EngineUnavailable, ServingError
-from loraplex.serving.placement.choice import choose
 from loraplex.serving.placement.homes import Homes, PlacedVersion
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class Engines:
         self.homes = Homes(clock)
         self.placing = Placing(self.homes)
         self._failover = Failover(self._replicas, self._choose, clock, engines_dial=engines_dial)
+        self.handing_over = HandingOver(self._ready, self.homes)
         for replica in replicas:
             self._add(replica)
         self.num_wanted = len(self._replicas) if num_wanted is None else num_wanted
@@ -89,11 +91,14 @@ class Engines:
         """Forget an engine that is gone; its session has handed over what it had."""
         replica = self._replicas.pop(name, None)
         if replica is not None:
+            self.handing_over.end(replica)
             self._past_restarts[name] = replica.session.num_restarts
 
     def drain(self, name: str, draining: bool = True) -> None:
-        """Give an engine nothing new from here on, or requests again. Raises KeyError where this name has none."""
+        """Give an engine nothing new from here on, and have it hand its prefixes on; or give it requests again. Raises
+        KeyError where this name has none."""
         self._replicas[name].is_draining = draining
+        (self.handing_over.begin if draining else self.handing_over.end)(self._replicas[name])
 
     @property
     def num_failed_over(self) -> int:
@@ -125,6 +130,7 @@ class Engines:
     def _add(self, replica: Replica) -> None:
         replica.session.take_over = partial(self._take_over, replica)
         replica.session.lives_here = partial(self._lives_at, replica)
+        replica.session.on_leaving = partial(self.handing_over.begin, replica)
         self._replicas[replica.id] = replica
 
     def _lives_at(self, replica: Replica, digest: str) -> bool:
@@ -206,6 +212,7 @@ class Engines:
     async def close(self, *, drain_s: float = 0) -> None:
         """Take nothing new, let what runs finish within `drain_s` seconds, end the rest, stop the engines."""
         self._closing = True
+        self.handing_over.close()
         self._failover.end(EngineError("draining", "the server shut down before it ended"))
         await run_all(replica.session.close(drain_s=drain_s) for replica in self._replicas.values())
 
@@ -256,26 +263,10 @@ class Engines:
         most = most_tokens(request)
         # The context may follow the memory that an engine found.
         ready = [replica for replica in ready if replica.session.info.max_model_len >= most] or ready
-        by_name = {replica.id: replica for replica in ready}
         (_, digest), link = first_key(request)
         if request.max_load is not None and request.adapter is not None:
             digest = request.adapter.digest  # it must not wait for a load, wherever its first block is
-        places: list[str] = []
-        resident: list[str] = list(by_name)
-        if digest:
-            places = [each.member for each in self.homes.of(digest)]
-            if not any(name in by_name for name in places):
-                places = [in_order(digest, ready)[0].id]
-            resident = [each.id for each in ready if each.session.adapter_state(digest) == "hot"]
-        name = choose(
-            {replica.id: replica.load() for replica in ready},
-            places=places,
-            resident=resident,
-            load_s=self.homes.load_s if digest else 0.0,
-            prefix=link,
-        )
-        assert name is not None, "there is a replica"
-        return by_name[name]
+        return choose_replica(ready, self.homes, digest, link)
 
     def _on_end(self, stream: RequestStream, event: TokenEvent) -> None:
         group = self._groups.pop(stream.request.request_id)
@@ -385,9 +376,11 @@ class Engines:
     async def drop(self, digest: str) -> None:
         """Forget a version that was deleted; what runs on it finishes."""
         self.homes.forget(digest)
+        self.handing_over.erase(digest)
         await run_some(replica.session.drop(digest) for replica in self._replicas.values())
 
     async def forget_tenant(self, tenant_id: str) -> None:
+        self.handing_over.erase(tenant_id)
         await run_some(replica.session.forget_tenant(tenant_id) for replica in self._replicas.values())
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:

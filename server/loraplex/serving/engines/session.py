@@ -13,6 +13,7 @@ import msgspec
 from loraplex.adapters.cache.residency import CacheEntry
 from loraplex.adapters.numerics import SiteOutputs
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.core.handed import HandedBlock
 from loraplex.engine.ipc import framing
 from loraplex.engine.ipc import protocol as wire
 from loraplex.engine.reports import EngineInfo, EngineStats
@@ -72,6 +73,10 @@ class EngineSession(ABC):
         self.take_over: TakeOver = _take_none
         self.lives_here: Callable[[str], bool] = lambda digest: True
         """Whether an engine that starts again should load this version before it is asked for."""
+        self.on_leaving: Callable[[], None] = lambda: None
+        """Called when the engine has said that it ends when it has nothing to do."""
+        self.hands_over = False
+        """Whether it is still being asked for its prefixes."""
 
     # The transport.
 
@@ -356,6 +361,20 @@ class EngineSession(ABC):
 
     async def prefix_owners(self, after: Namespace | None) -> set[Namespace]:
         return {*(await self.call(wire.GetPrefixOwners, after)).owners}
+
+    async def take_prefixes(self, *, begins: bool) -> wire.PrefixPage:
+        """The next page of its prefixes, also of an engine that takes no requests. Raises as `Calls.ask`."""
+        return await self._calls.ask(lambda call: wire.TakePrefixes(call, begins))
+
+    async def put_prefixes(
+        self, form: str, blocks: Sequence[HandedBlock], *, begins: bool
+    ) -> wire.PrefixesTaken:
+        """Have the engine keep these prefixes of another. Raises as `call`."""
+        return await self.call(wire.PutPrefixes, form, tuple(blocks), begins)
+
+    def handed_over(self) -> None:
+        """Note that it is asked for its prefixes no more."""
+        self.hands_over = False
 
     async def exchange_service(self, elsewhere: Mapping[str, float]) -> dict[str, float]:
         """Have the engine count what others served these tenants; returns what it served since the last time. In units

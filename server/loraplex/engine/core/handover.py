@@ -1,0 +1,213 @@
+"""An engine's part in handing prefixes on: pages of what its memory has, and the taking of others' pages.
+
+A drained engine is asked for a page after the other. A page names for each block the block before it, since a name does
+not tell, and comes behind all of these. What has been handed on stays here, and is not handed on again. When a page was
+the last, the next one begins again with what is here then.
+
+The taking engine believes sizes, names and order of nothing that comes. It takes a block whose beginning it has, into
+host memory, by the rules of that: as the newest, since the requests that used it will be sent here from now on. In one
+hand-over it gives half of host memory to such blocks at most, where it is full.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Row
+
+from loraplex.adapters.errors import LoraplexError
+from loraplex.engine.core.handed import (
+    MOST_BLOCKS,
+    MOST_BYTES,
+    PAGE_BYTES,
+    HandedBlock,
+    is_block_key,
+)
+from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv.handed_blocks import HandedBlocks, PrefixForm
+from loraplex.engine.kv.host_tier import HostTier, most_of_tenant
+from loraplex.engine.types import BlockKey
+
+_MOST_DISPLACED = 2
+"""A hand-over displaces at most one part in this number of the slots."""
+
+
+class HandoverRefused(LoraplexError):
+    """A page is none that this engine can take."""
+
+    code = "handover_refused"
+
+
+class PrefixHandover:
+    """The pages of `blocks`; with no `form`, or no host memory, the engine hands nothing on and takes nothing. `copy`
+    has the copies that wait for a plan done, and returns then: it raises as `InFlightSteps.copy` does. `put` may be
+    called from any thread, all else from the core's."""
+
+    def __init__(self, blocks: HandedBlocks, form: PrefixForm | None, copy: Callable[[], None]) -> None:
+        self._blocks = blocks
+        self._form = form if blocks.host is not None else None
+        self._piece_bytes = 0 if form is None else form.piece_bytes
+        self._copy = copy
+        self._pieces: dict[BlockKey, bytes] = {}  # that were read out
+        self._ends: list[BlockKey] | None = None  # of prefixes that come still, the next one last
+        self._waiting: list[BlockKey] = []  # of the prefix that is being handed on, the next one last
+        self._broken: set[BlockKey] = set()  # blocks that are here without all before them
+        self._firsts: dict[
+            BlockKey, BlockKey
+        ] = {}  # of blocks that were handed on, the first of their prefix
+        self._states: set[BlockKey] = set()  # that were handed on
+        self._evicted = 0  # before the hand-over that is being taken
+        self._came: Counter[str] = Counter()  # slots of that, by tenant
+
+    def reset(self) -> None:
+        """Forget what was handed on, as for another client."""
+        self._ends, self._waiting, self._firsts = None, [], {}
+        self._states.clear()
+        self._broken.clear()
+
+    # Handing on.
+
+    def put(self, key: BlockKey, payload: bytes) -> None:
+        """A piece that was read out."""
+        self._pieces[key] = payload
+
+    def next_page(self, *, begins: bool) -> tuple[tuple[HandedBlock, ...], bool]:
+        """The next page, and whether it is the last one. `begins`: hand everything on, again too. Raises DeviceLost."""
+        if begins:
+            self.reset()
+        if self._form is None:
+            return (), True
+        if self._ends is None:
+            self._ends = self._blocks.ends_of_prefixes()[::-1]
+            known = self._blocks.is_known
+            self._firsts = {key: first for key, first in self._firsts.items() if known(key)}
+            self._states = set(filter(known, self._states))
+            self._broken.clear()
+        self._pieces.clear()
+        chosen, size = list[BlockKey](), 0
+        while size < PAGE_BYTES and len(chosen) < MOST_BLOCKS and (key := self._next()) is not None:
+            count = len(self._blocks.parts_of(key)) * self._piece_bytes
+            if count <= MOST_BYTES and self._blocks.read_out(key):
+                chosen.append(key)
+                size += count
+                self._note(key)
+            else:
+                self._waiting.clear()  # nothing behind it is of use
+        if chosen:
+            self._copy()
+        page = tuple(block for key in chosen if (block := self._handed(key)) is not None)
+        self._pieces.clear()
+        for key in {*chosen} - {block.key for block in page}:  # the copies failed
+            self._firsts.pop(key, None)
+            self._waiting.clear()
+        is_last = not self._ends and not self._waiting
+        if is_last:
+            self._ends = None
+        return page, is_last
+
+    def _next(self) -> BlockKey | None:
+        """The block or state that is handed on next."""
+        assert self._ends is not None
+        while not self._waiting and self._ends:
+            end = self._ends.pop()
+            self._waiting = self._blocks.chain(end, self._firsts, self._broken)[::-1]
+            if self._blocks.states is not None and (self._waiting or end in self._firsts):
+                name = prefix_keys.of_state(end)
+                self._waiting[:0] = [] if name in self._states else [name]
+        return self._waiting.pop() if self._waiting else None
+
+    def _note(self, key: BlockKey) -> None:
+        if prefix_keys.is_of_state(key):
+            self._states.add(key)
+            return
+        before = self._blocks.before(key)
+        self._firsts[key] = key if before is None else self._firsts[before]
+
+    def _handed(self, key: BlockKey) -> HandedBlock | None:
+        """A block with what was read out of it; None where that failed."""
+        pieces = [self._pieces.get(name) for name in self._blocks.parts_of(key)]
+        if None in pieces:
+            return None
+        is_state = prefix_keys.is_of_state(key)
+        before = prefix_keys.block_of_state(key) if is_state else self._blocks.before(key)
+        first = self._firsts[before] if is_state and before is not None else self._firsts[key]
+        return HandedBlock(key, before, first, b"".join(piece for piece in pieces if piece is not None))
+
+    # Taking.
+
+    def take_in(self, form: str, page: Row[HandedBlock], *, begins: bool) -> tuple[int, int]:
+        """Take what there is room for, of the first blocks of a page. Returns how many blocks were looked at, the
+        others are to be sent again, and how many of them are here now. `begins`: a hand-over does. Raises
+        HandoverRefused, before anything is taken."""
+        host = self._blocks.host
+        if self._form is None or host is None:
+            raise HandoverRefused("this engine has no --kv-host-memory for prefixes of others")
+        if form != self._form.name:
+            raise HandoverRefused("prefixes of another base model, numerical build or size of blocks")
+        if len(page) > MOST_BLOCKS:
+            raise HandoverRefused(f"a page has {MOST_BLOCKS} blocks at most, this one has {len(page)}")
+        for one in page:
+            self._check(one)
+        if begins:
+            self._evicted, self._came = _evicted(host), Counter()
+        num_here = 0
+        for number, one in enumerate(page):
+            if self._blocks.is_known(one.key):
+                host.read(one.key)
+                num_here += 1
+            elif self._is_wanted(one) and self._has_room(host, one.key):
+                if not self._blocks.may_bring_in(one.key):
+                    self._use(host, page[:number])
+                    return number, num_here
+                num_here += self._bring_in(host, one)
+        self._use(host, page)
+        return len(page), num_here
+
+    def _check(self, one: HandedBlock) -> None:
+        """Raise HandoverRefused unless names and size are those of a block, or of a state behind it."""
+        key, is_state = one.key, prefix_keys.is_of_state(one.key)
+        block = prefix_keys.block_of_state(key) if is_state else key
+        names = [each for each in (block, one.before, one.first) if each is not None]
+        is_odd = is_state and (self._blocks.states is None or one.before != block)
+        if is_odd or not all(map(is_block_key, names)) or len({name[0][0] for name in names}) > 1:
+            raise HandoverRefused("a block has no name, or one that no block has")
+        wanted = len(self._blocks.parts_of(key)) * self._piece_bytes
+        if len(one.payload) != wanted:
+            raise HandoverRefused(f"a block has {len(one.payload)} bytes, it must have {wanted}")
+
+    def _is_wanted(self, one: HandedBlock) -> bool:
+        return not self._blocks.is_erased(one.key[0][1]) and (
+            one.before is None or self._blocks.is_known(one.before)
+        )
+
+    def _has_room(self, host: HostTier, key: BlockKey) -> bool:
+        """Whether it displaces no more than a hand-over may."""
+        size, tenant = host.size(key), key[0][0]
+        if self._came[tenant] + size > most_of_tenant(host.num_slots):
+            return False
+        is_within = _evicted(host) - self._evicted < host.num_slots // _MOST_DISPLACED
+        return is_within or len(host) + size <= host.num_slots
+
+    def _bring_in(self, host: HostTier, one: HandedBlock) -> bool:
+        size = self._piece_bytes
+        pieces = [one.payload[begin : begin + size] for begin in range(0, len(one.payload), size)]
+        if not self._blocks.bring_in(one.key, one.before, pieces):
+            return False
+        self._came[one.key[0][0]] += host.size(one.key)
+        return True
+
+    def _use(self, host: HostTier, page: Row[HandedBlock]) -> None:
+        """A prefix is lost from its end: its first blocks are the newest."""
+        used: set[BlockKey] = set()
+        for one in reversed(page):
+            key: BlockKey | None = one.key
+            while key is not None and key not in used:
+                used.add(key)
+                host.read(key)
+                key = one.before if key is one.key else self._blocks.before(key)
+
+
+def _evicted(host: HostTier) -> int:
+    """Slots that others got, of all that is counted."""
+    counts = host.counts
+    return counts.evicted + counts.states_evicted * host.state_slots
