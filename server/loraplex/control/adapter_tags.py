@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from sqlalchemy import delete, insert, select, tuple_
 from sqlalchemy.orm import Session
@@ -18,11 +19,34 @@ MAX_TAG_CHARS = 32
 _ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
 
 
-def replace_tags(session: Session, tenant_id: str, name: str, tags: Sequence[str], by: Actor) -> None:
-    """Give an adapter these tags in place of those that it has, and record it. Raises InvalidValue, which says which
-    tag is wrong and why."""
-    after = check_tags(tags)
+@dataclass(frozen=True, slots=True)
+class TagEdit:
+    """Tags to add and to remove, whatever others the adapter has. One that it has, or lacks, is no error."""
+
+    add: Sequence[str] = ()
+    remove: Sequence[str] = ()
+
+    def of(self, tags: Sequence[str]) -> tuple[str, ...]:
+        """The tags after the edit, in order. Raises InvalidValue."""
+        add, remove = check_tags(self.add, "add"), check_tags(self.remove, "remove")
+        if both := sorted(set(add).intersection(remove)):
+            raise InvalidValue(f"The tag '{both[0]}' is to be added and removed.", param="remove")
+        after = {*tags, *add} - set(remove)
+        if len(after) > MAX_TAGS:
+            told = f"An adapter has at most {MAX_TAGS} tags, and this one would have {len(after)}."
+            raise InvalidValue(told, param="add")
+        return tuple(sorted(after))
+
+
+Tags = Sequence[str] | TagEdit
+"""Those that an adapter is to have, or an edit of those that it has."""
+
+
+def replace_tags(session: Session, tenant_id: str, name: str, tags: Tags, by: Actor) -> None:
+    """Give an adapter these tags in place of those that it has, or edit those, and record it. Raises InvalidValue,
+    which says which tag is wrong and why."""
     before = forget_tags(session, tenant_id, name)
+    after = tags.of(before.get("tags", [])) if isinstance(tags, TagEdit) else check_tags(tags)
     if after:
         of = {"tenant_id": tenant_id, "name": name}
         session.execute(insert(AdapterTag), [of | {"tag": tag} for tag in after])
@@ -37,17 +61,17 @@ def replace_tags(session: Session, tenant_id: str, name: str, tags: Sequence[str
     )
 
 
-def check_tags(tags: Sequence[str]) -> tuple[str, ...]:
-    """The tags in order. Raises InvalidValue."""
+def check_tags(tags: Sequence[str], param: str = "tags") -> tuple[str, ...]:
+    """The tags in order. `param` is the field that has them. Raises InvalidValue."""
     if len(tags) > MAX_TAGS:
         raise InvalidValue(
-            f"An adapter has at most {MAX_TAGS} tags, and {len(tags)} were given.", param="tags"
+            f"An adapter has at most {MAX_TAGS} tags, and {len(tags)} were given.", param=param
         )
     for place, tag in enumerate(tags):
         if (wrong := _wrong(tag)) or tag in tags[:place]:
             shown = tag[:MAX_TAG_CHARS] + ("…" if len(tag) > MAX_TAG_CHARS else "")
             raise InvalidValue(
-                f"Tag {place + 1}, '{shown}', {wrong or 'is given twice'}.", param=f"tags.{place}"
+                f"Tag {place + 1}, '{shown}', {wrong or 'is given twice'}.", param=f"{param}.{place}"
             )
     return tuple(sorted(tags))
 

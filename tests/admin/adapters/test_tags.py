@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -72,8 +73,50 @@ async def test_a_refusal_says_which_tag_and_why(
     assert (await admin.get(ADAPTER)).json()["tags"] == ["kept"]
 
 
+async def test_two_who_edit_at_once_keep_each_others_tags(
+    tagged: AdminPlane, admin: httpx.AsyncClient
+) -> None:
+    """Each adds and removes what was changed, from the same tags before."""
+    await set_tags(admin, "old", "kept")
+    edits = ({"add": ["eu", "kept"], "remove": ["old"]}, {"add": ["beta"]}, {"remove": ["old", "none"]})
+    answers = await asyncio.gather(*(admin.patch(ADAPTER, json=edit) for edit in edits))
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert (await admin.get(ADAPTER)).json()["tags"] == ["beta", "eu", "kept"]
+    rows = tagged.services.audit.list(AuditFilter(action="adapter.update")).items
+    assert (rows[0].after, len(rows)) == ({"tags": ["beta", "eu", "kept"]}, 4)
+
+
 @pytest.mark.parametrize(
-    "body", [{}, {"tags": None}, {"tags": "eu"}, {"tags": [1]}, {"tags": [], "name": "b"}]
+    ("edit", "words"),
+    [
+        ({"add": ["ok", "Not"]}, "Tag 2, 'Not', has other"),
+        ({"remove": ["a b"]}, "Tag 1, 'a b', has other"),
+        ({"add": ["eu"], "remove": ["eu"]}, "The tag 'eu' is to be added and removed."),
+        ({"add": ["a", "b"]}, "at most 8 tags, and this one would have 9."),
+        ({"remove": [f"t{number}" for number in range(9)]}, "at most 8 tags, and 9 were given."),
+    ],
+)
+async def test_a_refused_edit_changes_nothing(
+    tagged: AdminPlane, admin: httpx.AsyncClient, edit: Any, words: str
+) -> None:
+    before = await set_tags(admin, *(f"t{number}" for number in range(7)))
+    found = assert_problem(await admin.patch(ADAPTER, json=edit), 400, "invalid_value")
+    assert words in found["detail"]
+    assert (await admin.get(ADAPTER)).json()["tags"] == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"tags": None},
+        {"tags": "eu"},
+        {"tags": [1]},
+        {"tags": [], "name": "b"},
+        {"tags": [], "add": []},
+        {"add": None},
+        {"remove": "eu"},
+    ],
 )
 async def test_another_body_is_refused(tagged: AdminPlane, admin: httpx.AsyncClient, body: Any) -> None:
     answer = await admin.patch(ADAPTER, json=body)

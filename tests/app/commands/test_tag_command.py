@@ -16,3 +16,13 @@ def test_tags_take_the_place_of_those_before(tmp_path: Path) -> None:
         assert "beta eu" in shell.ok("adapter", "show", "support", "-t", "acme")
         assert "Tag 2, 'B'" in shell.fails("adapter", "tag", "support", "a", "B", "-t", "acme")
         assert shell.json("adapter", "tag", "support", "-t", "acme")["tags"] == []
+
+
+def test_a_push_adds_tags_to_those_that_are_there(tmp_path: Path) -> None:
+    with shell_in(tmp_path) as shell:
+        shell.ok("tenant", "create", "acme")
+        push = ("adapter", "push", "support", shell.adapter(), "-t", "acme")
+        assert "support: tags eu" in shell.ok(*push, "--tag", "eu")
+        assert "support: tags beta eu" in shell.ok(*push, "--tag", "beta", "--tag", "eu")
+        assert "Tag 1, 'B'" in shell.fails(*push, "--tag", "B")
+        assert "beta eu" in shell.ok("adapter", "show", "support", "-t", "acme")

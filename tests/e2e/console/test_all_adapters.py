@@ -72,13 +72,14 @@ def test_a_tag_is_given_and_leads_to_all_that_have_it(server: WholeServer, scree
     server.plane.services.catalog.set_tags("rival", "support", ["eu"])
     screen.sign_in(f"{server.admin_url}/", ADMIN_TOKEN, "tenants/acme/adapters/support")
     screen["tags-change"].click()
+    server.plane.services.catalog.set_tags("acme", "support", ["meanwhile"])
     screen["tags-input"].fill("eu Beta")
     screen["tags-save"].click()
     expect(screen["error"]).to_contain_text("Tag 2, 'Beta', has other characters")
     screen["tags-input"].fill("eu, beta")
     screen["tags-save"].click()
-    expect(screen["tag"]).to_have_text(["beta", "eu"])
-    screen["tag"].last.click()
+    expect(screen["tag"]).to_have_text(["beta", "eu", "meanwhile"])
+    screen["tag"].nth(1).click()
     expect(screen["adapter-row"]).to_have_count(2)
     expect(screen["filter-tag"]).to_have_value("eu")
     assert screen.page.url.endswith("#/all-adapters?tag=eu")
@@ -105,6 +106,21 @@ def test_several_are_pinned_and_deleted_after_one_question(server: WholeServer, 
         ("acme", "spare"),
         ("rival", "spare"),
     ]
+    screen["pick-all"].check()
+    expect(screen["bulk-tag"]).to_be_disabled()
+    for act, question, tagged in (
+        ("tag", "Add the tag eu to 3 adapters of 3 tenants?", ("eu", "old")),
+        ("untag", "Remove the tag eu from 3 adapters of 3 tenants? 3 of them have it.", ("old",)),
+    ):
+        if act == "tag":
+            catalog.set_tags("rival", "spare", ["old"])
+            screen["bulk-tag-name"].fill("eu")
+        screen["pick-all"].check()
+        screen[f"bulk-{act}"].click()
+        expect(screen["bulk-question"]).to_contain_text(question)
+        screen["bulk-yes"].click()
+        expect(screen["picked"]).to_have_text("0 chosen")
+        assert catalog.get_adapter("rival", "spare").tags == tagged
     screen["pick-all"].check()
     screen["bulk-delete"].click()
     expect(screen["bulk-question"]).to_contain_text("Delete 3 adapters of 3 tenants with all 3 versions?")

@@ -32,6 +32,7 @@ from loraplex.admin.schemas.adapters import (
     OverviewTotals,
 )
 from loraplex.admin.services import AdminServices
+from loraplex.control.adapter_tags import TagEdit
 from loraplex.control.errors import ReleaseNotFound
 from loraplex.control.release_types import RunStatus
 from loraplex.control.types import AdapterInfo, VersionState
@@ -112,10 +113,11 @@ async def update_adapter(
     by: Annotated[Writer, Audited("adapter.update")],
     services: Services,
 ) -> Adapter:
-    """Give an adapter other tags."""
+    """Give an adapter other tags, or add and remove some."""
 
     def change() -> Adapter:
-        return _show(services, services.catalog.set_tags(tenant, name, body.tags, by=by))
+        tags = body.tags if "tags" in body.model_fields_set else TagEdit(body.add, body.remove)
+        return _show(services, services.catalog.set_tags(tenant, name, tags, by=by))
 
     return await services.database.run(change)
 

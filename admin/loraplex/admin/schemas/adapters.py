@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from loraplex.adapters.pooled import HeadTask, ProblemType, VectorPooling
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
@@ -52,13 +52,25 @@ class VersionImport(RequestBody):
     serving: ServingChoice = ServingChoice()
 
 
-class AdapterChange(RequestBody):
-    """`tags` take the place of those that the adapter has: at most 8 of at most 32 characters each."""
+_Tags = Annotated[
+    list[Annotated[str, Field(json_schema_extra={"pattern": described.TAG})]],
+    Field(json_schema_extra={"maxItems": MAX_TAGS, "uniqueItems": True}),
+]
 
-    tags: Annotated[
-        list[Annotated[str, Field(json_schema_extra={"pattern": described.TAG})]],
-        Field(json_schema_extra={"maxItems": MAX_TAGS, "uniqueItems": True}),
-    ]
+
+class AdapterChange(RequestBody):
+    """`tags` take the place of those that the adapter has: at most 8 of at most 32 characters each. `add` and `remove`
+    leave its other tags as they are, and go without `tags`."""
+
+    tags: _Tags = Field(default_factory=list)
+    add: _Tags = Field(default_factory=list)
+    remove: _Tags = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _one_way(self) -> AdapterChange:
+        if ("tags" in self.model_fields_set) == bool(self.model_fields_set & {"add", "remove"}):
+            raise ValueError("give either 'tags', or 'add' and 'remove' or one of these")
+        return self
 
 
 class AdapterQuery(PageQuery):

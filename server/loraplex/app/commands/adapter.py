@@ -101,8 +101,19 @@ def push(
     reasoning_format: ReasoningFormatOption = None,
     alora: AloraOption = None,
     wait: WaitOption = True,
+    tags: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tag",
+            metavar="TAG",
+            help="A tag that the adapter gets beside those it has; may be repeated",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     _check_directory(name, directory)
+    if tags:
+        _check_tags(tags)
     given = _serving(tool_format, reasoning_format, alora)
     with contextlib.ExitStack() as stack:
         folder, files = open_adapter(directory, stack)
@@ -112,6 +123,10 @@ def push(
     if folder != directory and not out.as_json:
         out.line(f"{name}: of {directory}, {folder.name} was pushed")
     _show_made(admin, out, tenant, status, made)
+    if tags:
+        found = admin.call("PATCH", _adapter(tenant, name), json={"add": tags})
+        if not out.as_json:
+            out.line(f"{name}: tags {' '.join(found['tags'])}")
 
 
 def import_(
@@ -135,6 +150,17 @@ def import_(
     body = {"source": source, "serving": _serving(tool_format, reasoning_format, alora)}
     status, made = admin.send("POST", _versions(tenant, name, wait), json=body)
     _show_made(admin, out, tenant, status, made)
+
+
+def _check_tags(tags: list[str]) -> None:
+    """Before the upload, which would stay. Raises CommandFailed."""
+    from loraplex.control.adapter_tags import check_tags  # SQLAlchemy: no other command on this page needs it
+    from loraplex.control.errors import InvalidValue
+
+    try:
+        check_tags(tags)
+    except InvalidValue as error:
+        raise CommandFailed(error.message) from None
 
 
 def _versions(tenant: str, name: str, wait: bool) -> str:

@@ -17,7 +17,7 @@ from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
-from loraplex.control.adapter_tags import forget_tags, replace_tags, tags_of
+from loraplex.control.adapter_tags import Tags, forget_tags, replace_tags, tags_of
 from loraplex.control.agreement import DueAgreement, TrainerNumbers, threshold
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
@@ -237,8 +237,8 @@ class Catalog:
             tags = tags_of(session, [(tenant_id, name)]).get((tenant_id, name), ())
             return AdapterInfo(tenant_id, name, adapter.last_number, living, adapter.created_at, tags)
 
-    def set_tags(self, tenant_id: str, name: str, tags: Sequence[str], *, by: Actor = LOCAL) -> AdapterInfo:
-        """Give an adapter these tags in place of those that it has. Raises InvalidValue, AdapterNotFound."""
+    def set_tags(self, tenant_id: str, name: str, tags: Tags, *, by: Actor = LOCAL) -> AdapterInfo:
+        """Give an adapter these tags in place of its own, or edit those. Raises InvalidValue, AdapterNotFound."""
         with self._database.write() as session:
             if not count_living(session, tenant_id, name):
                 require_tenant(session, tenant_id)

@@ -5,7 +5,7 @@ import { place, query, setQuery } from "../lib/place.js";
 import { usePoll } from "../lib/poll.js";
 import * as ui from "../lib/ui.js";
 import { adapterHref, Released, releaseHref, RunBadge } from "./adapters.js";
-import { TagLink } from "./tags.js";
+import { editTags, TagLink } from "./tags.js";
 
 const ROWS = 100;
 const EVERY_MS = 15_000;
@@ -148,16 +148,20 @@ function Ago({ at }) {
   return html`<time datetime=${at} title=${ui.fullDateTime(at)}>${ui.seconds(Math.max(0, (Date.now() - Date.parse(at)) / 1000))} ago</time>`;
 }
 
-/** What each change does to one adapter. A pin is of its newest version. @type {Record<string, (row: any) => Promise<any>>} */
+/** What each change does to one adapter. A pin is of its newest version. @type {Record<string, (row: any, tag: string) => Promise<any>>} */
 const ACTS = {
   Pin: (row) => api.send("PUT", path`tenants/${row.tenant}/adapters/${row.name}/versions/${row.version}/pin`),
   Unpin: (row) => api.send("DELETE", path`tenants/${row.tenant}/adapters/${row.name}/versions/${row.version}/pin`),
+  Tag: (row, tag) => editTags(row.tenant, row.name, [tag], []),
+  Untag: (row, tag) => editTags(row.tenant, row.name, [], [tag]),
   Delete: (row) => api.send("DELETE", path`tenants/${row.tenant}/adapters/${row.name}`),
 };
-/** @type {Record<string, (rows: any[]) => string>} */
+/** @type {Record<string, (rows: any[], tag: string) => string>} */
 const QUESTIONS = {
   Pin: (rows) => `Pin the newest version of ${counted(rows)}?`,
   Unpin: (rows) => `Unpin the newest version of ${counted(rows)}?`,
+  Tag: (rows, tag) => `Add the tag ${tag} to ${counted(rows)}?`,
+  Untag: (rows, tag) => `Remove the tag ${tag} from ${counted(rows)}? ${ui.num(rows.filter((row) => row.tags.includes(tag)).length)} of them have it.`,
   Delete: (rows) => `Delete ${counted(rows)} with ${versions(rows.reduce((sum, row) => sum + row.num_versions, 0))}? ${
     ui.num(rows.filter((row) => row.requests).length)} of them got requests in this time. This cannot be undone.`,
 };
@@ -178,6 +182,7 @@ function counted(rows) {
  */
 function Bulk({ rows, shown, onDone }) {
   const [asked, setAsked] = useState("");
+  const [tag, setTag] = useState("");
   const [work, setWork] = useState({ done: 0, of: 0 });
   const [failed, setFailed] = useState(/** @type {{ row: any, error: any }[]} */ ([]));
   const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
@@ -200,7 +205,7 @@ function Bulk({ rows, shown, onDone }) {
       if (left.current) return; // a page that is left changes nothing more
       setWork({ done: number, of: chosen.length });
       try {
-        await ACTS[asked](row);
+        await ACTS[asked](row, tag);
         changed.push(row);
       } catch (error) {
         refused.push({ row, error });
@@ -214,15 +219,17 @@ function Bulk({ rows, shown, onDone }) {
   const busy = work.of > 0;
   return html`<div class=${shown || busy ? "actions" : "hidden"}>
       <span data-testid="picked" role="status">${busy ? `${ui.num(work.done)} of ${ui.num(work.of)} done…` : `${ui.num(rows.length)} chosen`}</span>
+      <input data-testid="bulk-tag-name" aria-label="Tag to add or remove" placeholder="tag" value=${tag} maxlength="32" spellcheck=${false}
+        autocomplete="off" disabled=${busy} onInput=${(/** @type {any} */ event) => setTag(event.target.value.trim())} />
       ${Object.keys(ACTS).map((act) => html`<button type="button" data-testid=${`bulk-${act.toLowerCase()}`}
-        class=${act === "Delete" ? "danger" : ""} disabled=${busy || !rows.length} onClick=${() => ask(act)}>${act}</button>`)}
+        class=${act === "Delete" ? "danger" : ""} disabled=${busy || !rows.length || (act.endsWith("ag") && !tag)} onClick=${() => ask(act)}>${act}</button>`)}
     </div>
     ${failed.length > 0 && html`<div class="error" role="alert" data-testid="bulk-failed">
       <p><strong>${ui.num(failed.length)} did not change.</strong></p>
       <ul>${failed.map(({ row, error }) => html`<li>${keyOf(row)}: ${error.message}</li>`)}</ul>
     </div>`}
     <dialog ref=${dialog} aria-label=${asked} data-testid="bulk-question">
-      <p>${asked && rows.length > 0 && QUESTIONS[asked](rows)}</p>
+      <p>${asked && rows.length > 0 && QUESTIONS[asked](rows, tag)}</p>
       <div class="actions">
         <button type="button" class=${asked === "Delete" ? "danger" : "primary"} data-testid="bulk-yes" onClick=${run}>${asked}</button>
         <button type="button" data-testid="bulk-no" onClick=${() => dialog.current?.close()}>Keep as it is</button>

@@ -7,6 +7,9 @@ import * as ui from "../lib/ui.js";
 /** The most that an adapter has, and the longest. */
 const MOST_CHARS = 8 * 33;
 
+/** @param {string} tenant @param {string} name @param {string[]} add @param {string[]} remove */
+export const editTags = (tenant, name, add, remove) => api.send("PATCH", path`tenants/${tenant}/adapters/${name}`, { add, remove });
+
 /** A tag; for operators a link to all adapters that have it. @param {{ tag: string }} props */
 export function TagLink({ tag }) {
   if (!isOperator.value) return html`<${ui.Badge} kind="off">${tag}<//>`;
@@ -15,7 +18,7 @@ export function TagLink({ tag }) {
 
 /** @param {{ tenant: string, name: string, tags: string[], onSaved: () => void }} props */
 export function Tags({ tenant, name, tags, onSaved }) {
-  const [typed, setTyped] = useState(/** @type {string | null} */ (null));
+  const [typed, setTyped] = useState(/** @type {{ text: string, before: string[] } | null} */ (null));
   const [error, setError] = useState(/** @type {any} */ (null));
   const [busy, setBusy] = useState(false);
 
@@ -25,7 +28,10 @@ export function Tags({ tenant, name, tags, onSaved }) {
     setBusy(true);
     setError(null);
     try {
-      await api.send("PATCH", path`tenants/${tenant}/adapters/${name}`, { tags: typed?.split(/[\s,]+/).filter(Boolean) });
+      const wanted = typed?.text.split(/[\s,]+/).filter(Boolean) ?? [];
+      const before = typed?.before ?? [];
+      // Only what was changed here: a tag that another operator gives meanwhile stays.
+      await editTags(tenant, name, wanted.filter((tag) => !before.includes(tag)), before.filter((tag) => !wanted.includes(tag)));
       setTyped(null);
       onSaved();
     } catch (refused) {
@@ -37,12 +43,12 @@ export function Tags({ tenant, name, tags, onSaved }) {
   const shown = html`Tags: ${tags.length ? tags.map((tag) => html`<${TagLink} tag=${tag} /> `) : html`<span class="note">none</span> `}`;
   if (typed === null) {
     return html`<p data-testid="tags">${shown}
-      ${mayCall("adapters:write") && html`<button type="button" data-testid="tags-change" onClick=${() => setTyped(tags.join(" "))}>Change tags</button>`}</p>`;
+      ${mayCall("adapters:write") && html`<button type="button" data-testid="tags-change" onClick=${() => setTyped({ text: tags.join(" "), before: tags })}>Change tags</button>`}</p>`;
   }
   return html`<form class="form" onSubmit=${onSubmit}>
       <${ui.Field} label="Tags, with spaces between" hint="At most 8, each at most 32 of a-z, 0-9, '.', '_' and '-'.">
-        <input data-testid="tags-input" value=${typed} maxlength=${MOST_CHARS} spellcheck=${false} autocomplete="off"
-          onInput=${(/** @type {any} */ event) => setTyped(event.target.value)} />
+        <input data-testid="tags-input" value=${typed.text} maxlength=${MOST_CHARS} spellcheck=${false} autocomplete="off"
+          onInput=${(/** @type {any} */ event) => setTyped({ ...typed, text: event.target.value })} />
       <//>
       <button type="submit" class="primary" data-testid="tags-save" disabled=${busy}>Save tags</button>
       <button type="button" onClick=${() => (setTyped(null), setError(null))}>Cancel</button>
