@@ -29,7 +29,13 @@ class FakeHostMemory:
     behind it."""
 
     def __init__(
-        self, num_blocks: int, num_slots: int, most_restored: int, num_states: int = 0, state_slots: int = 0
+        self,
+        num_blocks: int,
+        num_slots: int,
+        most_restored: int,
+        num_states: int = 0,
+        state_slots: int = 0,
+        num_groups: int = 1,
     ) -> None:
         self.disk: Counter[str | None] | None = None
         self.keep: Callable[[BlockKey, memoryview], None] = lambda key, payload: None
@@ -43,6 +49,7 @@ class FakeHostMemory:
         self._of_states = [_NOBODY] * num_states
         self._of_slots = [_ERASED] * num_slots
         self._state_slots = state_slots
+        self._num_groups = num_groups
         self.num_restored = 0
         self.num_states_restored = 0
 
@@ -89,7 +96,7 @@ class FakeHostMemory:
             tenant, adapter = row.request.tenant_id, row.request.adapter
             of = tenant, None if row.slot < 0 or adapter is None else adapter.digest
             first, end = row.start // BLOCK_SIZE, -(-(row.start + row.num_tokens) // BLOCK_SIZE)
-            for block in row.block_ids[first:end]:
+            for block in row.block_ids[first * self._num_groups : end * self._num_groups]:
                 self._of_blocks[block] = of
             if row.start >= BLOCK_SIZE and self._of_states and self._of_states[row.state][0] != tenant:
                 wrong.append(f"{row.request_id} begins with a state of {self._of_states[row.state]}")

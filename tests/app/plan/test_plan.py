@@ -98,6 +98,14 @@ def test_an_engine_allocates_what_was_planned(
     assert found["kv"] + found["free"] + (64 << 20) == without["kv"] + without["free"]
 
 
+def test_windows_are_planned_with_host_memory(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "base", FAMILIES["gemma3"])
+    asked = ["--gpu", "cpu", "--gpu-memory", "1300MiB", "--adapters", "1", "--context", "128"]
+    found = plan("--model", str(model), *asked, "--kv-host-memory", "32MiB")
+    assert found["kv_host_blocks"] == (32 << 20) // found["block"]
+    assert found["kv_host_state"] == 0
+
+
 def test_states_and_windows_are_planned_as_an_engine_has_them(tmp_path: Path) -> None:
     """With heads as large as a 0.8B's, in one layer of three."""
     sizes = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}

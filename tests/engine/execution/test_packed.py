@@ -15,7 +15,7 @@ from loraplex.engine.execution.cuda_graphs import graph_sizes, recorded_sizes
 from loraplex.engine.execution.inputs import PlainInputs, RecordedSize, StepLimits
 from loraplex.engine.execution.packed_inputs import PackedSource, find_recorded
 from loraplex.engine.kv.layers import blocks_unseen
-from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
+from loraplex.engine.kv.prefix_blocks import GIVEN_BACK
 from loraplex.engine.types import EngineRequest, SamplingParams, ScheduledSequence, StepPlan
 from loraplex.kernels.attention.kernel import AttentionNeeds
 from loraplex.kernels.attention.torch_attention import TorchAttention

@@ -27,7 +27,7 @@ from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.disk_child import make_engine, prompts
 from support.engine.local_engine import LocalEngine
 from support.engine.same_bits import Asked, Question
-from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+from support.models.checkpoints import VOCAB, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 LLAMA = {
@@ -178,12 +178,6 @@ def test_a_damaged_file_is_computed(make_asked: MakeAsked, tmp_path: Path) -> No
 def test_a_disk_needs_host_memory(base: Path, tmp_path: Path) -> None:
     with pytest.raises(KVHostRefused, match="set --kv-host-memory too"):
         LocalEngine(base, tmp_path, kernels="numba", kv_disk_dir=str(tmp_path), kv_disk_bytes=1 << 20)
-
-
-def test_a_model_with_windows_is_refused(tmp_path: Path) -> None:
-    gemma = save_tiny(tmp_path / "base", FAMILIES["gemma2"] | {"sliding_window": 70})
-    with pytest.raises(KVHostRefused, match="--kv-host-memory serves models whose layers all keep"):
-        LocalEngine(gemma, tmp_path, kernels="numba", kv_host_memory=1 << 20, kv_disk_dir=str(tmp_path))
 
 
 def test_a_short_secret_is_refused(base: Path, tmp_path: Path) -> None:

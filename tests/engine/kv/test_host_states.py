@@ -68,10 +68,10 @@ def begins_without_its_state(patch: pytest.MonkeyPatch) -> None:
 def state_of_a_shorter_prefix(patch: pytest.MonkeyPatch) -> None:
     bring = SequenceBlocks._bring_state
 
-    def other(self: SequenceBlocks, seq: Sequence, name: BlockKey) -> int | None:
+    def other(self: SequenceBlocks, seq: Sequence, key: BlockKey, number: int) -> Any:
         assert self.host is not None
-        names = [*map(prefix_keys.of_state, seq.block_keys)]
-        return bring(self, seq, next(one for one in names if one in self.host))
+        found = next((one for one in seq.block_keys if prefix_keys.of_state(one) in self.host), key)
+        return bring(self, seq, found, number)
 
     patch.setattr(SequenceBlocks, "_bring_state", other)
 
@@ -89,16 +89,16 @@ def copied_behind_what_reads_it(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_kept_beyond_the_state(patch: pytest.MonkeyPatch) -> None:
-    go_on = SequenceBlocks._go_on
+    stop = SequenceBlocks.stop_restoring
 
-    def keeps(self: SequenceBlocks, seq: Sequence, *, waits: bool) -> bool:
-        held = seq.block_ids
-        is_here = go_on(self, seq, waits=waits)
-        if is_here and len(held) > len(seq.block_ids):
-            seq.num_computed = len(held) * 16
-        return is_here
+    def keeps(self: SequenceBlocks, seq: Sequence) -> None:
+        count = len(seq.block_ids)
+        held = seq.block_ids[: [*seq.block_ids, -1].index(-1)]
+        stop(self, seq)
+        if count == len(held) > len(seq.block_ids):
+            seq.num_computed = count * 16
 
-    patch.setattr(SequenceBlocks, "_go_on", keeps)
+    patch.setattr(SequenceBlocks, "stop_restoring", keeps)
 
 
 def any_number_in_a_step(patch: pytest.MonkeyPatch) -> None:

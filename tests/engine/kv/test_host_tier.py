@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from loraplex.engine import device_parts
-from loraplex.engine.execution.kv_cache import KVHostRefused, KVMemoryTooSmall
+from loraplex.engine.execution.kv_cache import KVMemoryTooSmall
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.host_blocks import HostBlocks
@@ -22,7 +22,7 @@ from loraplex.engine.types import BlockCopy, BlockKey, EngineRequest, Namespace
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
 from support.engine.local_engine import LocalEngine
 from support.engine.same_bits import Answer, Asked, Question
-from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+from support.models.checkpoints import VOCAB, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 LLAMA = {
@@ -198,12 +198,6 @@ def test_every_copy_marks_the_heartbeat() -> None:
         [BlockCopy(0, 1, to_host=True), BlockCopy(2, 1, to_host=False), BlockCopy(3, 2, to_host=True)]
     )
     assert len(marks) == 3
-
-
-def test_a_model_with_windows_is_refused(tmp_path: Path) -> None:
-    base = save_tiny(tmp_path / "base", FAMILIES["gemma2"] | {"sliding_window": 70})
-    with pytest.raises(KVHostRefused, match="--kv-host-memory serves models whose layers all keep"):
-        LocalEngine(base, tmp_path, kernels="numba", kv_host_memory=1 << 20)
 
 
 def test_memory_for_no_block_is_refused(base: Path, tmp_path: Path) -> None:

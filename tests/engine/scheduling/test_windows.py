@@ -7,7 +7,7 @@ import torch
 
 from loraplex.engine.kv.cache import block_bytes
 from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs, keeping_all, layer_groups
-from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
+from loraplex.engine.kv.prefix_blocks import GIVEN_BACK
 from loraplex.engine.types import Sequence
 from support.engine.scheduler_bench import Bench
 

@@ -202,8 +202,9 @@ class FakeRunner:
         self._values = [GARBAGE] * positions
         self._tenants = [""] * positions
         self.host = FakeHostMemory(
-            self.num_blocks, self.num_host_blocks, self.most_restored, self.num_states, self.state_slots
-        )
+            self.num_blocks, self.num_host_blocks, self.most_restored, self.num_states, self.state_slots,
+            len(self.windows),
+        )  # fmt: skip
         self._owed: tuple[BlockCopy, ...] = ()
         self._states = [GARBAGE] * self.num_states
         self._windows = [[GARBAGE] * BLOCK_SIZE for _ in range(self.num_windows)]
@@ -354,13 +355,16 @@ class FakeRunner:
         if not self.is_live(row):
             return
         self.faulted.add(name)
-        for position, value in enumerate(seen):
-            noticed = (
-                self._noticed.setdefault(self._place(row, position), self._num_submitted)
-                if value == POISON
-                else None
-            )
-            if noticed is not None and self._first_submitted[name, row.epoch] > noticed:
+        places = [
+            self._place(row, position, group)
+            for position, value in enumerate(seen)
+            if value == POISON
+            for group in range(len(self.windows))
+        ]
+        for place in places:
+            if place < 0 or self._values[place] != POISON:
+                continue  # of a block that was given back, or of another group
+            if self._first_submitted[name, row.epoch] > self._noticed.setdefault(place, self._num_submitted):
                 self.complaints.append(f"{name} was given KV that was known to be spoilt")
 
     def _write(self, row: ScheduledSequence, tokens: tuple[int, ...]) -> None:
@@ -421,9 +425,15 @@ class FakeRunner:
         for group, window in enumerate(self.windows):
             seen = range(0 if window is None else max(0, row.start - window + 1), end)
             own = [self._values[self._place(row, position, group)] for position in seen]
-            if own != [self._of_group(value, group) for value in values[seen.start : end]] and self.is_live(
-                row
-            ):
+            for position, value in zip(seen, own, strict=True):
+                if value == POISON:  # one whose twin in another group is good is read too
+                    values[position] = POISON
+            wrong = [
+                value
+                for found, value in zip(own, values[seen.start : end], strict=True)
+                if value != POISON and found != self._of_group(value, group)
+            ]
+            if wrong and self.is_live(row):
                 self.complaints.append(f"{row.request_id} reads other KV where it sees {window} positions")
         if self.num_states and self.is_live(row) and POISON not in values[:end]:
             window = self._windows[row.window_slot]

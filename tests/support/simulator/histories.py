@@ -61,8 +61,8 @@ FAIR_EVERY = 8
 
 class History:
     """One history: `now` is its clock, `room` what the device has of memory for a step (see `memory_needed`). With
-    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state; with `host` there are blocks in
-    host memory, with `disk` behind that too."""
+    `drafts` it has no lookahead, and this drafter; with `states` a layer keeps a state; `windows` as of `World`; with
+    `host` there are blocks in host memory, with `disk` behind that too."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class History:
         states: bool = False,
         host: bool = False,
         disk: bool = False,
+        windows: bool = False,
     ) -> None:
         self.seed = seed
         self.now = 100.0
@@ -81,9 +82,10 @@ class History:
         self.trail: deque[str] = deque(maxlen=40)
         self.room = inf
         self.total = Summary(histories=1)
-        self.world = world = World(seed, fair=seed % FAIR_EVERY == 0 if fair is None else fair)
-        self._drafts = drafts
-        self._guessing = random.Random(seed)
+        self.world = world = World(
+            seed, fair=seed % FAIR_EVERY == 0 if fair is None else fair, windows=windows
+        )
+        self._drafts, self._guessing = drafts, random.Random(seed)
         if drafts is not None:
             world.lookahead, world.config = 0, replace(world.config, lookahead=0)
         if states:

@@ -10,6 +10,7 @@ import pytest
 from loraplex.adapters.cache.tenant_memory import TenantMemory
 from loraplex.engine.kv import prefix_keys, sequence_blocks
 from loraplex.engine.kv.blocks import BlockManager
+from loraplex.engine.kv.layers import PrefixNeeds
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling import step_draft
 from loraplex.engine.scheduling.fair_queue import FairQueue
@@ -119,7 +120,7 @@ def a_windows_block_given_back_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def prefix_found_without_a_windows_blocks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SequenceBlocks, "_last_gap", lambda self, tables, size: None)
+    patch.setattr(PrefixNeeds, "seeing_last", lambda self: [])
 
 
 def prefix_key_without_the_group(patch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from loraplex.engine.kv.layers import STATE_GROUP
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.kv.sequence_states import SequenceStates
 from loraplex.engine.kv.states import Places
 from loraplex.engine.scheduling.scheduler import Scheduler
-from loraplex.engine.types import Sequence
+from loraplex.engine.types import BlockKey, Sequence
 
 
 def place_kept_by_a_preempted_sequence(patch: pytest.MonkeyPatch) -> None:
@@ -71,10 +72,15 @@ def a_named_state_is_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_prefix_is_found_without_its_state(patch: pytest.MonkeyPatch) -> None:
-    def begin(self: SequenceStates, seq: Sequence, num_found: int, num_cached: int) -> None:
+    is_here = SequenceBlocks._is_here
+
+    def begin(self: SequenceStates, seq: Sequence, num_found: int) -> None:
         seq.states = ((num_found, self.allocate(1)[0]),)
 
-    patch.setattr(SequenceStates, "longest", lambda self, keys: len(keys))
+    def is_found(self: SequenceBlocks, key: BlockKey, group: int) -> bool:
+        return group == STATE_GROUP or is_here(self, key, group)
+
+    patch.setattr(SequenceBlocks, "_is_here", is_found)
     patch.setattr(SequenceStates, "begin", begin)
 
 

@@ -27,10 +27,11 @@ LOAD_TIMEOUT_S = 4.0
 
 
 class World:
-    """`fair`: a history about fairness alone, in which nothing fails. `suspects` are the digests whose way to the
-    device went wrong, or might; `measured` the ids of requests that are sent as MeasureRequests."""
+    """`fair`: a history about fairness alone, in which nothing fails. `windows`: layers see windows, whatever the seed,
+    but for fair ones. `suspects` are the digests whose way to the device went wrong, or might; `measured` the ids of
+    requests that are sent as MeasureRequests."""
 
-    def __init__(self, seed: int, *, fair: bool) -> None:
+    def __init__(self, seed: int, *, fair: bool, windows: bool = False) -> None:
         self.rng = random.Random(seed)
         self.asking = random.Random(seed)  # for log probabilities
         self.mishaps = random.Random(seed)  # of memory and numbers
@@ -49,7 +50,7 @@ class World:
         self.timing = random.Random(seed)  # bounds of steps' times
         self.is_bounded = seed % 3 == 1
         self.windowing = random.Random(seed)  # layers that see a window
-        self.has_windows = seed % 7 == 5 and not fair
+        self.has_windows = (windows or seed % 7 == 5) and not fair
         self._draw_sizes()
         self._draw_tenants()
         self.p_tier = 0.0 if fair else self.storing.choice((0.0, 0.02, 0.1))
@@ -62,16 +63,14 @@ class World:
         return CopyLead(drawn_bound(self.overlapping), self.config.max_num_batched_tokens)
 
     def put_blocks_on_host(self, *, disk: bool) -> None:
-        """Give it blocks in host memory, and prompts with longer beginnings in common. No layer sees a window. With a
-        `disk` behind that tiers are disturbed often."""
+        """Give it blocks in host memory, and prompts with longer beginnings in common. With a `disk` behind that tiers
+        are disturbed often."""
         if disk and not self.fair:
             self.p_tier = 0.1
         rng = random.Random(f"{self.seed}/host")
-        self.has_windows = False
         self.config = replace(
             self.config,
-            windows=(None,),
-            num_host_blocks=rng.choice((1, 2, 4, 10, 60)),
+            num_host_blocks=rng.choice((1, 2, 4, 10, 60)) * len(self.config.windows),
             most_restored_blocks=rng.choice((1, 1, 2, 5)),
             state_slots=rng.choice((1, 1, 2, 3)),
         )

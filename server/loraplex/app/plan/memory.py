@@ -121,7 +121,7 @@ def divide_memory(
     model: ModelOutline, device: PlannedDevice, wanted: Wanted, host_free: int | None
 ) -> MemoryPlan:
     """`host_free`: host memory behind the weights and the processes, None where it is not known. Raises PlanDoesNotFit
-    and what a start raises: KVMemoryTooSmall, KVHostRefused, SequenceTooLong, AdapterMemoryTooSmall."""
+    and what a start raises: KVMemoryTooSmall, SequenceTooLong, AdapterMemoryTooSmall."""
     target = torch.device(device.kind)
     block, slot = block_bytes(model.shape.caches, model.kv_dtype), slot_bytes(model.shape.caches)
     wanted = replace(wanted, max_num_seqs=most_sequences(wanted.max_num_seqs, device.kind))

@@ -56,7 +56,7 @@ class Waits:
         if self._disk is not None:
             keys, num_blocks = self._blocks.on_disk(seq)
             most_s = self._seconds(seq, num_blocks * BLOCK_SIZE) if keys else 0.0
-            whole = self._blocks.states is not None  # the last block has the state behind it
+            whole = not self._blocks.prefix_needs.is_plain  # some come to nothing without the others
             if keys and self._disk.ask(request.request_id, keys, most_s, whole=whole):
                 waits.add("disk")
         if waits:

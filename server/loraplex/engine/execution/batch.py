@@ -24,7 +24,7 @@ from loraplex.engine.execution.riders.rider import Rider
 from loraplex.engine.execution.riders.tokens import Tokens
 from loraplex.engine.execution.step_results import RowFailure, RowResult
 from loraplex.engine.kv.layers import blocks_for
-from loraplex.engine.kv.sequence_blocks import GIVEN_BACK
+from loraplex.engine.kv.prefix_blocks import GIVEN_BACK
 from loraplex.engine.types import ScheduledSequence, StepPlan
 from loraplex.kernels.recurrent.types import RecurrentRows, RecurrentUnit
 

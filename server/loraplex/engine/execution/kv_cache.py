@@ -15,7 +15,7 @@ from loraplex.engine.execution.first_touch import FirstTouch
 from loraplex.engine.heartbeat import StepHeartbeat
 from loraplex.engine.kv.cache import KVCache, block_bytes
 from loraplex.engine.kv.host_tier import most_of_tenant
-from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs, layer_groups
+from loraplex.engine.kv.layers import BlockNeeds, CacheKind, block_needs
 from loraplex.engine.kv.states import most_places, num_snapshots, slot_bytes, state_bytes
 from loraplex.engine.model.base import ModelShape
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -39,21 +39,14 @@ class KVMemoryTooSmall(LoraplexError):
 
 
 class KVHostRefused(LoraplexError):
-    """The model's prefixes cannot be kept in host memory."""
+    """Prefixes cannot be kept as the configuration says."""
 
     code = "kv_host_refused"
 
 
 def host_slots(num_bytes: int, caches: Sequence[CacheKind], dtype: torch.dtype) -> tuple[int, int]:
     """The slots of a block's size for prefixes in `num_bytes` bytes of host memory, and how many of them a state takes
-    (0: no layer keeps one). Raises KVHostRefused for a model whose layers are not one group that keeps all positions,
-    states aside, and KVMemoryTooSmall where no block fits, or no state into what one tenant may take."""
-    groups = layer_groups(caches)
-    if len(groups) > 1 or groups[0].window is not None:
-        raise KVHostRefused(
-            "--kv-host-memory serves models whose layers all keep all positions or a state; this one has layers with a "
-            "sliding window: leave it out"
-        )
+    (0: no layer keeps one). Raises KVMemoryTooSmall where no block fits, or no state into what one tenant may take."""
     one, state = block_bytes(caches, dtype), state_bytes(caches)
     num_slots, state_slots = num_bytes // one, -(-state // one)
     if not num_slots:

@@ -36,7 +36,7 @@ def check_disk(config: EngineConfig) -> None:
 
 
 def check_prefixes(config: EngineConfig, plan: ModelPlan) -> None:
-    """Raise KVHostRefused and KVMemoryTooSmall where the tiers behind the KV cache do not serve a planned model."""
+    """Raise KVMemoryTooSmall where host memory behind the KV cache has no room for the prefixes of a planned model."""
     if config.kv_host_memory:
         host_slots(config.kv_host_memory, plan.shape.caches, plan.kv_dtype)
 

@@ -35,6 +35,18 @@ def _place_sizes(caches: Sequence[CacheKind], groups: Sequence[LayerGroup], dtyp
     ]
 
 
+def _unused_bytes(
+    group: LayerGroup, sizes: Sequence[int], caches: Sequence[CacheKind], dtype: torch.dtype
+) -> tuple[slice, ...]:
+    found, begin = [], 0
+    for size, layers in zip_longest(sizes, group.places, fillvalue=()):
+        assert isinstance(size, int), "a group has no more places than a block"
+        used = sum(prod(_layer_shape(caches[index], dtype)) for index in layers)
+        found.append(slice((begin + used) * dtype.itemsize, (begin + size) * dtype.itemsize))
+        begin += size
+    return tuple(part for part in found if part.start < part.stop)
+
+
 class KVCache:
     """The preallocated blocks of all layers. A block id names 16 positions of each layer of one group
     (`loraplex.engine.kv.layers`). The n-th places of all groups are the same memory, for a block belongs to one group
@@ -88,6 +100,8 @@ class KVCache:
                     end = begin + prod(shape)
                     views[index] = place[:, begin:end].view(num_blocks, *shape)
                     begin = end
+        self.unused = tuple(_unused_bytes(group, sizes, caches, dtype) for group in groups)
+        """The bytes of a block, place after place, that layers of each group do not write."""
         sources = [index if layer.shares is None else layer.shares for index, layer in enumerate(caches)]
         self._layers = tuple(views.get(index, self.tensor[:0]) for index in sources)
         self.group_of = groups_by_layer(caches)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from loraplex.engine.kv.cache import KVCache
+from loraplex.engine.kv.prefix_keys import group_of
 from loraplex.engine.types import BlockCopy, BlockKey
 from loraplex.kernels.host_memory import untouched_zeros
 
@@ -25,6 +26,7 @@ class HostBlocks:
         self._mark = mark
         self._device_pools = kv.pools
         self._states = kv.states
+        self._unused = kv.unused
         self._is_pinned = kv.tensor.device.type == "cuda"
         self._slot_bytes = sum(pool[:, 0].nbytes for pool in kv.pools)
         shape = (num_slots, self._slot_bytes)
@@ -32,9 +34,9 @@ class HostBlocks:
             self._memory = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         else:
             self._memory = untouched_zeros(shape, torch.uint8)
-        self._on_way: dict[int, tuple[BlockKey, int]] = {}
-        """The blocks that a GPU still copies, and that go on to the disk, by their slots, each with its bytes; a slot
-        may end with another tenant's."""
+        self._on_way: dict[int, tuple[BlockKey, tuple[slice, ...]]] = {}
+        """The blocks that a GPU still copies, and that go on to the disk, by their slots. And the bytes there that are
+        none of theirs: they may be another tenant's."""
 
     @property
     def slot_bytes(self) -> int:
@@ -71,7 +73,9 @@ class HostBlocks:
                 else:
                     on_device.copy_(on_host, non_blocking=True)
             if one.to_host and one.key is not None:
-                self._on_way[one.slot] = one.key, num_bytes
+                is_block = one.part is None
+                foreign = self._unused[group_of(one.key)] if is_block else (slice(num_bytes, None),)
+                self._on_way[one.slot] = one.key, foreign
                 if not self._is_pinned:
                     self._hand_on()
 
@@ -114,10 +118,11 @@ class HostBlocks:
             return
         if self._is_pinned:
             torch.cuda.current_stream().synchronize()
-        for slot, (key, num_bytes) in self._on_way.items():
+        for slot, (key, foreign) in self._on_way.items():
             if self.keep is not None:
                 payload = self._memory[slot].clone()  # queued copies may use the slot itself
-                payload[num_bytes:].zero_()
+                for part in foreign:
+                    payload[part].zero_()
                 self.keep(key, payload.numpy().data)
         self._on_way.clear()
 

@@ -9,13 +9,15 @@ cache manager.)
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
 from loraplex.kernels.attention import BLOCK_SIZE
 
+STATE_GROUP = 255
+"""Stands for the states of a model beside the numbers of its groups."""
 _MOST_GROUPS = 12
 """Each has tables of its own in each step."""
 _LEAST_GAIN = 1 / 8
@@ -145,6 +147,69 @@ class BlockNeeds:
         return BLOCK_SIZE * (
             bisect_right(range(num_blocks + 2), num_blocks, key=lambda n: self.of(n * BLOCK_SIZE)) - 1
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixNeeds:
+    """What a sequence needs to begin behind n blocks, where layers are in groups with these `windows`, and keep a state
+    if `has_state`. A group that keeps all positions needs all n blocks, and one with a window those that position 16·n
+    sees. The state behind block n - 1 is as the last block of a group STATE_GROUP, which needs no other.
+
+    `has(index, group)` says of block `index` whether a group has it."""
+
+    windows: tuple[int | None, ...]
+    has_state: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each block that comes makes the prefix longer: there is one group, which keeps all, and no state."""
+        return self.windows == (None,) and not self.has_state
+
+    def first(self, group: int, size: int) -> int:
+        """The first block that a group needs of a prefix of `size` blocks."""
+        if group == STATE_GROUP:
+            return size - 1
+        window = self.windows[group]
+        return 0 if window is None else blocks_unseen(window, size)
+
+    def keeping_all(self) -> list[int]:
+        return [group for group, window in enumerate(self.windows) if window is None]
+
+    def seeing_last(self) -> list[int]:
+        """The groups that need the last blocks alone, the cheapest to ask first."""
+        states = [STATE_GROUP] if self.has_state else []
+        return states + [group for group, window in enumerate(self.windows) if window is not None]
+
+    def leading(self, most: int, has: Callable[[int, int], bool]) -> int:
+        """Of `most` blocks the first ones that all groups have which keep all positions."""
+        groups = self.keeping_all()
+        return next((n for n in range(most) if not all(has(n, group) for group in groups)), most)
+
+    def longest(self, most: int, has: Callable[[int, int], bool]) -> int:
+        """The largest prefix of at most `most` blocks that has what it needs, where those that keep all positions have
+        `most`. No block is asked for twice."""
+        groups, size = self.seeing_last(), most
+        known = dict.fromkeys(groups, size)  # from here on a group has all blocks below `size`
+        while size > 0:
+            for group in groups:
+                index, first = min(known[group], size), self.first(group, size)
+                while index > first and has(index - 1, group):
+                    index -= 1
+                known[group] = index
+                if index > first:  # a shorter prefix that has this block lacks it too
+                    size = index - 1
+                    break
+            else:
+                return size
+        return 0
+
+    def entries(self, size: int) -> list[tuple[int, int]]:
+        """(Index, group) of all blocks of a prefix, without its state: those of groups with a window come last."""
+        found = [(index, group) for index in range(size) for group in self.keeping_all()]
+        for group in self.seeing_last():
+            if group != STATE_GROUP:
+                found += [(index, group) for index in range(self.first(group, size), size)]
+        return found
 
 
 def block_needs(caches: Sequence[CacheKind], most_ahead: int) -> BlockNeeds:

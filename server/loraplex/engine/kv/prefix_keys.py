@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Row
 from heapq import nsmallest
 
+from loraplex.engine.kv.layers import STATE_GROUP
 from loraplex.engine.pooling import OF_EVERY_TOKEN
 from loraplex.engine.types import BlockKey, EngineRequest, Namespace, ScheduledSequence, Sequence
 from loraplex.kernels.attention import BLOCK_SIZE
@@ -26,8 +27,8 @@ from loraplex.kernels.attention import BLOCK_SIZE
 MAX_OWNERS = 10_000
 """Owners of prefixes in one answer: some 2 MiB, far below the limit of a frame."""
 _LINK_BYTES = 32
-_OF_STATE = b"\xff"
-"""The byte behind the link in the key of a state; no group of layers has this number."""
+_OF_STATE = bytes((STATE_GROUP,))
+"""The byte behind the link in the key of a state."""
 
 
 def namespace(request: EngineRequest) -> Namespace:
@@ -87,8 +88,16 @@ def cached_prompt_tokens(seq: Sequence) -> int:
 
 
 def of_group(key: BlockKey, group: int) -> BlockKey:
-    """The name of what the layers of a group keep of the positions that `key` names. No link has a byte more."""
+    """The name of what the layers of a group keep of the positions that `key` names, or the state behind them. No link
+    has a byte more."""
+    if group == STATE_GROUP:
+        return of_state(key)
     return (key[0], key[1] + bytes((group,))) if group else key
+
+
+def group_of(name: BlockKey) -> int:
+    """The group of a block of this name."""
+    return name[1][_LINK_BYTES] if len(name[1]) > _LINK_BYTES else 0
 
 
 def of_state(key: BlockKey) -> BlockKey:

@@ -17,7 +17,6 @@ and the last one of a sequence that ends or is preempted. (The third: Pan et al.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Row
 
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
@@ -48,23 +47,14 @@ class SequenceStates(BlockManager):
         """Whether one may be held for nobody's next step."""
         return self.num_free > self._num_windows
 
-    def longest(self, keys: Row[BlockKey]) -> int:
-        """The most of these blocks behind which there is a state."""
-        for count in range(len(keys), 0, -1):
-            if self.lookup_all(keys[count - 1 : count])[0] >= 0:
-                return count
-        return 0
-
-    def begin(self, seq: Sequence, num_found: int, num_cached: int) -> None:
-        """A sequence starts behind `num_found` blocks; `num_cached` are there of its beginning."""
+    def begin(self, seq: Sequence, num_found: int) -> None:
+        """A sequence starts behind `num_found` blocks."""
         if num_found:
             taken = self.lookup_all(seq.block_keys[num_found - 1 : num_found])
             self.share(taken, is_spare=seq.request.batch)
         else:
             taken = self.allocate(1)
         seq.states = ((num_found, taken[0]),)
-        wanted = (seq.num_prompt - 1) // BLOCK_SIZE, seq.request.adapter_from // BLOCK_SIZE, num_cached
-        seq.kept_states = () if seq.request.is_shadow else tuple(n for n in wanted if n > num_found)
 
     def advance(self, seq: Sequence, end: int) -> tuple[int, ...] | None:
         """The targets of the slice up to `end`; None where a state is lacking for now. The sequence holds them."""
@@ -75,7 +65,7 @@ class SequenceStates(BlockManager):
         num_before = len(held)
         for number in ends:
             before, state = held[-1]
-            is_new = len(held) > num_before and before not in seq.kept_states
+            is_new = len(held) > num_before and before not in seq.kept_ends
             if is_new:
                 held[-1] = number, state
             elif self._are_plenty or (self._refs[state] > 1 and self.num_free):
@@ -99,7 +89,7 @@ class SequenceStates(BlockManager):
         """The sequence's first `done` blocks were computed and collected."""
         known = [held for held in seq.states if held[0] <= done]
         for number, state in known:
-            if number in seq.kept_states:
+            if number in seq.kept_ends:
                 self._name(seq, number, state)
         if len(known) > 1:
             self.release([state for _, state in known[:-1]])
@@ -123,7 +113,7 @@ class SequenceStates(BlockManager):
         if known and keeps and not seq.request.is_shadow:
             self._name(seq, *known[-1])
         self.release([state for _, state in seq.states])
-        seq.states, seq.kept_states = (), ()
+        seq.states, seq.kept_ends = (), ()
 
     def spare_one(self, seq: Sequence) -> int | None:
         """A state that another one's content may come to. The sequence has begun, and nothing of it was computed. It
@@ -146,7 +136,7 @@ class SequenceStates(BlockManager):
         if held != found:
             self.release((held,))
         seq.states = ((number, found),)
-        seq.kept_states = tuple(n for n in seq.kept_states if n > number)
+        seq.kept_ends = tuple(n for n in seq.kept_ends if n > number)
 
     def _forget(self, state: int) -> None:
         """A held state is about to be written over."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Row
-
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.kv.disk_tier import DiskTier
 from loraplex.engine.kv.host_tier import HostTier
+from loraplex.engine.kv.layers import STATE_GROUP
 from loraplex.engine.kv.sequence_states import SequenceStates
 from loraplex.engine.types import BlockCopy, BlockKey, Namespace
 
@@ -91,15 +90,34 @@ class TieredBlocks(BlockManager):
     def _may_restore(self, count: int) -> bool:
         return not self._num_restored or self._num_restored + count <= self._most_restored
 
-    def _num_there(self, keys: Row[BlockKey]) -> int:
-        """Blocks of these, from the first on, that are in the pool, in host memory or read from the disk."""
-        assert self.host is not None
-        for number, key in enumerate(keys):
-            if key in self._block_of or key in self.host:
-                continue
-            if self.disk is None or self.disk.payload(key) is None:
-                return number
-        return len(keys)
+    def _is_here(self, key: BlockKey, group: int) -> bool:
+        """Whether the pool has a group's block of this key, or that of states the state behind it."""
+        if group == STATE_GROUP:
+            return self.states is not None and bool(self.states.lookup((key,)))
+        return prefix_keys.of_group(key, group) in self._block_of
+
+    def _is_near(self, key: BlockKey, group: int) -> bool:
+        """Whether it is in a pool, in host memory, or read from the disk."""
+        return self._is_here(key, group) or self._is_behind(prefix_keys.of_group(key, group))
+
+    def _is_anywhere(self, key: BlockKey, group: int) -> bool:
+        if self._is_here(key, group):
+            return True
+        name = prefix_keys.of_group(key, group)
+        return (self.host is not None and name in self.host) or self._is_on_disk(name)
+
+    def _is_behind(self, name: BlockKey) -> bool:
+        """Whether this block or state is in host memory, or read from the disk."""
+        if self.host is not None and name in self.host:
+            return True
+        if prefix_keys.is_of_state(name):
+            return bool(self._state_read(name))
+        return self.disk is not None and self.disk.payload(name) is not None
+
+    def _is_on_disk(self, name: BlockKey) -> bool:
+        if prefix_keys.is_of_state(name):
+            return self._state_on_disk(name)
+        return self.disk is not None and name in self.disk
 
     def _state_parts(self, name: BlockKey) -> list[BlockKey]:
         return [prefix_keys.part_of_state(name, part) for part in range(self._state_slots)]
@@ -122,26 +140,6 @@ class TieredBlocks(BlockManager):
         return disk is not None and all(
             prefix_keys.part_of_state(name, number) in disk for number in range(self._state_slots)
         )
-
-    def _comes_at_once(self, keys: Row[BlockKey]) -> bool:
-        """Whether what the pool lacks of these blocks, and of the state behind them, may all come in the next
-        step."""
-        assert self.states is not None
-        num_blocks = sum(key not in self._block_of for key in keys)
-        num_slots = 0 if not keys or self.states.lookup(keys[-1:]) else self._state_slots
-        return not num_blocks or self._num_restored + num_blocks + num_slots <= self._most_restored
-
-    def _longest(self, keys: Row[BlockKey], begun: int) -> int:
-        """The most blocks of these that are in the pool, in host memory or read from the disk, with a state behind
-        them; `begun` at least."""
-        assert self.states is not None
-        assert self.host is not None
-        for number in range(self._num_there(keys), begun, -1):
-            key = keys[number - 1]
-            name = prefix_keys.of_state(key)
-            if self.states.lookup((key,)) or name in self.host or self._state_read(name):
-                return number
-        return begun
 
     def erase(self, digest: str, *, is_used: bool) -> None:
         """A version was deleted: where there is host memory, no block of it is found any more, on a disk neither.
