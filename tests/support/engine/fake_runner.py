@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import product
 
 from loraplex.adapters.numerics import SiteOutputs, join_outputs
 from loraplex.engine.execution.device_errors import DeviceOutOfMemory
@@ -177,8 +178,7 @@ class FakeRunner:
     of layers; one sees all. Each group writes to blocks of its own, and those with a window must read theirs,
     as far as they see. With `num_states` a layer keeps a state too: it holds the recurrence over a sequence's own
     positions up to a multiple of 16, and only a row at the end of a window writes one, which no other sequence of the
-    step may use, and which is not named (`is_named`). `num_host_blocks` and
-    `most_restored` are those of `FakeHostMemory`."""
+    step may use, and which is not named (`is_named`). `num_host_blocks` and `most_restored` as of `FakeHostMemory`."""
 
     num_blocks: int
     mark_in_slot: Callable[[int], int]
@@ -355,13 +355,9 @@ class FakeRunner:
         if not self.is_live(row):
             return
         self.faulted.add(name)
-        places = [
-            self._place(row, position, group)
-            for position, value in enumerate(seen)
-            if value == POISON
-            for group in range(len(self.windows))
-        ]
-        for place in places:
+        poisoned = [position for position, value in enumerate(seen) if value == POISON]
+        for position, group in product(poisoned, range(len(self.windows))):
+            place = self._place(row, position, group)
             if place < 0 or self._values[place] != POISON:
                 continue  # of a block that was given back, or of another group
             if self._first_submitted[name, row.epoch] > self._noticed.setdefault(place, self._num_submitted):
@@ -428,12 +424,9 @@ class FakeRunner:
             for position, value in zip(seen, own, strict=True):
                 if value == POISON:  # one whose twin in another group is good is read too
                     values[position] = POISON
-            wrong = [
-                value
-                for found, value in zip(own, values[seen.start : end], strict=True)
-                if value != POISON and found != self._of_group(value, group)
-            ]
-            if wrong and self.is_live(row):
+            pairs = zip(own, values[seen.start : end], strict=True)
+            is_wrong = any(one != self._of_group(value, group) for one, value in pairs if value != POISON)
+            if is_wrong and self.is_live(row):
                 self.complaints.append(f"{row.request_id} reads other KV where it sees {window} positions")
         if self.num_states and self.is_live(row) and POISON not in values[:end]:
             window = self._windows[row.window_slot]

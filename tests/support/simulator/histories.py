@@ -77,14 +77,12 @@ class History:
     ) -> None:
         self.seed = seed
         self.now = 100.0
-        self.num_events = 0
-        self.num_steps = 0
+        self.num_events = self.num_steps = 0
         self.trail: deque[str] = deque(maxlen=40)
         self.room = inf
         self.total = Summary(histories=1)
-        self.world = world = World(
-            seed, fair=seed % FAIR_EVERY == 0 if fair is None else fair, windows=windows
-        )
+        is_fair = seed % FAIR_EVERY == 0 if fair is None else fair
+        self.world = world = World(seed, fair=is_fair, windows=windows)
         self._drafts, self._guessing = drafts, random.Random(seed)
         if drafts is not None:
             world.lookahead, world.config = 0, replace(world.config, lookahead=0)

@@ -28,7 +28,7 @@ LOAD_TIMEOUT_S = 4.0
 
 class World:
     """`fair`: a history about fairness alone, in which nothing fails. `windows`: layers see windows, whatever the seed,
-    but for fair ones. `suspects` are the digests whose way to the device went wrong, or might; `measured` the ids of
+    except in a fair one. `suspects` are the digests whose way to the device went wrong, or might; `measured` the ids of
     requests that are sent as MeasureRequests."""
 
     def __init__(self, seed: int, *, fair: bool, windows: bool = False) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
 from loraplex.engine.kv import prefix_keys
@@ -71,11 +70,6 @@ class HostTier:
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._slots
-
-    def find(self, keys: Row[BlockKey]) -> Row[BlockKey]:
-        """The longest run of `keys`, from the first, that is here."""
-        count = next((n for n, key in enumerate(keys) if key not in self._slots), len(keys))
-        return keys[:count]
 
     def read(self, key: BlockKey) -> tuple[int, ...]:
         """The slots of what is used now, in the order of its bytes; none where it is not here."""

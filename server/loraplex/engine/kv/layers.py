@@ -151,7 +151,7 @@ class BlockNeeds:
 
 @dataclass(frozen=True, slots=True)
 class PrefixNeeds:
-    """What a sequence needs to begin behind n blocks, where layers are in groups with these `windows`, and keep a state
+    """The needs of a sequence that begins behind n blocks. Layers are in groups with these `windows`, and keep a state
     if `has_state`. A group that keeps all positions needs all n blocks, and one with a window those that position 16·n
     sees. The state behind block n - 1 is as the last block of a group STATE_GROUP, which needs no other.
 
@@ -181,7 +181,7 @@ class PrefixNeeds:
         return states + [group for group, window in enumerate(self.windows) if window is not None]
 
     def leading(self, most: int, has: Callable[[int, int], bool]) -> int:
-        """Of `most` blocks the first ones that all groups have which keep all positions."""
+        """The first of `most` blocks that all groups have which keep all positions: how many they are."""
         groups = self.keeping_all()
         return next((n for n in range(most) if not all(has(n, group) for group in groups)), most)
 

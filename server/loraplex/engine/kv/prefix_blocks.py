@@ -2,7 +2,7 @@
 
 A prefix has blocks of each group of layers, and a state where the model keeps states (`PrefixNeeds`). Each piece is in
 a pool, in host memory, or on the disk. What was read from there for a request is as near as host memory. A sequence
-begins behind the largest prefix of which all pieces are near. Those that its pool lacks come by copies in the plans of
+begins behind the largest prefix whose pieces are all near. Those that its pool lacks come by copies in the plans of
 steps. Until they are here its table has gaps, and nothing of it is computed.
 """
 
