@@ -129,7 +129,7 @@ class FakeHostMemory:
                 self._contents[one.slot] = values[places], tenants[places]
                 if one.key is not None:
                     self.keep(one.key, packed(self._generations.pop(one.key, 0), self._contents[one.slot]))
-            elif one.payload is not None and one.key is not None and len(one.key[1]) > 32:
+            elif one.payload is not None and one.key is not None and len(one.key[1]) > 33:
                 self._passing[one.block] = unpacked(one.payload)[1]
             elif one.payload is not None:
                 values[places], tenants[places] = unpacked(one.payload)[1]

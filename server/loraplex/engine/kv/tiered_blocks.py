@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Row
+
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import BlockManager
 from loraplex.engine.kv.disk_tier import DiskTier
