@@ -29,7 +29,7 @@ const wholeDays = (_, first, last) => [first - DAY_S / 2, last + DAY_S / 2];
  * The heights of stacked bars: each series stands on those after it, which are drawn over it.
  * @param {Series[]} series
  */
-export function stacked(series) {
+function stacked(series) {
   const heights = series.map((one) => [...one.values]);
   for (let i = heights.length - 2; i >= 0; i -= 1) heights[i] = heights[i].map((value, at) => (value ?? 0) + (heights[i + 1][at] ?? 0));
   return heights;

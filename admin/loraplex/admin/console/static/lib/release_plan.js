@@ -54,7 +54,7 @@ export function shares(targets) {
  * @param {number} percent
  * @returns {Target[]}
  */
-export function setShare(targets, version, percent) {
+function setShare(targets, version, percent) {
   const others = targets.filter((one) => one.version !== version);
   if (others.length === 0) return [{ version, weight: 100 }];
   const sum = others.reduce((all, one) => all + one.weight, 0);

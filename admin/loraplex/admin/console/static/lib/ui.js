@@ -130,6 +130,23 @@ export function ErrorBox({ error, retry }) {
   </div>`;
 }
 
+/** What a form or a button asks for: busy until it ends, and what refused it. `run` says whether nothing did; `forget` the refusal. */
+export function useWork() {
+  const [error, setError] = useState(/** @type {any} */ (null));
+  const [busy, setBusy] = useState(false);
+
+  /** @param {() => Promise<void>} work */
+  async function run(work) {
+    setBusy(true);
+    setError(null);
+    const refused = await work().then(() => null, (/** @type {any} */ why) => why);
+    setError(refused);
+    setBusy(false);
+    return !refused;
+  }
+  return { busy, error, run, forget: () => setError(null) };
+}
+
 /** @param {any} error */
 function titleOf(error) {
   if (error.code === "offline") return "The server is away.";

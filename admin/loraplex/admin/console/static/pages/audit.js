@@ -53,21 +53,13 @@ export default function Audit() {
 function Verify() {
   const [anchor, setAnchor] = useState("");
   const [verdict, setVerdict] = useState(/** @type {any} */ (null));
-  const [error, setError] = useState(/** @type {any} */ (null));
-  const [busy, setBusy] = useState(false);
+  const { busy, error, run } = ui.useWork();
 
   /** @param {Event} event */
-  async function onSubmit(event) {
+  function onSubmit(event) {
     event.preventDefault();
-    setBusy(true);
-    setError(null);
     setVerdict(null);
-    try {
-      setVerdict(await api.get("audit/verify", { anchor: anchor.trim() }));
-    } catch (refused) {
-      setError(refused);
-    }
-    setBusy(false);
+    run(async () => setVerdict(await api.get("audit/verify", { anchor: anchor.trim() })));
   }
 
   return html`<form class="form" onSubmit=${onSubmit}>

@@ -17,7 +17,7 @@ const STEP = 14;
  * @param {any} found the report's `reference_error`
  * @returns {Layer[]}
  */
-export function byLayer(found) {
+function byLayer(found) {
   /** @type {Map<string, Layer>} */
   const layers = new Map();
   for (const [module, norm] of Object.entries(found.norms || {})) {

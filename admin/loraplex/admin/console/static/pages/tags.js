@@ -19,25 +19,19 @@ export function TagLink({ tag }) {
 /** @param {{ tenant: string, name: string, tags: string[], onSaved: () => void }} props */
 export function Tags({ tenant, name, tags, onSaved }) {
   const [typed, setTyped] = useState(/** @type {{ text: string, before: string[] } | null} */ (null));
-  const [error, setError] = useState(/** @type {any} */ (null));
-  const [busy, setBusy] = useState(false);
+  const { busy, error, run, forget } = ui.useWork();
 
   /** @param {Event} event */
-  async function onSubmit(event) {
+  function onSubmit(event) {
     event.preventDefault();
-    setBusy(true);
-    setError(null);
-    try {
-      const wanted = typed?.text.split(/[\s,]+/).filter(Boolean) ?? [];
-      const before = typed?.before ?? [];
+    const wanted = typed?.text.split(/[\s,]+/).filter(Boolean) ?? [];
+    const before = typed?.before ?? [];
+    run(async () => {
       // Only what was changed here: a tag that another operator gives meanwhile stays.
       await editTags(tenant, name, wanted.filter((tag) => !before.includes(tag)), before.filter((tag) => !wanted.includes(tag)));
       setTyped(null);
       onSaved();
-    } catch (refused) {
-      setError(refused);
-    }
-    setBusy(false);
+    });
   }
 
   const shown = html`Tags: ${tags.length ? tags.map((tag) => html`<${TagLink} tag=${tag} /> `) : html`<span class="note">none</span> `}`;
@@ -51,7 +45,7 @@ export function Tags({ tenant, name, tags, onSaved }) {
           onInput=${(/** @type {any} */ event) => setTyped({ ...typed, text: event.target.value })} />
       <//>
       <button type="submit" class="primary" data-testid="tags-save" disabled=${busy}>Save tags</button>
-      <button type="button" onClick=${() => (setTyped(null), setError(null))}>Cancel</button>
+      <button type="button" onClick=${() => (setTyped(null), forget())}>Cancel</button>
     </form>
     ${error && html`<${ui.ErrorBox} error=${error} />`}`;
 }

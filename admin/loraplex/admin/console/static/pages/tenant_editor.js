@@ -37,23 +37,17 @@ export function TenantForm({ tenant = NEW, onClose, onSaved }) {
   const { id, display_name, weight, limits } = tenant;
   const [before] = useState(textsOf({ id, display_name, weight, ...limits })); // the page reads the tenant again and again
   const [after, setAfter] = useState(before);
-  const [error, setError] = useState(/** @type {any} */ (null));
-  const [busy, setBusy] = useState(false);
+  const { busy, error, run } = ui.useWork();
 
   /** @param {Event} event */
-  async function onSubmit(event) {
+  function onSubmit(event) {
     event.preventDefault();
-    setBusy(true);
-    setError(null);
-    try {
+    run(async () => {
       const body = changesOf(tenant, before, after);
       if (!id) await api.send("POST", "tenants", body);
       else if (Object.keys(body).length) await api.send("PATCH", path`tenants/${id}`, body);
       onSaved(after.id);
-    } catch (refused) {
-      setError(refused);
-      setBusy(false);
-    }
+    });
   }
 
   /** @param {string} name @param {string} text */

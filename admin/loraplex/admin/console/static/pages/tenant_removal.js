@@ -11,21 +11,7 @@ export function Removal({ id }) {
   const dialog = useRef(/** @type {HTMLDialogElement | null} */ (null));
   const [found, setFound] = useState(/** @type {any} */ (null));
   const [typed, setTyped] = useState("");
-  const [busy, setBusy] = useState(false);
-  const [error, setError] = useState(/** @type {any} */ (null));
-
-  /** @param {() => Promise<void>} act */
-  async function run(act) {
-    setBusy(true);
-    setError(null);
-    try {
-      await act();
-    } catch (refused) {
-      setError(refused);
-      dialog.current?.close();
-    }
-    setBusy(false);
-  }
+  const { busy, error, run } = ui.useWork();
 
   const ask = () => run(async () => {
     setFound(await api.get(path`tenants/${id}/erasure`));
@@ -33,13 +19,14 @@ export function Removal({ id }) {
     dialog.current?.showModal();
   });
   /** @param {Event} event */
-  function onSubmit(event) {
+  async function onSubmit(event) {
     event.preventDefault();
-    run(async () => {
+    const isGone = await run(async () => {
       await api.send("DELETE", path`tenants/${id}`);
       tenant.value = "";
       show("all-tenants");
     });
+    if (!isGone) dialog.current?.close();
   }
 
   return html`<${ui.Section} title="Delete this tenant" note="What that erases is counted before you are asked.">

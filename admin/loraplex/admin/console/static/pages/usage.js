@@ -70,7 +70,7 @@ const tokens = (row) => row.prompt_tokens + row.completion_tokens;
  * For each day one value of each of the largest groups, and one of all others.
  * @param {any} usage @param {(row: any) => number} valueOf
  */
-export function seriesOf(usage, valueOf) {
+function seriesOf(usage, valueOf) {
   const times = Array.from({ length: usage.days }, (_, day) => usage.start + day * DAY_S);
   const largest = [...usage.groups].sort((a, b) => valueOf(b) - valueOf(a)).slice(0, SERIES).map((row) => row[usage.by]);
   const names = usage.groups.length > largest.length ? [...largest, "others"] : largest;
