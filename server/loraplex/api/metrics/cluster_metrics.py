@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 
 from loraplex.engine.reports import EngineStats
 from loraplex.serving.engines.engines import Engines
+from loraplex.serving.engines.handing_over import HandoverCounts
 from loraplex.serving.engines.reports import ReplicaReport
 
 
@@ -24,6 +25,7 @@ class ClusterSnapshot:
     num_continued: int = 0
     num_moved: int = 0
     num_managers_lost: int = 0
+    handovers: HandoverCounts = field(default_factory=HandoverCounts)
 
 
 def cluster_snapshot(view: Engines, stats: Mapping[str, EngineStats]) -> ClusterSnapshot:
@@ -35,6 +37,7 @@ def cluster_snapshot(view: Engines, stats: Mapping[str, EngineStats]) -> Cluster
         view.num_continued,
         view.num_moved,
         view.num_managers_lost,
+        view.handovers,
     )
 
 
@@ -68,6 +71,21 @@ def cluster_families(snapshot: ClusterSnapshot) -> Iterable[Metric]:
         "Processes that start engines, as Ray's manager, which ended or lost their head.",
         value=snapshot.num_managers_lost,
     )
+    yield from _of_handovers(snapshot.handovers)
+
+
+def _of_handovers(counts: HandoverCounts) -> Iterable[Metric]:
+    name = "loraplex_kv_handover_blocks"
+    blocks = CounterMetricFamily(
+        name, "Blocks and states of drained engines, by what became of them.", labels=["event"]
+    )
+    blocks.add_metric(["taken"], counts.num_taken)
+    blocks.add_metric(["refused"], counts.num_refused)
+    yield blocks
+    told = "Bytes of drained engines' prefixes that were sent to others."
+    yield CounterMetricFamily("loraplex_kv_handover_bytes", told, value=counts.num_bytes)
+    told = "Time in which prefixes of drained engines were asked for and sent."
+    yield CounterMetricFamily("loraplex_kv_handover_seconds", told, value=counts.seconds)
 
 
 def _of_reports(reports: Iterable[ReplicaReport]) -> Iterable[Metric]:

@@ -19,7 +19,7 @@ from loraplex.engine.types import AdapterState, EngineError, EngineRequest, Name
 from loraplex.serving.engines.choosing import choose_replica
 from loraplex.serving.engines.failover import Failover, Group, most_tokens
 from loraplex.serving.engines.fairness import EXCHANGE_S, ServiceExchange
-from loraplex.serving.engines.handing_over import HandingOver
+from loraplex.serving.engines.handing_over import HandingOver, HandoverCounts
 from loraplex.serving.engines.merged import (
     NEAREST,
     Totals,
@@ -114,6 +114,11 @@ class Engines:
     def num_moved(self) -> int:
         """Adapters that began to move to another engine without need."""
         return self.homes.num_moved
+
+    @property
+    def handovers(self) -> HandoverCounts:
+        """Prefixes of drained engines."""
+        return self.handing_over.counts
 
     def reports(self) -> list[ReplicaReport]:
         """The engines, by name."""
