@@ -82,7 +82,10 @@ def take_busy(page: Page, seeded: Seeded) -> None:
 def take_real(page: Page, seeded: Seeded) -> None:
     sign_in(page, seeded.server.admin_url, seeded.server.admin_token)
     go(page, "tenants/acme/adapters/support", "[data-testid=report]")
-    take(page, "adapter")
+    page.get_by_test_id("tags-change").click()
+    page.get_by_test_id("tags-input").fill("eu team-a")
+    page.get_by_test_id("tags-save").click()
+    take(page, "adapter", "[data-testid=tag]")
     go(page, "tenants/acme/upload", "[data-testid=upload]")
     page.get_by_test_id("adapter-name").fill("answers-in-json")
     page.get_by_test_id("upload").set_input_files(sorted((EXAMPLE_ADAPTERS / "json").glob("adapter_*")))
