@@ -265,7 +265,7 @@ class Sequence:
     slot: int = -1  # the adapter's device slot while running; -1 on the base
     window_slot: int = -1  # of a model with layers that keep a state, while running: the place of its window
     states: tuple[tuple[int, int], ...] = ()  # (n, state behind 16·n positions) that it holds, in order
-    kept_ends: tuple[int, ...] = ()  # each n behind which others may begin, in windows and states
+    kept_ends: tuple[int, ...] = ()  # each n whose state others may find
     adapter_opened: float | None = None  # when its adapter became schedulable, as of its first step
     first_scheduled: float | None = None
     first_token: float | None = None

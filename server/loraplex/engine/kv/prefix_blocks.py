@@ -96,7 +96,7 @@ class PrefixBlocks(HandedBlocks):
         return entry < len(seq.block_ids) and seq.block_ids[entry] != GIVEN_BACK
 
     def _set_ends(self, seq: Sequence) -> None:
-        """A sequence begins: behind which of the blocks that it computes others may begin."""
+        """A sequence begins: the states of these ends are kept for others."""
         keys = self._findable(seq)
         is_there = self._is_here if self.host is None else self._is_near
         num_cached = self.prefix_needs.leading(len(keys), lambda index, group: is_there(keys[index], group))

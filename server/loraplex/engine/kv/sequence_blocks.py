@@ -105,9 +105,9 @@ class SequenceBlocks(PrefixBlocks):
         seq.num_computed = seq.blocks_done * BLOCK_SIZE
         if seq.measured is not None:
             return
-        if is_kept and (self.states is not None or self._windows):
-            self._set_ends(seq)
         if self.states is not None:
+            if is_kept:
+                self._set_ends(seq)
             seq.window_slot = self.places.take()
             self.states.begin(seq, seq.blocks_done)
 
