@@ -65,3 +65,19 @@ async def test_an_engine_that_drains_gives_its_place_up() -> None:
             await check(cluster.submit(request)[0], request)
         assert one.relay.num_live == 0
     await cluster.close()
+
+
+async def test_an_engine_that_drains_stays_while_it_is_asked_for_its_prefixes() -> None:
+    cluster = Engines()
+    async with listening(**connect(cluster)) as port, dialling(port.number, "one") as one:
+        await until(lambda: len(cluster.replicas) == 1)
+        session = cluster.replicas[0].session
+        session.on_leaving = lambda: setattr(session, "hands_over", True)
+        draining = asyncio.create_task(one.relay.drain(60))
+        await until(lambda: session.hands_over)
+        assert not session.healthy
+        assert (await asyncio.wait({draining}, timeout=0.2))[1] == {draining}
+        session.handed_over()
+        await draining
+        await until(lambda: not cluster.replicas)
+    await cluster.close()
