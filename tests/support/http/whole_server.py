@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from loraplex.admin.change_rate_limit import ChangeRateLimit
 from loraplex.app.installation import Installation
 from loraplex.app.planes import Apps, create_apps
 from loraplex.app.ports.sockets import open_ports, url
@@ -78,7 +79,8 @@ def whole_server(
     """On free ports of the loopback address. `settings` are fields of Settings; `budget_answer_s` is how long a request
     waits for the database: by default longer than a busy machine holds up a thread. `engine` serves in place of the
     plane's, and ends with its owner."""
-    plane = AdminPlane(root)
+    # A test of all routes makes more changes in a minute than a tenant may.
+    plane = AdminPlane(root, change_limit=ChangeRateLimit(max_changes=60_000))
     services = plane.services
     chosen = Settings(**({"port": 0, "admin_port": 0} | settings), data_dir=root, model=str(root))
     with open(root / "lock", "w") as lock, open_ports(chosen) as ports, httpx.Client(timeout=60) as http:
