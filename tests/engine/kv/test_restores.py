@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from loraplex.adapters.ref import AdapterRef
+from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.host_tier import HostTier
+from loraplex.engine.kv.layers import BlockNeeds
+from loraplex.engine.kv.prefix_blocks import GIVEN_BACK
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.tenant_terms import TenantTerms
-from loraplex.engine.types import EngineRequest, Sequence
+from loraplex.engine.types import EngineRequest, SamplingParams, Sequence
 from support.engine.core_engine import CoreEngine, adapter, expected
 from support.engine.fake_runner import Fault
 from support.simulator.histories import Summary, Violation, play
@@ -370,3 +373,32 @@ def test_a_step_that_fails_beside_its_copies(at: str) -> None:
     long = engine.add("long", prompt_ids=LONG)
     engine.run()
     assert engine.tokens("long") == expected(long, 5)
+
+
+def test_a_prefix_with_a_gap_that_is_dropped_takes_nothing_of_others() -> None:
+    """The head of a prefix is in host memory, the tail in the pool, and the request ends before the head has come."""
+    blocks = SequenceBlocks(24, BlockNeeds(), num_host_blocks=48, most_restored=2)
+
+    def begun(tenant: str) -> Sequence:
+        request = EngineRequest(f"request of {tenant}", tenant, LONG, SamplingParams(max_tokens=4))
+        return Sequence(request, 0.0, 0, [*LONG])
+
+    first, second = begun("one"), begun("one")
+    for seq, named in ((first, range(5)), (second, range(5, 10))):
+        seq.block_ids = tuple(blocks.allocate(10))
+        blocks.register_all((seq.block_ids[n], prefix_keys.extend_keys(seq)[n]) for n in named)
+    blocks.drop(first)
+    others = blocks.allocate(blocks.num_free)  # the head goes to host memory
+    blocks.drop(second)
+    blocks.take_copies()
+
+    waits = begun("one")
+    blocks.begin(waits, blocks.find(waits))
+    assert not blocks.restore(waits, 0.0)
+    assert GIVEN_BACK in waits.block_ids
+    blocks.take_copies()
+    blocks.drop(waits)
+
+    assert blocks.num_used == len(others)
+    free = blocks.allocate(blocks.num_free)
+    assert sorted([*free, *others]) == [*range(24)]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from loraplex.engine.kv import prefix_keys
-from loraplex.engine.kv.layers import PrefixNeeds
+from loraplex.engine.kv.disk_tier import READ_BYTES, DiskTier
+from loraplex.engine.kv.layers import BlockNeeds, PrefixNeeds
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
-from loraplex.engine.types import BlockKey
+from loraplex.engine.types import BlockKey, EngineRequest, SamplingParams, Sequence
+from support.fake_block_disk import FakeBlockStore
 from support.simulator.histories import Summary, Violation, play
 
 HISTORIES = range(40)
@@ -91,3 +94,25 @@ def test_planted_bug_is_caught(
     with pytest.raises(Violation):
         for seed in range(100):
             play(seed, windows=True, host=True)
+
+
+def test_a_prefix_that_is_too_large_to_be_read_at_once_is_read_in_part() -> None:
+    """Layers that keep all positions and layers with a window: the whole prefix has more blocks on the disk than one
+    tenant may ask for."""
+    store = FakeBlockStore(random.Random(0))
+    store.p_refused = 0.0
+    tier = DiskTier(store, READ_BYTES // 2 // 24, lambda: None, threads=False)
+    blocks = SequenceBlocks(64, BlockNeeds((None, 64)), num_host_blocks=8, most_restored=4, disk=tier)
+    request = EngineRequest("long", "one", tuple(range(1, 16 * 30 + 2)), SamplingParams(max_tokens=4))
+    seq = Sequence(request, 0.0, 0, [*request.prompt_ids])
+    keys = prefix_keys.extend_keys(seq)
+    for key in keys:
+        for group in range(2):
+            assert store.write(prefix_keys.of_group(key, group), memoryview(b""))
+    assert tier.most_asked == 24
+
+    names, count = blocks.on_disk(seq)
+    assert 0 < len(names) <= 24
+    assert 8 <= count < 24
+    needed = PrefixNeeds((None, 64)).entries(count)
+    assert {*names} == {prefix_keys.of_group(keys[index], group) for index, group in needed}

@@ -132,7 +132,7 @@ class BlockManager:
         lose first.
         """
         for block in block_ids:
-            assert self._refs[block] > 0, f"block {block} is released, but has no reference"
+            assert block >= 0 < self._refs[block], f"block {block} is released, but has no reference"
         for block in reversed(block_ids):
             self._refs[block] -= 1
             if self._refs[block] == 0:

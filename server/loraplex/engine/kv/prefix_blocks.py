@@ -141,6 +141,7 @@ class PrefixBlocks(HandedBlocks):
             if obstacle is _Obstacle.ROOM:
                 is_short = True
                 keys = keys[: self.prefix_needs.leading(size - 1, lambda *each: self._holds(seq, *each))]
+                self._give_back_behind(seq, self._longest(keys, self._is_near, seq))
         self.stop_restoring(seq)
         if self.disk is not None:
             self.disk.close_request(seq.request_id)
@@ -173,6 +174,16 @@ class PrefixBlocks(HandedBlocks):
         self.release([block for block in held if block != GIVEN_BACK])
         self._set_table(seq, table)
         self._begins_behind(seq, size)
+
+    def _give_back_behind(self, seq: Sequence, size: int) -> None:
+        """A sequence gives up what a prefix of `size` blocks does not need."""
+        needed = {index * self._num_groups + group for index, group in self.prefix_needs.entries(size)}
+        table = [block if entry in needed else GIVEN_BACK for entry, block in enumerate(seq.block_ids)]
+        given = [block for entry, block in enumerate(seq.block_ids) if entry not in needed]
+        self.release([block for block in given if block != GIVEN_BACK])
+        while table and table[-1] == GIVEN_BACK:
+            table.pop()
+        self._set_table(seq, table)
 
     def _bring(self, seq: Sequence, keys: list[BlockKey]) -> _Obstacle | None:
         """Get all that the sequence lacks of a prefix of these blocks. None: it has all."""
@@ -275,10 +286,14 @@ class PrefixBlocks(HandedBlocks):
     def _comes_at_once(self, seq: Sequence) -> bool:
         """Whether what the pools lack of the prefix that is near may all come in the next step."""
         keys = self._findable(seq)
-        lacking = self._lacking(keys[: self._longest(keys, self._is_near, seq)], self._is_here, seq)
+        keys = keys[: self._longest(keys, self._is_near, seq)]
+        lacking = self._lacking(keys, self._is_here, seq)
         num_blocks = sum(not prefix_keys.is_of_state(name) for name in lacking)
         num_slots = num_blocks + (self._state_slots if num_blocks < len(lacking) else 0)
-        has_room = num_blocks <= self.num_free and self._num_restored + num_slots <= self._most_restored
+        every = (prefix_keys.of_group(keys[n], group) for n, group in self.prefix_needs.entries(len(keys)))
+        num_idle = self.num_idle(self._block_of[name] for name in every if name in self._block_of)
+        has_room = num_blocks <= self.num_free - num_idle
+        has_room = has_room and self._num_restored + num_slots <= self._most_restored
         return not num_blocks or has_room
 
     def _lacking(
@@ -304,14 +319,22 @@ class PrefixBlocks(HandedBlocks):
             return [], 0  # what runs in the background may begin much later
         keys = self._findable(seq)
         begun = self._longest(keys, self._is_near)
-        size = self._longest(keys, self._is_anywhere)
-        wanted: list[BlockKey] = []
-        for name in self._lacking(keys[:size], self._is_near):
-            wanted += self._state_parts(name) if prefix_keys.is_of_state(name) else [name]
-        most = self.disk.most_asked
+        size, most = self._longest(keys, self._is_anywhere), self.disk.most_asked
+        wanted = self._pieces(keys[:size])
         if self.prefix_needs.is_plain:
             return wanted[:most], len(wanted[:most])
-        return (wanted, size - begun) if len(wanted) <= most and size > begun else ([], 0)
+        while len(wanted) > most and size > begun:
+            # A shorter prefix may need fewer. Halves cost together as much as the first search, for names are costly.
+            size = self._longest(keys[: begun + (size - begun) // 2], self._is_anywhere)
+            wanted = self._pieces(keys[:size])
+        return (wanted, size - begun) if size > begun else ([], 0)
+
+    def _pieces(self, keys: Row[BlockKey]) -> list[BlockKey]:
+        """The names on the disk of what a prefix of these blocks needs that is not near."""
+        wanted: list[BlockKey] = []
+        for name in self._lacking(keys, self._is_near):
+            wanted += self._state_parts(name) if prefix_keys.is_of_state(name) else [name]
+        return wanted
 
     def _keep_found(self, seq: Sequence, keys: list[BlockKey], found: list[int]) -> None:
         """Blocks that a second request finds go to the disk at once, since a process that is killed loses the others;

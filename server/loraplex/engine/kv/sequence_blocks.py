@@ -58,7 +58,7 @@ class SequenceBlocks(PrefixBlocks):
             return every
         # It gives nothing back for what is in flight until that is collected.
         ahead = seq.num_tokens - seq.blocks_done * BLOCK_SIZE
-        return min(every, self.needs.of(seq.num_tokens, ahead) - seq.num_held)
+        return max(0, min(every, self.needs.of(seq.num_tokens, ahead) - seq.num_held))
 
     def lacks(self, seqs: Row[Sequence]) -> bool:
         """Whether these running sequences need more blocks than are free."""
@@ -89,8 +89,7 @@ class SequenceBlocks(PrefixBlocks):
 
     def held(self, block_ids: Row[int]) -> Row[int]:
         """The blocks of a table, without those that were given back or are on their way."""
-        has_gaps = self._windows or self.restoring
-        return [block for block in block_ids if block != GIVEN_BACK] if has_gaps else block_ids
+        return [block for block in block_ids if block != GIVEN_BACK] if GIVEN_BACK in block_ids else block_ids
 
     def begin(self, seq: Sequence, found: list[int]) -> None:
         """A waiting sequence starts behind these blocks, or, where more of its prefix comes, behind none as yet."""

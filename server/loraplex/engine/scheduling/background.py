@@ -125,7 +125,10 @@ class BackgroundSequences:
     def put_line(self, seq: Sequence) -> None:
         """A line comes back, with its blocks if it has begun."""
         seq.aside = True
-        self._blocks.stop_restoring(seq)
+        if seq in self._blocks.restoring:
+            self._blocks.stop_restoring(seq)
+            if seq.epoch == 0:
+                seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
         (self.begun if seq.state is SequenceState.RUNNING else self._waiting)[seq] = None
 
     def make_room(self, running: Iterable[Sequence], queued: Iterable[Sequence]) -> None:
