@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from loraplex.adapters.cache.recent_loads import RecentLoads
 from loraplex.adapters.cache.residency import PinRefused
 from support.engine.core_engine import CoreEngine, adapter, expected
 from support.engine.fake_transport import Fate
@@ -264,3 +265,20 @@ def test_an_adapter_that_a_request_waits_for_is_told_as_in_use_to_who_asks_for_i
     engine.run()
     (entry,) = engine.core.cache_entries([adapter(1).digest])
     assert entry.leases == 0
+
+
+def test_a_step_does_not_sum_up_the_loads_of_the_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums take milliseconds where thousands of adapters came, as long as a step."""
+    engine = CoreEngine()
+    sums: list[float] = []
+    most = RecentLoads.most
+    monkeypatch.setattr(RecentLoads, "most", lambda self, now: sums.append(now) or most(self, now))
+    engine.add("r", adapter(1))
+    for _ in range(20):
+        engine.now += 1.0
+        engine.transport.settle()
+        engine.core.step()
+    assert engine.cache.state(adapter(1).digest) == "hot"
+    assert not sums
+    engine.core.stats()
+    assert len(sums) == 1

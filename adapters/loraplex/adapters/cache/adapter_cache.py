@@ -69,7 +69,6 @@ class AdapterCache(Generic[ImageT]):
         self._timeout_s = load_timeout_s
         self._clock = clock
         self._max_loads = max_loads
-
         self._entries = CachedAdapters(transport, num_pages, num_slots)
         self._pins = Pins(num_pages, num_slots)
         self._pass = Pass()
@@ -149,10 +148,8 @@ class AdapterCache(Generic[ImageT]):
 
     def take_damaged(self) -> tuple[str, ...]:
         """The digests whose stored bytes loads have found damaged or lost since this was last called."""
-        if not self._damaged:
-            return ()
-        damaged, self._damaged = tuple(self._damaged), {}
-        return damaged
+        damaged, self._damaged = self._damaged, {}
+        return tuple(damaged)
 
     def take_lost(self) -> dict[str, str]:
         """Adapters on the device whose copy has failed since this was last called, by digest, and why. What was
@@ -297,6 +294,11 @@ class AdapterCache(Generic[ImageT]):
         return count_usage(self._entries, self._pins, self._failures, self._background, limit, now)
 
     @property
+    def num_moves(self) -> int:
+        """Loads and copies that ended so far, well or badly. It costs next to nothing."""
+        return self._entries.loads + self._entries.copies + self._failures.count
+
+    @property
     def is_warming(self) -> bool:
         """Whether adapters of `warm` are still to come."""
         return self._background.is_warming
@@ -433,8 +435,7 @@ class AdapterCache(Generic[ImageT]):
         failure = self._failures.get(digest)
         if failure is None or not failure.num_pages:
             return ""
-        unfit = self._device.why_never(digest, failure.num_pages)
-        if unfit:
+        if unfit := self._device.why_never(digest, failure.num_pages):
             failure.again(unfit, now)
         return unfit
 

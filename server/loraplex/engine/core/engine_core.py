@@ -163,11 +163,7 @@ class EngineCore:
     def _cache_is_still(self) -> bool:
         """No load and no copy has ended since the last call. If one has, another pass may succeed where the last did
         not: the cache protects a newly loaded adapter from eviction for one pass."""
-        usage = self._cache.usage()
-        moves, self._moves = (
-            self._moves,
-            usage.adapter_loads + usage.adapter_copies + usage.adapter_load_failures,
-        )
+        moves, self._moves = self._moves, self._cache.num_moves
         return moves == self._moves
 
     # Requests.
