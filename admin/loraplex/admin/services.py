@@ -30,7 +30,7 @@ from loraplex.control.usage.overview import Overviews
 from loraplex.lifecycle.agreement_checks import Score
 from loraplex.lifecycle.durability import Durability, PushOutcome
 from loraplex.lifecycle.eviction import SurplusRemoval
-from loraplex.lifecycle.needs.disks import Folder
+from loraplex.lifecycle.needs.disks import Folder, RoomReader
 from loraplex.lifecycle.version_checks import VersionChecks
 from loraplex.serving.engines.engines import Engines
 from loraplex.serving.fair_share import FairShare
@@ -127,6 +127,7 @@ class AdminServices:
     data_url: str | None = None
     folders: Sequence[Folder] = ()
     """The folders that this server writes to."""
+    rooms: RoomReader = field(default_factory=RoomReader)
     upload_gate: UploadGate = field(default_factory=UploadGate)
     download_gate: DownloadGate = field(default_factory=DownloadGate)
     report_gate: ReportGate = field(default_factory=ReportGate)

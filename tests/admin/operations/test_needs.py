@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -16,13 +18,15 @@ from sqlalchemy import event, insert, select, update
 from loraplex.control.audit.recorder import GUARD, Actor, record
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Adapter, AdapterVersion, ApiKey, Release
+from loraplex.control.history.history import History
 from loraplex.control.release_types import ReleasePlan, ReleaseTarget, ShadowPlan
 from loraplex.engine.reports import EngineStats
 from loraplex.lifecycle.needs import disks
-from loraplex.lifecycle.needs.disks import Folder
+from loraplex.lifecycle.needs.disks import Folder, RoomReader
 from loraplex.serving.errors import EngineUnavailable
 from support.control.plane import ControlPlane, use_database
 from support.http.admin_plane import AdminPlane, admin_client
+from support.placement.fake_cluster import fake_report
 from support.releases.watched import GUARD as RULES
 from support.releases.watched import Watched
 from support.servers.postgres import need_programs, postgres_server
@@ -238,25 +242,81 @@ async def test_adapters_that_are_loaded_again_and_again(plane: AdminPlane, admin
     assert (await needs(admin))["thrashing"]["total"] == 0
 
 
-async def test_disks(plane: AdminPlane, admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = plane.root
-    wanted = {"data": 1, "adapters": 1 << 60, "prefixes": 1 << 60}
-    folders = [Folder(cast(Any, holds), root / "not" / holds, size) for holds, size in wanted.items()]
-    object.__setattr__(plane.services, "folders", folders)
-    plane.engine.engine_stats = EngineStats(kv_disk_bytes_used=1 << 60, num_kv_disks_off=2)
+def watch(plane: AdminPlane, *kept: Folder, **figures: EngineStats) -> None:
+    """The server writes to these folders; its engines, by name, say so much. The machine of `there` is another."""
+    object.__setattr__(plane.services, "folders", kept)
+    object.__setattr__(plane.services, "history", History("here"))
+    nodes = {name: "elsewhere" if name == "there" else "here" for name in figures}
+    plane.engine.replicas = {name: fake_report(name, node=node) for name, node in nodes.items()}
+    plane.engine.replica_figures = figures
+
+
+def kept_in(plane: AdminPlane, holds: Any, wanted: int) -> Folder:
+    return Folder(holds, plane.root / "not" / holds, wanted)
+
+
+async def test_disks(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    folders = [kept_in(plane, "data", 1), kept_in(plane, "adapters", 1 << 60)]
+    watch(plane, *folders, kept_in(plane, "prefixes", 1 << 60), a=EngineStats(kv_disk_bytes_used=1 << 60))
+    plane.engine.engine_stats = EngineStats(num_kv_disks_off=2)
     found = (await needs(admin))["disks"]
     (row,) = found["data"]
-    assert (row["holds"], row["path"], row["wanted"]) == ("adapters", str(root / "not" / "adapters"), 1 << 60)
+    path = str(plane.root / "not" / "adapters")
+    assert (row["holds"], row["path"], row["wanted"], row["error"]) == ("adapters", path, 1 << 60, None)
     assert 0 < row["free"] < row["size"]
     assert found["prefixes_off"] == 2
 
-    def out_of_reach(_: Path) -> None:
-        raise OSError("stale")
 
-    monkeypatch.setattr(disks.shutil, "disk_usage", out_of_reach)
-    plane.engine.engine_stats = EngineStats()
-    found = (await needs(admin))["disks"]
-    assert (found["data"], found["prefixes_off"]) == ([], 0)
+@pytest.mark.parametrize("broken", ["exists", "disk_usage"])
+async def test_a_disk_that_cannot_be_reached(
+    plane: AdminPlane, admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    def out_of_reach(_: Path) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    watch(plane, kept_in(plane, "data", 1))
+    monkeypatch.setattr(Path if broken == "exists" else disks.shutil, broken, out_of_reach)
+    (row,) = (await needs(admin))["disks"]["data"]
+    assert (row["holds"], row["free"], row["size"]) == ("data", None, None)
+    assert row["error"] == "Stale file handle"
+
+
+async def test_a_disk_that_hangs_holds_up_nobody_and_takes_one_thread(
+    plane: AdminPlane, admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back, read, asked = threading.Event(), disks.shutil.disk_usage, []
+
+    def hang(path: Path) -> Any:
+        asked.append(path)
+        back.wait(60)
+        return read(path)
+
+    watch(plane, kept_in(plane, "adapters", 1))
+    object.__setattr__(plane.services, "rooms", RoomReader(wait_s=0.1))
+    monkeypatch.setattr(disks.shutil, "disk_usage", hang)
+    try:
+        for _ in range(3):
+            (row,) = (await needs(admin))["disks"]["data"]
+            assert (row["holds"], row["error"]) == ("adapters", "the disk did not answer within 0.1 s")
+        assert len(asked) == 1
+    finally:
+        back.set()
+    object.__setattr__(plane.services, "rooms", RoomReader())
+    assert (await needs(admin))["disks"]["data"] == []
+
+
+async def test_prefixes_want_no_room_where_this_machine_s_engines_do_not_say_what_they_keep(
+    plane: AdminPlane, admin: httpx.AsyncClient
+) -> None:
+    full, folder = EngineStats(kv_disk_bytes_used=1 << 60), kept_in(plane, "prefixes", 1 << 60)
+    watch(plane, folder, there=full)
+    assert (await needs(admin))["disks"]["data"] == [], "it has no engine"
+    watch(plane, folder, a=full, b=EngineStats())
+    plane.engine.replica_figures = {"b": EngineStats()}
+    assert (await needs(admin))["disks"]["data"] == [], "an engine is away"
+    watch(plane, folder, a=EngineStats(kv_disk_bytes_used=1), b=EngineStats(kv_disk_bytes_used=2), there=full)
+    (row,) = (await needs(admin))["disks"]["data"]
+    assert (row["holds"], row["wanted"]) == ("prefixes", (1 << 60) - 3), "those elsewhere take nothing here"
 
 
 async def test_an_engine_that_is_away(

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from anyio import to_thread
 from fastapi import APIRouter
 
 from loraplex.admin.framework.dependencies import Operator, Services
@@ -17,7 +16,6 @@ from loraplex.admin.services import AdminServices
 from loraplex.control.audit.newest import Notice
 from loraplex.control.turns import Turns
 from loraplex.engine.reports import EngineStats
-from loraplex.lifecycle.needs.disks import read_rooms
 from loraplex.lifecycle.needs.reading import read_needs
 from loraplex.lifecycle.needs.releases import RunningRelease
 from loraplex.serving.errors import ServingError
@@ -49,7 +47,7 @@ async def get_needs(caller: Operator, services: Services) -> shown.Needs:
         undecided=shown.RunningReleases(**_turns(releases.undecided, _release)),
         shadows=shown.RunningShadows(**_turns(releases.shadows, shown.RunningShadow.of)),
         thrashing=shown.ThrashingAdapters(**_turns(found.thrashing, shown.ThrashingAdapter.of)),
-        disks=await _disks(services, stats),
+        disks=await _disks(services, stats.num_kv_disks_off),
         ending_keys=shown.TenantsWithEndingKeys(
             data=[shown.EndingKeys.of(row) for row in found.ending_keys], total=found.num_ending
         ),
@@ -101,21 +99,37 @@ def _notice(row: Notice) -> shown.Notice:
     )
 
 
-async def _disks(services: AdminServices, stats: EngineStats) -> shown.Disks:
-    # A network's file system may block: then a thread waits, and not the loop.
-    rooms = await to_thread.run_sync(read_rooms, services.folders)
-    taken: Mapping[str, int] = {"prefixes": stats.kv_disk_bytes_used}
-    short = []
-    for room in rooms:
-        wanted = room.folder.wanted - taken.get(room.folder.holds, 0)
-        if room.free < wanted:
-            short.append(
+async def _disks(services: AdminServices, prefixes_off: int) -> shown.Disks:
+    kept = await _kept_prefixes(services)
+    folders = [one for one in services.folders if one.holds != "prefixes" or kept is not None]
+    taken: Mapping[str, int] = {"prefixes": kept or 0}
+    rows = []
+    for room in await services.rooms.read(folders):
+        wanted = max(0, room.folder.wanted - taken.get(room.folder.holds, 0))
+        if room.error or room.free < wanted:
+            rows.append(
                 shown.ShortDisk(
                     holds=room.folder.holds,
                     path=str(room.folder.path),
-                    free=room.free,
+                    free=None if room.error else room.free,
                     wanted=wanted,
-                    size=room.size,
+                    size=None if room.error else room.size,
+                    error=room.error or None,
                 )
             )
-    return shown.Disks(node=services.history.server.node, data=short, prefixes_off=stats.num_kv_disks_off)
+    return shown.Disks(node=services.history.server.node, data=rows, prefixes_off=prefixes_off)
+
+
+async def _kept_prefixes(services: AdminServices) -> int | None:
+    """The bytes of prefixes on this machine's disk. None where its engines do not all say, or it has none."""
+    if not any(folder.holds == "prefixes" for folder in services.folders):
+        return None
+    node = services.history.server.node
+    own = [report.id for report in services.engine.reports() if report.node == node]
+    try:
+        figures = await services.engine.replica_stats()
+    except ServingError:
+        return None
+    if not own or not figures.keys() >= set(own):
+        return None
+    return sum(figures[name].kv_disk_bytes_used for name in own)

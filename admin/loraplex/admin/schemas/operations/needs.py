@@ -93,14 +93,16 @@ class ThrashingAdapters(ResponseBody):
 
 
 class ShortDisk(ResponseBody):
-    """A disk of the server that answered, with less `free` than the `wanted` bytes. `holds` says what is there: the
-    database and the usage journal (`data`), `adapters`, or prefixes of the KV cache (`prefixes`)."""
+    """A disk of the server that answered, with less `free` than the `wanted` bytes, or one that cannot be reached:
+    `error` says why, and `free` and `size` are null then. `holds` says what is there: the database and the usage
+    journal (`data`), `adapters`, or prefixes of the KV cache (`prefixes`)."""
 
     holds: Literal["data", "adapters", "prefixes"]
     path: str
-    free: int
+    free: int | None
     wanted: int
-    size: int
+    size: int | None
+    error: str | None
 
 
 class Disks(ResponseBody):

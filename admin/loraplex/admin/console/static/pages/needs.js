@@ -197,7 +197,9 @@ const DISKS = {
 function disks(found) {
   const needs = found.data.map((/** @type {any} */ one) => ({
     ...DISKS[one.holds],
-    why: html`${ui.bytes(one.free)} of ${ui.bytes(one.size)} are free at <code>${one.path}</code>; ${ui.bytes(one.wanted)} are wanted.`,
+    why: one.error
+      ? html`<code>${one.path}</code> cannot be reached: ${one.error}. Look at its mount and at the rights of the folder.`
+      : html`${ui.bytes(one.free)} of ${ui.bytes(one.size)} are free at <code>${one.path}</code>; ${ui.bytes(one.wanted)} are wanted.`,
   }));
   const off = found.prefixes_off;
   if (off) {
