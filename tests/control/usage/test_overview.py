@@ -166,3 +166,34 @@ def test_rows_that_did_not_change_are_read_once(plane: ControlPlane) -> None:
     sums = figures(plane, asked, since)[0]
     assert len(read) == 3
     assert sums == {("acme", "support"): Sums(62, 0, 62 * 11, now)}
+
+
+def test_a_span_that_has_ended_is_kept_once(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While time goes on, the rows that are kept are those of the ledger: room for all of them is enough to read none
+    again."""
+    whole = datetime.now(UTC) - (datetime.now(UTC) - datetime(1970, 1, 1, tzinfo=UTC)) % SPAN - 12 * SPAN
+    read: list[int] = []
+
+    def note(_connection: object, cursor: Any, statement: str, *_: object) -> None:
+        if "ORDER BY usage.at" in statement:
+            read.append(1)
+
+    asked = AskedOfAdapters(plane.database, max_rows=24)
+    for number in range(12):
+        clock = Clock(whole + (number + 0.5) * SPAN)
+        monkeypatch.setattr("loraplex.control.usage.overview_figures.datetime", clock)
+        write(plane, *(used(clock.now(UTC)) for _ in range(2)))
+        figures(plane, asked, whole)
+    event.listen(plane.database._reporter, "after_cursor_execute", note)
+    assert figures(plane, asked, whole)[0] == {("acme", "support"): Sums(24, 0, 24 * 11, whole + 11.5 * SPAN)}
+    assert not read
+
+
+class Clock:
+    """Stands for `datetime` where only the time now is asked of it."""
+
+    def __init__(self, at: datetime) -> None:
+        self._at = at
+
+    def now(self, _zone: object) -> datetime:
+        return self._at

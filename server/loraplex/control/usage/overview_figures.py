@@ -92,6 +92,8 @@ class AskedOfAdapters:
                 return _SummedUp(session, since)
             if len(self._places) > MAX_NAMES:
                 self._places, self._kept = {}, {}
+            # The last span of an earlier answer has an end since, and its rows are among those of another.
+            self._kept = {one: rows for one, rows in self._kept.items() if one.end or one == spans[-1]}
             changed = [one for one in spans if counts[one] != len(self._kept.get(one, _NOTHING).at)]
             for together in _runs(changed, counts):
                 self._read(session, together)

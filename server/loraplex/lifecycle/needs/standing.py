@@ -19,7 +19,7 @@ nothing is missing, and the guard holds beyond the step's time."""
 GRACE_S = 900.0
 """Nothing is said of a step that is younger, or whose time is over for less."""
 STALLED_S = 3600.0
-"""Time without progress after which a step has none."""
+"""Time since the first look after which a step that has not come nearer to its decision makes no progress."""
 SLOW_S = 2 * 86_400.0
 """A decision is too far away when it comes so long after now, and after the step's time."""
 
@@ -62,16 +62,16 @@ def standing_of(
     if latest.needs and left_s is not None:
         likely_at = max(now + left_s, ends_at or 0.0)
     obstacle: Obstacle | None = None
-    age = now - since
+    age, looked_for = now - since, now - leg.all_points[0].at
     if latest.requests == 0:
         obstacle = "no_requests" if age > GRACE_S else None
     elif latest.needs == 0:
         if ends_at is not None and now > ends_at + GRACE_S:
             obstacle, likely_at = "not_passing", None
     elif likely_at is None:
-        obstacle = "no_progress" if age > STALLED_S else None
-    elif likely_at > max(now, ends_at or 0.0) + SLOW_S:
-        obstacle = "too_slow"
+        obstacle = "no_progress" if looked_for > STALLED_S else None
+    elif looked_for > STALLED_S and likely_at > max(now, ends_at or 0.0) + SLOW_S:
+        obstacle = "too_slow"  # the pace of fewer looks may be that of the first request
     return Standing(obstacle, latest.needs, latest.requests, likely_at)
 
 

@@ -99,12 +99,13 @@ class Course(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _kept(points: list[Point], since: float, every_s: float) -> list[Point]:
-    """The points that are nearest to their thresholds, one for each stretch of time."""
+    """The first point, from which the pace is told, and for each stretch of time the one that is nearest to its
+    threshold."""
     found: list[Point] = []
     stretch: float | None = None
     for point in points:
         its_own = (point.at - since) // every_s
-        if its_own != stretch:
+        if its_own != stretch or len(found) == 1:
             found.append(point)
         elif point.part > found[-1].part:
             found[-1] = point

@@ -1,0 +1,47 @@
+"""Where a release stands by the looks of its guard, with the time of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from loraplex.lifecycle.needs.standing import STALLED_S, standing_of
+from loraplex.lifecycle.release_guard.course import Course, Point
+
+HOUR_S = 3600.0
+
+
+def course_of(looks: Sequence[tuple[float, int, int]]) -> bytes:
+    """Of looks (seconds since the step began at 0, requests of the new version, units that are missing)."""
+    course = Course(every_s=2.0**15)
+    for at, requests, missing in looks:
+        course.add(0, 0.0, Point(at, evidence=0.1, threshold=1.0, requests=requests, needs=missing))
+    return course.to_json()
+
+
+def obstacle_at(
+    now: float, looks: Sequence[tuple[float, int, int]], steps_s: float | None = None
+) -> str | None:
+    schedule = None if steps_s is None else [{"weight": 10, "for_seconds": steps_s}]
+    return standing_of(
+        step=0, since=0.0, schedule=schedule, has_guard=True, course=course_of(looks), now=now
+    ).obstacle
+
+
+@pytest.mark.parametrize(("now", "expected"), [(320.0, None), (STALLED_S + 320.0, "too_slow")])
+def test_a_pace_is_told_after_an_hour_of_looks(now: float, expected: str | None) -> None:
+    """A new guard of a small share has seen one unit of hundreds that it needs."""
+    assert obstacle_at(now, [(5.0, 1, 800), (300.0, 2, 799)], steps_s=HOUR_S) == expected
+
+
+def test_a_first_look_that_is_late_is_no_lack_of_progress() -> None:
+    looks = [(2 * HOUR_S, 5, 500), (2 * HOUR_S + 5, 6, 500)]
+    assert obstacle_at(2 * HOUR_S + 10, looks) is None
+    assert obstacle_at(3 * HOUR_S + 10, looks) == "no_progress"
+
+
+def test_the_pace_is_that_since_the_first_look() -> None:
+    """Half of what is missing came within two hours, and nothing with the last looks. One point stands for hours."""
+    looks = [(60.0 * number, number, 1000 - 5 * min(number, 100)) for number in range(1, 121)]
+    assert obstacle_at(120 * 60.0 + 1, looks) is None
