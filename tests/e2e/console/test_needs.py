@@ -211,6 +211,7 @@ def end_keys(server: WholeServer) -> str:
     with server.plane.database.write() as session:
         for number, key in enumerate(ids):
             row = session.get_one(ApiKey, key)
+            row.created_at = now - datetime.timedelta(days=30)
             row.expires_at = now + datetime.timedelta(days=1, minutes=number)
             row.last_used_at = now
     return ids[0]
@@ -243,6 +244,7 @@ def test_each_row_leads_to_where_it_is_mended(server: WholeServer, screen: Scree
         "40 copies to the device and 13 loads from the disk in the last hour": "/acme/adapters/",
         "1 engine leaves its disk of --kv-disk alone for now": "#/now",
         "1 GiB of 100 GiB are free at /data/artifacts; 2 GiB are wanted": "#/all-adapters?sort=bytes&order=desc",
+        "/data cannot be reached: Stale file handle": "#/now",
         "4 keys": "#/tenants/acme?show=keys",
     }
     for words, where in kinds.items():
@@ -254,6 +256,9 @@ def test_each_row_leads_to_where_it_is_mended(server: WholeServer, screen: Scree
     expect(under_way.nth(0)).to_contain_text("v2 has 10% of the traffic since")
     expect(under_way.nth(0)).to_contain_text("The guard needs")
     expect(under_way.nth(1)).to_contain_text("v2 answers 25% of the requests unseen since")
+    for place, words in (("need-more", "There are 5 more."), ("underway-more", "There are 3 more.")):
+        expect(screen[place].filter(has_text=words)).to_have_count(1)
+        expect(screen[place].filter(has_text=words).get_by_role("link")).to_have_count(0)
     keys = rows.filter(has_text="4 keys")
     expect(keys).to_contain_text("<b>The server says: pay</b>")
     expect(keys).to_contain_text(first_key)
@@ -286,8 +291,19 @@ def no_room(route: Route) -> None:
         "free": 1 << 30,
         "wanted": 2 << 30,
         "size": 100 << 30,
+        "error": None,
     }
-    found["disks"]["data"] = [disk]
+    away = {
+        **disk,
+        "holds": "data",
+        "path": "/data",
+        "free": None,
+        "size": None,
+        "error": "Stale file handle",
+    }
+    found["disks"]["data"] = [disk, away]
+    found["thrashing"]["total"] += 5
+    found["shadows"]["total"] += 3
     route.fulfill(response=answer, body=json.dumps(found))
 
 

@@ -97,7 +97,7 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, nee
     {
       title: "Adapters that are loaded again and again",
       act: "Pin the version, reserve device memory for its tenant, or give adapters more memory: --adapter-memory for copies to the device, --adapter-cpu-memory for loads from the disk.",
-      more: "sort=last_used&order=desc", ...ofTurns(needs.thrashing, ofThrashing),
+      ...ofTurns(needs.thrashing, ofThrashing),
     },
     { title: `Disks of ${needs.disks.node || "this server"}`, act: "Make room, or mount a larger disk. Without room uploads are refused.", needs: disks(needs.disks) },
     {
@@ -123,7 +123,8 @@ function Sections({ engine, cluster, failing, corrupt, incompatible, paused, nee
  *   left?: { tenant_id: string, count: number }[] }} props `act`: what to do; `count`: all that there are; `left`: the rows of a tenant
  *   that are not here.
  */
-function Section({ title, act, needs, more, href = `#/all-adapters?${more}`, count = needs.length, left = [] }) {
+function Section({ title, act, needs, more, href = more && `#/all-adapters?${more}`, count = needs.length, left = [] }) {
+  const rest = `There are ${ui.num(count - needs.length)} more.`;
   const ofTenants = left.map((one) => `${one.tenant_id} ${ui.num(one.count)}`).join(", ");
   return html`<${ui.Section} title=${title} note=${act}>
     <${ui.Table} caption=${title} testid="need-row" keyOf=${(/** @type {Need} */ need) => need.what} rows=${needs}
@@ -132,7 +133,7 @@ function Section({ title, act, needs, more, href = `#/all-adapters?${more}`, cou
         { title: "Why", cell: (/** @type {Need} */ need) => html`<span>${need.why}</span>` },
       ]} />
     ${count > needs.length && html`<p data-testid="need-more">
-      <a href=${href}>There are ${ui.num(count - needs.length)} more.</a>${ofTenants && html` By tenant: ${ofTenants}.`}</p>`}
+      ${href ? html`<a href=${href}>${rest}</a>` : rest}${ofTenants && html` By tenant: ${ofTenants}.`}</p>`}
   <//>`;
 }
 

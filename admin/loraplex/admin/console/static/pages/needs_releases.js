@@ -65,6 +65,6 @@ export function UnderWay({ running, shadows }) {
         { title: "Where", cell: (/** @type {Need} */ need) => html`<a href=${need.href}>${need.what}</a>` },
         { title: "What goes on", cell: (/** @type {Need} */ need) => html`<span>${need.why}</span>` },
       ]} />
-    ${left > 0 && html`<p><a href="#/all-adapters?release=running">There are ${ui.num(left)} more.</a></p>`}
+    ${left > 0 && html`<p data-testid="underway-more">There are ${ui.num(left)} more.</p>`}
   <//>`;
 }
