@@ -197,12 +197,15 @@ async def test_a_shadow(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
     assert (await needs(admin))["shadows"]["total"] == 0
 
 
-def make_key(plane: AdminPlane, tenant: str, name: str, *, ends: float, used: float | None = 0.0) -> str:
-    """A key's id. It ends `ends` days from now, and was used `used` days ago."""
+def make_key(
+    plane: AdminPlane, tenant: str, name: str, *, ends: float, used: float | None = 0.0, made: float = 30.0
+) -> str:
+    """A key's id. It ends `ends` days from now, was used `used` days ago, and was made `made` days ago."""
     key = plane.services.keys.create(tenant, name=name)[0].id
     now = datetime.now(UTC)
     with plane.database.write() as session:
         row = session.get_one(ApiKey, key)
+        row.created_at = now - timedelta(days=made)
         row.expires_at = now + timedelta(days=ends)
         row.last_used_at = None if used is None else now - timedelta(days=used)
     return key
@@ -213,20 +216,29 @@ async def test_keys_in_use_that_end(plane: AdminPlane, admin: httpx.AsyncClient)
     make_key(plane, "acme", "unused", ends=1, used=None)
     make_key(plane, "acme", "idle", ends=1, used=8)
     make_key(plane, "acme", "long-gone", ends=-1.5)
+    make_key(plane, "acme", "of-a-day", ends=0.5, made=0.5)
+    make_key(plane, "acme", "of-a-week", ends=1, made=6)
     plane.services.keys.revoke("acme", make_key(plane, "acme", "revoked", ends=1))
     assert (await needs(admin))["ending_keys"] == {"data": [], "total": 0}
     make_key(plane, "rival", "soon", ends=6.9)
     ids = [make_key(plane, "acme", f"key-{number}", ends=number - 0.5) for number in range(5)]
     found = (await needs(admin))["ending_keys"]
     assert [(row["tenant_id"], row["count"]) for row in found["data"]] == [("acme", 5), ("rival", 1)]
-    assert [key["id"] for key in found["data"][0]["keys"]] == ids[:3]
-    assert [key["name"] for key in found["data"][0]["keys"]] == ["key-0", "key-1", "key-2"]
+    assert [key["id"] for key in found["data"][0]["keys"]] == ids[1:4]
+    assert [key["name"] for key in found["data"][0]["keys"]] == ["key-1", "key-2", "key-3"]
     assert found["total"] == 2
     later = datetime.now(UTC) + timedelta(days=30)
     for key in ids:
         plane.services.keys.update("acme", key, {"expires_at": later})
     found = (await needs(admin))["ending_keys"]
     assert [row["tenant_id"] for row in found["data"]] == ["rival"]
+    gone = [make_key(plane, "acme", "gone", ends=-0.5) for _ in range(2)]
+    found = (await needs(admin))["ending_keys"]
+    assert [row["tenant_id"] for row in found["data"]] == ["rival", "acme"], "those that ended are last"
+    assert {key["id"] for key in found["data"][1]["keys"]} == set(gone)
+    plane.services.tenants.update("rival", {"suspended": True})
+    found = (await needs(admin))["ending_keys"]
+    assert ([row["tenant_id"] for row in found["data"]], found["total"]) == (["acme"], 1)
 
 
 async def test_adapters_that_are_loaded_again_and_again(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
@@ -351,6 +363,12 @@ async def test_a_tenant_with_many_refusals_hides_no_older_one(
     assert len(names) == len(set(names)) == 20
     assert {row["code"] for row in found["data"]} == {"unsafe_file"}
     assert (found["total"], found["more"]) == (301, [{"tenant_id": "acme", "count": 281}])
+
+
+async def test_an_upload_to_a_series_is_one_to_its_name(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
+    refuse(plane, Actor("admin"), "acme", ["pirate", "pirate/series"])
+    row = await only(admin, "refused_uploads")
+    assert (row["name"], row["version"], row["code"]) == ("pirate", None, "unsafe_file")
 
 
 async def test_rollbacks_and_failed_checks(plane: AdminPlane, admin: httpx.AsyncClient) -> None:

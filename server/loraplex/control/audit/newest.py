@@ -29,6 +29,8 @@ def newest_notices(
     """The targets of `action` since then, each with its newest row: the tenants in turn, at most `limit`, the newest
     first within a turn. A key that named another tenant's adapter says nothing about that tenant. One statement."""
     row = AuditRow
+    # Uploads to a series are uploads to its name.
+    target = func.replace(row.target, "/series/versions", "/versions")
     of_each = (
         select(row.tenant_id, func.max(row.seq).label("seq"))
         .where(
@@ -38,7 +40,7 @@ def newest_notices(
             row.tenant_id.is_not(None),
             or_(row.actor_tenant_id.is_(None), row.actor_tenant_id == row.tenant_id),
         )
-        .group_by(row.tenant_id, row.target)
+        .group_by(row.tenant_id, target)
         .subquery()
     )
     of_tenant = of_each.c.tenant_id

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import case, func, select
+from sqlalchemy import case, extract, func, select
 from sqlalchemy.orm import Session
 
-from loraplex.control.db.tables import ApiKey
+from loraplex.control.db.tables import ApiKey, Tenant
 
 AHEAD = timedelta(days=7)
-"""Time before an end from which on it is near."""
+"""Time before an end from which on it is near. A key that was to live no longer than that is replaced as planned."""
 BEHIND = timedelta(days=1)
 """Time after the end for which it is still told."""
 IN_USE = timedelta(days=7)
@@ -32,7 +32,8 @@ class EndingKey:
 
 @dataclass(frozen=True, slots=True)
 class EndingKeys:
-    """A tenant's keys that end: the first `NAMED` of `count`, the one that ends first at first."""
+    """A tenant's keys that end: the first `NAMED` of `count`, the one that ends first at first. Those that have ended
+    come last."""
 
     tenant_id: str
     count: int
@@ -40,18 +41,24 @@ class EndingKeys:
 
 
 def ending_keys(session: Session, now: datetime, limit: int) -> tuple[Sequence[EndingKeys], int]:
-    """The tenants with such keys whose first end comes first, at most `limit`, and how many there are. One
-    statement."""
+    """The tenants with such keys whose first end comes first, at most `limit`, and how many there are; last those
+    whose keys all ended. The keys of a suspended tenant are not in use. One statement."""
     key = ApiKey
     tenant = key.tenant_id
+    ended = case((key.expires_at < now, 1), else_=0)
+    whole_life = extract("epoch", key.expires_at) - extract("epoch", key.created_at)
     placed = (
         select(
             tenant, key.id, key.name, key.expires_at, key.last_used_at,
-            func.row_number().over(partition_by=tenant, order_by=(key.expires_at, key.id)).label("turn"),
+            func.row_number().over(partition_by=tenant, order_by=(ended, key.expires_at, key.id)).label("turn"),
             func.count().over(partition_by=tenant).label("of_tenant"),
-            func.min(key.expires_at).over(partition_by=tenant).label("first"),
+            func.min(ended).over(partition_by=tenant).label("all_ended"),
+            func.min(case((key.expires_at >= now, key.expires_at))).over(partition_by=tenant).label("first"),
         )
+        .join(Tenant, Tenant.id == tenant)
         .where(
+            Tenant.suspended_at.is_(None),
+            whole_life > AHEAD.total_seconds(),
             key.revoked_at.is_(None),
             key.expires_at.between(now - BEHIND, now + AHEAD),
             key.last_used_at >= now - IN_USE,
@@ -63,7 +70,7 @@ def ending_keys(session: Session, now: datetime, limit: int) -> tuple[Sequence[E
     query = (
         select(placed, tenants.label("tenants"))
         .where(its.turn <= NAMED)
-        .order_by(its.first, its.tenant_id, its.turn)
+        .order_by(its.all_ended, its.first, its.tenant_id, its.turn)
         .limit(limit * NAMED)
     )
     rows = session.execute(query).all()

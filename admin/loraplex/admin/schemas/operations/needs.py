@@ -124,7 +124,8 @@ class EndingKey(ResponseBody):
 
 
 class EndingKeys(ResponseBody):
-    """A tenant with keys that end within a week, or ended within the last day: the first three of `count`."""
+    """A tenant with keys that end within a week, or ended within the last day: the first three of `count`, those that
+    ended last. Keys whose whole life is a week or less, and keys of suspended tenants, are left out."""
 
     tenant_id: str
     count: int
