@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import threading
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,35 +14,15 @@ from sqlalchemy import event, insert, select, update
 from loraplex.control.audit.recorder import GUARD, Actor, record
 from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Adapter, AdapterVersion, ApiKey, Release
-from loraplex.control.history.history import History
 from loraplex.control.release_types import ReleasePlan, ReleaseTarget, ShadowPlan
 from loraplex.engine.reports import EngineStats
-from loraplex.lifecycle.needs import disks
-from loraplex.lifecycle.needs.disks import Folder, RoomReader
 from loraplex.serving.errors import EngineUnavailable
-from support.control.plane import ControlPlane, use_database
+from support.control.plane import ControlPlane
 from support.http.admin_plane import AdminPlane, admin_client
-from support.placement.fake_cluster import fake_report
 from support.releases.watched import GUARD as RULES
 from support.releases.watched import Watched
-from support.servers.postgres import need_programs, postgres_server
 
 DAY_S = 86_400.0
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def plane(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[AdminPlane]:
-    """acme has pirate with v1, which is released, v2 and v3; rival has nothing."""
-    if request.param == "postgresql":
-        need_programs()
-        use_database(tmp_path, postgres_server().clear())
-    made = AdminPlane(tmp_path)
-    for tenant in ("acme", "rival"):
-        made.make_tenant(tenant)
-    for seed in (1, 2, 3):
-        made.make_adapter("pirate", seed=seed)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -254,81 +230,21 @@ async def test_adapters_that_are_loaded_again_and_again(plane: AdminPlane, admin
     assert (await needs(admin))["thrashing"]["total"] == 0
 
 
-def watch(plane: AdminPlane, *kept: Folder, **figures: EngineStats) -> None:
-    """The server writes to these folders; its engines, by name, say so much. The machine of `there` is another."""
-    object.__setattr__(plane.services, "folders", kept)
-    object.__setattr__(plane.services, "history", History("here"))
-    nodes = {name: "elsewhere" if name == "there" else "here" for name in figures}
-    plane.engine.replicas = {name: fake_report(name, node=node) for name, node in nodes.items()}
-    plane.engine.replica_figures = figures
-
-
-def kept_in(plane: AdminPlane, holds: Any, wanted: int) -> Folder:
-    return Folder(holds, plane.root / "not" / holds, wanted)
-
-
-async def test_disks(plane: AdminPlane, admin: httpx.AsyncClient) -> None:
-    folders = [kept_in(plane, "data", 1), kept_in(plane, "adapters", 1 << 60)]
-    watch(plane, *folders, kept_in(plane, "prefixes", 1 << 60), a=EngineStats(kv_disk_bytes_used=1 << 60))
-    plane.engine.engine_stats = EngineStats(num_kv_disks_off=2)
-    found = (await needs(admin))["disks"]
-    (row,) = found["data"]
-    path = str(plane.root / "not" / "adapters")
-    assert (row["holds"], row["path"], row["wanted"], row["error"]) == ("adapters", path, 1 << 60, None)
-    assert 0 < row["free"] < row["size"]
-    assert found["prefixes_off"] == 2
-
-
-@pytest.mark.parametrize("broken", ["exists", "disk_usage"])
-async def test_a_disk_that_cannot_be_reached(
-    plane: AdminPlane, admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
-    def out_of_reach(_: Path) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    watch(plane, kept_in(plane, "data", 1))
-    monkeypatch.setattr(Path if broken == "exists" else disks.shutil, broken, out_of_reach)
-    (row,) = (await needs(admin))["disks"]["data"]
-    assert (row["holds"], row["free"], row["size"]) == ("data", None, None)
-    assert row["error"] == "Stale file handle"
-
-
-async def test_a_disk_that_hangs_holds_up_nobody_and_takes_one_thread(
-    plane: AdminPlane, admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    back, read, asked = threading.Event(), disks.shutil.disk_usage, []
-
-    def hang(path: Path) -> Any:
-        asked.append(path)
-        back.wait(60)
-        return read(path)
-
-    watch(plane, kept_in(plane, "adapters", 1))
-    object.__setattr__(plane.services, "rooms", RoomReader(wait_s=0.1))
-    monkeypatch.setattr(disks.shutil, "disk_usage", hang)
-    try:
-        for _ in range(3):
-            (row,) = (await needs(admin))["disks"]["data"]
-            assert (row["holds"], row["error"]) == ("adapters", "the disk did not answer within 0.1 s")
-        assert len(asked) == 1
-    finally:
-        back.set()
-    object.__setattr__(plane.services, "rooms", RoomReader())
-    assert (await needs(admin))["disks"]["data"] == []
-
-
-async def test_prefixes_want_no_room_where_this_machine_s_engines_do_not_say_what_they_keep(
+async def test_the_released_version_stands_for_all_with_its_files(
     plane: AdminPlane, admin: httpx.AsyncClient
 ) -> None:
-    full, folder = EngineStats(kv_disk_bytes_used=1 << 60), kept_in(plane, "prefixes", 1 << 60)
-    watch(plane, folder, there=full)
-    assert (await needs(admin))["disks"]["data"] == [], "it has no engine"
-    watch(plane, folder, a=full, b=EngineStats())
-    plane.engine.replica_figures = {"b": EngineStats()}
-    assert (await needs(admin))["disks"]["data"] == [], "an engine is away"
-    watch(plane, folder, a=EngineStats(kv_disk_bytes_used=1), b=EngineStats(kv_disk_bytes_used=2), there=full)
-    (row,) = (await needs(admin))["disks"]["data"]
-    assert (row["holds"], row["wanted"]) == ("prefixes", (1 << 60) - 3), "those elsewhere take nothing here"
+    """acme/abc is the first by name and releases its second version."""
+    for tenant, name, seed in (("acme", "abc", 9), ("acme", "abc", 4), ("acme", "def", 9), ("rival", "x", 9)):
+        plane.make_adapter(name, tenant, seed=seed)
+    digest = plane.services.catalog.get_version("rival", "x", "v1").digest
+    plane.services.releases.put("acme", "abc", [ReleaseTarget("v2", 100)])
+    plane.services.releases.put("acme", "def", [ReleaseTarget("v1", 100)])
+    with plane.database.write() as session:
+        session.execute(update(AdapterVersion).where(AdapterVersion.name == "x").values(pinned=True))
+    plane.engine.engine_stats = EngineStats(reloads={"copy": {digest: 20}})
+    row = await only(admin, "thrashing")
+    assert (row["tenant_id"], row["name"], row["version"]) == ("acme", "def", "v1")
+    assert (row["pinned"], row["others"], row["elsewhere"]) == (True, 1, 1)
 
 
 async def test_an_engine_that_is_away(

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import String, case, cast, exists, func, literal, select
+from sqlalchemy.orm import Session, aliased
+from sqlalchemy.sql.elements import ColumnElement
 
-from loraplex.control.db.tables import LIVING, AdapterVersion
+from loraplex.control.db.tables import LIVING, AdapterVersion, Release
 from loraplex.control.turns import Turns, in_turns
 
 
 @dataclass(frozen=True, slots=True)
 class Thrashing:
-    """A version, and how often it came within the last hour: from the disk, and to the device. `others` are versions
-    with the same files, which came with it."""
+    """A version, and how often its files came within the last hour: from the disk, and to the device."""
 
     tenant_id: str
     name: str
     version: str
     pinned: bool
+    """This one, or another with the same files."""
     others: int
+    """Versions of the tenant with the same files, which came with it."""
+    elsewhere: int
+    """Those of other tenants."""
     loads: int
     copies: int
 
@@ -30,19 +34,21 @@ def thrashing_adapters(
     session: Session, reloads: Mapping[str, Mapping[str, int]], limit: int
 ) -> Turns[Thrashing]:
     """The versions behind `reloads`, which has loads by stage and digest; those that came most often first, the tenants
-    in turn, at most `limit`. One statement at most."""
+    in turn, at most `limit`. A version that a release in force names stands for those with the same files. One
+    statement at most."""
     loads, copies = reloads.get("disk", {}), reloads.get("copy", {})
     digests = sorted({*loads, *copies})
     if not digests:
         return Turns((), 0, ())
     version = AdapterVersion
-    place = func.row_number().over(
-        partition_by=version.digest, order_by=(version.tenant_id, version.name, version.number)
-    )
-    alike = func.count().over(partition_by=version.digest)
+    same = version.digest
+    order = (_is_released().desc(), version.tenant_id, version.name, version.number)
     query = select(
-        version.tenant_id, version.name, version.number, version.digest, version.pinned,
-        place.label("place"), alike.label("alike"),
+        version.tenant_id, version.name, version.number, version.digest,
+        func.row_number().over(partition_by=same, order_by=order).label("place"),
+        func.max(case((version.pinned, 1), else_=0)).over(partition_by=same).label("pinned"),
+        func.count().over(partition_by=same).label("alike"),
+        func.count().over(partition_by=(same, version.tenant_id)).label("own"),
     ).where(LIVING, version.digest.in_(digests))  # fmt: skip
     listed = query.subquery()
     found: Sequence[Thrashing] = [
@@ -50,8 +56,9 @@ def thrashing_adapters(
             tenant_id=row.tenant_id,
             name=row.name,
             version=f"v{row.number}",
-            pinned=row.pinned,
-            others=row.alike - 1,
+            pinned=bool(row.pinned),
+            others=row.own - 1,
+            elsewhere=row.alike - row.own,
             loads=loads.get(row.digest, 0),
             copies=copies.get(row.digest, 0),
         )
@@ -59,3 +66,19 @@ def thrashing_adapters(
     ]
     ordered = sorted(found, key=lambda row: (-max(row.loads, row.copies), row.tenant_id, row.name))
     return in_turns(ordered, lambda row: row.tenant_id, limit)
+
+
+def _is_released() -> ColumnElement[int]:
+    """1 for a version that the release in force of its name has as a target, else 0."""
+    version, release, newer = AdapterVersion, aliased(Release), aliased(Release)
+    newest = select(func.max(newer.revision)).where(
+        newer.tenant_id == version.tenant_id, newer.name == version.name
+    )
+    quoted = literal('%"v') + cast(version.number, String) + '"%'
+    named = exists().where(
+        release.tenant_id == version.tenant_id,
+        release.name == version.name,
+        release.revision == newest.correlate(version).scalar_subquery(),
+        cast(release.targets, String).like(quoted),
+    )
+    return case((named, 1), else_=0)

@@ -73,13 +73,15 @@ class RunningShadows(ResponseBody):
 
 class ThrashingAdapter(ResponseBody):
     """A version that came again and again within the last hour: `loads` from the disk, and `copies` to the device.
-    Fewer than 12 are 0. `others` are versions with the same files."""
+    Fewer than 12 are 0. `others` are versions of the tenant with the same files, `elsewhere` those of other tenants;
+    `pinned`: one of them all is. A version that a release in force names comes before others."""
 
     tenant_id: str
     name: str
     version: str
     pinned: bool
     others: int
+    elsewhere: int
     loads: int
     copies: int
 

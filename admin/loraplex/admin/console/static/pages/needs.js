@@ -180,7 +180,11 @@ function ofThrashing(row) {
     row.copies && `${ui.num(row.copies)} copies to the device`,
     row.loads && `${ui.num(row.loads)} loads from the disk`,
   ].filter(Boolean);
-  const others = row.others ? ` ${ui.num(row.others)} more with the same files.` : "";
+  const alike = [
+    row.others && `${ui.num(row.others)} more of this tenant`,
+    row.elsewhere && `${ui.num(row.elsewhere)} of other tenants`,
+  ].filter(Boolean);
+  const others = alike.length ? ` The same files: ${alike.join(", ")}.` : "";
   return {
     what: `${row.tenant_id}/${row.name}@${row.version}`, href: adapterHref(row.tenant_id, row.name),
     why: `${ways.join(" and ")} in the last hour.${row.pinned ? " It is pinned." : ""}${others}`,
