@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from loraplex.adapters.pooled import HeadTask, ProblemType, VectorPooling
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
@@ -61,6 +61,8 @@ _Tags = Annotated[
 class AdapterChange(RequestBody):
     """`tags` take the place of those that the adapter has: at most 8 of at most 32 characters each. `add` and `remove`
     leave its other tags as they are, and go without `tags`."""
+
+    model_config = ConfigDict(json_schema_extra=described.whole_or_changes)
 
     tags: _Tags = Field(default_factory=list)
     add: _Tags = Field(default_factory=list)

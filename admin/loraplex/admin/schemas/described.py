@@ -40,6 +40,14 @@ def budget_with_period(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"properties": neither}, {"properties": both, "required": list(both)}]
 
 
+def whole_or_changes(schema: dict[str, Any]) -> None:
+    """Tags are given as a whole, or as those to add and to remove."""
+    whole, changes = [{"required": ["tags"]}], [{"required": ["add"]}, {"required": ["remove"]}]
+    schema["anyOf"] = [
+        {"anyOf": given, "not": {"anyOf": absent}} for given, absent in ((whole, changes), (changes, whole))
+    ]
+
+
 def no_adapters(schema: dict[str, Any]) -> None:
     """A key has no limits on adapters: only null is allowed."""
     for name in ADAPTER_LIMITS:
