@@ -36,6 +36,7 @@ NOT_SUPERVISED = {
     "Members.listen": "goes on after each connection that it cannot take; waited for when the port closes",
     "_Handshake.secure": "its failure is the connection's end, which is logged, and the handshake has its time",
     "Members.welcome": "its failure is the session's end, which is logged",
+    "HandingOver.begin": "ends with its engine, a drain or the server; what it does not hand on is computed again",
     "Generation._events": "waited for",
     "Shadows._start_some": "it counts its failure; its requests have their deadline, and a drain cancels it",
     "VersionChecks.start": "it logs its failure, and gives it to the uploads that wait for it",
