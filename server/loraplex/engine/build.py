@@ -23,6 +23,7 @@ from loraplex.adapters.store.interface import Store
 from loraplex.adapters.store.open_store import open_store
 from loraplex.engine.config import EngineConfig, SchedulerConfig
 from loraplex.engine.core.engine_core import EngineCore
+from loraplex.engine.core.handed import MOST_BYTES
 from loraplex.engine.device_parts import (
     CompilationFailed,
     Device,
@@ -212,6 +213,8 @@ def _build(
     form = prefix_form(config, opened.plan, loaded.library, opened.base.fingerprint)
     disk = open_disk(config, form, parts.host_blocks, wake)
     hands_over = parts.host_blocks is not None and parts.kv_size.needs.windows == (None,)
+    if parts.host_blocks is not None and parts.host_blocks.state_slots * form.piece_bytes > MOST_BYTES:
+        hands_over = False  # a prefix is of no use without its state
     core = EngineCore(
         _scheduler_config(
             config, parts, lookahead, lacks_disk=config.kv_disk_dir is not None and disk is None

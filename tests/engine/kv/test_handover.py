@@ -203,6 +203,23 @@ def test_half_of_host_memory_is_displaced_at_most() -> None:
     assert {key[0][0] for key in host.recent()} >= {"0 7"}
 
 
+def test_a_tenant_at_its_most_keeps_half_of_its_own() -> None:
+    source, target = make(num_host_blocks=400), make(num_host_blocks=80)
+    for number in range(8):
+        for engine, first in ((source, 0), (target, 500)):
+            prompt = tuple(range(first + number, first + number + 100))
+            ask(engine, str(number), tenant_id="one", prompt_ids=prompt)
+    forget(target)
+    host = target.core._scheduler.blocks.host
+    assert host is not None
+    before = {key for key in host.recent() if key[0][0] == "one"}
+    assert len(before) == 40
+    hand_over(source, target)
+    after = {key for key in host.recent() if key[0][0] == "one"}
+    assert len(after) == 40
+    assert 20 <= len(before & after) < 40
+
+
 def changed(block: HandedBlock, **changes: Any) -> HandedBlock:
     return replace(block, **changes)
 

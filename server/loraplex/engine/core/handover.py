@@ -182,8 +182,10 @@ class PrefixHandover:
 
     def _has_room(self, host: HostTier, key: BlockKey) -> bool:
         """Whether it displaces no more than a hand-over may."""
-        size, tenant = host.size(key), key[0][0]
-        if self._came[tenant] + size > most_of_tenant(host.num_slots):
+        size, tenant, most = host.size(key), key[0][0], most_of_tenant(host.num_slots)
+        if host.num_taken(tenant) + size > most:
+            most //= _MOST_DISPLACED  # it displaces the tenant's own
+        if self._came[tenant] + size > most:
             return False
         is_within = _evicted(host) - self._evicted < host.num_slots // _MOST_DISPLACED
         return is_within or len(host) + size <= host.num_slots

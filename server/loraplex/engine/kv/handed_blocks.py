@@ -42,8 +42,12 @@ class HandedBlocks(TieredBlocks):
         """The blocks of a prefix up to this one, behind the last that is `known`; none where one of them is not here.
         `broken`: blocks behind such a one, which are added to."""
         found: list[BlockKey] = []
+        most = self.num_blocks + (0 if self.host is None else self.host.num_slots)
         while key not in known:
             found.append(key)
+            if len(found) > most:  # a page of another engine named blocks as those before each other
+                broken.update(found)
+                return []
             is_here = self._is_in_host(key) or self.idle_block(key) is not None
             if key not in self._before or key in broken or not is_here:
                 broken.update(found)

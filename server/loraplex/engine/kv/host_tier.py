@@ -112,6 +112,10 @@ class HostTier:
     def keys_of_tenant(self, tenant_id: str) -> list[BlockKey]:
         return [*self._of_tenant.get(tenant_id, ())]
 
+    def num_taken(self, tenant_id: str) -> int:
+        """Slots that a tenant has."""
+        return self._taken[tenant_id]
+
     def owners(self) -> set[Namespace]:
         """Tenants and versions (None: the base) of all that is here."""
         return {key[0] for key in self._slots}

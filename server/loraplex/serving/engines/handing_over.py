@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from loraplex.engine.core.handed import HandedBlock
+from loraplex.engine.core.handed import HandedBlock, is_block_key
 from loraplex.serving.engines.choosing import choose_replica
 from loraplex.serving.engines.replica import Replica
 from loraplex.serving.errors import EngineUnavailable, ServingError
@@ -132,7 +132,9 @@ class HandingOver:
         targets = self._targets(one, form)
         for block in page:
             (_, digest), link = block.first
-            target = choose_replica(among, self._homes, digest, link, counts_load=False) if among else None
+            target = None
+            if among and is_block_key(block.first):
+                target = choose_replica(among, self._homes, digest, link, counts_load=False)
             if target is None or target not in targets:
                 self.counts.num_refused += 1
             else:
