@@ -45,3 +45,15 @@ def test_the_pace_is_that_since_the_first_look() -> None:
     """Half of what is missing came within two hours, and nothing with the last looks. One point stands for hours."""
     looks = [(60.0 * number, number, 1000 - 5 * min(number, 100)) for number in range(1, 121)]
     assert obstacle_at(120 * 60.0 + 1, looks) is None
+
+
+@pytest.mark.parametrize("every_s", [1.0, 2.0**15])
+def test_the_first_look_stays_however_many_come(every_s: float) -> None:
+    """The evidence rises with each look, and what is missing shrinks with the first ten alone."""
+    course = Course(every_s=every_s)
+    for number in range(1, 201):
+        missing = 1000 - 5 * min(number, 10)
+        point = Point(600.0 * number, evidence=0.001 * number, threshold=1.0, requests=number, needs=missing)
+        course.add(0, 0.0, point)
+    first = Course.from_json(course.to_json()).legs[-1].all_points[0]
+    assert (first.at, first.needs) == (600.0, 995)

@@ -87,10 +87,10 @@ class Course(msgspec.Struct, forbid_unknown_fields=True):
             self.every_s = min(2 * self.every_s, MAX_EVERY_S)
             for leg in self.legs:
                 leg.points = _kept(leg.points, leg.since, self.every_s)
-        while self._count() > MAX_POINTS:  # of the oldest, less and less
+        while self._count() > MAX_POINTS:  # of the oldest, less and less, its first point last
             oldest = self.legs[0]
             if oldest.points:
-                del oldest.points[0]
+                del oldest.points[min(1, len(oldest.points) - 1)]
             else:
                 del self.legs[0]
 
