@@ -48,6 +48,7 @@ def hand_over(source: CoreEngine, target: CoreEngine, *, limit: int = 1000) -> i
             if not rest:
                 break
         assert not rest
+    target.core.handover.take_in(FORM, (), ends=True)
     return num_here
 
 
@@ -120,6 +121,22 @@ def test_whole_prefixes_come_and_the_last_used_first(monkeypatch: pytest.MonkeyP
         for n in (2, 1, 0)
     ]
     assert firsts == wanted
+
+
+def test_what_came_is_used_in_the_order_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "PAGE_BYTES", 3 * BLOCK_BYTES)
+    source, target = make(), make()
+    for number in range(5):
+        ask(source, str(number), prompt_ids=tuple(range(number, number + 100)))
+    forget(source)
+    hand_over(source, target)
+    orders = []
+    for engine in (source, target):
+        host = engine.core._scheduler.blocks.host
+        assert host is not None
+        orders.append([key for key in host.recent() if key[0][0] == "acme"])
+    assert len(orders[0]) == 30
+    assert orders[0] == orders[1]
 
 
 def test_what_a_running_request_holds_comes_when_it_has_ended() -> None:

@@ -48,6 +48,8 @@ class Keeper(ScriptedSession):
         self.kept: list[BlockKey] = []
         self.refusal: Exception | None = None
         self.most = 1000  # blocks that it takes at a time
+        self.num_ended = 0
+        self.keeps = True
         self.on_put: Callable[[], None] = lambda: None
 
     async def take_prefixes(self, *, begins: bool) -> wire.PrefixPage:
@@ -60,15 +62,18 @@ class Keeper(ScriptedSession):
         return wire.PrefixPage(1, page, is_last)
 
     async def put_prefixes(
-        self, form: str, blocks: Sequence[HandedBlock], *, begins: bool
+        self, form: str, blocks: Sequence[HandedBlock], *, begins: bool = False, ends: bool = False
     ) -> wire.PrefixesTaken:
+        if ends:
+            self.num_ended += 1
+            return wire.PrefixesTaken(1, 0, 0)
         self.begun.append(begins)
         if self.refusal is not None:
             raise self.refusal
         taken = [one.key for one in blocks[: self.most]]
-        self.kept += taken
+        self.kept += taken if self.keeps else []
         self.on_put()
-        return wire.PrefixesTaken(1, len(taken), len(taken))
+        return wire.PrefixesTaken(1, len(taken), len(taken) if self.keeps else 0)
 
 
 async def cluster(number: int = 3, *forms: str) -> tuple[Engines, list[Keeper]]:
@@ -213,3 +218,47 @@ async def test_the_end_of_the_server_waits_for_none() -> None:
     await until(lambda: source.num_asked == 1)
     await asyncio.wait_for(engines.close(), 1)
     assert not source.hands_over
+
+
+async def test_an_engine_that_has_handed_all_on_does_not_begin_again() -> None:
+    engines, (source, other) = await cluster(2)
+    source.pages = [[block(1)]]
+    engines.drain("r0")
+    await done(engines)
+    num_asked = source.num_asked
+    engines.drain("r0")
+    assert (source.hands_over, other.kept, other.num_ended) == (False, [block(1).key], 1)
+    engines.drain("r0", False)
+    source.pages = [[block(2)]]
+    engines.drain("r0")
+    await done(engines)
+    assert source.num_asked > num_asked
+    assert other.kept == [block(1).key, block(2).key]
+    await engines.close()
+
+
+async def test_an_engine_that_keeps_nothing_is_sent_no_more() -> None:
+    engines, (source, other) = await cluster(2)
+    other.keeps = False
+    source.pages = [[block(number)] for number in range(30)]
+    engines.drain("r0")
+    await done(engines)
+    assert 0 < len(other.begun) < 15
+    assert engines.handing_over.counts.num_taken == 0
+    await engines.close()
+
+
+async def test_hand_overs_at_once_are_one_for_the_engine_that_takes_them() -> None:
+    engines, (one, two, other) = await cluster()
+    two.gate.clear()
+    one.pages, two.pages = [[block(1)], [block(2)], [block(3)]], [[block(4)]]
+    other.on_put = lambda: one.gate.clear() if len(other.begun) == 2 else None
+    engines.drain("r1")
+    engines.drain("r0")
+    await until(lambda: len(other.begun) == 2)
+    two.gate.set()
+    await done(engines, "r1")
+    one.gate.set()
+    await done(engines)
+    assert other.begun == [True, False, False, False]
+    await engines.close()

@@ -405,6 +405,12 @@ async def test_a_draining_engine_finishes_and_is_let_go(port: Port) -> None:
     assert "leaves" in str(session.unhealthy_reason)
     with pytest.raises(EngineUnavailable):
         session.submit(ask("late"))
+    deleting = asyncio.gather(session.drop("d" * 64), session.forget_tenant("acme"))
+    for expected in (wire.Drop, wire.ForgetTenant):  # it may hand prefixes on
+        command = await peer.message(wire.Command)
+        assert isinstance(command, expected)
+        await peer.send(wire.Done(command.call))
+    await deleting
     stream.abort()
     assert await peer.message(wire.Command) == wire.Abort(("r",))
     event = TokenEvent("r", (1,), finish_reason="length")

@@ -5,8 +5,9 @@ not tell, and comes behind all of these. What has been handed on stays here, and
 the last, the next one begins again with what is here then.
 
 The taking engine believes sizes, names and order of nothing that comes. It takes a block whose beginning it has, into
-host memory, by the rules of that: as the newest, since the requests that used it will be sent here from now on. In one
-hand-over it gives half of host memory to such blocks at most, where it is full.
+host memory, by the rules of that: as the newest, since the requests that used it will be sent here from now on, and in
+the order in which they were used there. In one hand-over it gives half of host memory to such blocks at most, where it
+is full.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class PrefixHandover:
         self._states: set[BlockKey] = set()  # that were handed on
         self._evicted = 0  # before the hand-over that is being taken
         self._came: Counter[str] = Counter()  # slots of that, by tenant
+        self._order: dict[BlockKey, None] = {}  # of its blocks that are here, the most recently used first
 
     def reset(self) -> None:
         """Forget what was handed on, as for another client."""
@@ -135,9 +137,11 @@ class PrefixHandover:
 
     # Taking.
 
-    def take_in(self, form: str, page: Row[HandedBlock], *, begins: bool) -> tuple[int, int]:
+    def take_in(
+        self, form: str, page: Row[HandedBlock], *, begins: bool = False, ends: bool = False
+    ) -> tuple[int, int]:
         """Take what there is room for, of the first blocks of a page. Returns how many blocks were looked at, the
-        others are to be sent again, and how many of them are here now. `begins`: a hand-over does. Raises
+        others are to be sent again, and how many of them are here now. `begins`, `ends`: a hand-over does. Raises
         HandoverRefused, before anything is taken."""
         host = self._blocks.host
         if self._form is None or host is None:
@@ -149,19 +153,24 @@ class PrefixHandover:
         for one in page:
             self._check(one)
         if begins:
-            self._evicted, self._came = _evicted(host), Counter()
-        num_here = 0
+            self._evicted, self._came, self._order = _evicted(host), Counter(), {}
+        num_here, num_seen = 0, len(page)
         for number, one in enumerate(page):
-            if self._blocks.is_known(one.key):
-                host.read(one.key)
-                num_here += 1
-            elif self._is_wanted(one) and self._has_room(host, one.key):
+            is_here = self._blocks.is_known(one.key)
+            if not is_here and self._is_wanted(one) and self._has_room(host, one.key):
                 if not self._blocks.may_bring_in(one.key):
-                    self._use(host, page[:number])
-                    return number, num_here
-                num_here += self._bring_in(host, one)
-        self._use(host, page)
-        return len(page), num_here
+                    num_seen = number
+                    break
+                is_here = self._bring_in(host, one)
+            if is_here:
+                num_here += 1
+                self._order.setdefault(one.key)
+        # A prefix is lost from its end. Pages have its blocks from the first on, and the newest prefixes first.
+        for key in reversed(self._order if ends else [one.key for one in page]):
+            host.read(key)
+        if ends:
+            self._order = {}
+        return num_seen, num_here
 
     def _check(self, one: HandedBlock) -> None:
         """Raise HandoverRefused unless names and size are those of a block, or of a state behind it."""
@@ -197,16 +206,6 @@ class PrefixHandover:
             return False
         self._came[one.key[0][0]] += host.size(one.key)
         return True
-
-    def _use(self, host: HostTier, page: Row[HandedBlock]) -> None:
-        """A prefix is lost from its end: its first blocks are the newest."""
-        used: set[BlockKey] = set()
-        for one in reversed(page):
-            key: BlockKey | None = one.key
-            while key is not None and key not in used:
-                used.add(key)
-                host.read(key)
-                key = one.before if key is one.key else self._blocks.before(key)
 
 
 def _evicted(host: HostTier) -> int:

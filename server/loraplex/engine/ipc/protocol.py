@@ -266,14 +266,16 @@ class TakePrefixes(Call[PrefixPage], frozen=True, tag=True):
 
 
 class PutPrefixes(Call[PrefixesTaken], frozen=True, tag=True):
-    """Keep these prefixes of another engine, whose blocks have this form. `begins`: its first page."""
+    """Keep these prefixes of another engine, whose blocks have this form. `begins`: its first page; `ends`: its
+    last."""
 
     form: str
     blocks: tuple[HandedBlock, ...]
     begins: bool = False
+    ends: bool = False
 
     def run(self, core: EngineCore) -> PrefixesTaken:
-        seen, here = core.handover.take_in(self.form, self.blocks, begins=self.begins)
+        seen, here = core.handover.take_in(self.form, self.blocks, begins=self.begins, ends=self.ends)
         return PrefixesTaken(self.call, seen, here)
 
 

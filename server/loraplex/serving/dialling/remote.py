@@ -162,6 +162,11 @@ class RemoteEngine(EngineSession, asyncio.Protocol):
         if event.finish_reason is not None and not self._streams:
             self._on_idle()
 
+    def _check_hears(self) -> None:
+        # One that leaves may still hand its prefixes on.
+        if not self._leaving or self.reason is not None:
+            super()._check_hears()
+
     def _on_idle(self) -> None:
         if self._idle is not None and not self._idle.done():
             self._idle.set_result(None)

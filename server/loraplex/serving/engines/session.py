@@ -130,6 +130,10 @@ class EngineSession(ABC):
             error.retry_after_s = self.retry_after_s
             raise error
 
+    def _check_hears(self) -> None:
+        """Raise EngineUnavailable unless the engine can be told what is deleted."""
+        self._check()
+
     @property
     def info(self) -> EngineInfo:
         if self._info is None:
@@ -271,12 +275,13 @@ class EngineSession(ABC):
         """Drop an adapter; waits and raises as `unpin` does."""
         self._pins.pop(digest, None)
         self._demand.forget(digest)
-        self._check()
-        await self.call(wire.Drop, digest)
+        self._check_hears()
+        await self._calls.ask(lambda call: wire.Drop(call, digest))
 
     async def forget_tenant(self, tenant_id: str) -> None:
         """Erase a deleted tenant's prefixes; waits and raises as `unpin` does."""
-        await self.call(wire.ForgetTenant, tenant_id)
+        self._check_hears()
+        await self._calls.ask(lambda call: wire.ForgetTenant(call, tenant_id))
 
     def prefetch(self, refs: Sequence[AdapterRef]) -> None:
         self._hint(wire.Prefetch(tuple(refs)))
@@ -367,10 +372,10 @@ class EngineSession(ABC):
         return await self._calls.ask(lambda call: wire.TakePrefixes(call, begins))
 
     async def put_prefixes(
-        self, form: str, blocks: Sequence[HandedBlock], *, begins: bool
+        self, form: str, blocks: Sequence[HandedBlock], *, begins: bool = False, ends: bool = False
     ) -> wire.PrefixesTaken:
         """Have the engine keep these prefixes of another. Raises as `call`."""
-        return await self.call(wire.PutPrefixes, form, tuple(blocks), begins)
+        return await self.call(wire.PutPrefixes, form, tuple(blocks), begins, ends)
 
     def handed_over(self) -> None:
         """Note that it is asked for its prefixes no more."""
