@@ -13,7 +13,7 @@ HOUR_S = 3600.0
 
 
 def course_of(looks: Sequence[tuple[float, int, int]]) -> bytes:
-    """Of looks (seconds since the step began at 0, requests of the new version, units that are missing)."""
+    """The course of looks: seconds since the step began at 0, requests of the new version, units that are missing."""
     course = Course(every_s=2.0**15)
     for at, requests, missing in looks:
         course.add(0, 0.0, Point(at, evidence=0.1, threshold=1.0, requests=requests, needs=missing))

@@ -57,6 +57,7 @@ async def only(admin: httpx.AsyncClient, kind: str) -> dict[str, Any]:
 
 async def test_nothing_needs_anybody(admin: httpx.AsyncClient) -> None:
     found = await needs(admin)
+    assert found.pop("unread_releases") == 0
     disks_found = found.pop("disks")
     assert (disks_found["data"], disks_found["prefixes_off"]) == ([], 0)
     assert {kind: (part["data"], part["total"]) for kind, part in found.items()} == dict.fromkeys(
@@ -269,7 +270,7 @@ def refuse(plane: AdminPlane, by: Actor, tenant: str, names: list[str]) -> None:
 async def test_a_tenant_with_many_refusals_hides_no_older_one(
     plane: AdminPlane, admin: httpx.AsyncClient
 ) -> None:
-    """Its rows are more than a page of the audit log has."""
+    """More rows than a page of the audit log has."""
     refuse(plane, Actor("key", "rival", "k2"), "rival", ["quiet"])
     refuse(plane, Actor("key", "acme", "k1"), "rival", ["call-this-number"])
     refuse(plane, Actor("key", "acme", "k1"), "acme", [f"n{number % 300}" for number in range(600)])
@@ -367,6 +368,16 @@ async def test_many_adapters_cost_no_further_statement(plane: AdminPlane, admin:
     assert len({row["tenant_id"] for row in found["undecided"]["data"]}) == 20, "one of each tenant"
     assert len(answer.content) < 32_000
     assert counts == [10, 10]
+
+
+async def test_releases_beyond_those_that_are_read_are_not_said_to_go_on(
+    plane: AdminPlane, admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loraplex.lifecycle.needs.releases.MOST_READ", 3)
+    fill(plane, range(10))
+    found = await needs(admin)
+    totals = found["undecided"]["total"], found["running"]["total"], found["unread_releases"]
+    assert totals == (3, 0, 2)
 
 
 async def test_it_is_the_operators(plane: AdminPlane) -> None:

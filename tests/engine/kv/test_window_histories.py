@@ -52,7 +52,7 @@ def test_a_thousand_histories_with_windows(kind: str) -> None:
 
 
 def at_the_wrong_index(patch: pytest.MonkeyPatch) -> None:
-    """Of a group with a window the first block that comes is that of the index before."""
+    """The first block of a group with a window that comes is that of the index before."""
     bring = SequenceBlocks._bring
 
     def shifted(self: SequenceBlocks, seq: Any, keys: list[BlockKey]) -> Any:

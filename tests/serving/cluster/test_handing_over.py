@@ -1,4 +1,4 @@
-"""What a server does with the prefixes of an engine that is drained."""
+"""A server and the prefixes of an engine that is drained."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class RunningRelease:
     since: datetime
     """When its step began."""
     share: float
-    """Its part of the traffic, from 0 to 1."""
+    """The part of the traffic that it gets, from 0 to 1."""
     step: int | None
     """The step of the schedule, from 0; None without a schedule."""
     steps: int
@@ -58,11 +58,12 @@ class RunningShadow:
 
 @dataclass(frozen=True, slots=True)
 class ReleasesUnderWay:
-    """`undecided` are those with an obstacle, which `running` does not have."""
+    """`undecided` are those with an obstacle, which `running` does not have. `unread`: how many more run."""
 
     running: Turns[RunningRelease]
     undecided: Turns[RunningRelease]
     shadows: Turns[RunningShadow]
+    unread: int
 
 
 def releases_under_way(session: Session, now: datetime, limit: int) -> ReleasesUnderWay:
@@ -79,8 +80,7 @@ def releases_under_way(session: Session, now: datetime, limit: int) -> ReleasesU
         ]
         return dataclasses.replace(turns, rows=rows)
 
-    smooth = dataclasses.replace(smooth, total=total - stuck.total)
-    return ReleasesUnderWay(told(smooth), told(stuck), _shadows(session, limit))
+    return ReleasesUnderWay(told(smooth), told(stuck), _shadows(session, limit), total - len(found))
 
 
 def _tenant(row: RunningRelease) -> str:

@@ -15,7 +15,7 @@ from loraplex.lifecycle.release_guard.course import Course, Leg
 Obstacle = Literal["not_looked", "no_requests", "no_progress", "too_slow", "not_passing"]
 """Why a step cannot be decided. `not_looked`: no server looks at the release. `no_requests`: the new version got none.
 `no_progress`: requests came, and nothing that is missing. `too_slow`: what is missing comes too slowly. `not_passing`:
-nothing is missing, and the guard holds beyond the step's time."""
+the units are there, and the guard holds beyond the step's time."""
 GRACE_S = 900.0
 """Nothing is said of a step that is younger, or whose time is over for less."""
 STALLED_S = 3600.0

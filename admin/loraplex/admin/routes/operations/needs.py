@@ -45,6 +45,7 @@ async def get_needs(caller: Operator, services: Services) -> shown.Needs:
     return shown.Needs(
         running=shown.RunningReleases(**_turns(releases.running, _release)),
         undecided=shown.RunningReleases(**_turns(releases.undecided, _release)),
+        unread_releases=releases.unread,
         shadows=shown.RunningShadows(**_turns(releases.shadows, shown.RunningShadow.of)),
         thrashing=shown.ThrashingAdapters(**_turns(found.thrashing, shown.ThrashingAdapter.of)),
         disks=await _disks(services, stats.num_kv_disks_off),
@@ -87,7 +88,7 @@ def _release(row: RunningRelease) -> shown.RunningRelease:
 
 
 def _notice(row: Notice) -> shown.Notice:
-    """Its target is `tenants/TENANT/adapters/NAME/…`, and `versions/VERSION` may come next."""
+    """Read the target `tenants/TENANT/adapters/NAME/…`, in which `versions/VERSION` may come next."""
     parts = row.target.split("/")
     of = dict(zip(parts[::2], parts[1::2], strict=False))
     return shown.Notice(

@@ -167,6 +167,8 @@ class Needs(ResponseBody):
     """Releases that go on as they should."""
     undecided: RunningReleases
     """Releases with an obstacle."""
+    unread_releases: int
+    """Releases that run and were not judged: of more than 500, the tenants in turn, those whose step began last."""
     shadows: RunningShadows
     thrashing: ThrashingAdapters
     disks: Disks

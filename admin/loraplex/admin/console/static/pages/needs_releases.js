@@ -15,7 +15,7 @@ function obstacleOf(row) {
   const alone = row.unit === "request" ? "" : "let each request draw its version (Callers), ";
   const missing = `${ui.num(row.needs)} more ${unitsOf(row)} of both versions`;
   return {
-    not_looked: html`No server has decided about ${row.version} since ${since}. Look for release_not_watched in the servers' logs.`,
+    not_looked: html`No server has decided about ${row.version} since ${since}. One server must lead, and look: see release_not_watched in the servers' logs.`,
     no_requests: html`${row.version} has ${shareOf(row)} and got no request since ${since}, so nothing can be compared.
       ${" "}Give it a larger share or a longer time, or decide by hand.`,
     no_progress: html`${ui.num(row.requests)} requests of ${row.version} ended since ${since}, but none of the ${missing} came that the guard needs.
@@ -54,10 +54,10 @@ const ofShadow = (row) => ({
     ${" "}${ui.num(row.samples)} answers were compared.`,
 });
 
-/** What goes on and asks for nothing. @param {{ running: any, shadows: any }} props Of GET /needs. */
-export function UnderWay({ running, shadows }) {
+/** What goes on and asks for nothing. @param {{ running: any, shadows: any, unread_releases: number }} props Of GET /needs. */
+export function UnderWay({ running, shadows, unread_releases: unread }) {
   const rows = [...running.data.map(ofRunning), ...shadows.data.map(ofShadow)];
-  if (!rows.length) return null;
+  if (!rows.length && !unread) return null;
   const left = running.total + shadows.total - rows.length;
   return html`<${ui.Section} title="Under way" note="Releases and shadows that go on by themselves. Nothing is to be done.">
     <${ui.Table} caption="Under way" testid="underway-row" keyOf=${(/** @type {Need} */ need) => need.what} rows=${rows}
@@ -66,5 +66,6 @@ export function UnderWay({ running, shadows }) {
         { title: "What goes on", cell: (/** @type {Need} */ need) => html`<span>${need.why}</span>` },
       ]} />
     ${left > 0 && html`<p data-testid="underway-more">There are ${ui.num(left)} more.</p>`}
+    ${unread > 0 && html`<p>${ui.num(unread)} more releases run and were not looked at.</p>`}
   <//>`;
 }
