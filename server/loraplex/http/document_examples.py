@@ -58,6 +58,10 @@ def example_of(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int
     for key in ("anyOf", "oneOf"):
         if key in schema:
             branch = next((one for one in schema[key] if one.get("type") != "null"), schema[key][0])
+            if schema.get("type") == "object":
+                fields = schema.get("properties", {}) | branch.get("properties", {})
+                rest = {name: value for name, value in schema.items() if name != key}
+                branch = {**rest, **branch, "properties": fields}
             return example_of(branch, schemas, depth)
     kind = schema.get("type")
     if kind == "array":

@@ -137,9 +137,8 @@ def _fields(schema: Mapping[str, Any]) -> str:
         (_name(name, name in needed), _type(field), _default(field), escape(field.get("description", "")))
         for name, field in schema["properties"].items()
     )
-    also = (
-        "<p>Some fields depend on others: openapi.json has the conditions.</p>" if "allOf" in schema else ""
-    )
+    depend = schema.keys() & {"allOf", "anyOf", "oneOf"}
+    also = "<p>Some fields depend on others: openapi.json has the conditions.</p>" if depend else ""
     return _table(("field", "type", "default", "what it is"), rows) + also
 
 

@@ -42,10 +42,8 @@ def budget_with_period(schema: dict[str, Any]) -> None:
 
 def whole_or_changes(schema: dict[str, Any]) -> None:
     """Tags are given as a whole, or as those to add and to remove."""
-    whole, changes = [{"required": ["tags"]}], [{"required": ["add"]}, {"required": ["remove"]}]
-    schema["anyOf"] = [
-        {"anyOf": given, "not": {"anyOf": absent}} for given, absent in ((whole, changes), (changes, whole))
-    ]
+    changes = {"anyOf": [{"required": ["add"]}, {"required": ["remove"]}]}
+    schema["oneOf"] = [{"required": ["tags"], "not": changes}, {"not": {"required": ["tags"]}, **changes}]
 
 
 def no_adapters(schema: dict[str, Any]) -> None:
