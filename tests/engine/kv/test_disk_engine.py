@@ -104,7 +104,7 @@ def test_prefixes_have_the_same_bits_after_a_restart(
     settings = {"lookahead": lookahead, "kv_disk_key_file": None if secret is None else str(key_file)}
     asked = [question(adapter, seed) for seed, adapter in enumerate((None, "all", "some", None))]
     lone = make_asked(kv_cache_dtype, disk=None)
-    expected = {one: lone.alone(str(number), one) for number, one in enumerate(asked)}
+    expected = lone.each_alone(asked)
     ask_twice(make_asked(kv_cache_dtype, **settings), *asked)
     again = make_asked(kv_cache_dtype, **settings)
     for number, one in enumerate(asked):

@@ -304,7 +304,7 @@ def test_prefixes_with_states_have_the_same_bits_after_a_restart(
         for name in (None, "all", "some", None)
     ]
     lone = make_asked(disk=False)
-    expected = {one: lone.alone(str(number), one) for number, one in enumerate(asked)}
+    expected = lone.each_alone(asked)
     first = make_asked(lookahead=lookahead)
     for number, one in enumerate(asked):
         for again in "ab":  # what a second request finds goes to the disk

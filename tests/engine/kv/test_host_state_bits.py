@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,38 +14,21 @@ from loraplex.engine import device_parts
 from loraplex.engine.execution.kv_cache import KVMemoryTooSmall
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.cache import block_bytes
-from loraplex.engine.kv.host_blocks import HostBlocks
 from loraplex.engine.kv.host_tier import most_of_tenant
 from loraplex.engine.kv.states import slot_bytes, state_bytes
-from loraplex.engine.types import BlockCopy
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
+from support.counted_copies import CountedCopies
 from support.engine.local_engine import LocalEngine
-from support.engine.same_bits import Answer, Asked, Question
-from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
+from support.engine.same_bits import Asked, questions_of_owners
+from support.models.checkpoints import FAMILIES, save_tiny
 from support.models.loading import plan_model
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-class Copied:
-    """Counts the copies of all engines: of blocks and of parts of states, in both directions."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.blocks: Counter[bool] = Counter()
-        self.parts: Counter[bool] = Counter()
-        copy = HostBlocks.copy
-
-        def counted(blocks: HostBlocks, copies: tuple[BlockCopy, ...]) -> None:
-            for one in copies:
-                (self.blocks if one.part is None else self.parts)[one.to_host] += 1
-            copy(blocks, copies)
-
-        patch.setattr(HostBlocks, "copy", counted)
-
-
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> Copied:
-    return Copied(monkeypatch)
+def copied(monkeypatch: pytest.MonkeyPatch) -> CountedCopies:
+    return CountedCopies(monkeypatch)
 
 
 @pytest.fixture(
@@ -92,41 +74,23 @@ def make_asked(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Iterato
         asked.close()
 
 
-def questions(rng: random.Random) -> list[Question]:
-    """On the base and both adapters, some with the same tokens under other owners."""
-    made = []
-    for number in range(10):
-        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.choice((33, 70, 130, 200))))
-        for adapter_name in (None, "all", "some")[: 1 + number % 3]:
-            made.append(Question(prompt, adapter_name, {"max_tokens": rng.choice((1, 4, 20))}))
-    return made
-
-
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "lookahead"), [("auto", 0), ("auto", 1), ("int8", 1), ("bfloat16", 0)]
 )
 def test_restored_prefixes_have_the_same_bits(
     make_asked: Callable[..., Asked],
-    copied: Copied,
+    copied: CountedCopies,
     kv_cache_dtype: str,
     lookahead: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(device_parts, "_MOST_RESTORED", 1)
     rng = random.Random(f"{kv_cache_dtype} {lookahead}")
-    asked = questions(rng)
     lone = make_asked(kv_cache_dtype, 400, 8, 0)
-    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
+    expected = lone.each_alone(questions_of_owners(rng, 10))
     assert not copied.blocks
     crowd = make_asked(kv_cache_dtype, 24, 2, 4000, lookahead=lookahead)
-    wrong = 0
-
-    def check(question: Question, answer: Answer) -> None:
-        nonlocal wrong
-        wrong += answer != expected[question]
-
-    crowd.among_neighbours(rng.choices(asked, k=120), rng, check)
-    assert wrong == 0
+    assert crowd.wrong_among_neighbours(expected, rng, 120) == []
     stats = crowd.engine.core.stats()
     assert stats.kv_host.states_restored > 10
     assert copied.blocks[False] == stats.kv_host.restored > 50
@@ -138,18 +102,11 @@ def test_an_adapter_left_out_of_the_key_would_show(
     make_asked: Callable[..., Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(1)
-    asked = questions(rng)
     lone = make_asked("auto", 400, 8, 0)
-    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
+    expected = lone.each_alone(questions_of_owners(rng, 10))
     monkeypatch.setattr(prefix_keys, "of_state", lambda key: ((key[0][0], None), bytes(32) + b"\xff"))
     crowd = make_asked("auto", 24, 2, 4000)
-    wrong: list[Question] = []
-    crowd.among_neighbours(
-        rng.choices(asked, k=100),
-        rng,
-        lambda question, answer: wrong.extend([question] * (answer != expected[question])),
-    )
-    assert wrong
+    assert crowd.wrong_among_neighbours(expected, rng, 100)
 
 
 def test_memory_for_no_state_is_refused(base: Path, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from loraplex.engine.kv.host_tier import HostTier
 from loraplex.engine.kv.layers import CacheKind
 from loraplex.engine.types import BlockCopy, BlockKey, EngineRequest, Namespace
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
+from support.counted_copies import CountedCopies
 from support.engine.local_engine import LocalEngine
-from support.engine.same_bits import Answer, Asked, Question
+from support.engine.same_bits import Asked, Question, questions_of_owners
 from support.models.checkpoints import VOCAB, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -33,27 +34,9 @@ DEVICE_BLOCKS = 16
 HOST_BLOCKS = 400
 
 
-class Copied:
-    """Counts the copies of all engines, in both directions."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.count: Counter[bool] = Counter()
-        copy = HostBlocks.copy
-
-        def counted(blocks: HostBlocks, copies: tuple[BlockCopy, ...]) -> None:
-            self.count.update(one.to_host for one in copies)
-            copy(blocks, copies)
-
-        patch.setattr(HostBlocks, "copy", counted)
-
-    @property
-    def restored(self) -> int:
-        return self.count[False]
-
-
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> Copied:
-    return Copied(monkeypatch)
+def copied(monkeypatch: pytest.MonkeyPatch) -> CountedCopies:
+    return CountedCopies(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -89,21 +72,11 @@ def make_asked(base: Path, adapters: dict[str, Path], tmp_path: Path) -> Iterato
         asked.close()
 
 
-def questions(rng: random.Random) -> list[Question]:
-    """On the base and both adapters, some with the same tokens under other owners."""
-    made = []
-    for number in range(12):
-        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.choice((33, 70, 130, 200))))
-        for adapter in (None, "all", "some")[: 1 + number % 3]:
-            made.append(Question(prompt, adapter, {"max_tokens": rng.choice((1, 4, 20))}))
-    return made
-
-
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_restored_prefixes_have_the_same_bits(
     make_asked: Callable[..., Asked],
-    copied: Copied,
+    copied: CountedCopies,
     kv_cache_dtype: str,
     lookahead: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,20 +84,12 @@ def test_restored_prefixes_have_the_same_bits(
     """A step restores one block beside others' work: long prefixes take several."""
     monkeypatch.setattr(device_parts, "_MOST_RESTORED", 1)
     rng = random.Random(f"{kv_cache_dtype} {lookahead}")
-    asked = questions(rng)
     lone = make_asked(kv_cache_dtype, 400, 0)
-    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
-    assert not copied.count
+    expected = lone.each_alone(questions_of_owners(rng, 12))
+    assert not copied.blocks
     crowd = make_asked(kv_cache_dtype, DEVICE_BLOCKS, HOST_BLOCKS, lookahead=lookahead)
-    wrong = 0
-
-    def check(question: Question, answer: Answer) -> None:
-        nonlocal wrong
-        wrong += answer != expected[question]
-
-    crowd.among_neighbours(rng.choices(asked, k=120), rng, check)
-    assert wrong == 0
-    assert copied.restored > 100
+    assert crowd.wrong_among_neighbours(expected, rng, 120) == []
+    assert copied.blocks[False] > 100
     assert crowd.engine.core.stats().prefix_cache_hits > 16 * 100
 
 
@@ -135,23 +100,16 @@ def test_an_adapter_left_out_of_the_key_would_show(
         return request.tenant_id, None
 
     rng = random.Random(1)
-    asked = questions(rng)
     lone = make_asked("auto", 400, 0)
-    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
+    expected = lone.each_alone(questions_of_owners(rng, 12))
     monkeypatch.setattr(prefix_keys, "namespace", of_tenant_alone)
     crowd = make_asked("auto", DEVICE_BLOCKS, HOST_BLOCKS)
-    wrong: list[Question] = []
-    crowd.among_neighbours(
-        rng.choices(asked, k=100),
-        rng,
-        lambda question, answer: wrong.extend([question] * (answer != expected[question])),
-    )
-    assert wrong
+    assert crowd.wrong_among_neighbours(expected, rng, 100)
 
 
 @pytest.mark.parametrize("is_erased", [False, True])
 def test_blocks_of_a_deleted_version_are_not_found(
-    make_asked: Callable[..., Asked], copied: Copied, is_erased: bool
+    make_asked: Callable[..., Asked], copied: CountedCopies, is_erased: bool
 ) -> None:
     asked = make_asked("auto", DEVICE_BLOCKS, HOST_BLOCKS)
     rng = random.Random(2)
@@ -162,17 +120,17 @@ def test_blocks_of_a_deleted_version_are_not_found(
     asked.alone("first", first)
     for number, other in enumerate(others):
         asked.alone(str(number), Question(other.prompt, None, other.sampling))
-    assert copied.count[True] >= 6
+    assert copied.blocks[True] >= 6
     before = asked.engine.core.stats().prefix_cache_hits
     if is_erased:
         asked.engine.core.drop(asked._refs["all"].digest)
     asked.alone("again", first)
-    assert copied.restored == (0 if is_erased else 6)
+    assert copied.blocks[False] == (0 if is_erased else 6)
     assert asked.engine.core.stats().prefix_cache_hits - before == (0 if is_erased else 96)
 
 
 def test_what_a_request_computes_on_a_version_that_was_deleted_stays_off_the_host(
-    make_asked: Callable[..., Asked], copied: Copied
+    make_asked: Callable[..., Asked], copied: CountedCopies
 ) -> None:
     asked = make_asked("auto", DEVICE_BLOCKS, HOST_BLOCKS, max_num_batched_tokens=8)  # no block yet
     rng = random.Random(3)
@@ -182,12 +140,12 @@ def test_what_a_request_computes_on_a_version_that_was_deleted_stays_off_the_hos
         asked.engine.step()
     asked.engine.core.drop(asked._refs["all"].digest)
     asked.engine.run()
-    copied.count.clear()
+    copied.blocks.clear()
     for number in range(2):
         prompt = tuple(rng.randrange(3, VOCAB) for _ in range(200))
         asked.alone(str(number), Question(prompt, None, {"max_tokens": 1}))
     asked.alone("again", running)
-    assert copied.restored == 0
+    assert copied.blocks[False] == 0
 
 
 def test_every_copy_marks_the_heartbeat() -> None:

@@ -18,7 +18,7 @@ from loraplex.engine.kv.layers import CacheKind, layer_groups
 from loraplex.engine.kv.prefix_keys import of_group
 from loraplex.engine.types import BlockCopy, BlockKey
 from support.adapters.tiny_adapters import ADAPTERS, save_adapters
-from support.engine.same_bits import Answer, Asked, Question
+from support.engine.same_bits import Asked, Question, questions_of_owners
 from support.models.checkpoints import FAMILIES, VOCAB, save_tiny
 from support.models.loading import plan_model
 
@@ -83,16 +83,6 @@ def make_asked(bases: dict[str, tuple[Path, dict[str, Path]]], tmp_path: Path) -
         made.pop().close()
 
 
-def questions(rng: random.Random) -> list[Question]:
-    """On the base and both adapters, some with the same tokens under other owners."""
-    made = []
-    for number in range(12):
-        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.choice((33, 70, 130, 200))))
-        for adapter in (None, "all", "some")[: 1 + number % 3]:
-            made.append(Question(prompt, adapter, {"max_tokens": rng.choice((1, 4, 20))}))
-    return made
-
-
 @pytest.mark.parametrize(
     ("name", "kv_cache_dtype", "lookahead"),
     [
@@ -105,18 +95,10 @@ def test_restored_prefixes_have_the_same_bits(
 ) -> None:
     monkeypatch.setattr(device_parts, "_MOST_RESTORED", 1)
     rng = random.Random(f"{name} {kv_cache_dtype} {lookahead}")
-    asked = questions(rng)
     lone = make_asked(name, kv_cache_dtype, 900, 0)
-    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
+    expected = lone.each_alone(questions_of_owners(rng, 12))
     crowd = make_asked(name, kv_cache_dtype, 50, 3000, lookahead=lookahead)
-    wrong = 0
-
-    def check(question: Question, answer: Answer) -> None:
-        nonlocal wrong
-        wrong += answer != expected[question]
-
-    crowd.among_neighbours(rng.choices(asked, k=120), rng, check)
-    assert wrong == 0
+    assert crowd.wrong_among_neighbours(expected, rng, 120) == []
     stats = crowd.engine.core.stats()
     assert stats.kv_host.restored > 50
     assert stats.prefix_cache_hits > 16 * 50

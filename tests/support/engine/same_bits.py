@@ -28,6 +28,7 @@ from loraplex.kernels.attention import BLOCK_SIZE
 from loraplex.kernels.attention.kv_codes import SCALE_BYTES, head_dim_of
 from loraplex.kernels.attention.numba_attention import key_value_offsets, scale_offsets
 from support.engine.local_engine import LocalEngine
+from support.models.checkpoints import VOCAB
 from support.models.loading import plan_model
 
 
@@ -243,6 +244,10 @@ class Asked:
         self.engine.run()
         return self.take(name)
 
+    def each_alone(self, questions: Sequence[Question]) -> dict[Question, Answer]:
+        """Their answers, one after the other."""
+        return {one: self.alone(f"alone{number}", one) for number, one in enumerate(questions)}
+
     def together(self, questions: Sequence[Question], check: Callable[[Question, Answer], None]) -> None:
         """Ask these questions at one moment, under the names q0, q1 and so on."""
         for number, question in enumerate(questions):
@@ -274,5 +279,27 @@ class Asked:
                 if event.finish_reason is not None:
                     check(open_questions.pop(event.request_id), self.take(event.request_id))
 
+    def wrong_among_neighbours(
+        self, expected: Mapping[Question, Answer], rng: random.Random, count: int
+    ) -> list[Question]:
+        """Ask `count` of these questions, drawn at random, among neighbours: those with other answers."""
+        wrong: list[Question] = []
+
+        def check(question: Question, answer: Answer) -> None:
+            wrong.extend([question] * (answer != expected[question]))
+
+        self.among_neighbours(rng.choices([*expected], k=count), rng, check)
+        return wrong
+
     def close(self) -> None:
         self.engine.close()
+
+
+def questions_of_owners(rng: random.Random, count: int) -> list[Question]:
+    """`count` prompts for the base and the adapters `all` and `some`, some with the same tokens under other owners."""
+    made = []
+    for number in range(count):
+        prompt = tuple(rng.randrange(3, VOCAB) for _ in range(rng.choice((33, 70, 130, 200))))
+        for adapter in (None, "all", "some")[: 1 + number % 3]:
+            made.append(Question(prompt, adapter, {"max_tokens": rng.choice((1, 4, 20))}))
+    return made

@@ -33,7 +33,7 @@ from loraplex.kernels.backend import resolve_kernels
 from support.adapters.lora_zoo import ZooAdapter, make_adapter
 from support.engine.local_engine import LocalEngine
 from support.engine.repeater import Repeater
-from support.engine.same_bits import Answer, Asked, Question
+from support.engine.same_bits import Asked, Question
 from support.models.checkpoints import PagedRun
 from support.models.loading import load_model, plan_model
 
@@ -285,18 +285,12 @@ def test_bits_do_not_depend_on_neighbours(kv_cache_dtype: str, model_dir: Path, 
     ]
     settings = {**ENGINE, "kernels": "numba", "kv_cache_dtype": kv_cache_dtype}
     lone = Asked(model_dir, tmp_path / "lone", {}, **settings, kv_cache_memory=4 << 20)
-    expected = {question: lone.alone(str(number), question) for number, question in enumerate(asked)}
+    expected = lone.each_alone(asked)
     lone.close()
     block = lone.engine.built.info.kv_bytes // lone.engine.built.info.num_kv_blocks
     cramped = {"kv_cache_memory": 14 * block, "max_model_len": 128, "max_num_batched_tokens": 30}
     crowd = Asked(model_dir, tmp_path / "crowd", {}, **settings | cramped)
-    differing = []
-
-    def check(question: Question, answer: Answer) -> None:
-        if answer != expected[question]:
-            differing.append(question)
-
-    crowd.among_neighbours([rng.choice(asked) for _ in range(30)], rng, check)
+    differing = crowd.wrong_among_neighbours(expected, rng, 30)
     stats = crowd.engine.core.stats()
     crowd.close()
     assert not differing
