@@ -65,7 +65,9 @@ def test_tokens_are_those_of_transformers_and_peft(family, tmp_path):
     of_family = {"lfm2": 8, "lfm3": 13}
     num_blocks = of_family.get(family, 10 if family.startswith("gemma4") else 12)
     engine = cramped_engine(base, tmp_path / "work", max_num_seqs=8, num_blocks=num_blocks)
-    answered = ask_mixed(engine, adapters, seed=family, requests=12, tokens=OUTPUTS)
+    answered = ask_mixed(
+        engine, adapters, seed=f"{family} 5", requests=12, tokens=OUTPUTS, loaded=True, finds=True
+    )
     stats = engine.core.stats()
     engine.close()
     # Where all layers see a window, sequences take no more memory as they grow.

@@ -55,11 +55,13 @@ def ask_mixed(
     requests: int,
     tokens: int,
     loaded: bool = False,
+    finds: bool = False,
     **sampling: Any,
 ) -> Answered:
     """Questions to the base, to `all` and to `many-ranks` in turns, many of them with a common start; all at once.
     `loaded`: steps depend on the seed alone, as the adapters are on the device before; and every other answer has a
-    token more, so that some go on when others have ended. `sampling` as for `LocalEngine.add`."""
+    token more, so that some go on when others have ended. `finds`: when all have ended, each is asked twice for
+    something behind the common start, and finds it. `sampling` as for `LocalEngine.add`."""
     rng = random.Random(seed)
     refs = {name: engine.publish(folder, name=name) for name, folder in adapters.items()}
     if loaded:
@@ -74,6 +76,13 @@ def ask_mixed(
         most = tokens + number % 2 if loaded else tokens
         engine.add(str(number), prompt, refs[name] if name else None, max_tokens=most, **sampling)
     engine.run()
+    for name in (None, "all", "many-ranks") if finds else ():
+        for number in range(2):
+            engine.add(
+                str(len(asked)), [*shared, 3 + number], refs[name] if name else None, max_tokens=4, **sampling
+            )
+            asked.append((name, [*shared, 3 + number]))
+            engine.run()
     return [(name, prompt, engine.tokens(str(number))) for number, (name, prompt) in enumerate(asked)]
 
 
