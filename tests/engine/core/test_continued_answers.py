@@ -198,7 +198,7 @@ def in_company(
         ended += sum(event.finish_reason is not None for event in engine.engine.step())
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [16, pytest.param(300, marks=pytest.mark.soak)])
 def test_a_continued_answer_is_the_undisturbed_ones_tail(engines: list[Engine], count: int) -> None:
     rng = random.Random(count)
     lone, *crowds = engines
