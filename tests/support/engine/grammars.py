@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,10 +81,6 @@ CASES = (
     ),
     schema_case({"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 1, "maxItems": 3}),
 )
-
-
-def random_case(rng: random.Random) -> Case:
-    return rng.choice(CASES)
 
 
 def text_of(token_ids: list[int]) -> str:
