@@ -79,7 +79,7 @@ const text = (here, name, label) => html`<${ui.Field} label=${label}>
 
 /** @type {Record<string, string>} */
 const LABELS = {
-  state: "State", release: "Release", base: "Base", min_errors: "Errors, at least", min_error_rate: "Part that failed, at least",
+  state: "State", release: "Release", base: "Base", min_errors: "Errors, at least", min_error_rate: "Error rate, at least",
   hours: "Figures of the last", sort: "Sorted by", order: "Order",
 };
 
