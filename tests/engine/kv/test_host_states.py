@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -114,8 +115,9 @@ def deleted_version_stays(patch: pytest.MonkeyPatch) -> None:
         for key in kept.keys() - self._slots.keys():
             self._empty = [slot for slot in self._empty if slot not in kept[key]]
             self._slots[key] = kept[key]
+            self.order.add(key)
             self._taken[key[0][0]] += len(kept[key])
-            self._of_tenant.setdefault(key[0][0], type(self._slots)())[key] = None
+            self._of_tenant.setdefault(key[0][0], OrderedDict())[key] = None
         self._sum_weights()
 
     patch.setattr(HostTier, "erase", blocks_alone)

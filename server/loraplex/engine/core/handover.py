@@ -2,7 +2,8 @@
 
 A drained engine is asked for a page after the other. A page names for each block the block before it, since a name does
 not tell, and comes behind all of these. What has been handed on stays here, and is not handed on again. When a page was
-the last, the next one begins again with what is here then.
+the last, the next one begins again with what is here then. Looking for what comes next goes on from page to page, a
+bounded part in each, since running requests wait for it.
 
 The taking engine believes sizes, names and order of nothing that comes. It takes a block whose beginning it has, into
 host memory, by the rules of that: as the newest, since the requests that used it will be sent here from now on, and in
@@ -12,8 +13,8 @@ is full.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Row
 
 from loraplex.adapters.errors import LoraplexError
@@ -29,6 +30,8 @@ from loraplex.engine.kv.handed_blocks import HandedBlocks, PrefixForm
 from loraplex.engine.kv.host_tier import HostTier, most_of_tenant
 from loraplex.engine.types import BlockKey
 
+MOST_LOOKS = 2048
+"""Blocks that one call looks at: some 2 ms beside its copies, however many an engine has."""
 _MOST_DISPLACED = 2
 """A hand-over displaces at most one part in this number of the slots."""
 
@@ -50,22 +53,26 @@ class PrefixHandover:
         self._piece_bytes = 0 if form is None else form.piece_bytes
         self._copy = copy
         self._pieces: dict[BlockKey, bytes] = {}  # that were read out
-        self._ends: list[BlockKey] | None = None  # of prefixes that come still, the next one last
+        self._ends: Iterator[BlockKey | None] | None = (
+            None  # of prefixes that come still; None: no walk goes on
+        )
+        self._unpruned = 0  # of what was handed on before this walk, what may have left since
+        self._chain: list[BlockKey] = []  # of the prefix that is looked for now, its end first
+        self._looked_at: BlockKey | None = None  # the block of it that is looked at next
         self._waiting: list[BlockKey] = []  # of the prefix that is being handed on, the next one last
         self._broken: set[BlockKey] = set()  # blocks that are here without all before them
-        self._firsts: dict[
-            BlockKey, BlockKey
-        ] = {}  # of blocks that were handed on, the first of their prefix
-        self._states: set[BlockKey] = set()  # that were handed on
+        self._firsts: OrderedDict[BlockKey, BlockKey] = OrderedDict()
+        """The first block of their prefix, by block or state that was handed on."""
+        self._looks = 0  # that are left to this call
         self._evicted = 0  # before the hand-over that is being taken
         self._came: Counter[str] = Counter()  # slots of that, by tenant
         self._order: dict[BlockKey, None] = {}  # of its blocks that are here, the most recently used first
 
     def reset(self) -> None:
         """Forget what was handed on, as for another client."""
-        self._ends, self._waiting, self._firsts = None, [], {}
-        self._states.clear()
-        self._broken.clear()
+        self._ends, self._looked_at, self._chain, self._waiting = None, None, [], []
+        self._unpruned = 0
+        self._firsts, self._broken = OrderedDict(), set()
 
     # Handing on.
 
@@ -74,22 +81,21 @@ class PrefixHandover:
         self._pieces[key] = payload
 
     def next_page(self, *, begins: bool) -> tuple[tuple[HandedBlock, ...], bool]:
-        """The next page, and whether it is the last one. `begins`: hand everything on, again too. Raises DeviceLost."""
+        """The next page, and whether it is the last one. It may be empty before that: a call looks at `MOST_LOOKS`
+        blocks. `begins`: hand everything on, again too. Raises DeviceLost."""
         if begins:
             self.reset()
         if self._form is None:
             return (), True
-        if self._ends is None:
-            self._ends = self._blocks.ends_of_prefixes()[::-1]
-            known = self._blocks.is_known
-            self._firsts = {key: first for key, first in self._firsts.items() if known(key)}
-            self._states = set(filter(known, self._states))
-            self._broken.clear()
+        self._looks = MOST_LOOKS
         self._pieces.clear()
+        if self._ends is None:
+            self._begin_walk()
+        self._prune()
         chosen, size = list[BlockKey](), 0
         while size < PAGE_BYTES and len(chosen) < MOST_BLOCKS and (key := self._next()) is not None:
             count = len(self._blocks.parts_of(key)) * self._piece_bytes
-            if count <= MOST_BYTES and self._blocks.read_out(key):
+            if count <= MOST_BYTES and self._is_behind_known(key) and self._blocks.read_out(key):
                 chosen.append(key)
                 size += count
                 self._note(key)
@@ -102,27 +108,74 @@ class PrefixHandover:
         for key in {*chosen} - {block.key for block in page}:  # the copies failed
             self._firsts.pop(key, None)
             self._waiting.clear()
-        is_last = not self._ends and not self._waiting
-        if is_last:
-            self._ends = None
-        return page, is_last
+        return page, self._ends is None
+
+    def _begin_walk(self) -> None:
+        self._blocks.begin_ends()
+        self._ends = self._blocks.ends()
+        self._broken = set()
+        self._unpruned = len(self._firsts)
+
+    def _prune(self) -> None:
+        """Forget what was handed on and has left since: it may be handed on again."""
+        while self._unpruned and self._may_look():
+            self._unpruned -= 1
+            key = next(iter(self._firsts))
+            if self._blocks.is_known(key):
+                self._firsts.move_to_end(key)
+            else:
+                del self._firsts[key]
+
+    def _may_look(self) -> bool:
+        """Whether this call may look at one thing more, which counts."""
+        self._looks -= 1
+        return self._looks >= 0
 
     def _next(self) -> BlockKey | None:
-        """The block or state that is handed on next."""
-        assert self._ends is not None
-        while not self._waiting and self._ends:
-            end = self._ends.pop()
-            self._waiting = self._blocks.chain(end, self._firsts, self._broken)[::-1]
-            if self._blocks.states is not None and (self._waiting or end in self._firsts):
-                name = prefix_keys.of_state(end)
-                self._waiting[:0] = [] if name in self._states else [name]
+        """The block or state that is handed on next; None: none in this call, or in this walk (`_ends` is None)."""
+        while not self._waiting and not self._unpruned and self._may_look():
+            if self._looked_at is not None:
+                self._look_back(self._looked_at)
+            elif self._ends is not None:
+                self._find_end(self._ends)
+            else:
+                break
         return self._waiting.pop() if self._waiting else None
 
+    def _find_end(self, ends: Iterator[BlockKey | None]) -> None:
+        try:
+            self._looked_at = next(ends)
+        except StopIteration:
+            self._ends = None
+
+    def _look_back(self, key: BlockKey) -> None:
+        """Look at one block more of a prefix, from its end."""
+        if key not in self._firsts:
+            self._chain.append(key)
+            is_good, before = self._blocks.step_back(key, self._broken)
+            # A page of another engine may have named blocks as those before each other.
+            if not is_good or len(self._chain) > self._blocks.num_places:
+                self._broken.update(self._chain)
+                self._looked_at, self._chain = None, []
+                return
+            if before is not None:
+                self._looked_at = before
+                return
+        self._waiting, self._looked_at, self._chain = self._chain, None, []
+        end = self._waiting[0] if self._waiting else key
+        if self._blocks.states is not None and (name := prefix_keys.of_state(end)) not in self._firsts:
+            self._waiting.insert(0, name)
+
+    def _before(self, key: BlockKey) -> BlockKey | None:
+        return prefix_keys.block_of_state(key) if prefix_keys.is_of_state(key) else self._blocks.before(key)
+
+    def _is_behind_known(self, key: BlockKey) -> bool:
+        """Whether what comes before it was handed on: since it was looked at, it may have left and come back."""
+        before = self._before(key)
+        return before is None or before in self._firsts
+
     def _note(self, key: BlockKey) -> None:
-        if prefix_keys.is_of_state(key):
-            self._states.add(key)
-            return
-        before = self._blocks.before(key)
+        before = self._before(key)
         self._firsts[key] = key if before is None else self._firsts[before]
 
     def _handed(self, key: BlockKey) -> HandedBlock | None:
@@ -130,10 +183,8 @@ class PrefixHandover:
         pieces = [self._pieces.get(name) for name in self._blocks.parts_of(key)]
         if None in pieces:
             return None
-        is_state = prefix_keys.is_of_state(key)
-        before = prefix_keys.block_of_state(key) if is_state else self._blocks.before(key)
-        first = self._firsts[before] if is_state and before is not None else self._firsts[key]
-        return HandedBlock(key, before, first, b"".join(piece for piece in pieces if piece is not None))
+        content = b"".join(piece for piece in pieces if piece is not None)
+        return HandedBlock(key, self._before(key), self._firsts[key], content)
 
     # Taking.
 

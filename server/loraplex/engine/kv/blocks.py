@@ -12,10 +12,98 @@ only lines of batches have computed and used counts as not used at all: a batch 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from collections.abc import Sequence as Row
+from typing import Generic, TypeVar
 
 from loraplex.engine.types import BlockKey
+
+K = TypeVar("K", bound=Hashable)
+
+_MOST_LISTS = 6
+"""Walks that were broken off leave lists behind: beyond this number the two with the last used keys become one."""
+
+
+class UseOrder(Generic[K]):
+    """Distinct keys, the least recently used first. Each call costs the same, however many there are.
+
+    A walk meets the keys that are here when it begins, the most recently used first. It does not meet those that are
+    removed, used or added as the newest meanwhile. Keys lie in several lists one behind the other: those that the walk
+    has not met, those that it has met, and those that were used since it began."""
+
+    def __init__(self, keys: Iterable[K] = ()) -> None:
+        self._met: OrderedDict[K, None] = OrderedDict()
+        self._since: OrderedDict[K, None] = OrderedDict.fromkeys(keys)
+        self._lists = [self._met, self._since]  # before these two, what the walk has not met
+
+    def __len__(self) -> int:
+        return sum(map(len, self._lists))
+
+    def __bool__(self) -> bool:
+        return any(self._lists)
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in part for part in self._lists)
+
+    def __iter__(self) -> Iterator[K]:
+        for part in self._lists:
+            yield from part
+
+    def add(self, key: K) -> None:
+        """Add a key as the most recently used one. It must not be here."""
+        self._since[key] = None
+
+    def add_oldest(self, key: K) -> None:
+        """Add a key as the least recently used one. It must not be here."""
+        self._lists[0][key] = None
+        self._lists[0].move_to_end(key, last=False)
+
+    def remove(self, key: K) -> None:
+        """Raises KeyError where the key is not here."""
+        for part in reversed(self._lists):
+            if key in part:
+                del part[key]
+                return
+        raise KeyError(key)
+
+    def use(self, key: K) -> None:
+        """A key that is here is the most recently used one from now on. Raises KeyError."""
+        self.remove(key)
+        self.add(key)
+
+    def oldest(self) -> K:
+        """The least recently used key. Raises KeyError where there is none."""
+        for part in self._lists:
+            if part:
+                return next(iter(part))
+        raise KeyError("no key is here")
+
+    def pop_oldest(self) -> K:
+        """Remove the least recently used key and return it. Raises KeyError where there is none."""
+        for part in self._lists:
+            if part:
+                return part.popitem(last=False)[0]
+        raise KeyError("no key is here")
+
+    def begin_walk(self) -> None:
+        """Begin a walk; one that goes on ends."""
+        unmet = [part for part in self._lists if part]
+        while len(unmet) > _MOST_LISTS:
+            newest = unmet.pop()
+            unmet[-1].update(newest)
+        self._met, self._since = OrderedDict(), OrderedDict()
+        self._lists = [*unmet, self._met, self._since]
+
+    def walk(self) -> K | None:
+        """The next key of the walk; None: it has ended."""
+        while len(self._lists) > 2:
+            if self._lists[-3]:
+                key, _ = self._lists[-3].popitem()
+                self._met[key] = None
+                self._met.move_to_end(key, last=False)
+                return key
+            del self._lists[-3]
+        return None
 
 
 class BlockManager:
@@ -37,9 +125,9 @@ class BlockManager:
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
         # The free blocks, the first to be allocated first.
-        self._empty: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._of_departed: OrderedDict[int, None] = OrderedDict()
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._empty = UseOrder(range(num_blocks))
+        self._of_departed = UseOrder[int]()
+        self._cached = UseOrder[int]()
         self._of_adapter: dict[str, dict[int, None]] = {}  # blocks with a key, by the digest in it
         self._departed: set[str] = set()  # digests, of those that have blocks
         self._spare: set[int] = set()  # of lines of batches alone
@@ -73,12 +161,20 @@ class BlockManager:
         """The block of each key, -1 where its content is not in the pool. Takes nothing."""
         return [self._block_of.get(key, -1) for key in keys]
 
-    def idle_keys(self) -> list[BlockKey]:
-        """The keys of cached blocks that requests have used which are no lines of batches; the most recently used
-        first, those of departed adapters last."""
-        blocks = (*reversed(self._cached), *reversed(self._of_departed))
-        keys = (self._key_of[block] for block in blocks if block not in self._spare)
-        return [key for key in keys if key is not None]
+    def begin_idle_walk(self) -> None:
+        """Begin to walk the cached blocks."""
+        self._cached.begin_walk()
+        self._of_departed.begin_walk()
+
+    def walk_idle(self) -> int | None:
+        """The next cached block, the most recently used first, those of departed adapters last; None: the walk has
+        ended. Blocks that were used since it began are left out."""
+        block = self._cached.walk()
+        return self._of_departed.walk() if block is None else block
+
+    def idle_key(self, block: int) -> BlockKey | None:
+        """The key of a cached block, unless only lines of batches have used it."""
+        return None if block in self._spare else self._key_of[block]
 
     def idle_block(self, key: BlockKey) -> int | None:
         """The block of such a key; None for any other."""
@@ -105,7 +201,7 @@ class BlockManager:
         for block in block_ids:
             if self._refs[block] == 0:
                 assert self._key_of[block] is not None, f"block {block} is empty: there is nothing to share"
-                del self._free_list(block)[block]
+                self._free_list(block).remove(block)
             self._refs[block] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -113,7 +209,7 @@ class BlockManager:
         assert count <= self.num_free, f"{count} blocks asked, {self.num_free} free: check num_free first"
         taken: list[int] = []
         for _ in range(count):
-            block, _ = (self._empty or self._of_departed or self._cached).popitem(last=False)
+            block = (self._empty or self._of_departed or self._cached).pop_oldest()
             key = self._key_of[block]
             if key is not None and block not in self._spare:
                 self.on_forgotten(block, key)
@@ -136,9 +232,10 @@ class BlockManager:
         for block in reversed(block_ids):
             self._refs[block] -= 1
             if self._refs[block] == 0:
-                self._free_list(block)[block] = None
                 if self._key_of[block] is None or block in self._spare:
-                    self._free_list(block).move_to_end(block, last=False)
+                    self._free_list(block).add_oldest(block)
+                else:
+                    self._free_list(block).add(block)
 
     def register(self, block: int, key: BlockKey, *, is_spare: bool = False) -> None:
         """Name the content of a held block that has been computed in full, `is_spare` for a line of a batch. If another
@@ -170,15 +267,14 @@ class BlockManager:
             self._departed.remove(digest)
             for block in blocks:
                 if block in self._of_departed:
-                    del self._of_departed[block]
-                    self._cached[block] = None
-                    self._cached.move_to_end(block, last=False)  # not used for longer than the others
+                    self._of_departed.remove(block)
+                    self._cached.add_oldest(block)  # not used for longer than the others
             return
         self._departed.add(digest)
         for block in reversed(blocks):  # the tails of chains first
             if block in self._cached:
-                del self._cached[block]
-                self._of_departed[block] = None
+                self._cached.remove(block)
+                self._of_departed.add(block)
 
     def keys_of(self, digest: str) -> list[BlockKey]:
         """The keys of an adapter's blocks."""
@@ -195,9 +291,8 @@ class BlockManager:
             block = self._block_of.get(key)
             if block is not None:
                 if not self._refs[block]:
-                    del self._free_list(block)[block]
-                    self._empty[block] = None
-                    self._empty.move_to_end(block, last=False)
+                    self._free_list(block).remove(block)
+                    self._empty.add_oldest(block)
                 self._drop_key(block)
 
     def _drop_key(self, block: int) -> None:
@@ -213,7 +308,7 @@ class BlockManager:
                     del self._of_adapter[digest]
                     self._departed.discard(digest)
 
-    def _free_list(self, block: int) -> OrderedDict[int, None]:
+    def _free_list(self, block: int) -> UseOrder[int]:
         """The list of a free block, by its key."""
         key = self._key_of[block]
         if key is None:

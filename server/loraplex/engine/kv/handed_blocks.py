@@ -7,7 +7,7 @@ the block is free again: on a GPU a write by the processor to a slot would be in
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as Row
 from dataclasses import dataclass
 
@@ -29,34 +29,38 @@ class HandedBlocks(TieredBlocks):
 
     # Leaving.
 
-    def ends_of_prefixes(self) -> list[BlockKey]:
-        """The blocks up to which prefixes may be handed on, the most recently used first: those that no running request
-        holds, as its content may yet turn out to be no good; of a model with states those with a state behind them."""
+    def begin_ends(self) -> None:
+        """Begin to walk the blocks up to which prefixes may be handed on."""
         assert self.host is not None, "nothing is in host memory"
-        if self.states is None:
-            return [*self.idle_keys(), *self.host.recent()]
-        of_states = filter(prefix_keys.is_of_state, self.host.recent())
-        return [*self.states.idle_keys(), *map(prefix_keys.block_of_state, of_states)]
+        (self if self.states is None else self.states).begin_idle_walk()
+        self.host.order.begin_walk()
 
-    def chain(self, key: BlockKey, known: Container[BlockKey], broken: set[BlockKey]) -> list[BlockKey]:
-        """The blocks of a prefix up to this one, behind the last that is `known`; none where one of them is not here.
-        `broken`: blocks behind such a one, which are added to."""
-        found: list[BlockKey] = []
-        most = self.num_blocks + (0 if self.host is None else self.host.num_slots)
-        while key not in known:
-            found.append(key)
-            if len(found) > most:  # a page of another engine named blocks as those before each other
-                broken.update(found)
-                return []
-            is_here = self._is_in_host(key) or self.idle_block(key) is not None
-            if key not in self._before or key in broken or not is_here:
-                broken.update(found)
-                return []
-            before = self._before[key]
-            if before is None:
-                break
-            key = before
-        return found[::-1]
+    def ends(self) -> Iterator[BlockKey | None]:
+        """The rest of that walk, the most recently used first, the pool's before those in host memory. Ends are blocks
+        that no running request holds, as its content may yet turn out to be no good; of a model with states those with
+        a state behind them. None: one that is no end. The caller may stop after any of them and go on later. What is
+        used meanwhile is left to the next walk."""
+        assert self.host is not None, "nothing is in host memory"
+        pool = self if self.states is None else self.states
+        while (block := pool.walk_idle()) is not None:
+            yield pool.idle_key(block)
+        while (key := self.host.order.walk()) is not None:
+            if self.states is None:
+                yield key
+            else:
+                yield prefix_keys.block_of_state(key) if prefix_keys.is_of_state(key) else None
+
+    @property
+    def num_places(self) -> int:
+        """The most blocks that a prefix here may have."""
+        return self.num_blocks + (0 if self.host is None else self.host.num_slots)
+
+    def step_back(self, key: BlockKey, broken: Container[BlockKey]) -> tuple[bool, BlockKey | None]:
+        """Whether a block is here, may be handed on and is behind no `broken` one, and the block before it."""
+        is_here = self._is_in_host(key) or self.idle_block(key) is not None
+        if key not in self._before or key in broken or not is_here:
+            return False, None
+        return True, self._before[key]
 
     def before(self, key: BlockKey) -> BlockKey | None:
         """The block before this one in its prefix."""

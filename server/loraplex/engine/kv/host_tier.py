@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from loraplex.engine.kv import prefix_keys
+from loraplex.engine.kv.blocks import UseOrder
 from loraplex.engine.types import BlockKey, Namespace
 
 _MOST_OF_POOL = 2
@@ -58,7 +59,9 @@ class HostTier:
         self.state_slots = state_slots
         self._most = most_of_tenant(num_slots)
         self._empty = [*reversed(range(num_slots))]
-        self._slots: OrderedDict[BlockKey, tuple[int, ...]] = OrderedDict()  # the least recently used first
+        self._slots: dict[BlockKey, tuple[int, ...]] = {}
+        self.order = UseOrder[BlockKey]()
+        """All keys."""
         self._of_tenant: dict[str, OrderedDict[BlockKey, None]] = {}
         self._taken: Counter[str] = Counter()  # slots by tenant
         self._weights: dict[str, float] = {}  # of all tenants that have another than 1
@@ -75,7 +78,7 @@ class HostTier:
         """The slots of what is used now, in the order of its bytes; none where it is not here."""
         if key not in self._slots:
             return ()
-        self._slots.move_to_end(key)
+        self.order.use(key)
         self._of_tenant[key[0][0]].move_to_end(key)
         return self._slots[key]
 
@@ -85,7 +88,7 @@ class HostTier:
 
     def recent(self) -> list[BlockKey]:
         """All keys, the most recently used first."""
-        return [*reversed(self._slots)]
+        return [*self.order][::-1]
 
     def write(self, key: BlockKey) -> tuple[int, ...]:
         """The slots that a block or a state is to be copied to; none where it is here already, or finds no room."""
@@ -93,6 +96,7 @@ class HostTier:
         if self.read(key) or not self._make_room(key[0][0], count):
             return ()
         slots = self._slots[key] = tuple(self._empty.pop() for _ in range(count))
+        self.order.add(key)
         tenant = key[0][0]
         self._taken[tenant] += count
         if tenant not in self._of_tenant:
@@ -169,10 +173,10 @@ class HostTier:
         if count > 1 and not any(map(has_more, self._of_tenant)):
             return None
         while True:  # the shares sum up to the memory: with one slot more some tenant has more than its own
-            key = next(iter(self._slots))
+            key = self.order.oldest()
             if has_more(key[0][0]):
                 return next(iter(self._of_tenant[key[0][0]]))
-            self._slots.move_to_end(key)
+            self.order.use(key)
 
     def _evict(self, key: BlockKey) -> None:
         self._remove(key)
@@ -183,6 +187,7 @@ class HostTier:
 
     def _remove(self, key: BlockKey) -> None:
         slots, tenant = self._slots.pop(key), key[0][0]
+        self.order.remove(key)
         self._empty += reversed(slots)
         self._taken[tenant] -= len(slots)
         own = self._of_tenant[tenant]
