@@ -402,3 +402,27 @@ def test_a_prefix_with_a_gap_that_is_dropped_takes_nothing_of_others() -> None:
     assert blocks.num_used == len(others)
     free = blocks.allocate(blocks.num_free)
     assert sorted([*free, *others]) == [*range(24)]
+
+
+@pytest.mark.parametrize("is_put_back", [False, True])
+def test_a_line_in_the_background_pays_little_for_what_it_found(is_put_back: bool) -> None:
+    """It begins beside another request, or one comes while its prefix is on its way."""
+    engine = engine_that_forgot(("acme", LONG, None))
+    engine.step(5.0)
+    if not is_put_back:
+        engine.add("neighbour", tenant_id="third", max_tokens=100)
+        engine.step(0.01)
+    line = engine.add("line", background=True, batch=True, prompt_ids=LONG, max_tokens=3)
+    while is_put_back and sum(restored(engine)) < 4:
+        engine.step(0.01)
+        assert engine.core._scheduler.batch_lines.is_on
+    if is_put_back:
+        engine.add("neighbour", tenant_id="third", max_tokens=100)
+    while not engine.tokens("line"):
+        engine.step(0.01)
+    charged = engine.core._scheduler.background.turns.of("acme")
+    num_tokens = len(engine.tokens("line"))
+    engine.run()
+    found = cached(engine, line)
+    assert 32 <= found < 160
+    assert charged == pytest.approx(0.1 * found + (len(LONG) - found) + 2.0 * num_tokens)

@@ -26,6 +26,7 @@ from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.sequence_blocks import SequenceBlocks
 from loraplex.engine.scheduling.background_turns import BackgroundTurns
+from loraplex.engine.scheduling.charging import SequenceCharges
 from loraplex.engine.scheduling.line_share import LineShare
 from loraplex.engine.scheduling.step_draft import SMALL_STEP, StepDraft
 from loraplex.engine.types import Sequence, SequenceState
@@ -48,8 +49,15 @@ class BackgroundSequences:
     arrival. `held` wait for their grammars, or for blocks from the disk. `turns` are those of the lines' tenants,
     wherever the lines are."""
 
-    def __init__(self, blocks: SequenceBlocks, cache: AdapterCache[Any], turns: BackgroundTurns) -> None:
+    def __init__(
+        self,
+        blocks: SequenceBlocks,
+        cache: AdapterCache[Any],
+        turns: BackgroundTurns,
+        charge: SequenceCharges,
+    ) -> None:
         self._blocks = blocks
+        self._charge = charge
         self._cache = cache
         self.turns = turns
         self.line_share = LineShare()
@@ -127,8 +135,7 @@ class BackgroundSequences:
         seq.aside = True
         if seq in self._blocks.restoring:
             self._blocks.stop_restoring(seq)
-            if seq.epoch == 0:
-                seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
+            self._charge.found(seq)
         (self.begun if seq.state is SequenceState.RUNNING else self._waiting)[seq] = None
 
     def make_room(self, running: Iterable[Sequence], queued: Iterable[Sequence]) -> None:
@@ -230,6 +237,7 @@ class BackgroundSequences:
             self._blocks.restore_at_once(seq, now)
         if seq.request.batch and seq.epoch == 0:
             seq.num_cached = prefix_keys.cached_prompt_tokens(seq)
+        self._charge.prompt(seq, seq.num_computed, self._charge.prices.cached)
 
     def _may_begin(self, seq: Sequence) -> bool:
         """Whether a waiting sequence may hold blocks beside those that have begun."""

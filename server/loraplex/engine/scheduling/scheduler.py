@@ -75,8 +75,9 @@ class Scheduler:
         )  # fmt: skip
         cache.watch_residency(self.blocks.set_resident)
         self.queue = FairQueue()
-        self.background = BackgroundSequences(self.blocks, cache, BackgroundTurns(self.queue.weight))
-        self._charge = SequenceCharges(self.queue, self.background.turns, config.charges)
+        turns = BackgroundTurns(self.queue.weight)
+        self._charge = SequenceCharges(self.queue, turns, config.charges)
+        self.background = BackgroundSequences(self.blocks, cache, turns, self._charge)
         self.adapters = AdapterScheduler(
             cache, self.queue, aging_s=config.adapter_wait_aging_s, load_charge=config.charges.load_per_rank,
             lead_s=lambda seq: 0.0 if lead is None else lead.seconds(self.blocks, seq),
