@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from loraplex.lifecycle.needs.standing import STALLED_S, standing_of
+from loraplex.lifecycle.needs.standing import MISSED_S, STALLED_S, standing_of
 from loraplex.lifecycle.release_guard.course import Course, Point
 
 HOUR_S = 3600.0
@@ -23,10 +23,29 @@ def course_of(looks: Sequence[tuple[float, int, int]]) -> bytes:
 def obstacle_at(
     now: float, looks: Sequence[tuple[float, int, int]], steps_s: float | None = None
 ) -> str | None:
+    """The obstacle at `now`, at which the guard looks again and finds nothing new."""
+    return obstacle_after([*looks, (now, *looks[-1][1:])], now, steps_s)
+
+
+def obstacle_after(
+    looks: Sequence[tuple[float, int, int]], now: float, steps_s: float | None = None
+) -> str | None:
     schedule = None if steps_s is None else [{"weight": 10, "for_seconds": steps_s}]
     return standing_of(
         step=0, since=0.0, schedule=schedule, has_guard=True, course=course_of(looks), now=now
     ).obstacle
+
+
+@pytest.mark.parametrize(("needs", "steps_s"), [(500, None), (0, None), (0, HOUR_S)])
+def test_looks_that_stop_are_told(needs: int, steps_s: float | None) -> None:
+    looks = [(5.0, 10, needs), (2 * HOUR_S, 20, needs)]
+    assert obstacle_after(looks, 2 * HOUR_S + MISSED_S, steps_s) != "not_looked"
+    assert obstacle_after(looks, 2 * HOUR_S + MISSED_S + 1, steps_s) == "not_looked"
+
+
+def test_a_clock_that_went_back_hides_no_look_that_is_missing() -> None:
+    """Looks that go on are noted by the clock as it is now."""
+    assert obstacle_after([(5.0, 10, 500), (9 * HOUR_S, 20, 500)], HOUR_S / 2) == "not_looked"
 
 
 @pytest.mark.parametrize(("now", "expected"), [(320.0, None), (STALLED_S + 320.0, "too_slow")])

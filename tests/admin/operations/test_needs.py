@@ -16,6 +16,8 @@ from loraplex.control.db.release_tables import ReleaseRun
 from loraplex.control.db.tables import Adapter, AdapterVersion, ApiKey, Release
 from loraplex.control.release_types import ReleasePlan, ReleaseTarget, ShadowPlan
 from loraplex.engine.reports import EngineStats
+from loraplex.lifecycle.release_guard.guard import Guard
+from loraplex.lifecycle.releases.rounds import Rounds
 from loraplex.serving.errors import EngineUnavailable
 from support.control.plane import ControlPlane
 from support.http.admin_plane import AdminPlane, admin_client
@@ -40,6 +42,11 @@ def begun(watched: Watched, *, days: float, steps: list[int] | None = None, stic
     with watched.plane.database.write() as session:
         session.execute(update(ReleaseRun).values(since=ReleaseRun.since - days * DAY_S))
     watched.began -= days * DAY_S
+
+
+def looked_now(watched: Watched, server: Rounds) -> None:
+    """Let the server look at the time that the database has."""
+    watched.round(server, after=time.time() - watched.now())
 
 
 async def needs(admin: httpx.AsyncClient) -> dict[str, Any]:
@@ -73,6 +80,7 @@ async def test_a_release_under_way(watched: Watched, admin: httpx.AsyncClient) -
         watched.ended(1, 10)
         watched.ended(2, 2)
         watched.round(server, after=DAY_S / 20)
+    looked_now(watched, server)
     row = await only(admin, "running")
     assert (row["tenant_id"], row["name"], row["version"]) == ("acme", "pirate", "v2")
     assert (row["share"], row["step"], row["steps"], row["unit"]) == (0.1, 0, 2, "request")
@@ -88,17 +96,39 @@ async def test_a_guard_that_nobody_asks(watched: Watched, admin: httpx.AsyncClie
     assert (row["obstacle"], row["verdict"], row["needs"]) == ("not_looked", None, None)
 
 
+async def test_a_guard_whose_looks_stop(
+    watched: Watched, admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another look that finds nothing new is enough, and one that fails is none."""
+    begun(watched, days=8900 / DAY_S)
+    server = watched.server()
+    watched.ended(1, 40)
+    watched.ended(2, 10)
+    watched.round(server, after=8450)  # within the guard's ten minutes that go on now
+    looked_at = datetime.fromtimestamp(watched.now(), UTC)
+    row = await only(admin, "undecided")
+    assert (row["obstacle"], row["likely_at"]) == ("not_looked", None)
+    assert abs(datetime.fromisoformat(row["looked_at"]) - looked_at) < timedelta(seconds=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(Guard, "observe", lambda *_: 1 / 0)
+        looked_now(watched, server)
+    assert (await only(admin, "undecided"))["looked_at"] == row["looked_at"]
+    watched.round(server, after=5.0)
+    row = await only(admin, "running")
+    assert datetime.now(UTC) - datetime.fromisoformat(row["looked_at"]) < timedelta(minutes=1)
+
+
 async def test_a_version_without_requests_and_then_with_some(
     watched: Watched, admin: httpx.AsyncClient
 ) -> None:
     begun(watched, days=0.1)
     server = watched.server()
-    watched.round(server)
+    looked_now(watched, server)
     row = await only(admin, "undecided")
     assert (row["obstacle"], row["requests"], row["likely_at"]) == ("no_requests", 0, None)
     watched.ended(1, 40)
     watched.ended(2, 10)
-    watched.round(server, after=0.09 * DAY_S)
+    watched.round(server)
     found = await needs(admin)
     assert found["undecided"]["total"] == 0
     assert found["running"]["data"][0]["requests"] == 10
@@ -111,6 +141,7 @@ async def test_a_guard_for_which_too_little_comes(watched: Watched, admin: httpx
     watched.ended(1, 2)
     watched.ended(2, 1)
     watched.round(server, after=DAY_S)
+    looked_now(watched, server)
     row = await only(admin, "undecided")
     assert row["obstacle"] == "too_slow"
     assert datetime.fromisoformat(row["likely_at"]) > datetime.now(UTC) + timedelta(days=2)
@@ -124,6 +155,7 @@ async def test_the_same_users_again_and_again(watched: Watched, admin: httpx.Asy
     for _ in range(3):
         watched.ended(2, 2, users=1)
         watched.round(server, after=3600)
+    looked_now(watched, server)
     row = await only(admin, "undecided")
     assert (row["obstacle"], row["unit"], row["likely_at"]) == ("no_progress", "user", None)
 
@@ -138,6 +170,7 @@ async def test_a_guard_that_holds_beyond_its_step(watched: Watched, admin: httpx
         if number in (0, 1, 7, 13):
             watched.ended(2, 1, status="internal_error")
         watched.round(server)
+    looked_now(watched, server)
     row = await only(admin, "undecided")
     assert (row["obstacle"], row["verdict"], row["needs"], row["likely_at"]) == (
         "not_passing",

@@ -26,6 +26,18 @@ def test_each_look_is_a_point_while_there_are_few() -> None:
     assert parts(course) == [[0.01, 0.02, 0.5, 0.3]]
 
 
+def test_looks_that_find_nothing_new_move_the_last_point_on() -> None:
+    course = Course()
+    for second, evidence in ((1, 5), (60, 50), (120, 50), (180, 50), (240, 30)):
+        course.add(0, SINCE, point(second, evidence))
+    assert [(one.at - SINCE, one.part) for one in course.legs[0].all_points] == [
+        (1, 0.05),
+        (60, 0.5),
+        (180, 0.5),
+        (240, 0.3),
+    ]
+
+
 def test_the_looks_of_two_guards_are_not_one_line() -> None:
     course = Course()
     course.add(0, SINCE, point(1, 60))
@@ -65,7 +77,7 @@ def test_the_latest_guards_keep_their_points_however_many_there_were() -> None:
     course = Course()
     for resume in range(3000):
         for second in range(3):
-            course.add(0, SINCE + 10 * resume, point(10 * resume + second))
+            course.add(0, SINCE + 10 * resume, point(10 * resume + second, requests=second))
     assert [leg.since for leg in course.legs] == [SINCE + 10 * resume for resume in range(3000)][-MAX_LEGS:]
     assert {len(leg.all_points) for leg in course.legs} == {3}
 

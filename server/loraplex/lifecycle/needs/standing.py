@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from loraplex.lifecycle.release_guard.course import Course, Leg
+from loraplex.lifecycle.releases.look import NOTED_S
 
 Obstacle = Literal["not_looked", "no_requests", "no_progress", "too_slow", "not_passing"]
-"""Why a step cannot be decided. `not_looked`: no server looks at the release. `no_requests`: the new version got none.
-`no_progress`: requests came, and nothing that is missing. `too_slow`: what is missing comes too slowly. `not_passing`:
-the units are there, and the guard holds beyond the step's time."""
+"""Why a step cannot be decided. `not_looked`: no server looks at the release, or none does any more. `no_requests`: the
+new version got none. `no_progress`: requests came, and nothing that is missing. `too_slow`: what is missing comes too
+slowly. `not_passing`: the units are there, and the guard holds beyond the step's time."""
 GRACE_S = 900.0
 """Nothing is said of a step that is younger, or whose time is over for less."""
+MISSED_S = 5 * NOTED_S
+"""Time since the last look that was noted after which looks have stopped."""
 STALLED_S = 3600.0
 """Time since the first look after which a step that has not come nearer to its decision makes no progress."""
 SLOW_S = 2 * 86_400.0
@@ -36,6 +39,8 @@ class Standing:
     """Requests of the new version that ended since the step began."""
     likely_at: float | None
     """When the step is likely to be decided."""
+    looked_at: float | None = None
+    """When its guard last looked, to `NOTED_S` seconds, by the database's clock as `now` is."""
 
 
 def standing_of(
@@ -54,7 +59,7 @@ def standing_of(
     if not has_guard:
         is_late = ends_at is not None and now > ends_at + GRACE_S
         return Standing("not_looked" if is_late else None, None, None, ends_at)
-    leg = _leg_of(course, step, since)
+    leg = Course.from_json(course).leg_of(step, since)
     if leg is None:
         return Standing("not_looked" if now > since + GRACE_S else None, None, None, None)
     latest, left_s = leg.latest, _seconds_left(leg, now)
@@ -63,7 +68,9 @@ def standing_of(
         likely_at = max(now + left_s, ends_at or 0.0)
     obstacle: Obstacle | None = None
     age, looked_for = now - since, now - leg.all_points[0].at
-    if latest.requests == 0:
+    if abs(now - latest.at) > MISSED_S:  # a look that is ahead of the clock, which went back, is noted again
+        obstacle, likely_at = "not_looked", None
+    elif latest.requests == 0:
         obstacle = "no_requests" if age > GRACE_S else None
     elif latest.needs == 0:
         if ends_at is not None and now > ends_at + GRACE_S:
@@ -72,14 +79,7 @@ def standing_of(
         obstacle = "no_progress" if looked_for > STALLED_S else None
     elif looked_for > STALLED_S and likely_at > max(now, ends_at or 0.0) + SLOW_S:
         obstacle = "too_slow"  # the pace of fewer looks may be that of the first request
-    return Standing(obstacle, latest.needs, latest.requests, likely_at)
-
-
-def _leg_of(course: bytes | None, step: int, since: float) -> Leg | None:
-    """The looks at this step, if there was one."""
-    legs = Course.from_json(course).legs
-    last = legs[-1] if legs else None
-    return last if last is not None and (last.step, last.since) == (step, since) else None
+    return Standing(obstacle, latest.needs, latest.requests, likely_at, latest.at)
 
 
 def _seconds_left(leg: Leg, now: float) -> float | None:

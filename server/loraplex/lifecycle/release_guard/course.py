@@ -1,9 +1,9 @@
 """The course of a release's evidence: what the guards of its steps found, as few points over the whole of its time.
 
-A point is a look that changed the evidence. Of the looks that fall into one stretch of `every_s` seconds, the one that
-came nearest to its threshold is kept, and of each guard its latest look too. Where the points are more than
-`MAX_POINTS`, stretches become twice as long: a release of an hour and one of a month have about as many. The legs of
-the latest `MAX_LEGS` guards are kept: longer stretches leave as many legs.
+A point is a look that changed the evidence, or the last of those that left it as it was. Of the looks that fall into
+one stretch of `every_s` seconds, the one that came nearest to its threshold is kept, and of each guard its latest look
+too. Where the points are more than `MAX_POINTS`, stretches become twice as long: a release of an hour and one of a
+month have about as many. The legs of the latest `MAX_LEGS` guards are kept: longer stretches leave as many legs.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Point(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     def part(self) -> float:
         """The evidence as a part of its threshold: at 1 the release goes back."""
         return self.evidence / self.threshold
+
+    def same_as(self, other: Point) -> bool:
+        """Whether both looks found the same."""
+        return msgspec.structs.replace(other, at=self.at) == self
 
 
 class Leg(msgspec.Struct, forbid_unknown_fields=True):
@@ -71,13 +75,24 @@ class Course(msgspec.Struct, forbid_unknown_fields=True):
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
 
+    def last_look(self, step: int, since: float) -> float | None:
+        """When the guard of step `step`, which began at `since`, last looked; None before its first look."""
+        leg = self.leg_of(step, since)
+        return None if leg is None else leg.latest.at
+
+    def leg_of(self, step: int, since: float) -> Leg | None:
+        """The looks of the guard that looked last, if it is that of step `step`, which began at `since`."""
+        last = self.legs[-1] if self.legs else None
+        return last if last is not None and (last.step, last.since) == (step, since) else None
+
     def add(self, step: int, since: float, point: Point) -> None:
         """Take a look of the guard of step `step`, which began at `since`."""
-        last = self.legs[-1] if self.legs else None
-        if last is None or (last.step, last.since) != (step, since):
+        last = self.leg_of(step, since)
+        if last is None:
             self.legs.append(Leg(step, since, point))
         else:
-            last.points = _kept([*last.points, last.latest], since, self.every_s)
+            if not (last.points and last.points[-1].same_as(last.latest) and last.latest.same_as(point)):
+                last.points = _kept([*last.points, last.latest], since, self.every_s)
             last.latest = point
         self._bound()
 

@@ -30,6 +30,8 @@ FRESH_S = 5.0
 """Age from which a server's row of running requests says nothing: it may have ended. Nor does one that is as far ahead
 of the clock, which went back."""
 KEPT_S = 60.0
+NOTED_S = 60.0
+"""Time after which a look is noted that found nothing new: its absence tells that looks have stopped."""
 RollbackCause = MetricName | Literal["unusable"]
 """A metric, or a candidate that cannot serve."""
 _GO_ON = Verdict("pass", 0.0, 1.0, 0)
@@ -110,10 +112,11 @@ def _rolled_back(session: Session, run: ReleaseRun, reason: str, cause: Rollback
 
 
 def _keep(session: Session, run: ReleaseRun, guard: Guard, now: float) -> None:
-    state = guard.to_json()
-    if state == run.guard_state:
+    state, course = guard.to_json(), Course.from_json(run.course)
+    noted = course.last_look(run.step, guard.since)
+    if state == run.guard_state and noted is not None and 0 <= now - noted < NOTED_S:
         return
-    verdict, course = guard.verdict(), Course.from_json(run.course)
+    verdict = guard.verdict()
     point = Point(now, verdict.e_value, verdict.threshold, verdict.num_requests, guard.needs)
     course.add(run.step, guard.since, point)
     # Not by the row itself: no cache holds the evidence, and none has to be read again for it.

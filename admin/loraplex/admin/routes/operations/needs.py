@@ -68,7 +68,6 @@ def _turns(turns: Turns[T], show: Any) -> dict[str, Any]:
 
 def _release(row: RunningRelease) -> shown.RunningRelease:
     standing, verdict = row.standing, row.verdict
-    likely = None if standing.likely_at is None else datetime.fromtimestamp(standing.likely_at, UTC)
     return shown.RunningRelease(
         tenant_id=row.tenant_id,
         name=row.name,
@@ -82,9 +81,14 @@ def _release(row: RunningRelease) -> shown.RunningRelease:
         advice=None if verdict is None else verdict.advice,
         needs=standing.needs,
         requests=standing.requests,
-        likely_at=likely,
+        likely_at=_moment(standing.likely_at),
+        looked_at=_moment(standing.looked_at),
         obstacle=standing.obstacle,
     )
+
+
+def _moment(at: float | None) -> datetime | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC)
 
 
 def _notice(row: Notice) -> shown.Notice:

@@ -22,11 +22,12 @@ class LeftOut(ResponseBody):
 class RunningRelease(ResponseBody):
     """A release with a guard or a schedule, in a step that began at `since`: `version` has `share` of the traffic. It
     is null where there is no such thing: `step` (from 0) without a schedule; `verdict`, `advice`, `needs` and
-    `requests` before a guard's first look. `needs` units are missing until a gross fault of the new version would have
-    been found. `likely_at`: when the step is likely to be decided, at the pace so far. `obstacle`: why it cannot be:
-    no server looks at it (`not_looked`), the new version got no requests (`no_requests`), requests came and nothing
-    that is missing (`no_progress`), that comes too slowly (`too_slow`), or nothing is missing and the guard still
-    holds (`not_passing`)."""
+    `requests` before a guard's first look. `looked_at`: when its guard last looked, to a minute. `needs` units are
+    missing until a gross fault of the new version would have been found. `likely_at`: when the step is likely to be
+    decided, at the pace so far. `obstacle`: why it cannot be: no server looks at it, or none has for five minutes
+    (`not_looked`), the new version got no requests (`no_requests`), requests came and nothing that is missing
+    (`no_progress`), that comes too slowly (`too_slow`), or nothing is missing and the guard still holds
+    (`not_passing`)."""
 
     tenant_id: str
     name: str
@@ -41,6 +42,7 @@ class RunningRelease(ResponseBody):
     needs: int | None
     requests: int | None
     likely_at: Timestamp | None
+    looked_at: Timestamp | None
     obstacle: Obstacle | None
 
 
