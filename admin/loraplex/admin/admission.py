@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Protocol
@@ -24,6 +24,7 @@ from loraplex.admin.services import AdminServices, UploadGate
 from loraplex.admin.uploads.multipart import Part
 from loraplex.admin.uploads.receive import Received
 from loraplex.admin.uploads.serving_field import check_serving
+from loraplex.control.adapter_tags import check_added
 from loraplex.control.agreement import DueAgreement, TrainerNumbers
 from loraplex.control.audit.recorder import Actor
 from loraplex.control.catalog.staged import StagedUpload
@@ -57,11 +58,13 @@ async def admit_version(
     measured: bool = True,
     durable_first: bool = True,
     compared: bool = False,
+    tags: Sequence[str] = (),
 ) -> tuple[VersionInfo, bool]:
     """The version that the received files are, and whether it is new. `source` and `release` are those of
     `Catalog.admit`. With `wait` it is ready; otherwise it may be `validating`, and is checked in the background.
     `measured` is that of `VersionChecks.wait`. Without `durable_first` the bytes may reach the disk later, where this
-    server flushes in the background and has a place for them. `compared` is that of `Catalog.check_upload`.
+    server flushes in the background and has a place for them. `compared` is that of `Catalog.check_upload`,
+    `tags` those that the adapter gets beside its own.
 
     Raises Problem: 503 where too many uploads are on their way, 429 where a series takes no more pushes now. Raises
     what `receive`, `Catalog.check_upload` and `Catalog.admit` raise, and with `wait` what `VersionChecks.wait` and
@@ -71,6 +74,8 @@ async def admit_version(
     room = await services.database.run(
         partial(services.catalog.check_upload, compared=compared), tenant, name, by
     )
+    if tags:
+        await services.database.run(check_added, services.database, tenant, name, tags)
     quota = await services.database.run(services.series.quota, tenant, name)
     if quota is not None:
         services.change_limit.charge_push(tenant, name, quota)
@@ -80,7 +85,9 @@ async def admit_version(
             chat = (
                 ChatFound() if files is None else await services.examine_chat(tenant, files, received.serving)
             )
-            admitted = partial(_admit, services, staged, received, chat, by, source, release, durable_first)
+            admitted = partial(
+                _admit, services, staged, received, chat, by, source, release, durable_first, tags
+            )
             info, is_new = await gate.validators.run(tenant, admitted)
     if info.state != "validating":
         # It is asked for soon, if only to try it.
@@ -128,6 +135,7 @@ def _admit(
     source: str | None,
     release: bool,
     durable_first: bool,
+    tags: Sequence[str],
 ) -> tuple[VersionInfo, bool]:
     """Runs in a worker thread."""
     durability = None if durable_first else services.durability
@@ -144,6 +152,7 @@ def _admit(
             check=True,
             durable=not place.is_free,
             numbers=received.numbers,
+            tags=tags,
             by=by,
         )
         if not info.durable:

@@ -9,6 +9,7 @@ from sqlalchemy import delete, insert, select, tuple_
 from sqlalchemy.orm import Session
 
 from loraplex.control.audit.recorder import Actor, record
+from loraplex.control.db.database import Database
 from loraplex.control.db.tables import AdapterTag
 from loraplex.control.errors import InvalidValue
 from loraplex.control.tenancy.tenants import tenant_target
@@ -31,11 +32,7 @@ class TagEdit:
         add, remove = check_tags(self.add, "add"), check_tags(self.remove, "remove")
         if both := sorted(set(add).intersection(remove)):
             raise InvalidValue(f"The tag '{both[0]}' is to be added and removed.", param="remove")
-        after = {*tags, *add} - set(remove)
-        if len(after) > MAX_TAGS:
-            told = f"An adapter has at most {MAX_TAGS} tags, and this one would have {len(after)}."
-            raise InvalidValue(told, param="add")
-        return tuple(sorted(after))
+        return _bounded({*tags, *add} - set(remove), "add")
 
 
 Tags = Sequence[str] | TagEdit
@@ -61,6 +58,30 @@ def replace_tags(session: Session, tenant_id: str, name: str, tags: Tags, by: Ac
     )
 
 
+def check_added(database: Database, tenant_id: str, name: str, tags: Sequence[str]) -> None:
+    """Refuse what `add_tags` would, before an upload is read. Raises InvalidValue."""
+    with database.read() as session:
+        _with_added(session, tenant_id, name, tags)
+
+
+def add_tags(session: Session, tenant_id: str, name: str, tags: Sequence[str], by: Actor) -> None:
+    """Add the tags of an upload to those that the adapter has, and record it where that changes them. Raises
+    InvalidValue."""
+    if not tags:
+        return
+    had, after = _with_added(session, tenant_id, name, tags)
+    if after != had:
+        replace_tags(session, tenant_id, name, after, by)
+
+
+def _with_added(
+    session: Session, tenant_id: str, name: str, tags: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The tags before and after."""
+    had = tags_of(session, [(tenant_id, name)]).get((tenant_id, name), ())
+    return had, _bounded({*had, *check_tags(tags)}, "tags")
+
+
 def check_tags(tags: Sequence[str], param: str = "tags") -> tuple[str, ...]:
     """The tags in order. `param` is the field that has them. Raises InvalidValue."""
     if len(tags) > MAX_TAGS:
@@ -73,6 +94,13 @@ def check_tags(tags: Sequence[str], param: str = "tags") -> tuple[str, ...]:
             raise InvalidValue(
                 f"Tag {place + 1}, '{shown}', {wrong or 'is given twice'}.", param=f"{param}.{place}"
             )
+    return tuple(sorted(tags))
+
+
+def _bounded(tags: Collection[str], param: str) -> tuple[str, ...]:
+    if len(tags) > MAX_TAGS:
+        told = f"An adapter has at most {MAX_TAGS} tags, and this one would have {len(tags)}."
+        raise InvalidValue(told, param=param)
     return tuple(sorted(tags))
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
 
 from loraplex.control.audit.log import AuditFilter
-from support.http.admin_plane import AdminPlane, admin_client, assert_problem
+from support.http.admin_plane import AdminPlane, adapter_files, admin_client, assert_problem
 
 ADAPTER = "/tenants/acme/adapters/support"
 
@@ -84,6 +86,74 @@ async def test_two_who_edit_at_once_keep_each_others_tags(
     assert (await admin.get(ADAPTER)).json()["tags"] == ["beta", "eu", "kept"]
     rows = tagged.services.audit.list(AuditFilter(action="adapter.update")).items
     assert (rows[0].after, len(rows)) == ({"tags": ["beta", "eu", "kept"]}, 4)
+
+
+async def upload(admin: httpx.AsyncClient, folder: Path, *tags: str, seed: int = 1) -> httpx.Response:
+    files = adapter_files(folder, seed=seed)
+    return await admin.post(
+        f"{ADAPTER}/versions", params={"tags": ",".join(tags)} if tags else None, files=files
+    )
+
+
+async def test_an_upload_adds_tags_to_those_that_are_there(
+    plane: AdminPlane, admin: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    plane.make_tenant("acme")
+    assert (await upload(admin, tmp_path / "a", "eu")).status_code == 201
+    assert (await admin.get(ADAPTER)).json()["tags"] == ["eu"]
+    assert (await upload(admin, tmp_path / "b", "eu", "beta", seed=2)).status_code == 201
+    # The same bytes again, and nothing that it has not.
+    assert (await upload(admin, tmp_path / "c", "beta", seed=2)).status_code == 200
+    assert (await upload(admin, tmp_path / "d", seed=3)).status_code == 201
+    assert (await admin.get(ADAPTER)).json()["tags"] == ["beta", "eu"]
+    rows = plane.services.audit.list(AuditFilter(action="adapter.update")).items
+    assert [row.after for row in rows] == [{"tags": ["beta", "eu"]}, {"tags": ["eu"]}]
+
+
+@pytest.mark.parametrize(
+    ("tags", "words", "param"),
+    [
+        (["ok", "Not"], "Tag 2, 'Not', has other", "tags.1"),
+        (["eu", "us", "eu"], "Tag 3, 'eu', is given twice.", "tags.2"),
+        (["a", "b"], "at most 8 tags, and this one would have 9.", "tags"),
+    ],
+)
+async def test_an_upload_with_a_wrong_tag_is_refused_whole_and_before_it_is_read(
+    tagged: AdminPlane, admin: httpx.AsyncClient, tags: list[str], words: str, param: str
+) -> None:
+    before = await set_tags(admin, *(f"t{number}" for number in range(7)))
+
+    found = assert_problem(
+        await admin.post(
+            f"{ADAPTER}/versions",
+            params={"tags": ",".join(tags)},
+            content=b"no form",
+            headers={"content-type": "multipart/form-data; boundary=b"},
+        ),
+        400,
+        "invalid_value",
+    )
+    assert (words in found["detail"], found["param"]) == (True, param)
+    shown = (await admin.get(ADAPTER)).json()
+    assert (shown["tags"], shown["num_versions"]) == (before, 1)
+
+
+async def test_tags_given_meanwhile_leave_no_room_for_those_of_an_upload(
+    tagged: AdminPlane, admin: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    """The last word is that of the transaction that makes the version: then nothing of the upload stays."""
+    others = [f"t{number}" for number in range(8)]
+    real = tagged.services.catalog.admit
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        tagged.services.catalog.set_tags("acme", "support", others)
+        return real(*arguments, **options)
+
+    with mock.patch.object(tagged.services.catalog, "admit", late):
+        found = assert_problem(await upload(admin, tmp_path / "a", "eu", seed=2), 400, "invalid_value")
+    assert "would have 9" in found["detail"]
+    shown = (await admin.get(ADAPTER)).json()
+    assert (shown["tags"], shown["num_versions"]) == (others, 1)
 
 
 @pytest.mark.parametrize(

@@ -88,8 +88,10 @@ def test_what_is_not_known_or_not_there(server: WholeServer, folder: Path) -> No
 
 def test_the_command(server: WholeServer, folder: Path) -> None:
     options = ["--tenant", "acme", "--admin-url", server.admin_url, "--admin-token", ADMIN_TOKEN]
-    result = CliRunner().invoke(create_cli(), ["adapter", "import", "by-hand", f"file://{folder}", *options])
+    given = ["adapter", "import", "by-hand", f"file://{folder}", "--tag", "eu", "--tag", "beta", *options]
+    result = CliRunner().invoke(create_cli(), given)
     assert result.exit_code == 0, result.output
     assert "by-hand: accepted as v1" in result.output
+    assert server.plane.services.catalog.get_adapter("acme", "by-hand").tags == ("beta", "eu")
     refused = CliRunner().invoke(create_cli(), ["adapter", "import", "by-hand", "file:///etc", *options])
     assert refused.exit_code != 0

@@ -22,7 +22,7 @@ def test_a_push_adds_tags_to_those_that_are_there(tmp_path: Path) -> None:
     with shell_in(tmp_path) as shell:
         shell.ok("tenant", "create", "acme")
         push = ("adapter", "push", "support", shell.adapter(), "-t", "acme")
-        assert "support: tags eu" in shell.ok(*push, "--tag", "eu")
-        assert "support: tags beta eu" in shell.ok(*push, "--tag", "beta", "--tag", "eu")
+        assert "support: tagged eu" in shell.ok(*push, "--tag", "eu")
+        assert "support: tagged beta eu" in shell.ok(*push, "--tag", "beta", "--tag", "eu")
         assert "Tag 1, 'B'" in shell.fails(*push, "--tag", "B")
         assert "beta eu" in shell.ok("adapter", "show", "support", "-t", "acme")

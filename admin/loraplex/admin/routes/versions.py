@@ -66,7 +66,8 @@ async def push_version(
 
     A JSON body with `source` imports from a place that the operator allowed (--adapter-sources). The same bytes again
     within this name, to be served alike: 200 and the version that has them. The answer waits until the version's
-    numbers are checked; with wait=false it is 202 and the version `validating`.
+    numbers are checked; with wait=false it is 202 and the version `validating`. With tags the
+    adapter gets these beside those that it has.
     """
     store, max_bytes = services.artifacts.store, services.max_upload_bytes
     receive: Receive = partial(receive_upload, request, store, max_bytes=max_bytes)
@@ -77,7 +78,9 @@ async def push_version(
         choice = asked.serving
         serving = Serving(choice.tool_format, choice.reasoning_format, alora=without_invocation(choice.alora))
         receive, url = partial(import_source, source, store, max_bytes=max_bytes, serving=serving), source.url
-    info, is_new = await admit_version(services, tenant, name, receive, by=by, source=url, wait=query.wait)
+    info, is_new = await admit_version(
+        services, tenant, name, receive, by=by, source=url, wait=query.wait, tags=query.tag_list
+    )
     response.headers["Location"] = f"/admin/v1/tenants/{tenant}/adapters/{name}/versions/{info.version}"
     response.status_code = 202 if info.state == "validating" else 201 if is_new else 200
     return Version.of(info)

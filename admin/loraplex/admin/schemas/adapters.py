@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
 from loraplex.adapters.pooled import HeadTask, ProblemType, VectorPooling
 from loraplex.adapters.sources.urls import MAX_URL_CHARS
@@ -85,9 +85,15 @@ class AdapterQuery(PageQuery):
 
 
 class PushQuery(QueryParameters):
-    """`wait`: whether the answer waits for the check of the version's numbers."""
+    """`wait`: whether the answer waits for the check of the version's numbers. `tags`: those that the adapter gets
+    beside its own, with a comma between them."""
 
     wait: bool = True
+    tags: Annotated[str | None, WithJsonSchema(described.TAG_LIST)] = None
+
+    @property
+    def tag_list(self) -> list[str]:
+        return [] if self.tags is None else self.tags.split(",")
 
 
 class VersionHead(ResponseBody):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from loraplex.control.adapter_tags import MAX_TAGS
 from loraplex.control.rules import UNPRINTED
 from loraplex.control.types import ADAPTER_LIMITS
 from loraplex.control.usage.columns import GROUPS
@@ -30,6 +31,15 @@ GROUP_BY = {
     "uniqueItems": True,
     "minItems": 1,
     "description": "What the sums are grouped by.",
+}
+
+TAG_LIST = {
+    "type": "array",
+    "items": {"type": "string", "pattern": TAG},
+    "uniqueItems": True,
+    "minItems": 1,
+    "maxItems": MAX_TAGS,
+    "description": "Tags that the adapter gets beside those that it has.",
 }
 
 

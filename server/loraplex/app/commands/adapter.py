@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args
+from urllib.parse import urlencode
 
 import typer
 
@@ -64,6 +65,15 @@ WaitOption = Annotated[
         help="Wait until the server has checked the version's numbers; without, see its state later",
     ),
 ]
+TagsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tag",
+        metavar="TAG",
+        help="A tag that the adapter gets beside those it has; may be repeated",
+        show_default=False,
+    ),
+]
 
 
 def create_adapter_commands() -> typer.Typer:
@@ -101,32 +111,18 @@ def push(
     reasoning_format: ReasoningFormatOption = None,
     alora: AloraOption = None,
     wait: WaitOption = True,
-    tags: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tag",
-            metavar="TAG",
-            help="A tag that the adapter gets beside those it has; may be repeated",
-            show_default=False,
-        ),
-    ] = None,
+    tags: TagsOption = None,
 ) -> None:
     _check_directory(name, directory)
-    if tags:
-        _check_tags(tags)
     given = _serving(tool_format, reasoning_format, alora)
     with contextlib.ExitStack() as stack:
         folder, files = open_adapter(directory, stack)
         shown = stack.enter_context(upload_progress(files, is_quiet=out.as_json))
         data = {"serving": json.dumps(given)} if given else None
-        status, made = admin.send("POST", _versions(tenant, name, wait), files=shown, data=data)
+        status, made = admin.send("POST", _versions(tenant, name, wait, tags), files=shown, data=data)
     if folder != directory and not out.as_json:
         out.line(f"{name}: of {directory}, {folder.name} was pushed")
-    _show_made(admin, out, tenant, status, made)
-    if tags:
-        found = admin.call("PATCH", _adapter(tenant, name), json={"add": tags})
-        if not out.as_json:
-            out.line(f"{name}: tags {' '.join(found['tags'])}")
+    _show_made(admin, out, tenant, status, made, tags)
 
 
 def import_(
@@ -146,25 +142,16 @@ def import_(
     reasoning_format: ReasoningFormatOption = None,
     alora: AloraOption = None,
     wait: WaitOption = True,
+    tags: TagsOption = None,
 ) -> None:
     body = {"source": source, "serving": _serving(tool_format, reasoning_format, alora)}
-    status, made = admin.send("POST", _versions(tenant, name, wait), json=body)
-    _show_made(admin, out, tenant, status, made)
+    status, made = admin.send("POST", _versions(tenant, name, wait, tags), json=body)
+    _show_made(admin, out, tenant, status, made, tags)
 
 
-def _check_tags(tags: list[str]) -> None:
-    """Before the upload, which would stay. Raises CommandFailed."""
-    from loraplex.control.adapter_tags import check_tags  # SQLAlchemy: no other command on this page needs it
-    from loraplex.control.errors import InvalidValue
-
-    try:
-        check_tags(tags)
-    except InvalidValue as error:
-        raise CommandFailed(error.message) from None
-
-
-def _versions(tenant: str, name: str, wait: bool) -> str:
-    return f"{_adapter(tenant, name)}/versions{'' if wait else '?wait=false'}"
+def _versions(tenant: str, name: str, wait: bool, tags: list[str] | None) -> str:
+    query = [*(() if wait else [("wait", "false")]), *([("tags", ",".join(tags))] if tags else [])]
+    return f"{_adapter(tenant, name)}/versions{'?' if query else ''}{urlencode(query)}"
 
 
 def _serving(tool_format: str | None, reasoning_format: str | None, alora: str | None) -> dict[str, str]:
@@ -172,7 +159,9 @@ def _serving(tool_format: str | None, reasoning_format: str | None, alora: str |
     return {key: value for key, value in serving.items() if value is not None}
 
 
-def _show_made(admin: AdminClient, out: Output, tenant: str, status: int, made: dict[str, Any]) -> None:
+def _show_made(
+    admin: AdminClient, out: Output, tenant: str, status: int, made: dict[str, Any], tags: list[str] | None
+) -> None:
     if out.as_json:
         out.json(made)
         return
@@ -189,6 +178,8 @@ def _show_made(admin: AdminClient, out: Output, tenant: str, status: int, made: 
         out.line(f"{version} takes no traffic before it is ready. To look at its state: {look}")
     else:
         out.line(_traffic(admin, tenant, made))
+    if tags:
+        out.line(f"{name}: tagged {' '.join(tags)}")
 
 
 def _check_directory(name: str, directory: Path) -> None:

@@ -17,7 +17,7 @@ from loraplex.adapters.spec import AdapterSpec, BaseSpec
 from loraplex.adapters.store.artifact_store import Staging
 from loraplex.adapters.store.fault_points import FaultPoint
 from loraplex.control import rules
-from loraplex.control.adapter_tags import Tags, forget_tags, replace_tags, tags_of
+from loraplex.control.adapter_tags import Tags, add_tags, forget_tags, replace_tags, tags_of
 from loraplex.control.agreement import DueAgreement, TrainerNumbers, threshold
 from loraplex.control.artifacts import Artifacts, lost_pins
 from loraplex.control.audit.recorder import LOCAL, Actor, record
@@ -131,23 +131,23 @@ class Catalog:
         check: bool = False,
         durable: bool = True,
         numbers: TrainerNumbers | None = None,
+        tags: Sequence[str] = (),
         by: Actor = LOCAL,
     ) -> tuple[VersionInfo, bool]:
         """Make a version of an upload's two files; whether it is new. mlx-lm's files are turned into PEFT's first, and
-        LoRA on parts of a linear is joined. The same bytes again within a name, to be served alike, are the version
-        that has them, also with a set of the config in another order; where the stored ones are lost or damaged, they
-        take their place. Bytes that were rejected before are a new version, and are checked again. `chat` is what they
-        bring for their chats; `notes` are added to the checks of the report.
-        `source` is where an import came from, for the audit log. With `release` the version takes all the traffic of
-        its name from the moment when it is ready on. With `check` that is when `Validation.accept` says so: until then
-        a new version is `validating`. Of a series' version its rules decide on both, and with `agree_within` it is
-        `validating` until `numbers` were compared with the server's. Without `durable` new bytes are
-        flushed by `Flushes.settle` later; a crash of the machine until then may cost the version.
+        LoRA on parts of a linear is joined. The adapter gets `tags` beside those that it has. The same bytes again
+        within a name, to be served alike, are the version that has them, also with a set of the config in another
+        order; where the stored ones are lost or damaged, they take their place. Bytes that were rejected before are a
+        new version, and are checked again. `chat` is what they bring for their chats; `notes` are added to the checks
+        of the report. `source` is where an import came from, for the audit log. With `release` the version takes all
+        the traffic of its name from the moment when it is ready on. With `check` that is when `Validation.accept` says
+        so: until then a new version is `validating`. Of a series' version its rules decide on both, and with
+        `agree_within` it is `validating` until `numbers` were compared with the server's. Without `durable` new bytes
+        are flushed by `Flushes.settle` later; a crash of the machine until then may cost the version.
 
-        The bytes are published before the row is committed: a crash between the two leaves an orphan, which the
-        next start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed, RateLimited
-        where too many versions wait for a comparison, and what `check_upload` raises; then nothing of the upload is
-        kept.
+        The bytes are published before the row is committed: a crash between the two leaves an orphan, which the next
+        start sweeps, and never a row without bytes. Raises AdapterRefused, StoreFull, StoreFailed, RateLimited where
+        too many versions wait for a comparison, and what `check_upload` raises; then nothing of the upload is kept.
         """
         self.check_upload(tenant_id, name, by, compared=numbers is not None)
         spec = self._inspections.inspect(tenant_id, name, staging)
@@ -178,6 +178,7 @@ class Catalog:
                     release_upload(session, row, release=takes_all, by=by)
                     admitted = version_info(row), is_new
                     note_upload(session, by, *admitted, source)
+                    add_tags(session, tenant_id, name, tags, by)
                     fault(FaultPoint.COMMIT_VERSION)
         except BaseException:
             # The bytes may be published while the row is not. If this fails too, the next start sweeps them.
