@@ -336,6 +336,38 @@ def test_a_newcomer_does_not_wait_for_another_tenants_whole_prompt() -> None:
     assert sum(computed) >= 40, computed
 
 
+@pytest.mark.parametrize("weights", [(1.0, 4.0), (4.0, 1.0), (1.0, 1.0, 8.0), (0.25, 1.0, 1.0)])
+@pytest.mark.parametrize("answer", [2, 30])
+def test_no_tenant_gets_further_and_further_ahead_by_steps_with_room_for_little(
+    weights: tuple[float, ...], answer: int
+) -> None:
+    """A step has room for some 20 positions of prompts, and each tenant always has more waiting."""
+    made = bench(0.02, seqs=4, blocks=400)
+    tenants, number, gaps = {f"t{index}": weight for index, weight in enumerate(weights)}, 0, []
+    for _ in range(1500):
+        for tenant, weight in tenants.items():
+            while sum(seq.request.tenant_id == tenant for seq in made.live.values()) < 6:
+                number += 1
+                made.add(f"{number}", 38, answer, tenant=tenant, weight=weight, first=100 * number)
+        made.step()
+        counters = [made.scheduler.queue.counter(tenant) for tenant in tenants]
+        gaps.append(max(counters) - min(counters))
+    most = 2 * max(38, 2 * 4 * (38 + answer)) / min(weights)
+    assert max(gaps) <= most + LEAD
+    assert max(gaps[750:]) <= max(gaps[:750]) + 38 / min(weights), "it does not grow"
+
+
+def test_a_tenant_that_is_ahead_goes_on_before_its_turn_as_the_first_one_does() -> None:
+    """At equal weights it gets its positions in each step where the first one gets as many."""
+    made = bench(blocks=4000)
+    made.add("hog", LONG, tenant="hog", first=1)
+    made.add("other", LONG, tenant="other", first=10**5)
+    made.scheduler.queue.charge_tenant("other", 5000.0)
+    steps = [made.step() for _ in range(20)]
+    assert [step["other"] for step in steps] == [AHEAD_CHUNK] * 20
+    assert min(step["hog"] for step in steps) > AHEAD_CHUNK
+
+
 def test_forced_tokens_advance_where_blocks_run_short() -> None:
     made = bench(blocks=20, seqs=8)
     light = made.add("light", 8, 200, tenant="light", first=1)

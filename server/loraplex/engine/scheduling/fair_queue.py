@@ -252,6 +252,15 @@ class FairQueue:
         tenant = self._tenants.get(tenant_id)
         return 0.0 if tenant is None else tenant.charged
 
+    def lead_of(self, tenant_id: str) -> float:
+        """How far ahead a tenant with a request in the engine was when it was last served before its turn."""
+        return self._tenants[tenant_id].lead
+
+    def passed(self, tenant_id: str, lead: float) -> None:
+        """A tenant with a request in the engine is served before its turn, and `lead` ahead. Infinite: it is not ahead,
+        and may be served so from any lead on."""
+        self._tenants[tenant_id].lead = lead
+
     def is_backlogged(self, tenant_id: str) -> bool:
         """Whether a tenant with a request in the engine has a ready request in the queue."""
         return self._tenants[tenant_id].ready > 0

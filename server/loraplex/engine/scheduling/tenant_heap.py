@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import inf
 
 from loraplex.adapters.ref import AdapterRef
 from loraplex.engine.types import Sequence
@@ -80,6 +81,7 @@ class TenantAccount:
     requests: int = 0  # in the engine, in whatever state
     queued: int = 0  # requests in all lanes
     ready: int = 0  # requests in open lanes: its backlog
+    lead: float = inf  # how far ahead it was when it was last served before its turn
     unserved: int = 0  # exchanges with other engines since it was last served here
     lanes: dict[str | None, TenantLane] = field(default_factory=dict)
     # The first entry of each open lane, and stale entries: those that are no lane's first any more.

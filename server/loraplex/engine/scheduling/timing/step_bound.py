@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from loraplex.engine.scheduling.fair_queue import FairQueue
 from loraplex.engine.scheduling.timing.row_turns import RowTurns, rank_of
@@ -32,7 +33,7 @@ MOST_SHARING = 8
 LEAD = 256.0
 """Units of service over the weight by which such a tenant may be ahead of the first one."""
 AHEAD_CHUNK = 16
-"""Positions that one tenant gets in a step which is further ahead."""
+"""Most positions that one tenant gets in a step which is further ahead."""
 LEAST_CHUNK = 8
 """Positions of a prompt that a step takes at least, if it takes any and there are as many: fewer read all keys and
 values before them for little."""
@@ -187,9 +188,10 @@ def prompts_behind(
     the long run. The head of the queue is among them if others yielded to it (`claimed`). Each with the part that it
     may take of what is left of the step then, and its most positions.
 
-    And of the tenants that got more than that, the prompt with the fewest positions left. It gets a few in each step:
-    else a newcomer, which begins at the level of a tenant that has used what was idle, would wait for whole prompts of
-    another."""
+    And of the tenants that got more than that, the prompt with the fewest positions left. It gets a few: else a
+    newcomer, which begins at the level of a tenant that has used what was idle, would wait for whole prompts of
+    another. A tenant gets them again where it is no further ahead than it was before them: a small step may have room
+    for little else, and its weight may be less than the first one's."""
 
     def counter(seq: Sequence) -> float:
         return queue.counter(seq.request.tenant_id)
@@ -200,13 +202,18 @@ def prompts_behind(
     if claimed and head is not None and head not in heads:
         heads.append(head)
     in_order = sorted([*busy.values(), *heads], key=counter)
-    most = counter(in_order[0]) + LEAD if in_order else 0.0
-    near = [seq for seq in in_order[1 : 1 + MOST_SHARING] if counter(seq) <= most]
-    shares = [(seq, seq.num_tokens) for seq in near]
-    ahead = [seq for seq in in_order[1:] if counter(seq) > most]
+    least = counter(in_order[0]) if in_order else 0.0
+    near = [seq for seq in in_order if counter(seq) <= least + LEAD]
+    for seq in near:
+        queue.passed(seq.request.tenant_id, inf)
+    shares = [(seq, seq.num_tokens) for seq in near[1 : 1 + MOST_SHARING]]
+    ahead = [
+        seq for seq in in_order[len(near) :] if counter(seq) - least <= queue.lead_of(seq.request.tenant_id)
+    ]
     if ahead:
-        least = min(ahead, key=lambda seq: (seq.num_tokens - seq.num_computed, seq.order))
-        shares.insert(0, (least, AHEAD_CHUNK))  # what it leaves of its part goes to the others
+        short = min(ahead, key=lambda seq: (seq.num_tokens - seq.num_computed, seq.order))
+        queue.passed(short.request.tenant_id, counter(short) - least)
+        shares.insert(0, (short, AHEAD_CHUNK))  # what it leaves of its part goes to the others
     # Parts of what is left, so that they are equal.
     return [
         (seq, OTHERS_SHARE / (len(shares) - OTHERS_SHARE * number), positions)
