@@ -84,7 +84,7 @@ def test_every_route_has_its_parameters_fields_answers_and_an_example(port: tupl
             assert f"<code>{parameter['name']}</code>" in part, (path, parameter["name"])
         for content in operation.get("requestBody", {}).get("content", {}).values():
             schema = resolve(content["schema"], schemas)
-            for way in schema.get("oneOf", schema.get("anyOf", [schema])):
+            for way in (schema, *schema.get("oneOf", schema.get("anyOf", ()))):
                 for field, its in resolve(way, schemas).get("properties", {}).items():
                     assert f"<code>{field}</code>" in part, (path, field)
                     if "default" in its:

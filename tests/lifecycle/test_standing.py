@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import pytest
 
@@ -52,6 +53,17 @@ def test_a_clock_that_went_back_hides_no_look_that_is_missing() -> None:
 def test_a_pace_is_told_after_an_hour_of_looks(now: float, expected: str | None) -> None:
     """A new guard of a small share has seen one unit of hundreds that it needs."""
     assert obstacle_at(now, [(5.0, 1, 800), (300.0, 2, 799)], steps_s=HOUR_S) == expected
+
+
+def test_the_slowest_pace_ends_at_a_moment() -> None:
+    """Callers who keep their version, at a weight of one in a million: thousands of years."""
+    looks = [(5.0, 1, 10**9), (9 * HOUR_S, 2, 10**9 - 1)]
+    standing = standing_of(
+        step=0, since=0.0, schedule=None, has_guard=True, course=course_of(looks), now=9 * HOUR_S
+    )
+    assert standing.obstacle == "too_slow"
+    assert standing.likely_at is not None
+    assert datetime.fromtimestamp(standing.likely_at, UTC).year < 2100
 
 
 def test_a_first_look_that_is_late_is_no_lack_of_progress() -> None:

@@ -78,8 +78,9 @@ def _with_added(
     session: Session, tenant_id: str, name: str, tags: Sequence[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The tags before and after."""
+    given = check_tags(tags)
     had = tags_of(session, [(tenant_id, name)]).get((tenant_id, name), ())
-    return had, _bounded({*had, *check_tags(tags)}, "tags")
+    return had, _bounded({*had, *given}, "tags")
 
 
 def check_tags(tags: Sequence[str], param: str = "tags") -> tuple[str, ...]:

@@ -61,7 +61,8 @@ def example_of(schema: Mapping[str, Any], schemas: Mapping[str, Any], depth: int
             if schema.get("type") == "object":
                 fields = schema.get("properties", {}) | branch.get("properties", {})
                 rest = {name: value for name, value in schema.items() if name != key}
-                branch = {**rest, **branch, "properties": fields}
+                needed = [*rest.get("required", ()), *branch.get("required", ())]
+                branch = {**rest, **branch, "properties": fields, "required": needed}
             return example_of(branch, schemas, depth)
     kind = schema.get("type")
     if kind == "array":

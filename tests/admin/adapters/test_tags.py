@@ -152,6 +152,9 @@ async def test_tags_given_meanwhile_leave_no_room_for_those_of_an_upload(
     with mock.patch.object(tagged.services.catalog, "admit", late):
         found = assert_problem(await upload(admin, tmp_path / "a", "eu", seed=2), 400, "invalid_value")
     assert "would have 9" in found["detail"]
+    assert tagged.leftovers() == []
+    uploads = tagged.services.audit.list(AuditFilter(action="version.upload")).items
+    assert [row.outcome for row in uploads] == ["refused", "done", "done"]
     shown = (await admin.get(ADAPTER)).json()
     assert (shown["tags"], shown["num_versions"]) == (others, 1)
 

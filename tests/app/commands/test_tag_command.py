@@ -25,4 +25,5 @@ def test_a_push_adds_tags_to_those_that_are_there(tmp_path: Path) -> None:
         assert "support: tagged eu" in shell.ok(*push, "--tag", "eu")
         assert "support: tagged beta eu" in shell.ok(*push, "--tag", "beta", "--tag", "eu")
         assert "Tag 1, 'B'" in shell.fails(*push, "--tag", "B")
+        assert "Tag 1, 'a,b'" in shell.fails(*push, "--tag", "a,b")
         assert "beta eu" in shell.ok("adapter", "show", "support", "-t", "acme")

@@ -124,6 +124,7 @@ def test_a_rejected_version_keeps_its_report_and_nothing_else(plane: ControlPlan
         plane.catalog.delete_version("acme", "pirate", "v1")
     (row,) = AuditLog(plane.database).list(AuditFilter(action="version.check")).items
     assert (row.outcome, row.code, row.after["state"]) == ("refused", "numerical_mismatch", "rejected")
+    assert row.before == {"state": "validating", "tags": ["eu"]}
     plane.check_integrity()
     # Its place in the quota is free again, and the next version has the next number.
     plane.add("acme", "other", 3)

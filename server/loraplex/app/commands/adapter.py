@@ -150,6 +150,18 @@ def import_(
 
 
 def _versions(tenant: str, name: str, wait: bool, tags: list[str] | None) -> str:
+    """The address of an upload. Tags are checked before: a client that still sends may miss the answer. Raises
+    CommandFailed."""
+    if tags:
+        from loraplex.control.adapter_tags import (
+            check_tags,
+        )  # SQLAlchemy: no other command on this page needs it
+        from loraplex.control.errors import InvalidValue
+
+        try:
+            check_tags(tags)
+        except InvalidValue as error:
+            raise CommandFailed(error.message) from None
     query = [*(() if wait else [("wait", "false")]), *([("tags", ",".join(tags))] if tags else [])]
     return f"{_adapter(tenant, name)}/versions{'?' if query else ''}{urlencode(query)}"
 

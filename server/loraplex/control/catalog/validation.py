@@ -141,9 +141,9 @@ class Validation:
             shown = {"code": refusal.code, "message": refusal.message}
             row.report = row.report | _found(reference_error, agreement) | {"refusal": shown}
             session.flush()
-            if not count_living(session, row.tenant_id, row.name):
-                forget_tags(session, row.tenant_id, row.name)
-            _record_check(session, row, by, reference_error or {}, agreement, code=refusal.code)
+            is_last = not count_living(session, row.tenant_id, row.name)
+            gone = forget_tags(session, row.tenant_id, row.name) if is_last else {}
+            _record_check(session, row, by, reference_error or {}, agreement, code=refusal.code, gone=gone)
 
         with self._artifacts.lock:
             with self._database.write() as session:
@@ -221,7 +221,9 @@ def _record_check(
     agreement: dict[str, Any] | None,
     *,
     code: str | None = None,
+    gone: Mapping[str, Any] | None = None,
 ) -> None:
+    """`gone`: what went with it."""
     after = {
         "digest": row.digest,
         "state": row.state,
@@ -236,7 +238,7 @@ def _record_check(
         "version.check",
         version_target(row.tenant_id, row.name, f"v{row.number}"),
         tenant_id=row.tenant_id,
-        before={"state": "validating"},
+        before={"state": "validating"} | dict(gone or {}),
         after=after,
         outcome="done" if code is None else "refused",
         code=code,

@@ -25,6 +25,8 @@ STALLED_S = 3600.0
 """Time since the first look after which a step that has not come nearer to its decision makes no progress."""
 SLOW_S = 2 * 86_400.0
 """A decision is too far away when it comes so long after now, and after the step's time."""
+_LONGEST_S = 70 * 365 * 86_400.0
+"""Most that is told of the time until a decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,4 +88,5 @@ def _seconds_left(leg: Leg, now: float) -> float | None:
     """Time until nothing is missing, at the pace since the first look; None where nothing came."""
     first = leg.all_points[0]
     came, passed = first.needs - leg.latest.needs, now - first.at
-    return passed * leg.latest.needs / came if came > 0 and passed > 0 else None
+    # A pace may be as slow as the weights make it, and a moment has an end.
+    return min(_LONGEST_S, passed * leg.latest.needs / came) if came > 0 and passed > 0 else None

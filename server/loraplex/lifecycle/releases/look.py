@@ -121,7 +121,8 @@ def _keep(session: Session, run: ReleaseRun, guard: Guard, now: float) -> None:
     course.add(run.step, guard.since, point)
     # Not by the row itself: no cache holds the evidence, and none has to be read again for it.
     of = (ReleaseRun.tenant_id == run.tenant_id, ReleaseRun.name == run.name)
-    session.execute(update(ReleaseRun).where(*of).values(guard_state=state, course=course.to_json()))
+    values = {"course": course.to_json()} | ({} if state == run.guard_state else {"guard_state": state})
+    session.execute(update(ReleaseRun).where(*of).values(**values))
 
 
 def _running(session: Session, run: ReleaseRun, now: float) -> Sequence[RunningArm]:

@@ -22,7 +22,8 @@ class LeftOut(ResponseBody):
 class RunningRelease(ResponseBody):
     """A release with a guard or a schedule, in a step that began at `since`: `version` has `share` of the traffic. It
     is null where there is no such thing: `step` (from 0) without a schedule; `verdict`, `advice`, `needs` and
-    `requests` before a guard's first look. `looked_at`: when its guard last looked, to a minute. `needs` units are
+    `requests` before a guard's first look, `looked_at` too and without a guard; `likely_at` where nothing tells it.
+    `looked_at`: when its guard last looked, to a minute. `needs` units are
     missing until a gross fault of the new version would have been found. `likely_at`: when the step is likely to be
     decided, at the pace so far. `obstacle`: why it cannot be: no server looks at it, or none has for five minutes
     (`not_looked`), the new version got no requests (`no_requests`), requests came and nothing that is missing

@@ -16,7 +16,7 @@ function obstacleOf(row) {
   const missing = `${ui.num(row.needs)} more ${unitsOf(row)} of both versions`;
   return {
     not_looked: html`${row.looked_at
-      ? html`The guard of ${row.version} last looked on <${ui.Time} at=${row.looked_at} />, and no server has looked since: a fault of it rolls nothing back.`
+      ? html`The guard of ${row.version} last looked on <${ui.Time} at=${row.looked_at} />, and no look has succeeded since: a fault of it rolls nothing back.`
       : html`No server has decided about ${row.version} since ${since}.`}
       ${" "}One server must lead, and look: see release_not_watched and background_task_failed in the servers' logs. Until then, pause it or decide by hand.`,
     no_requests: html`${row.version} has ${shareOf(row)} and got no request since ${since}, so nothing can be compared.
