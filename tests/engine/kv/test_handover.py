@@ -15,6 +15,7 @@ from loraplex.engine.core.handover import HandoverRefused
 from loraplex.engine.kv import prefix_keys
 from loraplex.engine.kv.blocks import UseOrder
 from loraplex.engine.kv.handed_blocks import HandedBlocks
+from loraplex.engine.kv.host_tier import HostTier
 from loraplex.engine.types import BlockKey, EngineRequest
 from support.engine.core_engine import FORM, CoreEngine, adapter, expected
 from support.fake_host_memory import BLOCK_BYTES
@@ -138,12 +139,37 @@ def test_a_call_looks_at_few_blocks_however_many_there_are(
         while not is_last:
             looks.clear()
             page, is_last = source.core.handover.next_page(begins=begins)
-            most, num_calls, begins = max(most, looks.total()), num_calls + 1, False
+            # Each block of the page is looked at once more, behind the copies.
+            most, num_calls, begins = max(most, looks.total() - len(page)), num_calls + 1, False
             came += page
         is_last = False
     assert most <= 7 + 2  # each of the two orders says once that it has ended
     assert num_calls > 2 * len(whole) / 7
     assert [block.key for block in came] == [block.key for block in whole]
+
+
+def test_at_its_end_the_engine_that_takes_uses_few_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = make(), make()
+    for number in range(12):
+        ask(source, str(number), prompt_ids=tuple(range(number, number + 100)))
+    uses, read = Counter[bool](), HostTier.read
+    take = target.core.handover.take_in
+
+    def counted(tier: HostTier, key: BlockKey) -> Any:
+        uses[is_end] += 1
+        return read(tier, key)
+
+    def taken(*arguments: Any, ends: bool = False, **options: Any) -> Any:
+        nonlocal is_end
+        is_end = ends
+        return take(*arguments, ends=ends, **options)
+
+    is_end = False
+    monkeypatch.setattr(HostTier, "read", counted)
+    monkeypatch.setattr(target.core.handover, "take_in", taken)
+    monkeypatch.setattr(handover, "MOST_LOOKS", 7)
+    assert hand_over(source, target) > 7
+    assert uses[True] == 7
 
 
 def test_what_leaves_in_the_middle_of_a_walk_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,15 @@ def play(seed: int) -> int:
                 blocks = tuple(block for block in page if block.key[0][1] not in gone)  # as a server does
                 num_here += target.core.handover.take_in(FORM, blocks, begins=begins)[1]
                 begins = False
+                if rng.random() < 0.1:
+                    prompt = (*rng.choice(prompts), *rng.sample(range(900), rng.randrange(20)))
+                    name = f"{number}-{len(sent)}"
+                    request = source.add(
+                        name, None, tenant_id=tenant, prompt_ids=prompt, max_tokens=3, ignore_eos=True
+                    )
+                    sent.append((source, request, 3))
                 for _ in range(rng.randrange(3)):
-                    target.step(0.01)
+                    rng.choice(engines).step(0.01)
         for engine in engines:
             host = engine.core._scheduler.blocks.host
             assert host is not None

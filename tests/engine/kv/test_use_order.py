@@ -13,7 +13,7 @@ from loraplex.engine.kv.blocks import UseOrder
 def test_it_is_a_list_and_a_walk_meets_what_was_not_touched(seed: int) -> None:
     rng = random.Random(seed)
     order, plain = UseOrder[int](range(3)), [0, 1, 2]
-    wanted, met = list[int](), list[int]()
+    wanted, met, added = list[int](), list[int](), set[int]()
     for number in range(3, 400):
         match rng.randrange(7):
             case 0:
@@ -24,6 +24,7 @@ def test_it_is_a_list_and_a_walk_meets_what_was_not_touched(seed: int) -> None:
                 plain.insert(0, number)
                 # It may still be met: as the least recently used one it is behind all others.
                 wanted.append(number)
+                added.add(number)
             case 2 if plain:
                 key = rng.choice(plain)
                 order.use(key)
@@ -41,13 +42,14 @@ def test_it_is_a_list_and_a_walk_meets_what_was_not_touched(seed: int) -> None:
                 wanted = [each for each in wanted if each != key]
             case 5 if rng.random() < 0.2:
                 order.begin_walk()
-                wanted, met = plain[::-1], []
+                wanted, met, added = plain[::-1], [], set()
             case _:
                 key_met = order.walk()
                 if key_met is not None:
                     met.append(key_met)
                     assert key_met == wanted.pop(0)
                 else:
+                    assert added.issuperset(wanted)
                     wanted.clear()
         assert [*order] == plain
         assert len(order) == len(plain)

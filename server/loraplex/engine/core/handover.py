@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Row
+from itertools import islice
 
 from loraplex.adapters.errors import LoraplexError
 from loraplex.engine.core.handed import (
@@ -179,9 +180,9 @@ class PrefixHandover:
         self._firsts[key] = key if before is None else self._firsts[before]
 
     def _handed(self, key: BlockKey) -> HandedBlock | None:
-        """A block with what was read out of it; None where that failed."""
+        """A block with what was read out of it; None where that failed, or its content turned out to be no good."""
         pieces = [self._pieces.get(name) for name in self._blocks.parts_of(key)]
-        if None in pieces:
+        if None in pieces or not self._blocks.is_known(key):
             return None
         content = b"".join(piece for piece in pieces if piece is not None)
         return HandedBlock(key, self._before(key), self._firsts[key], content)
@@ -216,8 +217,9 @@ class PrefixHandover:
             if is_here:
                 num_here += 1
                 self._order.setdefault(one.key)
-        # A prefix is lost from its end. Pages have its blocks from the first on, and the newest prefixes first.
-        for key in reversed(self._order if ends else [one.key for one in page]):
+        # A prefix is lost from its end. Pages have its blocks from the first on, and the newest prefixes first. At the
+        # end the newest of all pages are put in order: what is behind them was brought in as the newest too.
+        for key in reversed([*islice(self._order, MOST_LOOKS)] if ends else [one.key for one in page]):
             host.read(key)
         if ends:
             self._order = {}

@@ -58,7 +58,7 @@ class HandedBlocks(TieredBlocks):
     def step_back(self, key: BlockKey, broken: Container[BlockKey]) -> tuple[bool, BlockKey | None]:
         """Whether a block is here, may be handed on and is behind no `broken` one, and the block before it."""
         is_here = self._is_in_host(key) or self.idle_block(key) is not None
-        if key not in self._before or key in broken or not is_here:
+        if key not in self._before or key in broken or not is_here or key[0][1] in self._erased:
             return False, None
         return True, self._before[key]
 

@@ -126,7 +126,7 @@ class HandingOver:
                 begins, is_last = False, page.is_last
                 for target, blocks in self._dealt(one, form, page.blocks).items():
                     await self._give(one, form, target, blocks)
-                if page.blocks:
+                if page.blocks or not is_last:
                     self.counts.seconds += asyncio.get_running_loop().time() - began
                 if is_last:
                     await self._end_pages(one, form)
