@@ -25,8 +25,8 @@ _MOST_LISTS = 6
 
 
 class UseOrder(Generic[K]):
-    """Distinct keys, the least recently used first. Each call costs the same, however many there are, but for the
-    beginning of a walk behind many that were broken off.
+    """Distinct keys, the least recently used first. Each call costs the same, however many there are,
+    except the beginning of a walk behind many that were broken off.
 
     A walk meets the keys that are here when it begins, the most recently used first. It does not meet those that are
     removed, used or added as the newest meanwhile. Keys lie in several lists one behind the other: those that the walk
