@@ -372,6 +372,10 @@ class SlowStore(FakeBlockStore):
         super().__init__(random.Random(1))
         self.p_lost = self.p_refused = 0.0
         self.is_closed = False
+        self.num_sweeps = 0
+
+    def sweep(self) -> None:
+        self.num_sweeps += 1
 
     def close(self) -> None:
         self.is_closed = True
@@ -397,6 +401,16 @@ def test_the_threads_write_what_waits_and_read_it() -> None:
     assert [tier.payload(key) for key in keys(8)] == [key[1] for key in keys(8)]
     assert woken
     tier.close()
+
+
+def test_what_was_erased_is_removed_before_the_end() -> None:
+    """However soon the end comes: else it would be there when the next engine starts."""
+    for _ in range(50):
+        store = SlowStore()
+        tier = DiskTier(store, 4, lambda: None)
+        tier.erase_version("d")
+        tier.close()
+        assert (store.num_sweeps, store.is_closed) == (1, True)
 
 
 def tier_on(disk: Disk, clock: Callable[[], float]) -> DiskTier:

@@ -314,16 +314,16 @@ class DiskTier:
         return self._full
 
     def close(self) -> None:
-        """Write what waits, as far as that goes in a few seconds, and end the threads. A thread that hangs is left to
-        the end of the process."""
+        """Write what waits and remove what was erased, for a few seconds at most, and end the threads. A thread that
+        hangs is left to the end of the process."""
         until = time.monotonic() + _DRAIN_S
         with self._changed:
             waits = {*self._to_write}
             for key in [key for key, write in self._writes.items() if write.payload is None]:
                 if key not in waits:
                     del self._writes[key]
-            while self._threads and self._writes and (left := until - time.monotonic()) > 0:
-                self._changed.wait(left)
+            while self._threads and (self._writes or self._to_sweep) and time.monotonic() < until:
+                self._changed.wait(until - time.monotonic())
             self._closed = True
             self._to_write.clear()
             self._changed.notify_all()
