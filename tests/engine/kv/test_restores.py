@@ -406,7 +406,7 @@ def test_a_prefix_with_a_gap_that_is_dropped_takes_nothing_of_others() -> None:
 
 @pytest.mark.parametrize("is_put_back", [False, True])
 def test_a_line_in_the_background_pays_little_for_what_it_found(is_put_back: bool) -> None:
-    """It begins beside another request, or one comes while its prefix is on its way."""
+    """Whether the line begins beside another request, or one comes while its prefix is on its way."""
     engine = engine_that_forgot(("acme", LONG, None))
     engine.step(5.0)
     if not is_put_back:

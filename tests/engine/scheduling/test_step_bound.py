@@ -358,7 +358,7 @@ def test_no_tenant_gets_further_and_further_ahead_by_steps_with_room_for_little(
 
 
 def test_a_tenant_that_is_ahead_goes_on_before_its_turn_as_the_first_one_does() -> None:
-    """At equal weights it gets its positions in each step where the first one gets as many."""
+    """Equal weights: each step in which the first one gets as many has its positions."""
     made = bench(blocks=4000)
     made.add("hog", LONG, tenant="hog", first=1)
     made.add("other", LONG, tenant="other", first=10**5)

@@ -66,8 +66,8 @@ async def push_version(
 
     A JSON body with `source` imports from a place that the operator allowed (--adapter-sources). The same bytes again
     within this name, to be served alike: 200 and the version that has them. The answer waits until the version's
-    numbers are checked; with wait=false it is 202 and the version `validating`. With tags the
-    adapter gets these beside those that it has.
+    numbers are checked; with wait=false it is 202 and the version `validating`. With tags the adapter gets these beside
+    those that it has.
     """
     store, max_bytes = services.artifacts.store, services.max_upload_bytes
     receive: Receive = partial(receive_upload, request, store, max_bytes=max_bytes)

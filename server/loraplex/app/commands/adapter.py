@@ -153,9 +153,8 @@ def _versions(tenant: str, name: str, wait: bool, tags: list[str] | None) -> str
     """The address of an upload. Tags are checked before: a client that still sends may miss the answer. Raises
     CommandFailed."""
     if tags:
-        from loraplex.control.adapter_tags import (
-            check_tags,
-        )  # SQLAlchemy: no other command on this page needs it
+        # They bring SQLAlchemy, which no other command on this page needs.
+        from loraplex.control.adapter_tags import check_tags
         from loraplex.control.errors import InvalidValue
 
         try:
